@@ -71,7 +71,7 @@ def time_step(run_step: Callable[[], object], *, clock: Callable[[], float] = ti
 def step_runner(settings: str) -> Generator[None, None, None]:
     """Trains the model of a settings file in this process, from random weights, a step for each value; nothing is saved."""
     from petatron.pretrained.open_tokenizer import open_tokenizer
-    from petatron.train.build_run import build_loaders, launch, open_tokenizer
+    from petatron.train.build_run import build_loaders, launch
     from petatron.train.state.train_state import TrainState
     from petatron.train.train_step import train_step
     from petatron.validate import load_config

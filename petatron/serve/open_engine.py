@@ -30,7 +30,6 @@ from petatron.pretrained.open_model import from_pretrained
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.pretrained.run_model import Model
-from petatron.train.build_run import open_tokenizer
 from petatron.validate import load_config
 
 _log = get_logger(__name__)

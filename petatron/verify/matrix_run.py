@@ -37,7 +37,6 @@ from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.pretrained.open_tokenizer import open_tokenizer
-from petatron.train.build_run import open_tokenizer
 from petatron.validate import load_config
 from petatron.verify.compare_traces import TraceComparison, compare_traces
 from petatron.verify.matrix import MATRIX_TOLERANCES, MatrixEntry

@@ -15,7 +15,7 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.pretrained.open_tokenizer import open_tokenizer
-from petatron.train.build_run import launch, open_tokenizer
+from petatron.train.build_run import launch
 from petatron.validate import load_config, resolve_config
 from petatron.verify.compare_traces import TOLERANCES, TraceComparison, compare_traces
 from petatron.verify.trace import Injection, StoredTrace, record_steps, write_step_trace

@@ -201,6 +201,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no length": ({**LLAMA, "max_position_embeddings": None}, "max_position_embeddings None is not a whole number"),
     "no epsilon": ({**LLAMA, "rms_norm_eps": None}, "rms_norm_eps None is not a number"),
     "no scale": ({**GEMMA3, "query_pre_attn_scalar": None}, "query_pre_attn_scalar None is not a whole number"),
+    "no factor of scores": (
+        {**SHAPE, "model_type": "granite", "attention_multiplier": None},
+        "attention_multiplier None is not a number",
+    ),
+    "no clamp of gates": ({**GPT_OSS, "swiglu_limit": None}, "swiglu_limit None is not a number"),
+    "a latent that is no width": (
+        {**NEMOTRON_H, "moe_latent_size": "16"},
+        "moe_latent_size '16' is not a whole number",
+    ),
     "an activation that is none": ({**LLAMA, "hidden_act": ["silu"]}, "hidden_act \"['silu']\" is not an activation"),
     "layers that are none": (
         {**QWEN2_MOE, "mlp_only_layers": [None]},
@@ -268,6 +277,15 @@ def test_a_problem_of_a_folder_is_told_in_its_own_keys(tmp_path: Path):
     for key in ("rope_parameters", "rope_scaling"):
         assert keys_of_flags({**config, key: {"factor": 2.0}})["--rope-scaling-factor"] == f"{key}.factor"
     assert keys_of_flags({"model_type": "unknown"}) == {}
+
+
+def test_a_key_of_two_settings_is_told_once():
+    """The width of experts, and that of an MLP which no layer has."""
+    config = {key: value for key, value in GPT_OSS.items() if key != "intermediate_size"}
+    with pytest.raises(ConfigError) as caught:
+        from_hf_config(config)
+    assert [problem.where for problem in caught.value.problems] == ["intermediate_size"]
+    assert keys_of_flags(config)["--activation"] == "hidden_act"
 
 
 def test_biases_that_are_refused_are_told_once():

@@ -7,6 +7,7 @@ loss, gradients and greedy tokens with transformers.
 from __future__ import annotations
 
 from petatron.models.hf.families import FAMILIES
+from petatron.models.hf.shared_tables import EXPERTS
 
 DENSE_LAYOUTS = ("tp1", "tp2", "tp2-sp", "pp2", "tp2-pp2")
 EXPERT_LAYOUTS = ("tp1", "tp2", "ep2", "tp2-etp1-ep2", "pp2", "tp2-pp2")
@@ -17,6 +18,7 @@ def family_table() -> str:
     """Returns the table in Markdown."""
     rows = [_HEAD, ("---",) * len(_HEAD)]
     for family in FAMILIES:
-        layouts = EXPERT_LAYOUTS if family.moe_keys else DENSE_LAYOUTS
+        has_experts = any(name.startswith(EXPERTS) for row in family.mappings for name in row.logical_modules)
+        layouts = EXPERT_LAYOUTS if has_experts else DENSE_LAYOUTS
         rows.append((f"`{family.name}`", family.models, family.what_differs, *("yes",) * 4, ", ".join(layouts)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

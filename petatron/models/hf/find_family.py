@@ -10,6 +10,8 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.fields import flag_name
 from petatron.models.hf.families import FAMILIES as ALL_FAMILIES
 from petatron.models.hf.family import Family
+from petatron.models.hf.rope_config_json import rope_keys
+from petatron.models.hf.translation import ConfigReader
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in ALL_FAMILIES}
 
@@ -34,7 +36,7 @@ _MAX_NAMED = 8
 
 
 def get_family(name: str) -> Family:
-    """Returns the tables of a family."""
+    """Returns a family by name."""
     name = _first_name(name)
     if name not in FAMILIES:
         raise ConfigError([_unknown_family(name, {})])
@@ -90,20 +92,6 @@ def has_mxfp4_weights(hf_config: Mapping[str, Any]) -> bool:
     return False
 
 
-_ROPE_KEYS = {"rotary_percent": "partial_rotary_factor", "rotary_base": "rope_theta"}
-_SCALING_KEYS = {
-    "rope_scaling_factor": "factor",
-    "rotary_seq_len_interpolation_factor": "factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-    "longrope_short_factor": "short_factor",
-    "longrope_long_factor": "long_factor",
-}
-
-
 def keys_of_flags(config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the keys by which a config.json says what flags of ours do; none for a family that is not here.
 
@@ -113,10 +101,16 @@ def keys_of_flags(config: Mapping[str, Any]) -> dict[str, str]:
     family = FAMILIES.get(_first_name(str(config.get("model_type", ""))))
     if family is None:
         return {}
-    table = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = {**_ROPE_KEYS, **{ours: f"{table}.{key}" for ours, key in _SCALING_KEYS.items()}} if family.has_rope else {}
-    named = {**rope, **family.moe_keys, **family.keys}
-    return {flag_name(ours): key for ours, key in named.items()}
+    reader = _read_by(family, config)
+    rope = rope_keys(config) if "rotary_base" in reader.names else {}
+    names = {setting: key for setting, key in reader.names.items() if key}
+    return {flag_name(setting): key for setting, key in {**rope, **names}.items()}
+
+
+def _read_by(family: Family, config: Mapping[str, Any]) -> ConfigReader:
+    reader = ConfigReader(family.name, config)
+    family.translate(reader)
+    return reader
 
 
 def _first_name(name: str) -> str:
@@ -139,12 +133,13 @@ def _unknown_family(name: str, config: Mapping[str, Any]) -> Problem:
 def _nearest_family(config: Mapping[str, Any]) -> str:
     """Returns a sentence on the family with most keys in common with a config.json, and what differs."""
     keys = _own_keys(config)
-    family = min(FAMILIES.values(), key=lambda each: len(keys ^ _needed_keys(each)) + len(keys - _known_keys(each)))
-    missing = sorted(_needed_keys(family) - family.defaults.keys() - keys)
-    more = sorted(keys - _known_keys(family))
-    differences = [f"it lacks {_named(missing)}"] * bool(missing) + [f"it has {_named(more)} besides"] * bool(more)
+    readers = [_read_by(family, config) for family in FAMILIES.values()]
+    nearest = min(readers, key=lambda reader: len(keys ^ _copied_keys(reader)) + len(keys - reader.keys()))
+    missing = sorted(key for key in nearest.wrong if key not in config)
+    extra = sorted(keys - nearest.keys())
+    differences = [f"it lacks {_named(missing)}"] * bool(missing) + [f"it has {_named(extra)} besides"] * bool(extra)
     same = "config.json has the same settings, so what differs is in its code"
-    return f"The nearest is {family.name}; {' and '.join(differences) or same}."
+    return f"The nearest is {nearest.family}; {' and '.join(differences) or same}."
 
 
 def _own_keys(config: Mapping[str, Any]) -> set[str]:
@@ -153,12 +148,8 @@ def _own_keys(config: Mapping[str, Any]) -> set[str]:
     return {key for key, value in config.items() if value is not None} - ids - set(_COMMON_KEYS)
 
 
-def _needed_keys(family: Family) -> set[str]:
-    return {*family.keys.values(), *family.moe_keys.values(), family.activation_key} - {""}
-
-
-def _known_keys(family: Family) -> set[str]:
-    return _needed_keys(family) | {*family.defaults, *family.aliases.values()}
+def _copied_keys(reader: ConfigReader) -> set[str]:
+    return set(reader.names.values()) - {""}
 
 
 def _named(keys: Sequence[str]) -> str:

@@ -117,7 +117,7 @@ def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: Mode
     for mapping in mappings:
         for layer in range(layers) if "*" in mapping.hf_module else range(1):
             for leaf in (mapping.leaf,) if mapping.no_weight_suffix else ("weight", "bias"):
-                hf_layer = layer if family.hybrid is None else layer // family.hybrid.branches
+                hf_layer = layer // max(family.branches, 1)
                 num_heads = getattr(spec.config, mapping.heads)
                 entries += _mapping_entries(mapping, (layer, hf_layer), leaf, shapes, num_heads)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}

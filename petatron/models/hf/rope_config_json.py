@@ -1,5 +1,5 @@
-"""Converts the rope settings of config.json, in the spelling of transformers 5 (`rope_parameters`) and that before (`rope_theta` and
-`rope_scaling`), to ours and back.
+"""Translates the rope settings of config.json, in the spelling of transformers 5 (`rope_parameters`) and that before (`rope_theta` and
+`rope_scaling`).
 
 YaRN's temperature has two spellings there: `mscale` and `mscale_all_dim`, which count only together, or the number itself,
 `attention_factor`. Ours is (0.1 mscale ln f + 1) / (0.1 mscale_all_dim ln f + 1), which covers both: a given temperature t is
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from petatron.base.errors import Problem
@@ -17,7 +18,8 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.longrope_factors import format_longrope_factors, is_factor, parse_longrope_factors
 from petatron.config.schema.model import ModelConfig
 from petatron.layers.rope import yarn_attention_scaling
-from petatron.models.hf.family import OWN_FOLDER_FIX, Family, unsupported_setting
+from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.hf.window_config_json import FULL, SLIDING
 
 _DEFAULT_THETA = 10000.0
@@ -25,56 +27,130 @@ _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 _CONTEXT_TYPES = ("llama3", "yarn", "longrope")
 """Kinds of scaling that begin at the context of pretraining."""
+ROPE_TYPES: Mapping[str, str] = {
+    **{name: name for name in ("default", "linear", "llama3", "yarn", "longrope")},
+    "su": "longrope",  # its name in older files of Phi-3
+}
+_SCALING_KEYS = {
+    "rope_scaling_factor": "factor",
+    "rotary_seq_len_interpolation_factor": "factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "longrope_short_factor": "short_factor",
+    "longrope_long_factor": "long_factor",
+}
 
 
-def rope_from_hf_config(
-    family: Family, hf_config: Mapping[str, Any], model: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[Problem]]:
-    """Returns ModelConfig values, and what the decoder cannot express; `model` has those read so far."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FamilyRope:
+    """How a family has rotary positions.
+
+    defaults: of `rope_theta`, `rope_parameters`, `partial_rotary_factor` and others; a part of each head is rotated only where the last is
+    one of them. only_part: the only part that transformers has. types: the kinds of rotary scaling that transformers has for the family,
+    by their names in files. by_layer_type: whether layers with a window have rope settings of their own.
+    """
+
+    family: str
+    defaults: Keys
+    only_part: float | None
+    types: Mapping[str, str]
+    by_layer_type: bool
+
+
+def rope(
+    config: Translation,
+    *,
+    types: Mapping[str, str] = ROPE_TYPES,
+    by_layer_type: bool = False,
+    only_part: float | None = None,
+    optional: bool = False,
+    **defaults: Any,
+) -> None:
+    """Translates rotary positions, as `_FamilyRope` says; optional: models may have none."""
+    if only_part is not None:
+        defaults[_PARTIAL] = only_part
+    family = _FamilyRope(
+        family=config.family, defaults=defaults, only_part=only_part, types=types, by_layer_type=by_layer_type
+    )
+    config.always(rotary_percent=1.0)
+    positions = "position_embedding_type"
+    names = [positions, "rotary_base", "longrope_attention_factor", *_SCALING_KEYS]
+    names += ["rotary_percent"] * (_PARTIAL in defaults) + ["rotary_base_local"] * by_layer_type
+    config.convert(
+        names, lambda keys: _read(config, family, keys), lambda spec: _write(family, spec.config), **defaults
+    )
+    if not optional:
+        config.expect(positions, "only rotary", lambda spec: spec.config.position_embedding_type in ("rope", "yarn"))
+    if only_part is not None:
+        config.expect("rotary_percent", f"only {only_part}", lambda spec: spec.config.rotary_percent == only_part)
+    for kind, setting in _SETTING_OF_TYPE.items():
+        if kind not in types.values():
+            config.expect(setting, f"no {kind} scaling", lambda spec, kind=kind: _own_rope_type(spec.config) != kind)
+    config.expect("yarn_mscale", "both mscales or neither", lambda spec: not _scales_scores_alone(spec.config))
+
+
+def rope_keys(keys: Keys) -> dict[str, str]:
+    """Returns the key of each rope setting in a config.json."""
+    table = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    scaling = {setting: f"{table}.{key}" for setting, key in _SCALING_KEYS.items()}
+    return {"rotary_percent": _PARTIAL, "rotary_base": "rope_theta", **scaling}
+
+
+def _scales_scores_alone(model: ModelConfig) -> bool:
+    scores_alone = model.yarn_mscale_all_dim and not model.yarn_mscale
+    return bool(model.multi_latent_attention and model.position_embedding_type == "yarn" and scores_alone)
+
+
+def _read(config: Translation, family: _FamilyRope, hf_config: Keys) -> tuple[Settings, list[Problem]]:
     key, given = _rope_table(family, hf_config)
-    local: dict[str, Any] = {}
-    if family.rope_by_layer_type:
+    local: Settings = {}
+    if family.by_layer_type:
         given, local, problems = _split_by_layer_type(family, hf_config)
         if problems:
             return {}, problems
-    kind = family.rope_types.get(_rope_type(given))
+    kind = family.types.get(_rope_type(given))
     theta = given.get("rope_theta", hf_config.get("rope_theta", _DEFAULT_THETA))
     part = given.get(_PARTIAL, hf_config.get(_PARTIAL))
     problems = _unsupported_rope(family, key, given)
     if theta is None:
         problems.append(Problem("rope_theta", "None", "is not a number", OWN_FOLDER_FIX))
     problems += _part_problems(family, part, hf_config.get(_PARTIAL))
+    problems += _latent_yarn_problems(key, given) if config.setting("multi_latent_attention") else []
     if problems or theta is None:
         return {}, problems
     values: dict[str, Any] = {"rotary_base": float(theta), "position_embedding_type": "rope"}
     values |= {"rotary_percent": float(part or 0.0)} if _PARTIAL in family.defaults else {}
-    if local and model["window_size"] is not None and (kind != "default" or local["rope_theta"] != theta):
+    if local and config.setting("window_size") is not None and (kind != "default" or local["rope_theta"] != theta):
         values["rotary_base_local"] = float(local["rope_theta"])
     if kind == "default":
         return values, []
     if kind in _CONTEXT_TYPES and hf_config.get(_ORIGINAL) is not None and not local:
         given = {**given, _ORIGINAL: hf_config[_ORIGINAL]}  # the key of the model itself counts more
+    longest = config.setting("max_position_embeddings")
     if kind == "longrope":
-        scaling, problems = _longrope_from_hf(key, given, model["max_position_embeddings"])
+        scaling, problems = _longrope_from_hf(key, given, longest)
     else:
-        scaling, problems = _scaling_from_hf(key, str(kind), given, model["max_position_embeddings"])
+        scaling, problems = _scaling_from_hf(key, str(kind), given, longest)
     return values | scaling, problems
 
 
-def _part_problems(family: Family, part: object, own: object) -> list[Problem]:
+def _part_problems(family: _FamilyRope, part: object, own: object) -> list[Problem]:
     """Returns what is wrong with the part of each head that is rotated, by the table or by the model's own key."""
     if _PARTIAL not in family.defaults and part not in (None, 1, 1.0):
         rule = "rotates a part of each head, which this family does not do"
         return [Problem(_PARTIAL, str(part), rule, "Remove it, or use 1.0.")]
     if _PARTIAL in family.defaults and part is None:
         return [Problem(_PARTIAL, "None", "is not a number", OWN_FOLDER_FIX)]
-    only = family.fixed.get("rotary_percent")
-    wrong = [value for value in (part, own) if only is not None and _PARTIAL in family.defaults and value != only]
-    rule = f"is not {only}, the only value that transformers has for a {family.name} model"
+    only = family.only_part
+    wrong = [value for value in (part, own) if only is not None and value != only]
+    rule = f"is not {only}, the only value that transformers has for a {family.family} model"
     return [Problem(_PARTIAL, str(value), rule, "Use another model.") for value in wrong[:1]]
 
 
-def _rope_table(family: Family, hf_config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _rope_table(family: _FamilyRope, hf_config: Keys) -> tuple[str, Mapping[str, Any]]:
     """Returns the table of rope settings and its key; of two tables `rope_scaling` counts, as in transformers.
 
     Model cards tell their readers to add `rope_scaling` to a config.json for longer contexts, whichever spelling that has.
@@ -89,7 +165,7 @@ def _rope_type(table: Mapping[str, Any]) -> str:
 
 
 def _split_by_layer_type(
-    family: Family, hf_config: Mapping[str, Any]
+    family: _FamilyRope, hf_config: Keys
 ) -> tuple[Mapping[str, Any], dict[str, Any], list[Problem]]:
     """Returns the settings of layers without and with a window; the second are not scaled."""
     tables = hf_config.get("rope_parameters") or {}
@@ -99,14 +175,14 @@ def _split_by_layer_type(
     theta, usual = hf_config.get("rope_theta", _DEFAULT_THETA), family.defaults.get("rope_theta")
     problems: list[Problem] = []
     if scaling and "rope_type" not in scaling:
-        rule = f"counts in transformers 4, and not in 5, which reads rope_type alone in a {family.name} model"
+        rule = f"counts in transformers 4, and not in 5, which reads rope_type alone in a {family.family} model"
         problems.append(Problem("rope_scaling.type", f"{scaling.get('type')!r:.40}", rule, "Write rope_type instead."))
     if "rope_theta" not in local and "rope_local_base_freq" not in family.defaults and theta != usual:
         rule = f"is that of all layers in transformers 4, and of {FULL} alone in 5, where {SLIDING} has {usual}"
         problems.append(Problem("rope_theta", str(theta), rule, f"Say rope_parameters.{SLIDING}.rope_theta."))
     local.setdefault("rope_theta", hf_config.get("rope_local_base_freq", theta))
     if set(tables) - {FULL, SLIDING}:
-        rule = f"is not a table of {FULL} and one of {SLIDING}, which a {family.name} model has"
+        rule = f"is not a table of {FULL} and one of {SLIDING}, which a {family.family} model has"
         problems.append(Problem("rope_parameters", "", rule, OWN_FOLDER_FIX))
     if _rope_type(full) == "yarn" and not full.get("truncate", True):
         rule = f"is not read by transformers within {FULL}"
@@ -119,9 +195,7 @@ def _split_by_layer_type(
     return full, local, problems
 
 
-def _scaling_from_hf(
-    key: str, kind: str, given: Mapping[str, Any], max_position_embeddings: int
-) -> tuple[dict[str, Any], list[Problem]]:
+def _scaling_from_hf(key: str, kind: str, given: Keys, max_position_embeddings: int) -> tuple[Settings, list[Problem]]:
     original = given.get("original_max_position_embeddings") or max_position_embeddings
     factor = given.get("factor") or (max_position_embeddings / original if kind == "yarn" else None)
     if factor is None or (kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= given.keys()):
@@ -142,9 +216,7 @@ def _scaling_from_hf(
     return values | scales, problems
 
 
-def _longrope_from_hf(
-    key: str, given: Mapping[str, Any], max_position_embeddings: int
-) -> tuple[dict[str, Any], list[Problem]]:
+def _longrope_from_hf(key: str, given: Keys, max_position_embeddings: int) -> tuple[Settings, list[Problem]]:
     values: dict[str, Any] = {}
     for name in ("short_factor", "long_factor"):
         factors = given.get(name)
@@ -161,9 +233,8 @@ def _longrope_from_hf(
     return values | ({} if attention is None else {"longrope_attention_factor": float(attention)}), []
 
 
-def latent_yarn_problems(family: Family, hf_config: Mapping[str, Any]) -> list[Problem]:
+def _latent_yarn_problems(key: str, given: Keys) -> list[Problem]:
     """Returns YaRN settings by which latent attention scales its scores in another way than by the two mscales together."""
-    key, given = _rope_table(family, hf_config)
     scale, all_dim, factor = (given.get(name) for name in ("mscale", "mscale_all_dim", "attention_factor"))
     if not all_dim or (scale and factor is None):
         return []
@@ -171,21 +242,19 @@ def latent_yarn_problems(family: Family, hf_config: Mapping[str, Any]) -> list[P
     return [Problem(f"{key}.mscale_all_dim", str(all_dim), rule, "Give mscale, or remove both.")]
 
 
-def _unsupported_rope(family: Family, key: str, rope_parameters: Mapping[str, Any]) -> list[Problem]:
+def _unsupported_rope(family: _FamilyRope, key: str, rope_parameters: Mapping[str, Any]) -> list[Problem]:
     kind = _rope_type(rope_parameters)
     if any(isinstance(value, Mapping) for value in rope_parameters.values()):
-        rule = f"differs between layers, and those of a {family.name} model have one rotation"
+        rule = f"differs between layers, and those of a {family.family} model have one rotation"
         return [Problem(key, "", rule, "Use another model.")]
-    if kind not in family.rope_types:
-        known = ", ".join(dict.fromkeys(family.rope_types.values()))
-        rule = f"is a rotary scaling that a {family.name} model does not have here"
+    if kind not in family.types:
+        known = ", ".join(dict.fromkeys(family.types.values()))
+        rule = f"is a rotary scaling that a {family.family} model does not have here"
         return [Problem(f"{key}.rope_type", f'"{kind}"', rule, f"It has {known}.")]
     return []
 
 
-def _yarn_mscale_from_hf(
-    key: str, rope_parameters: Mapping[str, Any], factor: float
-) -> tuple[dict[str, Any], list[Problem]]:
+def _yarn_mscale_from_hf(key: str, rope_parameters: Mapping[str, Any], factor: float) -> tuple[Settings, list[Problem]]:
     given, scale, all_dim = (rope_parameters.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None and factor > 1.0:
         return {"yarn_mscale": (float(given) - 1.0) / (0.1 * math.log(factor)), "yarn_mscale_all_dim": 0.0}, []
@@ -197,27 +266,22 @@ def _yarn_mscale_from_hf(
     return {"yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0}, []
 
 
-def _own_rope_type(model: ModelConfig) -> tuple[str, str]:
-    """Returns the kind of a model's scaling, and the setting that says so."""
-    for name, kind in (
-        ("use_rope_scaling", "llama3"),
-        ("rotary_seq_len_interpolation_factor", "linear"),
-        ("longrope_short_factor", "longrope"),
-    ):
-        if model.position_embedding_type != "yarn" and getattr(model, name):
-            return kind, name
-    return ("yarn" if model.position_embedding_type == "yarn" else "default"), "position_embedding_type"
+_SETTING_OF_TYPE = {
+    "yarn": "position_embedding_type",
+    "llama3": "use_rope_scaling",
+    "linear": "rotary_seq_len_interpolation_factor",
+    "longrope": "longrope_short_factor",
+}
 
 
-def unsupported_rope_type(family: Family, model: ModelConfig) -> list[Problem]:
-    """Returns the setting of a rotary scaling that transformers does not have for the family."""
-    kind, name = _own_rope_type(model)
-    if not family.has_rope or kind in family.rope_types.values():
-        return []
-    return [unsupported_setting(name, getattr(model, name), family, f"no {kind} scaling")]
+def _own_rope_type(model: ModelConfig) -> str:
+    """Returns the kind of a model's scaling."""
+    if model.position_embedding_type == "yarn":
+        return "yarn"
+    return next((kind for kind, name in list(_SETTING_OF_TYPE.items())[1:] if getattr(model, name)), "default")
 
 
-def rope_to_hf_config(family: Family, model: ModelConfig) -> dict[str, Any]:
+def _write(family: _FamilyRope, model: ModelConfig) -> Settings:
     """Returns the rope keys of config.json; in both spellings, for readers of either age."""
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.position_embedding_type == "yarn":
@@ -246,7 +310,7 @@ def rope_to_hf_config(family: Family, model: ModelConfig) -> dict[str, Any]:
     legacy = {"rope_theta": model.rotary_base, "rope_scaling": scaling, **partial}
     if parameters["rope_type"] == "longrope":
         legacy[_ORIGINAL] = model.original_max_position_embeddings
-    if not family.rope_by_layer_type:
+    if not family.by_layer_type:
         return {"rope_parameters": whole, **legacy}
     local = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
     by_type = {FULL: whole, SLIDING: {"rope_type": "default", "rope_theta": local}}

@@ -24,6 +24,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import FAMILIES, from_hf_config
+from petatron.models.hf.translation import ConfigReader
 from petatron.pretrained.convert_model import ConversionOptions, convert
 from petatron.pretrained.open_weights import open_model_source
 from tests.hf.random_configs import families
@@ -84,8 +85,9 @@ def rounding(model: Any, tokens: Tensor, logits: Tensor) -> float:
 
 def check_refusal(error: ConfigError, config: dict[str, Any]) -> None:
     """Every problem names a key that is in the file, or that its family has."""
-    family = FAMILIES[config["model_type"]]
-    keys = {*config, *family.defaults, *family.keys.values(), *family.moe_keys.values(), *family.aliases.values()}
+    reader = ConfigReader(config["model_type"], config)
+    FAMILIES[config["model_type"]].translate(reader)
+    keys = {*config, *reader.keys()}
     for problem in error.problems:
         assert problem.where.split("config.json: ")[-1].partition(".")[0] in keys, str(error)
 

@@ -13,19 +13,14 @@ them with the model and leaves them out where it saves one, although its config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from petatron.base.errors import Problem
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import (
-    EXPERTS,
-    LLAMA_DEFAULTS,
-    LLAMA_FIXED,
-    LLAMA_KEYS,
-    LLAMA_MAPPINGS,
-)
+from petatron.models.hf.decoder_config_json import latent_attention, llama, no_biases, predictions
+from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_after_dense_layers
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
+from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
 
 SHARED_EXPERTS = (
     ModuleMapping(("layers.*.mlp.router",), "model.layers.*.mlp.gate"),
@@ -69,95 +64,74 @@ FUSED_EXPERTS = (
     ),
     ModuleMapping((f"{EXPERTS}.down",), "model.layers.*.mlp.experts.down_proj", no_weight_suffix=True),
 )
-LATENT_KEYS = {
-    **{ours: key for ours, key in LLAMA_KEYS.items() if ours not in ("kv_channels", "norm_epsilon")},
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_head_dim": "qk_nope_head_dim",
-    "qk_pos_emb_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-}
-_DEFAULTS = {
-    **{key: value for key, value in LLAMA_DEFAULTS.items() if key != "head_dim"},
-    "attention_bias": False,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 0,
-}
-_FIXED = {
-    **LLAMA_FIXED,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": True,
-    "multi_latent_attention": True,
-    "norm_epsilon": 1e-6,
-}
-_SINGLE_VALUES = {"attention_bias": False, "rms_norm_eps": 1e-6, "moe_layer_freq": 1}
-V3_MOE_KEYS = {
-    "num_experts": "n_routed_experts",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-}
-_ROUTER_FIXED = {"moe_shared_expert_gate": False, "moe_router_dtype": "fp32"}
-V3_ROUTER_FIXED = {
-    **_ROUTER_FIXED,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_pre_softmax": False,
-    "moe_router_enable_expert_bias": True,
-}
-_NO_LATENT = {"moe_latent_size": None}
-V3_MOE_FIXED = {**V3_ROUTER_FIXED, **_NO_LATENT}
 
 
-def _check_head_dim(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _latent_decoder(
+    config: Translation, *, max_position_embeddings: int = 2048, heads_divide_width: bool = False
+) -> None:
+    latent_attention(config, q_lora_rank=1536)
+    llama(
+        config,
+        without=("head_dim", "rms_norm_eps"),
+        max_position_embeddings=max_position_embeddings,
+        heads_divide_width=heads_divide_width,
+    )
+    no_biases(config)
+    config.always(qk_layernorm=True, norm_epsilon=1e-6)
+    config.only(attention_bias=False, rms_norm_eps=1e-6, moe_layer_freq=1)
+    rope(config)
+
+
+def expert_sizes(config: Translation, *, experts: int, width: int, topk: int = REQUIRED) -> None:
+    """Translates how many experts there are, how many a token has, and their width."""
+    config.copy("num_experts", "n_routed_experts", experts)
+    config.copy("moe_router_topk", "num_experts_per_tok", topk)
+    config.copy("moe_ffn_hidden_size", "moe_intermediate_size", width)
+
+
+def _deepseek_v2(config: Translation) -> None:
+    config.also(n_routed_experts="num_experts")
+    _latent_decoder(config, heads_divide_width=True)
+    expert_sizes(config, experts=64, width=1407)
+    sigmoid_router(config)
+    config.always(moe_router_score_function="softmax", moe_router_pre_softmax=True, moe_router_enable_expert_bias=False)
+    config.only(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False)
+    routing = {"n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None, "topk_group": None}
+    deepseek_routing(config, 1, topk_method="greedy", **routing)
+    experts_after_dense_layers(config, 0)
+
+
+def _deepseek_v3(config: Translation) -> None:
+    config.also(n_routed_experts="num_local_experts")
+    _latent_decoder(config, max_position_embeddings=4096)
+    config.convert((), _check_head_dim)
+    predictions(config)
+    expert_sizes(config, experts=256, width=2048, topk=8)
+    sigmoid_router(config)
+    config.only(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True, norm_topk_prob=True)
+    deepseek_routing(config, 2, n_shared_experts=1, routed_scaling_factor=2.5, n_group=8, topk_group=4)
+    experts_after_dense_layers(config, 3)
+
+
+def _check_head_dim(keys: Keys) -> tuple[Settings, list[Problem]]:
     """`head_dim` is that of the rotary part in transformers, which computes frequencies by it where a file has one."""
-    given, rotary = hf_config.get("head_dim"), hf_config["qk_rope_head_dim"]
+    given, rotary = keys.get("head_dim"), keys["qk_rope_head_dim"]
     if given in (None, rotary):
         return {}, []
     rule = f"is not qk_rope_head_dim {rotary}, the width by which transformers computes rotary frequencies"
     return {}, [Problem("head_dim", f"{given!r:.40}", rule, "Remove it.")]
 
 
-DEEPSEEK_V2 = like_llama(
+DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     models="DeepSeek-V2, V2-Lite",
     what_differs="[latent attention](mla.md), shared experts, dense layers first, groups of experts ranked by their best",
     architecture="DeepseekV2ForCausalLM",
     mappings=(*_MAPPINGS, *SEPARATE_EXPERTS),
     in_memory_mappings=(*_MAPPINGS, *FUSED_EXPERTS),
-    keys=LATENT_KEYS,
-    defaults={
-        **_DEFAULTS,
-        "mlp_bias": False,
-        "n_shared_experts": 2,
-        "n_routed_experts": 64,
-        "moe_intermediate_size": 1407,
-        "routed_scaling_factor": 1.0,
-        "n_group": None,
-        "topk_group": None,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-    },
-    fixed=_FIXED,
-    aliases={"n_routed_experts": "num_experts"},
-    single_values={**_SINGLE_VALUES, "mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
-    heads_divide_width=True,
-    moe_keys=V3_MOE_KEYS,
-    moe_fixed={
-        **_ROUTER_FIXED,
-        **_NO_LATENT,
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": True,
-        "moe_router_enable_expert_bias": False,
-    },
-    group_score_topk=1,
+    translate=_deepseek_v2,
 )
-DEEPSEEK_V3 = like_llama(
+DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     models="DeepSeek-V3, R1, Kimi-K2 (`kimi_k2`)",
     what_differs="the same with sigmoid scores, groups ranked by their best two, a bias per expert",
@@ -166,35 +140,5 @@ DEEPSEEK_V3 = like_llama(
     mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *SEPARATE_EXPERTS),
     in_memory_mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *FUSED_EXPERTS),
     ignored_tensors=("*rotary_emb.inv_freq", *MTP_COPIES),
-    mtp_keys=("num_nextn_predict_layers", "num_mtp_layers"),
-    keys=LATENT_KEYS,
-    defaults={
-        **_DEFAULTS,
-        "max_position_embeddings": 4096,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "rope_interleave": True,
-        "norm_topk_prob": True,
-    },
-    fixed=_FIXED,
-    aliases={"n_routed_experts": "num_local_experts"},
-    read_more=_check_head_dim,
-    single_values={
-        **_SINGLE_VALUES,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "rope_interleave": True,
-        "norm_topk_prob": True,
-    },
-    moe_keys=V3_MOE_KEYS,
-    moe_fixed=V3_MOE_FIXED,
-    group_score_topk=2,
+    translate=_deepseek_v3,
 )

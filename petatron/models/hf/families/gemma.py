@@ -11,37 +11,16 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.required_settings import required
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_KEYS, LLAMA_MAPPINGS
+from petatron.config.schema.sections.mlp import ActivationName
+from petatron.models.hf.decoder_config_json import GATED, activation, llama, no_biases
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.window_config_json import windows
 from petatron.models.model_spec import ModelSpec
 
-GEMMA = like_llama(
-    name="gemma",
-    architecture="GemmaForCausalLM",
-    models="Gemma (1)",
-    what_differs="norms that multiply by one plus their weight, embeddings times the square root of the width, tanh GELU gates",
-    defaults={
-        **LLAMA_DEFAULTS,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "use_bidirectional_attention": None,
-    },
-    fixed={
-        **LLAMA_FIXED,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "apply_layernorm_1p": True,
-        "scale_embeddings": True,
-    },
-    single_values={"attention_bias": False, "use_bidirectional_attention": None},
-    # Older files of this family, and of no other, say "gelu" and mean its approximation by tanh, as transformers reads them.
-    activations={"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu_tanh", "silu": "swiglu", "relu": "reglu"},
-)
+_GATES: Mapping[str, ActivationName] = {name: GATED[name] for name in ("gelu_pytorch_tanh", "gelu", "silu", "relu")}
 
 # The name that is the MLP's norm in a Llama is that of attention's output here.
 _POST_NORM_MAPPINGS = (
@@ -52,77 +31,82 @@ _POST_NORM_MAPPINGS = (
 )
 
 
-def _read_query_scale(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    scalar = hf_config["query_pre_attn_scalar"]
+def _gemma(config: Translation) -> None:
+    _decoder(config, num_key_value_heads=16, max_position_embeddings=8192)
+    # Older files of this family, and of no other, say "gelu" and mean its approximation by tanh, as transformers reads them.
+    activation(config, "hidden_act", "gelu_pytorch_tanh", {**_GATES, "gelu": "geglu_tanh"})
+    config.only(use_bidirectional_attention=None)
+    rope(config)
+
+
+def _decoder(config: Translation, **defaults: Any) -> None:
+    llama(config, without=("hidden_act",), head_dim=256, tie_word_embeddings=True, **defaults)
+    no_biases(config)
+    config.always(apply_layernorm_1p=True, scale_embeddings=True)
+    config.only(attention_bias=False)
+
+
+def _later_decoder(config: Translation, *, max_position_embeddings: int, full_attention_every: int) -> None:
+    """Translates what Gemma 2 and 3 have in common."""
+    _decoder(config, num_key_value_heads=4, max_position_embeddings=max_position_embeddings, heads_divide_width=True)
+    activation(config, "hidden_activation", "gelu_pytorch_tanh", _GATES)
+    config.always(norm_placement="both")
+    config.convert(("softmax_scale",), _read_query_scale, _write_query_scale, query_pre_attn_scalar=256)
+    config.expect("softmax_scale", "always one", lambda spec: spec.config.softmax_scale is not None)
+    windows(config, 4096, layer_types=None, full_attention_every=full_attention_every)
+
+
+def _gemma2(config: Translation) -> None:
+    _later_decoder(config, max_position_embeddings=8192, full_attention_every=2)
+    config.copy("attn_logit_softcapping", "attn_logit_softcapping", 50.0)
+    config.copy("final_logit_softcapping", "final_logit_softcapping", 30.0)
+    config.only(use_bidirectional_attention=None)
+    rope(config)
+
+
+def _gemma3(config: Translation) -> None:
+    _later_decoder(config, max_position_embeddings=131072, full_attention_every=6)
+    config.always(qk_layernorm=True)
+    config.copy("final_logit_softcapping", "final_logit_softcapping", None)
+    # transformers caps no scores here, whatever the key says.
+    config.only(use_bidirectional_attention=False, attn_logit_softcapping=None)
+    rope(config, by_layer_type=True, rope_theta=1e6, rope_local_base_freq=1e4)
+
+
+def _read_query_scale(keys: Keys) -> tuple[Settings, list[Problem]]:
+    scalar = keys["query_pre_attn_scalar"]
     if scalar <= 0:
         return {}, [Problem("query_pre_attn_scalar", str(scalar), "is not positive", "Correct config.json.")]
     return {"softmax_scale": scalar**-0.5}, []
 
 
-def _write_query_scale(spec: ModelSpec) -> dict[str, Any]:
+def _write_query_scale(spec: ModelSpec) -> Keys:
     """Writes a whole number where it is one but for rounding: transformers takes no other."""
     scalar = required("softmax_scale", spec.config.softmax_scale) ** -2
     return {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar}
 
 
-GEMMA2 = like_llama(
+GEMMA = Family(
+    name="gemma",
+    architecture="GemmaForCausalLM",
+    models="Gemma (1)",
+    what_differs="norms that multiply by one plus their weight, embeddings times the square root of the width, tanh GELU gates",
+    mappings=LLAMA_MAPPINGS,
+    translate=_gemma,
+)
+GEMMA2 = Family(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
     models="Gemma 2",
     what_differs="norms before and after branches, soft caps of scores and logits, windows in every second layer",
     mappings=_POST_NORM_MAPPINGS,
-    keys={
-        **LLAMA_KEYS,
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
-    activation_key="hidden_activation",
-    defaults={
-        **{key: value for key, value in GEMMA.defaults.items() if key != "hidden_act"},
-        "hidden_activation": "gelu_pytorch_tanh",
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "layer_types": None,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    fixed={**GEMMA.fixed, "norm_placement": "both"},
-    single_values=GEMMA.single_values,
-    activations={**GEMMA.activations, "gelu": "geglu"},
-    heads_divide_width=True,
-    full_attention_every=2,
-    read_more=_read_query_scale,
-    write_more=_write_query_scale,
-    more_settings=("softmax_scale",),
-    required=("softmax_scale",),
+    translate=_gemma2,
 )
-GEMMA3 = like_llama(
+GEMMA3 = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     models="Gemma 3 (text)",
     what_differs="qk-norm, windows in five of six layers, with a rope of their own",
     mappings=_POST_NORM_MAPPINGS,
-    keys={name: key for name, key in GEMMA2.keys.items() if name != "attn_logit_softcapping"},
-    activation_key="hidden_activation",
-    defaults={
-        **GEMMA2.defaults,
-        "max_position_embeddings": 131072,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "use_bidirectional_attention": False,
-    },
-    fixed={**GEMMA2.fixed, "qk_layernorm": True},
-    # transformers caps no scores here, whatever the key says.
-    single_values={"attention_bias": False, "use_bidirectional_attention": False, "attn_logit_softcapping": None},
-    activations=GEMMA2.activations,
-    heads_divide_width=True,
-    rope_by_layer_type=True,
-    full_attention_every=6,
-    read_more=_read_query_scale,
-    write_more=_write_query_scale,
-    more_settings=("softmax_scale",),
-    required=("softmax_scale",),
+    translate=_gemma3,
 )

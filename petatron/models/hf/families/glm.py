@@ -5,40 +5,40 @@ In both, rotary pairs are neighbours.
 
 from __future__ import annotations
 
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_KEYS, LLAMA_MAPPINGS
+from petatron.models.hf.decoder_config_json import llama
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.translation import Translation
 
 _GATE_UP = ("layers.*.mlp.gate", "layers.*.mlp.up")
 _MAPPINGS = (
     *(mapping for mapping in LLAMA_MAPPINGS if mapping.logical_modules[0] not in _GATE_UP),
     ModuleMapping(_GATE_UP, "model.layers.*.mlp.gate_up_proj"),
 )
-_FIXED = {
-    **{name: value for name, value in LLAMA_FIXED.items() if name != "rotary_percent"},
-    "add_bias_linear": False,
-    "rotary_interleaved": True,
-}
 
-GLM = like_llama(
+
+def _glm(config: Translation) -> None:
+    llama(config, num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-07)
+    config.always(add_bias_linear=False, rotary_interleaved=True)
+    config.copy("add_qkv_bias", "attention_bias", True)
+    rope(config, partial_rotary_factor=0.5)
+
+
+def _glm4(config: Translation) -> None:
+    _glm(config)
+    config.always(norm_placement="both")
+
+
+GLM = Family(
     name="glm",
     architecture="GlmForCausalLM",
     models="GLM-4 9B",
     what_differs="half of each head rotated in neighbouring pairs, gate and up in one matrix, biases on q, k and v",
     mappings=_MAPPINGS,
-    keys={**LLAMA_KEYS, "add_qkv_bias": "attention_bias"},
-    defaults={
-        **LLAMA_DEFAULTS,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-07,
-        "attention_bias": True,
-        "partial_rotary_factor": 0.5,
-    },
-    fixed=_FIXED,
+    translate=_glm,
 )
-GLM4 = like_llama(
+GLM4 = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
     models="GLM-4-0414",
@@ -48,7 +48,5 @@ GLM4 = like_llama(
         ModuleMapping(("layers.*.attention_post_norm",), "model.layers.*.post_self_attn_layernorm"),
         ModuleMapping(("layers.*.mlp_post_norm",), "model.layers.*.post_mlp_layernorm"),
     ),
-    keys=GLM.keys,
-    defaults=GLM.defaults,
-    fixed={**_FIXED, "norm_placement": "both"},
+    translate=_glm4,
 )

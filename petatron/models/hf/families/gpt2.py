@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from petatron.models.hf.decoder_config_json import PLAIN, activation, dropouts, heads, tied_embeddings
 from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.translation import Translation
 
 _GPT2_MAPPINGS = (
     ModuleMapping(("embedding",), "transformer.wte"),
@@ -21,6 +23,33 @@ _GPT2_MAPPINGS = (
     ModuleMapping(("head",), "lm_head"),
 )
 
+
+def layer_norms(config: Translation) -> None:
+    """Says what layers with LayerNorms are in families before Llama."""
+    config.always(normalization="LayerNorm", qk_layernorm=False, apply_layernorm_1p=False, scale_embeddings=False)
+
+
+def _translate(config: Translation) -> None:
+    config.also(n_embd="hidden_size", n_positions="max_position_embeddings")
+    config.also(n_head="num_attention_heads", n_layer="num_hidden_layers")
+    config.copy("num_layers", "n_layer")
+    config.copy("hidden_size", "n_embd")
+    config.copy("ffn_hidden_size", "n_inner", None)
+    config.copy("num_attention_heads", "n_head")
+    config.copy("vocab_size", "vocab_size")
+    config.copy("max_position_embeddings", "n_positions", 1024)
+    config.copy("norm_epsilon", "layer_norm_epsilon", 1e-5)
+    config.copy("attention_dropout", "attn_pdrop", 0.1)
+    config.copy("init_method_std", "initializer_range", 0.02)
+    dropouts(config, "resid_pdrop", "embd_pdrop", 0.1)
+    heads(config)
+    activation(config, "activation_function", "gelu_new", PLAIN)
+    tied_embeddings(config, True)
+    layer_norms(config)
+    config.always(position_embedding_type="learned_absolute", add_bias_linear=True)
+    config.only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+
+
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
@@ -29,62 +58,5 @@ GPT2 = Family(
     prefix="transformer.",
     mappings=_GPT2_MAPPINGS,
     ignored_tensors=("*.attn.bias", "*.attn.masked_bias"),  # the causal mask, as buffers
-    keys={
-        "num_layers": "n_layer",
-        "hidden_size": "n_embd",
-        "ffn_hidden_size": "n_inner",
-        "num_attention_heads": "n_head",
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "n_positions",
-        "norm_epsilon": "layer_norm_epsilon",
-        "hidden_dropout": "resid_pdrop",
-        "attention_dropout": "attn_pdrop",
-        "init_method_std": "initializer_range",
-    },
-    has_rope=False,
-    activation_key="activation_function",
-    defaults={
-        "n_inner": None,
-        "n_positions": 1024,
-        "layer_norm_epsilon": 1e-5,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "attn_pdrop": 0.1,
-        "initializer_range": 0.02,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": True,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-    fixed={
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "apply_layernorm_1p": False,
-        "scale_embeddings": False,
-    },
-    aliases={
-        "n_embd": "hidden_size",
-        "n_positions": "max_position_embeddings",
-        "n_head": "num_attention_heads",
-        "n_layer": "num_hidden_layers",
-    },
-    single_values={
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
-    },
-    activations={
-        "gelu_new": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "gelu_fast": "gelu_tanh",
-        "gelu": "gelu",
-        "quick_gelu": "quick_gelu",
-        "relu": "relu",
-        "relu2": "squared_relu",
-        "silu": "silu",
-        "swish": "silu",
-    },
+    translate=_translate,
 )

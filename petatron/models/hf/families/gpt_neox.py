@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from petatron.base.errors import Problem
-from petatron.models.hf.families.gpt2 import GPT2
+from petatron.models.hf.decoder_config_json import PLAIN, activation, heads, tied_embeddings
+from petatron.models.hf.families.gpt2 import layer_norms
 from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 _LAYER = "gpt_neox.layers.*"
@@ -31,20 +31,45 @@ _ROPE_KEYS = {"rope_theta": ("rotary_emb_base", 10000.0), "partial_rotary_factor
 """The keys of other families, with those of this one and transformers' defaults."""
 
 
-def _read_more(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    table = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+def _read_residuals(keys: Keys) -> tuple[Settings, list[Problem]]:
+    table = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     problems = [
-        Problem(key, str(hf_config[key]), f"is not read by transformers, which has {own} here", f"Write {own} too.")
+        Problem(key, str(keys[key]), f"is not read by transformers, which has {own} here", f"Write {own} too.")
         for key, (own, default) in _ROPE_KEYS.items()
-        if key not in table and hf_config.get(key, default) != hf_config.get(own, default)
+        if key not in table and keys.get(key, default) != keys.get(own, default)
     ]
-    return {"residual_branches": "parallel" if hf_config["use_parallel_residual"] else "sequential"}, problems
+    return {"residual_branches": "parallel" if keys["use_parallel_residual"] else "sequential"}, problems
 
 
-def _write_more(spec: ModelSpec) -> dict[str, Any]:
+def _write_residuals(spec: ModelSpec) -> Keys:
     model = spec.config
     own = {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
     return {"use_parallel_residual": model.residual_branches == "parallel", **own}
+
+
+def _translate(config: Translation) -> None:
+    config.also(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base")
+    config.copy("num_layers", "num_hidden_layers")
+    config.copy("hidden_size", "hidden_size")
+    config.copy("ffn_hidden_size", "intermediate_size", 24576)
+    config.copy("num_attention_heads", "num_attention_heads")
+    config.copy("vocab_size", "vocab_size")
+    config.copy("max_position_embeddings", "max_position_embeddings", 2048)
+    config.copy("norm_epsilon", "layer_norm_eps", 1e-5)
+    config.copy("hidden_dropout", "hidden_dropout", 0.0)
+    config.copy("attention_dropout", "attention_dropout", 0.0)
+    config.copy("init_method_std", "initializer_range", 0.02)
+    heads(config, divide_width=True)
+    activation(config, "hidden_act", "gelu", PLAIN)
+    tied_embeddings(config, False)
+    layer_norms(config)
+    config.always(add_bias_linear=True)
+    config.only(attention_bias=True)
+    rope(config, partial_rotary_factor=0.25)
+    config.convert(("residual_branches",), _read_residuals, _write_residuals, use_parallel_residual=True)
+    config.expect(
+        "residual_branches", "other ways", lambda spec: spec.config.residual_branches != "parallel_shared_norm"
+    )
 
 
 GPT_NEOX = Family(
@@ -56,45 +81,5 @@ GPT_NEOX = Family(
     mappings=(*_MAPPINGS, ModuleMapping(("head",), "embed_out")),
     in_memory_mappings=(*_MAPPINGS, ModuleMapping(("head",), "lm_head")),
     ignored_tensors=("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq"),
-    keys={
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "ffn_hidden_size": "intermediate_size",
-        "num_attention_heads": "num_attention_heads",
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "max_position_embeddings",
-        "norm_epsilon": "layer_norm_eps",
-        "hidden_dropout": "hidden_dropout",
-        "attention_dropout": "attention_dropout",
-        "init_method_std": "initializer_range",
-    },
-    activation_key="hidden_act",
-    defaults={
-        "intermediate_size": 24576,
-        "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "hidden_act": "gelu",
-        "tie_word_embeddings": False,
-        "use_parallel_residual": True,
-        "attention_bias": True,
-        "partial_rotary_factor": 0.25,
-    },
-    aliases={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
-    fixed={
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "apply_layernorm_1p": False,
-        "scale_embeddings": False,
-    },
-    single_values={"attention_bias": True},
-    activations=GPT2.activations,
-    heads_divide_width=True,
-    read_more=_read_more,
-    write_more=_write_more,
-    more_settings=("residual_branches",),
-    unsupported_choices={"residual_branches": ("parallel_shared_norm",)},
+    translate=_translate,
 )

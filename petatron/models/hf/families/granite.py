@@ -6,68 +6,69 @@ weights are the softmax over the chosen logits.
 
 from __future__ import annotations
 
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import (
-    EXPERTS,
-    LLAMA_DEFAULTS,
-    LLAMA_FIXED,
-    LLAMA_KEYS,
-    LLAMA_MAPPINGS,
-    MOE_FIXED,
-    NO_SHARED_EXPERT,
+from petatron.models.hf.decoder_config_json import biases, llama, no_biases
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_in_every_layer, softmax_router
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
+from petatron.models.hf.translation import Translation
+
+_MOE = "model.layers.*.block_sparse_moe"
+EXPERTS_IN_FILES = (
+    ModuleMapping(("layers.*.mlp.router",), f"{_MOE}.router.layer"),
+    ModuleMapping((f"{EXPERTS}.gate", f"{EXPERTS}.up"), f"{_MOE}.input_linear"),
+    ModuleMapping((f"{EXPERTS}.down",), f"{_MOE}.output_linear"),
+)
+EXPERTS_IN_MEMORY = (
+    ModuleMapping(("layers.*.mlp.router",), f"{_MOE}.router"),
+    ModuleMapping((f"{EXPERTS}.gate", f"{EXPERTS}.up"), f"{_MOE}.experts.gate_up_proj", no_weight_suffix=True),
+    ModuleMapping((f"{EXPERTS}.down",), f"{_MOE}.experts.down_proj", no_weight_suffix=True),
 )
 
-_KEYS = {
-    **{name: key for name, key in LLAMA_KEYS.items() if name != "kv_channels"},
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "softmax_scale": "attention_multiplier",
-    "logits_scaling": "logits_scaling",
-}
-_MOE = "model.layers.*.block_sparse_moe"
-_MULTIPLIERS = {
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
 
-GRANITE = like_llama(
+def multipliers(config: Translation) -> None:
+    """Translates Granite's factors."""
+    config.copy("embedding_multiplier", "embedding_multiplier", 1.0)
+    config.copy("residual_multiplier", "residual_multiplier", 1.0)
+    config.copy("softmax_scale", "attention_multiplier", 1.0, needed=True)
+    config.copy("logits_scaling", "logits_scaling", 1.0)
+
+
+def _granite(config: Translation) -> None:
+    llama(config, without=("head_dim",))
+    multipliers(config)
+    biases(config)
+    rope(config)
+
+
+def _granite_moe(config: Translation) -> None:
+    llama(config, without=("head_dim",))
+    multipliers(config)
+    no_biases(config)
+    config.only(attention_bias=False)
+    rope(config)
+    config.copy("num_experts", "num_local_experts")
+    config.copy("moe_router_topk", "num_experts_per_tok")
+    config.copy("moe_ffn_hidden_size", "intermediate_size")
+    softmax_router(config)
+    config.always(moe_router_pre_softmax=False)
+    experts_in_every_layer(config)
+
+
+GRANITE = Family(
     name="granite",
     architecture="GraniteForCausalLM",
     models="Granite 3",
     what_differs="factors on embeddings, residuals, scores and logits",
-    keys=_KEYS,
-    defaults={**LLAMA_DEFAULTS, **_MULTIPLIERS, "attention_bias": False, "mlp_bias": False},
-    required=("softmax_scale",),
+    mappings=LLAMA_MAPPINGS,
+    translate=_granite,
 )
-GRANITE_MOE = like_llama(
+GRANITE_MOE = Family(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
     models="Granite 3 MoE",
     what_differs="Granite's factors, experts in every layer",
-    mappings=(
-        *LLAMA_MAPPINGS,
-        ModuleMapping(("layers.*.mlp.router",), f"{_MOE}.router.layer"),
-        ModuleMapping((f"{EXPERTS}.gate", f"{EXPERTS}.up"), f"{_MOE}.input_linear"),
-        ModuleMapping((f"{EXPERTS}.down",), f"{_MOE}.output_linear"),
-    ),
-    in_memory_mappings=(
-        *LLAMA_MAPPINGS,
-        ModuleMapping(("layers.*.mlp.router",), f"{_MOE}.router"),
-        ModuleMapping((f"{EXPERTS}.gate", f"{EXPERTS}.up"), f"{_MOE}.experts.gate_up_proj", no_weight_suffix=True),
-        ModuleMapping((f"{EXPERTS}.down",), f"{_MOE}.experts.down_proj", no_weight_suffix=True),
-    ),
-    keys=_KEYS,
-    defaults={**LLAMA_DEFAULTS, **_MULTIPLIERS, "attention_bias": False},
-    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False},
-    single_values={"attention_bias": False},
-    required=("softmax_scale",),
-    moe_keys={
-        "num_experts": "num_local_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_ffn_hidden_size": "intermediate_size",
-    },
-    moe_fixed={**MOE_FIXED, **NO_SHARED_EXPERT, "moe_router_pre_softmax": False},
+    mappings=(*LLAMA_MAPPINGS, *EXPERTS_IN_FILES),
+    in_memory_mappings=(*LLAMA_MAPPINGS, *EXPERTS_IN_MEMORY),
+    translate=_granite_moe,
 )

@@ -6,17 +6,13 @@ softmax over the chosen logits, which is our routing without `moe_router_pre_sof
 
 from __future__ import annotations
 
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import (
-    EXPERTS,
-    FUSED_EXPERT_MAPPINGS,
-    LLAMA_DEFAULTS,
-    LLAMA_FIXED,
-    LLAMA_MAPPINGS,
-    MOE_FIXED,
-    NO_SHARED_EXPERT,
-)
+from petatron.models.hf.decoder_config_json import llama, no_biases
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_in_every_layer, softmax_router
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import EXPERTS, FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS
+from petatron.models.hf.translation import Translation
+from petatron.models.hf.window_config_json import windows
 
 _MIXTRAL_MAPPINGS = (
     *LLAMA_MAPPINGS,
@@ -26,45 +22,60 @@ _MIXTRAL_MAPPINGS = (
     ModuleMapping((f"{EXPERTS}.down",), "model.layers.*.block_sparse_moe.experts.#.w2"),
 )
 
-MISTRAL = like_llama(
+
+def _mistral(config: Translation, **layer_types: None) -> None:
+    llama(config, num_key_value_heads=8, max_position_embeddings=131072)
+    no_biases(config)
+    windows(config, 4096, **layer_types)
+    rope(config)
+
+
+def _ministral(config: Translation) -> None:
+    _mistral(config, layer_types=None)
+
+
+def _mixtral(config: Translation) -> None:
+    config.also(num_local_experts="num_experts")
+    llama(config, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5)
+    no_biases(config)
+    windows(config, None)
+    rope(config, rope_theta=1e6)
+    mixtral_experts(config)
+
+
+def mixtral_experts(config: Translation) -> None:
+    """Translates experts in every layer whose weights are normalised over the chosen ones."""
+    config.copy("num_experts", "num_local_experts")
+    config.copy("moe_router_topk", "num_experts_per_tok")
+    config.copy("moe_ffn_hidden_size", "intermediate_size")
+    softmax_router(config)
+    config.always(moe_router_pre_softmax=False)
+    config.only(router_jitter_noise=0.0)  # it would add jitter to the experts' input, not only to the router's
+    experts_in_every_layer(config)
+
+
+MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
     models="Mistral",
     what_differs="a sliding window in every layer",
-    defaults={**LLAMA_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False},
+    mappings=LLAMA_MAPPINGS,
+    translate=_mistral,
 )
-MIXTRAL = like_llama(
+MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     models="Mixtral",
     what_differs="experts in every layer, weights normalised over the chosen ones",
     mappings=_MIXTRAL_MAPPINGS,
     in_memory_mappings=FUSED_EXPERT_MAPPINGS,
-    defaults={
-        **LLAMA_DEFAULTS,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "router_jitter_noise": 0.0,
-    },
-    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False},
-    aliases={"num_local_experts": "num_experts"},
-    single_values={"router_jitter_noise": 0.0},  # it would add jitter to the experts' input, not only to the router's
-    moe_keys={
-        "num_experts": "num_local_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_ffn_hidden_size": "intermediate_size",
-    },
-    moe_fixed={**MOE_FIXED, **NO_SHARED_EXPERT, "moe_router_pre_softmax": False},
+    translate=_mixtral,
 )
-MINISTRAL = like_llama(
+MINISTRAL = Family(
     name="ministral",
     architecture="MinistralForCausalLM",
     models="Ministral",
     what_differs="a window in some layers",
-    defaults={**MISTRAL.defaults, "layer_types": None},
-    fixed=MISTRAL.fixed,
+    mappings=LLAMA_MAPPINGS,
+    translate=_ministral,
 )

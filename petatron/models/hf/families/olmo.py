@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import (
-    FUSED_EXPERT_MAPPINGS,
-    LLAMA_DEFAULTS,
-    LLAMA_FIXED,
-    LLAMA_KEYS,
-    LLAMA_MAPPINGS,
-    MOE_FIXED,
-    NO_SHARED_EXPERT,
-    SEPARATE_EXPERT_MAPPINGS,
-)
+from petatron.models.hf.decoder_config_json import llama
+from petatron.models.hf.families.qwen import head_norms
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_in_every_layer, normalized_weights, softmax_router
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS, SEPARATE_EXPERT_MAPPINGS
+from petatron.models.hf.translation import Translation
+from petatron.models.hf.window_config_json import windows
 
 # The names of these norms mean other places than in a Llama.
 _INPUT_NORMS = ("layers.*.attention_norm", "layers.*.mlp_norm")
@@ -22,57 +18,62 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.attention_post_norm",), "model.layers.*.post_attention_layernorm"),
     ModuleMapping(("layers.*.mlp_post_norm",), "model.layers.*.post_feedforward_layernorm"),
 )
-_KEYS = {name: key for name, key in LLAMA_KEYS.items() if name != "kv_channels"}
-_DEFAULTS = {**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False}
-_FIXED = {
-    **LLAMA_FIXED,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": True,
-    "qk_layernorm_scope": "projection",
-}
-_SINGLE_VALUES = {"attention_bias": False}
 
-OLMO2 = like_llama(
+
+def _decoder(config: Translation, *, max_position_embeddings: int = 2048) -> None:
+    llama(config, without=("head_dim",), max_position_embeddings=max_position_embeddings, rms_norm_eps=1e-5)
+    head_norms(config)
+    config.always(qk_layernorm_scope="projection")
+
+
+def _olmo2(config: Translation) -> None:
+    _decoder(config)
+    config.always(norm_placement="output")
+    rope(config)
+
+
+def _olmo3(config: Translation) -> None:
+    _decoder(config)
+    config.always(norm_placement="output")
+    windows(config, 4096, layer_types=None, full_attention_every=4)
+    rope(config, by_layer_type=True, rope_theta=500000.0)
+
+
+def _olmoe(config: Translation) -> None:
+    config.also(num_experts="num_local_experts")
+    _decoder(config, max_position_embeddings=4096)
+    config.only(clip_qkv=None)
+    rope(config)
+    config.copy("num_experts", "num_experts")
+    config.copy("moe_router_topk", "num_experts_per_tok")
+    config.copy("moe_ffn_hidden_size", "intermediate_size")
+    softmax_router(config)
+    normalized_weights(config, False)
+    experts_in_every_layer(config)
+
+
+OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
     models="OLMo 2",
     what_differs="norms after branches only, qk-norm over all heads",
     mappings=_MAPPINGS,
-    keys=_KEYS,
-    defaults=_DEFAULTS,
-    fixed={**_FIXED, "norm_placement": "output"},
-    single_values=_SINGLE_VALUES,
+    translate=_olmo2,
 )
-OLMO3 = like_llama(
+OLMO3 = Family(
     name="olmo3",
     architecture="Olmo3ForCausalLM",
     models="OLMo 3",
     what_differs="OLMo 2 with windows in three of four layers",
     mappings=_MAPPINGS,
-    keys=_KEYS,
-    defaults={**_DEFAULTS, "rope_theta": 500000.0, "sliding_window": 4096, "layer_types": None},
-    fixed=OLMO2.fixed,
-    single_values=_SINGLE_VALUES,
-    rope_by_layer_type=True,
-    full_attention_every=4,
+    translate=_olmo3,
 )
-OLMOE = like_llama(
+OLMOE = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
     models="OLMoE",
     what_differs="qk-norm over all heads, experts in every layer",
     mappings=SEPARATE_EXPERT_MAPPINGS,
     in_memory_mappings=FUSED_EXPERT_MAPPINGS,
-    keys=_KEYS,
-    defaults={**_DEFAULTS, "max_position_embeddings": 4096, "norm_topk_prob": False, "clip_qkv": None},
-    fixed=_FIXED,
-    aliases={"num_experts": "num_local_experts"},
-    single_values={**_SINGLE_VALUES, "clip_qkv": None},
-    moe_keys={
-        "num_experts": "num_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_ffn_hidden_size": "intermediate_size",
-    },
-    moe_fixed={**MOE_FIXED, **NO_SHARED_EXPERT},
+    translate=_olmoe,
 )

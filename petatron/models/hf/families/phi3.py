@@ -7,9 +7,12 @@ only kind of scaling in transformers.
 
 from __future__ import annotations
 
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_KEYS, LLAMA_MAPPINGS
+from petatron.models.hf.decoder_config_json import dropouts, llama
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.translation import Translation
+from petatron.models.hf.window_config_json import windows
 
 _FUSED = (
     "layers.*.attention.q",
@@ -19,7 +22,17 @@ _FUSED = (
     "layers.*.mlp.up",
 )
 
-PHI3 = like_llama(
+
+def _translate(config: Translation) -> None:
+    llama(config, without=("head_dim",), max_position_embeddings=4096, rms_norm_eps=1e-5)
+    config.always(add_bias_linear=False)
+    dropouts(config, "resid_pdrop", "embd_pdrop", 0.0)
+    windows(config, None)
+    types = {"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")}
+    rope(config, types=types, partial_rotary_factor=1.0, original_max_position_embeddings=4096)
+
+
+PHI3 = Family(
     name="phi3",
     architecture="Phi3ForCausalLM",
     models="Phi-3, Phi-4, Phi-4-mini",
@@ -29,23 +42,5 @@ PHI3 = like_llama(
         ModuleMapping(_FUSED[:3], "model.layers.*.self_attn.qkv_proj"),
         ModuleMapping(_FUSED[3:], "model.layers.*.mlp.gate_up_proj"),
     ),
-    keys={
-        **{name: key for name, key in LLAMA_KEYS.items() if name != "kv_channels"},
-        "hidden_dropout": "resid_pdrop",
-    },
-    defaults={
-        **LLAMA_DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        "sliding_window": None,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "partial_rotary_factor": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-    rope_types={"default": "default", **dict.fromkeys(("longrope", "su", "yarn"), "longrope")},
-    fixed={
-        **{name: value for name, value in LLAMA_FIXED.items() if name not in ("hidden_dropout", "rotary_percent")},
-        "add_bias_linear": False,
-    },
+    translate=_translate,
 )

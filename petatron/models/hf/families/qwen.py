@@ -6,18 +6,13 @@ routing without `moe_router_pre_softmax`. Not dividing is our routing with it.
 
 from __future__ import annotations
 
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import (
-    FUSED_EXPERT_MAPPINGS,
-    LLAMA_DEFAULTS,
-    LLAMA_FIXED,
-    LLAMA_KEYS,
-    MOE_FIXED,
-    NO_SHARED_EXPERT,
-    SEPARATE_EXPERT_MAPPINGS,
-    SLIDING_WINDOW_DEFAULTS,
-)
+from petatron.models.hf.decoder_config_json import llama, no_biases
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_at_steps, normalized_weights, softmax_router
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS, SEPARATE_EXPERT_MAPPINGS
+from petatron.models.hf.translation import Translation
+from petatron.models.hf.window_config_json import windows
 
 _SHARED_EXPERT_MAPPINGS = (
     ModuleMapping(("layers.*.mlp.shared.gate",), "model.layers.*.mlp.shared_expert.gate_proj"),
@@ -25,76 +20,95 @@ _SHARED_EXPERT_MAPPINGS = (
     ModuleMapping(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_expert.down_proj"),
     ModuleMapping(("layers.*.mlp.shared_gate",), "model.layers.*.mlp.shared_expert_gate"),
 )
-_QWEN_KEYS = {
-    "num_experts": "num_experts",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
-}
-_QWEN_DEFAULTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
-# max_window_layers means another thing here.
-_SLIDING_WINDOW_DEFAULTS = {key: value for key, value in SLIDING_WINDOW_DEFAULTS.items() if key != "max_window_layers"}
 
-QWEN2 = like_llama(
+
+def _qwen2(config: Translation) -> None:
+    llama(config, num_key_value_heads=32, max_position_embeddings=32768)
+    config.always(add_bias_linear=False, add_qkv_bias=True)
+    windows(config, 4096, use_sliding_window=False, max_window_layers=28, layer_types=None)
+    rope(config)
+
+
+def _qwen3(config: Translation) -> None:
+    llama(config, num_key_value_heads=32, max_position_embeddings=32768, head_dim=128)
+    head_norms(config)
+    windows(config, 4096, use_sliding_window=False, max_window_layers=28, layer_types=None)
+    rope(config)
+
+
+def head_norms(config: Translation) -> None:
+    """Says that queries and keys are normalised, and that nothing has a bias."""
+    no_biases(config)
+    config.always(qk_layernorm=True)
+    config.only(attention_bias=False)  # it would be a bias on the output projection too, but not on the MLP
+
+
+def _qwen2_moe(config: Translation) -> None:
+    llama(config, num_key_value_heads=16, max_position_embeddings=32768)
+    config.always(add_bias_linear=False)
+    config.copy("add_qkv_bias", "qkv_bias", True)
+    windows(config, 4096, use_sliding_window=False, layer_types=None)  # max_window_layers means another thing here
+    rope(config)
+    qwen_experts(config, norm_topk_prob=False)
+    shared_expert(config)
+
+
+def _qwen3_moe(config: Translation) -> None:
+    config.also(num_experts="num_local_experts")
+    llama(config, num_key_value_heads=4, max_position_embeddings=32768)
+    head_norms(config)
+    windows(config, 4096, use_sliding_window=False)
+    rope(config)
+    qwen_experts(config, norm_topk_prob=False)
+
+
+def qwen_experts(config: Translation, *, norm_topk_prob: bool) -> None:
+    """Translates experts in every n-th layer."""
+    config.copy("num_experts", "num_experts")
+    config.copy("moe_router_topk", "num_experts_per_tok")
+    config.copy("moe_ffn_hidden_size", "moe_intermediate_size")
+    softmax_router(config)
+    normalized_weights(config, norm_topk_prob)
+    experts_at_steps(config)
+
+
+def shared_expert(config: Translation) -> None:
+    """Translates an expert of all tokens, with a gate."""
+    config.copy("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+    config.always(moe_shared_expert_gate=True)
+
+
+QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     models="Qwen 2, 2.5",
     what_differs="biases on q, k and v",
-    defaults={**LLAMA_DEFAULTS, **SLIDING_WINDOW_DEFAULTS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
-    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": True},
+    mappings=LLAMA_MAPPINGS,
+    translate=_qwen2,
 )
-QWEN3 = like_llama(
+QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     models="Qwen 3",
     what_differs="a norm on every query and key head",
-    defaults={
-        **QWEN2.defaults,
-        "head_dim": 128,
-        "attention_bias": False,
-    },
-    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True},
-    single_values={"attention_bias": False},  # it would be a bias on the output projection too, but not on the MLP
+    mappings=LLAMA_MAPPINGS,
+    translate=_qwen3,
 )
-QWEN2_MOE = like_llama(
+QWEN2_MOE = Family(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     models="Qwen 1.5 and 2 MoE",
     what_differs="a shared expert with a gate; dense layers in between",
     mappings=(*SEPARATE_EXPERT_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
     in_memory_mappings=(*FUSED_EXPERT_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
-    keys={**LLAMA_KEYS, "add_qkv_bias": "qkv_bias"},
-    defaults={
-        **LLAMA_DEFAULTS,
-        **_QWEN_DEFAULTS,
-        **_SLIDING_WINDOW_DEFAULTS,
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 32768,
-        "qkv_bias": True,
-    },
-    fixed={**LLAMA_FIXED, "add_bias_linear": False},
-    single_values={},
-    moe_keys={**_QWEN_KEYS, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
-    moe_fixed={**MOE_FIXED, "moe_shared_expert_gate": True},
+    translate=_qwen2_moe,
 )
-QWEN3_MOE = like_llama(
+QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     models="Qwen 3 MoE",
     what_differs="head norms; dense layers in between",
     mappings=SEPARATE_EXPERT_MAPPINGS,
     in_memory_mappings=FUSED_EXPERT_MAPPINGS,
-    defaults={
-        **LLAMA_DEFAULTS,
-        **_QWEN_DEFAULTS,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "attention_bias": False,
-    },
-    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True},
-    single_values={"attention_bias": False},
-    aliases={"num_experts": "num_local_experts"},
-    moe_keys=_QWEN_KEYS,
-    moe_fixed={**MOE_FIXED, **NO_SHARED_EXPERT},
+    translate=_qwen3_moe,
 )

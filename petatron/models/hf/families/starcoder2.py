@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from petatron.models.hf.families.gpt2 import GPT2
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_KEYS, LLAMA_MAPPINGS
+from petatron.models.hf.decoder_config_json import PLAIN, dropouts, llama
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.translation import Translation
+from petatron.models.hf.window_config_json import windows
 
-STARCODER2 = like_llama(
+
+def _translate(config: Translation) -> None:
+    llama(
+        config,
+        without=("head_dim", "rms_norm_eps"),
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.018042,
+        tie_word_embeddings=True,
+        hidden_act="gelu_pytorch_tanh",
+        activations={name: PLAIN[name] for name in PLAIN if name not in ("gelu_new", "gelu_fast")},
+    )
+    config.copy("norm_epsilon", "norm_epsilon", 1e-5)
+    config.copy("add_bias_linear", "use_bias", True)
+    config.always(normalization="LayerNorm", add_qkv_bias=False)
+    dropouts(config, "residual_dropout", "embedding_dropout", 0.0)
+    windows(config, None)
+    rope(config)
+
+
+STARCODER2 = Family(
     name="starcoder2",
     architecture="Starcoder2ForCausalLM",
     models="StarCoder2",
@@ -17,29 +39,5 @@ STARCODER2 = like_llama(
         ModuleMapping(("layers.*.mlp.up",), "model.layers.*.mlp.c_fc"),
         ModuleMapping(("layers.*.mlp.down",), "model.layers.*.mlp.c_proj"),
     ),
-    keys={
-        **{name: key for name, key in LLAMA_KEYS.items() if name != "kv_channels"},
-        "norm_epsilon": "norm_epsilon",
-        "add_bias_linear": "use_bias",
-        "hidden_dropout": "residual_dropout",
-    },
-    defaults={
-        **{key: value for key, value in LLAMA_DEFAULTS.items() if key not in ("rms_norm_eps", "head_dim")},
-        "norm_epsilon": 1e-5,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.018042,
-        "hidden_act": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True,
-        "sliding_window": None,
-        "use_bias": True,
-        "residual_dropout": 0.0,
-        "embedding_dropout": 0.0,
-    },
-    fixed={
-        **{name: value for name, value in LLAMA_FIXED.items() if name != "hidden_dropout"},
-        "normalization": "LayerNorm",
-        "add_qkv_bias": False,
-    },
-    activations={"gelu_pytorch_tanh": "gelu_tanh", **{k: v for k, v in GPT2.activations.items() if v != "gelu_tanh"}},
+    translate=_translate,
 )

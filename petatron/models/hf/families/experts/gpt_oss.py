@@ -6,17 +6,13 @@ The rows of gate and up alternate, and matrices of experts are [in, out]. OpenAI
 
 from __future__ import annotations
 
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.shared_tables import (
-    EXPERTS,
-    LLAMA_DEFAULTS,
-    LLAMA_FIXED,
-    LLAMA_KEYS,
-    LLAMA_MAPPINGS,
-    MOE_FIXED,
-    NO_SHARED_EXPERT,
-)
+from petatron.models.hf.decoder_config_json import llama
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_in_every_layer, softmax_router
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
+from petatron.models.hf.translation import Translation
+from petatron.models.hf.window_config_json import windows
 
 _GATE_UP, _DOWN = (f"{EXPERTS}.gate", f"{EXPERTS}.up"), (f"{EXPERTS}.down",)
 _HF = "model.layers.*.mlp.experts"
@@ -29,7 +25,31 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 
-GPT_OSS = like_llama(
+
+def _translate(config: Translation) -> None:
+    config.also(num_local_experts="num_experts")
+    llama(
+        config,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        activations={"silu": "quick_geglu"},
+    )
+    config.always(add_bias_linear=True, softmax_type="learnable", glu_linear_offset=1.0)
+    config.only(attention_bias=True, swiglu_alpha=1.702)
+    config.copy("activation_func_clamp_value", "swiglu_limit", 7.0, needed=True)
+    windows(config, 128, layer_types=None, full_attention_every=2)
+    rope(config, rope_theta=150000.0, rope_parameters=_YARN)
+    config.copy("num_experts", "num_local_experts", 128)
+    config.copy("moe_router_topk", "num_experts_per_tok", 4)
+    config.copy("moe_ffn_hidden_size", "intermediate_size")
+    softmax_router(config)
+    config.always(moe_router_pre_softmax=False, moe_router_linear_bias=True)
+    experts_in_every_layer(config)
+
+
+GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     models="gpt-oss (also its MXFP4 files)",
@@ -43,43 +63,5 @@ GPT_OSS = like_llama(
         ModuleMapping(_DOWN, f"{_HF}.down_proj", transposed=True, no_weight_suffix=True),
         ModuleMapping(_DOWN, f"{_HF}.down_proj_bias", no_weight_suffix=True, leaf="bias"),
     ),
-    keys={**LLAMA_KEYS, "activation_func_clamp_value": "swiglu_limit"},
-    defaults={
-        **LLAMA_DEFAULTS,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": True,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "sliding_window": 128,
-        "layer_types": None,
-        "rope_theta": 150000.0,
-        "rope_parameters": _YARN,
-        "num_experts_per_tok": 4,
-        "num_local_experts": 128,
-    },
-    fixed={
-        **LLAMA_FIXED,
-        "add_bias_linear": True,
-        "softmax_type": "learnable",
-        "glu_linear_offset": 1.0,
-    },
-    aliases={"num_local_experts": "num_experts"},
-    single_values={"attention_bias": True, "swiglu_alpha": 1.702},
-    required=("activation_func_clamp_value",),
-    activations={"silu": "quick_geglu"},
-    full_attention_every=2,
-    moe_keys={
-        "num_experts": "num_local_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_ffn_hidden_size": "intermediate_size",
-    },
-    moe_fixed={
-        **MOE_FIXED,
-        **NO_SHARED_EXPERT,
-        "moe_router_pre_softmax": False,
-        "moe_router_linear_bias": True,
-    },
+    translate=_translate,
 )

@@ -6,16 +6,17 @@ wider. Rotary pairs are neighbours. The text model of a multimodal folder is sav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import no_rope_layers
-from petatron.models.hf.families.llama import like_llama
+from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.families.smollm3 import read_no_rope, rotary_layers, write_no_rope
-from petatron.models.hf.family import OWN_FOLDER_FIX, ModuleMapping
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_DEFAULTS, LLAMA_FIXED, LLAMA_KEYS, LLAMA_MAPPINGS, MOE_FIXED
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_in_named_layers, softmax_router
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
+from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
 
@@ -23,23 +24,23 @@ _CHUNKED = "chunked_attention"
 _MLP, _HF = "layers.*.mlp", "model.layers.*.feed_forward"
 
 
-def _read_attention(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _read_attention(keys: Keys) -> tuple[Settings, list[Problem]]:
     """Reads which layers have positions and chunks, and the temperature of the others."""
-    hf_config = {**hf_config, "no_rope_layers": hf_config["no_rope_layers"] or None}
-    values, problems = read_no_rope(hf_config)
+    keys = {**keys, "no_rope_layers": keys["no_rope_layers"] or None}
+    values, problems = read_no_rope(keys)
     if problems:
         return {}, problems
-    chunk, kinds, rotary = hf_config["attention_chunk_size"], hf_config["layer_types"], rotary_layers(hf_config)
+    chunk, kinds, rotary = keys["attention_chunk_size"], keys["layer_types"], rotary_layers(keys)
     by_positions = [_CHUNKED if rotates else FULL for rotates in rotary]
     if kinds is not None and kinds != by_positions and kinds != [FULL] * len(rotary):
         rule = "does not have chunks in the layers with rotary positions, and in no others"
-        return {}, [Problem("layer_types", "", rule, "Use another model; the decoder has no such part.")]
+        return {}, [Problem("layer_types", "", rule, OTHER_MODEL_FIX)]
     if chunk is not None and kinds in (None, by_positions):
         if not is_count(chunk, 1):
             return {}, [Problem("attention_chunk_size", f"{chunk!r:.40}", "is not a number of tokens", OWN_FOLDER_FIX)]
         values["attention_chunk_size"] = chunk
-    if hf_config.get("attn_temperature_tuning", True) and not all(rotary):
-        scale, floor = hf_config["attn_scale"], hf_config["floor_scale"]
+    if keys.get("attn_temperature_tuning", True) and not all(rotary):
+        scale, floor = keys["attn_scale"], keys["floor_scale"]
         if not is_count(floor, 1) or not scale > 0:
             rule = f"and attn_scale {scale!r:.40} are no temperature"
             return {}, [Problem("floor_scale", f"{floor!r:.40}", rule, OWN_FOLDER_FIX)]
@@ -47,7 +48,7 @@ def _read_attention(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     return values, []
 
 
-def _write_attention(spec: ModelSpec) -> dict[str, Any]:
+def _write_attention(spec: ModelSpec) -> Keys:
     model = spec.config
     chunk, scale = model.attention_chunk_size, model.attention_temperature_scale
     chunked = [chunk is not None and not without for without in no_rope_layers(model)]
@@ -61,7 +62,34 @@ def _write_attention(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-LLAMA4 = like_llama(
+def _translate(config: Translation) -> None:
+    config.copy("ffn_hidden_size", "intermediate_size_mlp", 16384)
+    llama(
+        config,
+        without=("intermediate_size",),
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+    )
+    no_biases(config)
+    config.copy("qk_l2_norm", "use_qk_norm", True)
+    config.always(rotary_interleaved=True)
+    config.only(attention_bias=False, num_experts_per_tok=1)
+    rope(config, rope_theta=500000.0)
+    settings = ("no_rope_freq", "attention_chunk_size", "attention_temperature_scale", "attention_temperature_floor")
+    layers = {"no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, "attention_chunk_size": 8192}
+    config.convert(settings, _read_attention, _write_attention, **layers, attn_scale=0.1, floor_scale=8192)
+    config.copy("num_experts", "num_local_experts", 16)
+    config.copy("moe_router_topk", "num_experts_per_tok", 1)
+    config.copy("moe_ffn_hidden_size", "intermediate_size", 8192)
+    config.copy("moe_shared_expert_intermediate_size", "intermediate_size", 8192)
+    softmax_router(config)
+    config.always(moe_router_score_function="sigmoid", moe_router_pre_softmax=False, moe_apply_probs_on_input=True)
+    experts_in_named_layers(config)
+
+
+LLAMA4 = Family(
     name="llama4_text",
     architecture="Llama4ForCausalLM",
     models="Llama 4 (text)",
@@ -80,47 +108,5 @@ LLAMA4 = like_llama(
         ),
         ModuleMapping((f"{EXPERTS}.down",), f"{_HF}.experts.down_proj", transposed=True, no_weight_suffix=True),
     ),
-    keys={**LLAMA_KEYS, "ffn_hidden_size": "intermediate_size_mlp", "qk_l2_norm": "use_qk_norm"},
-    defaults={
-        **LLAMA_DEFAULTS,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "attention_bias": False,
-        "use_qk_norm": True,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "layer_types": None,
-        "attn_scale": 0.1,
-        "floor_scale": 8192,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 1,
-        "moe_layers": None,
-        "interleave_moe_layer_step": 1,
-    },
-    fixed={**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False, "rotary_interleaved": True},
-    single_values={"attention_bias": False, "num_experts_per_tok": 1},
-    read_more=_read_attention,
-    write_more=_write_attention,
-    more_settings=(
-        *("no_rope_freq", "attention_chunk_size", "attention_temperature_scale", "attention_temperature_floor"),
-    ),
-    moe_keys={
-        "num_experts": "num_local_experts",
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_ffn_hidden_size": "intermediate_size",
-        "moe_shared_expert_intermediate_size": "intermediate_size",
-    },
-    moe_fixed={
-        **MOE_FIXED,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": False,
-        "moe_shared_expert_gate": False,
-        "moe_apply_probs_on_input": True,
-    },
+    translate=_translate,
 )

@@ -8,26 +8,17 @@ logits is the inverse of `logits_scaling`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import MLP, PARALLEL
-from petatron.models.hf.families.hybrid.mamba_tables import (
-    BAMBA_DEFAULTS,
-    BAMBA_KEYS,
-    BAMBA_MAPPINGS,
-    BAMBA_SINGLE_VALUES,
-    HYBRID_FIXED,
-    read_layer_count,
-    time_step_problems,
-)
-from petatron.models.hf.family import OWN_FOLDER_FIX, Family, HybridLayers, ModuleMapping, unsupported_setting
-from petatron.models.hf.shared_tables import LLAMA_DEFAULTS, LLAMA_KEYS, SILU_ALONE
+from petatron.models.hf.families.hybrid.mamba_tables import BAMBA_MAPPINGS, bamba_decoder, read_layer_count
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
-_LAYER = "model.layers.*"
 _FACTORS = (
     *("embedding_multiplier", "attention_in_multiplier", "key_multiplier", "attention_out_multiplier"),
     *("ssm_in_multiplier", "ssm_out_multiplier"),
@@ -43,12 +34,12 @@ _NORMS = {
 """By `mamba_rms_norm` and `mamba_norm_before_gate`."""
 
 
-def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
-    count = read_layer_count(hf_config)
+def _read_layers(keys: Keys) -> str | Problem:
+    count = read_layer_count(keys)
     return count if isinstance(count, Problem) else (PARALLEL + MLP) * count
 
 
-def _write_layers(pattern: str) -> Mapping[str, Any]:
+def _write_layers(pattern: str) -> Keys:
     return {"num_hidden_layers": len(pattern) // 2}
 
 
@@ -57,41 +48,41 @@ def _is_factor(value: object) -> bool:
     return number and 0 < value < math.inf  # pyright: ignore[reportOperatorIssue]
 
 
-def _factor_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
+def _factor_problems(keys: Keys) -> list[Problem]:
     problems = [
-        Problem(key, f"{hf_config[key]!r:.40}", "is not a positive number", OWN_FOLDER_FIX)
+        Problem(key, f"{keys[key]!r:.40}", "is not a positive number", OWN_FOLDER_FIX)
         for key in (*_FACTORS, _HEAD_FACTOR)
-        if not _is_factor(hf_config[key])
+        if not _is_factor(keys[key])
     ]
     for key, count in _FACTOR_LISTS.items():
-        given = hf_config[key]
+        given = keys[key]
         sound = isinstance(given, list | tuple) and len(given) == count and all(map(_is_factor, given))
         if given is not None and not sound:
             problems.append(Problem(key, f"{given!r:.40}", f"is no list of {count} positive numbers", OWN_FOLDER_FIX))
     return problems
 
 
-def _size_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
-    heads, head_dim, width = (hf_config[key] for key in ("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"))
+def _size_problems(keys: Keys) -> list[Problem]:
+    heads, head_dim, width = (keys[key] for key in ("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"))
     key, times = "mamba_d_ssm", ""
     if width is None:
-        expand, hidden_size = hf_config["mamba_expand"], hf_config["hidden_size"]
+        expand, hidden_size = keys["mamba_expand"], keys["hidden_size"]
         key, times = "mamba_expand", f"times hidden_size {hidden_size} "
         width = expand * hidden_size if is_count(expand, 1) else None
     if width == heads * head_dim:
         return []
     rule = f"{times}is not the width of {heads} heads of {head_dim} channels"
-    return [Problem(key, f"{hf_config[key]!r:.40}", rule, OWN_FOLDER_FIX)]
+    return [Problem(key, f"{keys[key]!r:.40}", rule, OWN_FOLDER_FIX)]
 
 
-def _read_more(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    problems = [*_factor_problems(hf_config), *_size_problems(hf_config), *time_step_problems(hf_config)]
+def _read_factors(keys: Keys) -> tuple[Settings, list[Problem]]:
+    problems = [*_factor_problems(keys), *_size_problems(keys)]
     if problems:
         return {}, problems
-    lists = {key: tuple(map(float, hf_config[key] or (1,) * count)) for key, count in _FACTOR_LISTS.items()}
-    norm = _NORMS[bool(hf_config["mamba_rms_norm"]), bool(hf_config["mamba_norm_before_gate"])]
-    groups = {"mamba_norm_groups": hf_config["mamba_n_groups"], "mamba_gated_norm": norm}
-    return {**lists, **groups, "logits_scaling": 1.0 / hf_config[_HEAD_FACTOR]}, []
+    lists = {key: tuple(map(float, keys[key] or (1,) * count)) for key, count in _FACTOR_LISTS.items()}
+    norm = _NORMS[bool(keys["mamba_rms_norm"]), bool(keys["mamba_norm_before_gate"])]
+    groups = {"mamba_norm_groups": keys["mamba_n_groups"], "mamba_gated_norm": norm}
+    return {**lists, **groups, "logits_scaling": 1.0 / keys[_HEAD_FACTOR]}, []
 
 
 def _inverse(scaling: float) -> float:
@@ -104,7 +95,7 @@ def _inverse(scaling: float) -> float:
     return short if 1.0 / short == scaling else 1.0 / scaling
 
 
-def _write_more(spec: ModelSpec) -> Mapping[str, Any]:
+def _write_factors(spec: ModelSpec) -> Keys:
     model = spec.config
     norm = next(keys for keys, name in _NORMS.items() if name == model.mamba_gated_norm)
     return {
@@ -116,12 +107,23 @@ def _write_more(spec: ModelSpec) -> Mapping[str, Any]:
     }
 
 
-def _unsupported(spec: ModelSpec) -> list[Problem]:
+def _translate(config: Translation) -> None:
+    config.layer_pattern(f"({PARALLEL}{MLP})+", _read_layers, _write_layers, stand_in=PARALLEL + MLP)
+    bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
+    config.only(projectors_bias=False)
+    rope(config)
+    for factor in _FACTORS:
+        config.copy(factor, factor, 1.0)
+    settings = (*_FACTOR_LISTS, "logits_scaling", "mamba_gated_norm", "mamba_norm_groups")
+    sizes = {"mamba_d_ssm": 1024, "mamba_expand": 2, "mamba_rms_norm": False, "mamba_norm_before_gate": True}
+    factors = {_HEAD_FACTOR: 1.0, **dict.fromkeys(_FACTOR_LISTS)}
+    config.convert(settings, _read_factors, _write_factors, **sizes, **factors)
+    config.expect("mamba_norm_groups", "a norm over as many groups as B and C have", _has_common_groups)
+
+
+def _has_common_groups(spec: ModelSpec) -> bool:
     model = spec.config
-    if model.mamba_gated_norm == "none" or model.mamba_norm_groups == model.mamba_num_groups:
-        return []
-    allowed = "a norm over as many groups as B and C have"
-    return [unsupported_setting("mamba_norm_groups", model.mamba_norm_groups, FALCON_H1, allowed)]
+    return model.mamba_gated_norm == "none" or model.mamba_norm_groups == model.mamba_num_groups
 
 
 FALCON_H1 = Family(
@@ -129,40 +131,8 @@ FALCON_H1 = Family(
     architecture="FalconH1ForCausalLM",
     models="Falcon-H1",
     what_differs="a [hybrid](mamba.md): attention and Mamba-2 in parallel in every layer, with factors on all they take and give",
-    prefix="model.",
-    mappings=(
-        ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.input_layernorm"),
-        *BAMBA_MAPPINGS,
-    ),
+    mappings=(ModuleMapping(("layers.*.attention_norm",), "model.layers.*.input_layernorm"), *BAMBA_MAPPINGS),
     ignored_tensors=("*rotary_emb.inv_freq", "*.mup_vector"),
-    keys={
-        **{ours: key for ours, key in LLAMA_KEYS.items() if ours != "num_layers"},
-        **BAMBA_KEYS,
-        **{name: name for name in _FACTORS},
-    },
-    activation_key="hidden_act",
-    activations=SILU_ALONE,  # of the convolution too
-    defaults={
-        **LLAMA_DEFAULTS,
-        **BAMBA_DEFAULTS,
-        **dict.fromkeys((*_FACTORS, _HEAD_FACTOR), 1.0),
-        **dict.fromkeys(_FACTOR_LISTS),
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-        "mamba_d_ssm": 1024,
-        "mamba_expand": 2,
-        "mamba_rms_norm": False,
-        "mamba_norm_before_gate": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "projectors_bias": False,
-    },
-    fixed=HYBRID_FIXED,
-    single_values={**BAMBA_SINGLE_VALUES, "attention_bias": False, "mlp_bias": False, "projectors_bias": False},
-    read_more=_read_more,
-    write_more=_write_more,
-    more_settings=(*_FACTOR_LISTS, "logits_scaling", "mamba_gated_norm"),
-    unsupported=_unsupported,
-    hybrid=HybridLayers(2, f"({PARALLEL}{MLP})+", _read_layers, _write_layers),
+    branches=2,
+    translate=_translate,
 )

@@ -11,24 +11,21 @@ under `mlp`; transformers writes that one under `block_sparse_moe` too, which is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import format_layers, linear_layers
 from petatron.models.hf.check_claimed_counts import MAX_HEADS
-from petatron.models.hf.families.deepseek import (
-    EXPERT_BIAS_MAPPING,
-    FUSED_EXPERTS,
-    LATENT_KEYS,
-    LATENT_MAPPINGS,
-    SHARED_EXPERTS,
-    V3_MOE_FIXED,
-)
+from petatron.models.hf.decoder_config_json import SILU_ALONE, latent_attention, llama, no_biases
+from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
+from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, FUSED_EXPERTS, LATENT_MAPPINGS, SHARED_EXPERTS
 from petatron.models.hf.families.hybrid.qwen3_next import LINEAR
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.family import OWN_FOLDER_FIX, Family, ModuleMapping, unsupported_setting
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_DEFAULTS, LLAMA_FIXED, SILU_ALONE
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_after_dense_layers
+from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.shared_tables import EXPERTS
+from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
 
@@ -67,12 +64,7 @@ def _decay_mappings(module: str) -> tuple[ModuleMapping, ...]:
 
 def _in_files(mapping: ModuleMapping) -> ModuleMapping:
     """Returns the mapping of a part of an MoE layer as files name it."""
-    return ModuleMapping(
-        mapping.logical_modules,
-        mapping.hf_module.replace(".mlp.", f".{_MOE}."),
-        no_weight_suffix=mapping.no_weight_suffix,
-        leaf=mapping.leaf,
-    )
+    return replace(mapping, hf_module=mapping.hf_module.replace(".mlp.", f".{_MOE}."))
 
 
 _FILES = (
@@ -96,29 +88,29 @@ _MEMORY = (
 )
 
 
-def _read_linear_attention(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _read_linear_attention(keys: Keys) -> tuple[Settings, list[Problem]]:
     """Sizes and layers of linear attention: of the table, where there is one; `layer_types` names layers before it does."""
-    table = hf_config[_TABLE]
+    table = keys[_TABLE]
     if not isinstance(table, Mapping | None):
         return {}, [Problem(_TABLE, f"{table!r:.40}", "is not a table of settings", OWN_FOLDER_FIX)]
     table = table or {}
-    values: dict[str, Any] = {}
+    values: Settings = {}
     problems: list[Problem] = []
     for name, key in _SIZES.items():
-        size = table.get(name, hf_config[key])
+        size = table.get(name, keys[key])
         if not is_count(size, 1) or size > MAX_HEADS:
             rule = "is not a positive whole number that a model may have"
             problems.append(Problem(f"{_TABLE}.{name}", f"{size!r:.40}", rule, OWN_FOLDER_FIX))
         values |= dict.fromkeys(_OURS[key], size)
-    linear = _read_layers(hf_config, table)
+    linear = _read_layers(keys, table)
     if isinstance(linear, Problem):
         return {}, [*problems, linear]
     return ({}, problems) if problems else (values | {"linear_attention_freq": format_layers(linear)}, [])
 
 
-def _read_layers(hf_config: Mapping[str, Any], table: Mapping[str, Any]) -> list[bool] | Problem:
+def _read_layers(keys: Keys, table: Keys) -> list[bool] | Problem:
     """Returns for each layer whether it has linear attention."""
-    layers, kinds = hf_config["num_hidden_layers"], hf_config["layer_types"]
+    layers, kinds = keys["num_hidden_layers"], keys["layer_types"]
     if kinds is not None:
         if isinstance(kinds, list) and len(kinds) == layers and not {str(kind) for kind in kinds} - {FULL, LINEAR}:
             return [kind == LINEAR for kind in kinds]
@@ -135,7 +127,7 @@ def _read_layers(hf_config: Mapping[str, Any], table: Mapping[str, Any]) -> list
     return [layer + 1 in linear for layer in range(layers)]
 
 
-def _write_linear_attention(spec: ModelSpec) -> dict[str, Any]:
+def _write_linear_attention(spec: ModelSpec) -> Keys:
     model, linear = spec.config, linear_layers(spec.config)
     sizes = {key: getattr(model, ours[0]) for key, ours in _OURS.items()}
     table = {name: sizes[key] for name, key in _SIZES.items()}
@@ -144,18 +136,48 @@ def _write_linear_attention(spec: ModelSpec) -> dict[str, Any]:
     return {**sizes, "layer_types": [LINEAR if chosen else FULL for chosen in linear], _TABLE: table}
 
 
-def _unequal_heads(spec: ModelSpec) -> list[Problem]:
-    """Keys and values have the same heads in every model of the family."""
-    model = spec.config
-    pairs = (names for names in _OURS.values() if len(names) == 2)
-    return [
-        unsupported_setting(keys, getattr(model, keys), KIMI_LINEAR, f"the value of {values} there")
-        for keys, values in pairs
-        if getattr(model, keys) != getattr(model, values)
-    ]
+def _translate(config: Translation) -> None:
+    config.also(model_max_length="max_position_embeddings", num_experts="num_local_experts")
+    config.also(num_experts_per_token="num_experts_per_tok", num_shared_experts="n_shared_experts")
+    config.also(num_expert_group="n_group", moe_renormalize="norm_topk_prob")
+    latent_attention(config, q_lora_rank=None)
+    config.copy("max_position_embeddings", "model_max_length", 1048576)
+    llama(
+        config,
+        without=("head_dim", "max_position_embeddings"),
+        rms_norm_eps=1e-5,
+        activations=SILU_ALONE,  # of the convolution too
+    )
+    no_biases(config)
+    config.always(qk_layernorm=True, latent_norm_epsilon=1e-6, position_embedding_type="none")
+    config.only(attention_bias=False, mla_use_nope=True)
+    _linear_attention(config)
+    config.copy("num_experts", "num_experts", 256)
+    config.copy("moe_router_topk", "num_experts_per_token", 8)
+    config.copy("moe_ffn_hidden_size", "moe_intermediate_size", 1024)
+    sigmoid_router(config)
+    config.only(moe_renormalize=True, moe_router_activation_func="sigmoid")
+    keys = {"shared_key": "num_shared_experts", "groups_key": "num_expert_group"}
+    routing = {"num_shared_experts": 1, "routed_scaling_factor": 2.446, "num_expert_group": 1, "topk_group": 1}
+    deepseek_routing(config, 2, **keys, **routing)
+    experts_after_dense_layers(config, 1, mlp_layer_types=None)
 
 
-KIMI_LINEAR: Family = like_llama(
+def _linear_attention(config: Translation) -> None:
+    """Translates the sizes of linear attention, and which layers have it; keys and values have the same heads in every model."""
+    config.always(experimental_attention_variant="kimi_delta_attention")
+    frequency = "linear_attention_freq"
+    settings = (frequency, *(name for names in _OURS.values() for name in names))
+    sizes = {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
+    tables = {_TABLE: None, "layer_types": None}
+    config.convert(settings, _read_linear_attention, _write_linear_attention, **sizes, **tables)
+    config.expect(frequency, "always one", lambda spec: spec.config.linear_attention_freq is not None)
+    for names in _OURS.values():
+        key_heads, value_heads = config.setting(names[0]), config.setting(names[-1])
+        config.expect(names[0], f"the value of {names[-1]} there", lambda spec, same=key_heads == value_heads: same)
+
+
+KIMI_LINEAR = Family(
     name="kimi_linear",
     architecture="KimiLinearForCausalLM",
     models="Kimi-Linear",
@@ -164,76 +186,5 @@ KIMI_LINEAR: Family = like_llama(
     mappings=_FILES,
     in_memory_mappings=_MEMORY,
     tensor_aliases={f".{_MOE}.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")},
-    keys={
-        **{ours: key for ours, key in LATENT_KEYS.items() if ours != "max_position_embeddings"},
-        "max_position_embeddings": "model_max_length",
-        "norm_epsilon": "rms_norm_eps",
-    },
-    activations=SILU_ALONE,  # of the convolution too
-    defaults={
-        **{key: value for key, value in LLAMA_DEFAULTS.items() if key not in ("head_dim", "max_position_embeddings")},
-        "model_max_length": 1048576,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        _TABLE: None,
-        "layer_types": None,
-        "linear_head_dim": 128,
-        "linear_num_heads": 32,
-        "linear_conv_kernel_dim": 4,
-        "mla_use_nope": True,
-        "num_experts": 256,
-        "num_experts_per_token": 8,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 1024,
-        "mlp_layer_types": None,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.446,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-    },
-    fixed={
-        **{name: value for name, value in LLAMA_FIXED.items() if name != "rotary_percent"},
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": True,
-        "multi_latent_attention": True,
-        "latent_norm_epsilon": 1e-6,
-        "position_embedding_type": "none",
-        "experimental_attention_variant": "kimi_delta_attention",
-    },
-    aliases={
-        "model_max_length": "max_position_embeddings",
-        "num_experts": "num_local_experts",
-        "num_experts_per_token": "num_experts_per_tok",
-        "num_shared_experts": "n_shared_experts",
-        "num_expert_group": "n_group",
-        "moe_renormalize": "norm_topk_prob",
-    },
-    single_values={
-        "attention_bias": False,
-        "mla_use_nope": True,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-    },
-    has_rope=False,
-    read_more=_read_linear_attention,
-    write_more=_write_linear_attention,
-    more_settings=("linear_attention_freq", *(name for names in _OURS.values() for name in names)),
-    required=("linear_attention_freq",),
-    unsupported=_unequal_heads,
-    moe_keys={
-        "num_experts": "num_experts",
-        "moe_router_topk": "num_experts_per_token",
-        "moe_ffn_hidden_size": "moe_intermediate_size",
-    },
-    moe_fixed=V3_MOE_FIXED,
-    group_score_topk=2,
-    routing_keys={"n_shared_experts": "num_shared_experts", "n_group": "num_expert_group"},
+    translate=_translate,
 )

@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from petatron.base.errors import Problem
 from petatron.config.schema.hybrid_pattern import MAMBA
+from petatron.models.hf.decoder_config_json import llama_layers, no_biases, tied_embeddings
 from petatron.models.hf.families.hybrid.mamba_tables import (
-    HYBRID_FIXED,
+    any_time_step,
     expansion,
     mixer_mappings,
-    mixer_problems,
+    one_norm_group,
     read_layer_count,
-    time_step_problems,
 )
-from petatron.models.hf.family import Family, HybridLayers, ModuleMapping, unsupported_setting
-from petatron.models.model_spec import ModelSpec
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.translation import Keys, Settings, Translation
 
 _MAX_POSITIONS = 1 << 20
 """Not in config.json, since the state has the same size after any number of tokens; a run has some number."""
 
 
-def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
-    count = read_layer_count(hf_config)
+def _read_layers(keys: Keys) -> str | Problem:
+    count = read_layer_count(keys)
     return count if isinstance(count, Problem) else MAMBA * count
 
 
-def _read_more(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    values = {"max_position_embeddings": _MAX_POSITIONS, "mamba_norm_groups": 1, "position_embedding_type": "none"}
-    return values, time_step_problems(hf_config)
+def _translate(config: Translation) -> None:
+    config.layer_pattern("M+", _read_layers, lambda pattern: {"num_hidden_layers": len(pattern)}, stand_in=MAMBA)
+    config.copy("hidden_size", "hidden_size")
+    config.copy("vocab_size", "vocab_size")
+    config.copy("norm_epsilon", "layer_norm_epsilon", 1e-5)
+    config.copy("init_method_std", "initializer_range", 0.1)
+    config.copy("mamba_num_heads", "num_heads", 128)
+    config.copy("mamba_head_dim", "head_dim", 64)
+    config.copy("mamba_num_groups", "n_groups", 8)
+    config.copy("mamba_state_dim", "state_size", 128)
+    config.copy("mamba_chunk_size", "chunk_size", 256)
+    tied_embeddings(config, False)
+    llama_layers(config)
+    no_biases(config)
+    config.only(conv_kernel=4, use_bias=False, use_conv_bias=True, hidden_act="silu")
+    any_time_step(config)
+    one_norm_group(config)
+    positions = "position_embedding_type"
+    config.convert((positions,), _read_positions, lambda spec: {"expand": expansion(spec)})
+    # Rotary positions would be those of attention, which there is none of.
+    config.expect(positions, "none", lambda spec: spec.config.position_embedding_type != "learned_absolute")
 
 
-def _unsupported(spec: ModelSpec) -> list[Problem]:
-    """Rotary positions would be those of attention, which there is none of."""
-    positions = spec.config.position_embedding_type
-    learned = [unsupported_setting("position_embedding_type", positions, MAMBA2, "none")]
-    return mixer_problems(spec, MAMBA2) + (learned if positions == "learned_absolute" else [])
-
-
-def _write_more(spec: ModelSpec) -> Mapping[str, Any]:
-    return {"expand": expansion(spec)}
+def _read_positions(keys: Keys) -> tuple[Settings, list[Problem]]:
+    return {"max_position_embeddings": _MAX_POSITIONS, "position_embedding_type": "none"}, []
 
 
 MAMBA2 = Family(
@@ -57,38 +65,6 @@ MAMBA2 = Family(
         ModuleMapping(("head",), "lm_head"),
     ),
     ignored_tensors=(),
-    keys={
-        "hidden_size": "hidden_size",
-        "vocab_size": "vocab_size",
-        "norm_epsilon": "layer_norm_epsilon",
-        "init_method_std": "initializer_range",
-        "mamba_num_heads": "num_heads",
-        "mamba_head_dim": "head_dim",
-        "mamba_num_groups": "n_groups",
-        "mamba_state_dim": "state_size",
-        "mamba_chunk_size": "chunk_size",
-    },
-    activation_key="",
-    activations={},
-    defaults={
-        "num_heads": 128,
-        "head_dim": 64,
-        "n_groups": 8,
-        "state_size": 128,
-        "chunk_size": 256,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.1,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    },
-    fixed=HYBRID_FIXED,
-    single_values={"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu"},
-    has_rope=False,
-    read_more=_read_more,
-    write_more=_write_more,
-    unsupported=_unsupported,
-    hybrid=HybridLayers(1, "M+", _read_layers, lambda pattern: {"num_hidden_layers": len(pattern)}),
+    branches=1,
+    translate=_translate,
 )

@@ -7,40 +7,22 @@ Bamba and Granite. The gated norm is over all channels but in Nemotron-H.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
-from petatron.models.hf.family import OWN_FOLDER_FIX, Family, ModuleMapping, unsupported_setting
-from petatron.models.hf.shared_tables import LLAMA_FIXED
+from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
+from petatron.models.hf.family import ModuleMapping
+from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 LAYER_TYPES = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}
 _LETTERS = {kind: letter for letter, kind in LAYER_TYPES.items()} | {"mamba": MAMBA, "attention": ATTENTION}
 """The kinds of transformers 5, and what they were called before."""
-
-HYBRID_FIXED: Mapping[str, Any] = {**LLAMA_FIXED, "add_bias_linear": False, "add_qkv_bias": False}
-BAMBA_KEYS = {
-    "mamba_num_heads": "mamba_n_heads",
-    "mamba_head_dim": "mamba_d_head",
-    "mamba_num_groups": "mamba_n_groups",
-    "mamba_state_dim": "mamba_d_state",
-    "mamba_chunk_size": "mamba_chunk_size",
-}
-BAMBA_DEFAULTS: Mapping[str, Any] = {
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_chunk_size": 256,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-    "hidden_act": "silu",
-}
-BAMBA_SINGLE_VALUES = {"mamba_d_conv": 4, "mamba_conv_bias": True, "mamba_proj_bias": False}
 
 
 def mixer_mappings(mixer: str) -> tuple[ModuleMapping, ...]:
@@ -80,8 +62,8 @@ BAMBA_MAPPINGS = (
 """Of Bamba and Falcon-H1, but for the norms before the mixers."""
 
 
-def read_layer_count(hf_config: Mapping[str, Any]) -> int | Problem:
-    count: Any = hf_config.get("num_hidden_layers")
+def read_layer_count(keys: Keys) -> int | Problem:
+    count: Any = keys.get("num_hidden_layers")
     if is_count(count, 1) and count <= MAX_LAYERS:
         return count
     return Problem("num_hidden_layers", f"{count!r:.40}", "is not a positive whole number of layers", OWN_FOLDER_FIX)
@@ -90,9 +72,9 @@ def read_layer_count(hf_config: Mapping[str, Any]) -> int | Problem:
 LAYER_KEYS = ("layers_block_type", "layer_types")
 
 
-def read_layer_kinds(hf_config: Mapping[str, Any], key: str, letters: str) -> str | Problem:
+def read_layer_kinds(keys: Keys, key: str, letters: str) -> str | Problem:
     """Returns the letters of the kinds of layers under either key, `key` where there is none; two lists must say the same."""
-    given = {name: hf_config[name] for name in LAYER_KEYS if hf_config.get(name)} or {key: hf_config.get(key)}
+    given = {name: keys[name] for name in LAYER_KEYS if keys.get(name)} or {key: keys.get(key)}
     found = {name: read_layer_types(name, kinds, letters) for name, kinds in given.items()}
     for pattern in found.values():
         if isinstance(pattern, Problem):
@@ -121,16 +103,71 @@ def read_layer_types(key: str, kinds: object, letters: str) -> str | Problem:
     return "".join(found)
 
 
-def time_step_problems(hf_config: Mapping[str, Any]) -> list[Problem]:
-    """Returns a problem if step sizes are bounded; the decoder's are any positive numbers."""
-    match hf_config.get("time_step_limit"):
+def bamba_decoder(config: Translation, *, max_position_embeddings: int, head_dim: bool) -> None:
+    """Translates what Bamba and Falcon-H1 have in common. head_dim: whether there is such a key."""
+    llama(
+        config,
+        without=("num_hidden_layers", *(() if head_dim else ("head_dim",))),
+        num_key_value_heads=8,
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=1e-5,
+        activations=SILU_ALONE,  # of the convolution too
+    )
+    no_biases(config)
+    config.only(attention_bias=False, mlp_bias=False)
+    bamba_mixers(config)
+
+
+def bamba_mixers(config: Translation) -> None:
+    """Translates the sizes of Mamba-2 layers in Bamba's spelling."""
+    config.copy("mamba_num_heads", "mamba_n_heads", 128)
+    config.copy("mamba_head_dim", "mamba_d_head")
+    config.copy("mamba_num_groups", "mamba_n_groups", 1)
+    config.copy("mamba_state_dim", "mamba_d_state", 256)
+    config.copy("mamba_chunk_size", "mamba_chunk_size", 256)
+    config.only(mamba_d_conv=4, mamba_conv_bias=True, mamba_proj_bias=False)
+    any_time_step(config)
+
+
+def bamba_expansion(config: Translation) -> None:
+    """Writes the width of mixers, whose gated norm is over all channels, in Bamba's spelling; a model without Mamba-2 layers has sizes
+    that fit all the same."""
+
+    def write(spec: ModelSpec) -> Keys:
+        if has_mamba(spec):
+            return {"mamba_expand": expansion(spec)}
+        return {"mamba_expand": 1, "mamba_n_heads": 1, "mamba_d_head": spec.config.hidden_size}
+
+    config.convert((), None, write)
+    one_norm_group(config)
+
+
+def one_norm_group(config: Translation) -> None:
+    """Says that the gated norm is over all channels, whose number is a multiple of the width."""
+    config.convert(("mamba_norm_groups",), lambda keys: ({"mamba_norm_groups": 1}, []))
+    config.expect("mamba_num_heads", "heads that are a multiple of the width", _is_multiple)
+    config.expect("mamba_norm_groups", "one", lambda spec: not has_mamba(spec) or spec.config.mamba_norm_groups == 1)
+
+
+def _is_multiple(spec: ModelSpec) -> bool:
+    model = spec.config
+    return not has_mamba(spec) or model.mamba_num_heads * model.mamba_head_dim % model.hidden_size == 0
+
+
+def any_time_step(config: Translation) -> None:
+    """Refuses bounds of step sizes; the decoder's are any positive numbers."""
+    config.convert((), _read_time_steps)
+
+
+def _read_time_steps(keys: Keys) -> tuple[Settings, list[Problem]]:
+    match keys.get("time_step_limit"):
         case None | [0 | 0.0, {"__float__": "Infinity"}]:
-            return []
+            return {}, []
         case [0 | 0.0, float(most)] | (0 | 0.0, float(most)) if math.isinf(most):
-            return []
+            return {}, []
         case other:
             rule = "bounds the step sizes of Mamba-2 layers, which the decoder does not"
-            return [Problem("time_step_limit", f"{other!r:.40}", rule, "Use another model.")]
+            return {}, [Problem("time_step_limit", f"{other!r:.40}", rule, "Use another model.")]
 
 
 def has_mamba(spec: ModelSpec) -> bool:
@@ -141,23 +178,3 @@ def expansion(spec: ModelSpec) -> int:
     """Returns the width of all heads of a Mamba-2 layer, as a multiple of the hidden size."""
     model = spec.config
     return model.mamba_num_heads * model.mamba_head_dim // model.hidden_size
-
-
-def bamba_expansion(spec: ModelSpec) -> Mapping[str, int]:
-    """Returns that in Bamba's spelling; a model without Mamba-2 layers has sizes that fit all the same."""
-    if has_mamba(spec):
-        return {"mamba_expand": expansion(spec)}
-    return {"mamba_expand": 1, "mamba_n_heads": 1, "mamba_d_head": spec.config.hidden_size}
-
-
-def mixer_problems(spec: ModelSpec, family: Family) -> list[Problem]:
-    """Returns a problem if heads are no multiple of the width, or the gated norm has several groups."""
-    model, problems = spec.config, list[Problem]()
-    if not has_mamba(spec):
-        return problems
-    if model.mamba_num_heads * model.mamba_head_dim % model.hidden_size:
-        allowed = "heads that are a multiple of the width"
-        problems.append(unsupported_setting("mamba_num_heads", model.mamba_num_heads, family, allowed))
-    if model.mamba_norm_groups != 1:
-        problems.append(unsupported_setting("mamba_norm_groups", model.mamba_norm_groups, family, "one"))
-    return problems

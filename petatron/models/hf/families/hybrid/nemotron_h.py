@@ -10,25 +10,28 @@ written as one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from petatron.base.errors import Problem
+from petatron.config.schema.hybrid_pattern import EXPERTS as EXPERT_LAYER
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
-from petatron.models.hf.families.deepseek import V3_MOE_KEYS, V3_ROUTER_FIXED
+from petatron.models.hf.decoder_config_json import SQUARED_RELU, activation, llama, no_biases
+from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
+from petatron.models.hf.families.deepseek import expert_sizes
 from petatron.models.hf.families.hybrid.mamba_tables import (
-    HYBRID_FIXED,
     LAYER_KEYS,
     LAYER_TYPES,
+    any_time_step,
     attention_mappings,
     has_mamba,
     mixer_mappings,
     read_layer_kinds,
-    time_step_problems,
 )
-from petatron.models.hf.family import OWN_FOLDER_FIX, Family, HybridLayers, ModuleMapping, unsupported_setting
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_KEYS
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.moe_config_json import experts_of_pattern
+from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.shared_tables import EXPERTS
+from petatron.models.hf.translation import Keys, Translation
 from petatron.models.model_spec import ModelSpec
 
 _NO_BOUND = 1e-30
@@ -62,15 +65,13 @@ _MAPPINGS = (
     ModuleMapping(("norm",), "backbone.norm_f"),
     ModuleMapping(("head",), "lm_head"),
 )
-
-
 _LETTERS = "".join(LAYER_TYPES)
 
 
-def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
-    pattern = hf_config.get("hybrid_override_pattern")
-    if pattern is None or any(hf_config.get(key) is not None for key in LAYER_KEYS):
-        return read_layer_kinds(hf_config, "layers_block_type", _LETTERS)
+def _read_layers(keys: Keys) -> str | Problem:
+    pattern = keys.get("hybrid_override_pattern")
+    if pattern is None or any(keys.get(key) is not None for key in LAYER_KEYS):
+        return read_layer_kinds(keys, "layers_block_type", _LETTERS)
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_LETTERS):
         return Problem(
             "hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the letters {_LETTERS}", OWN_FOLDER_FIX
@@ -78,25 +79,67 @@ def _read_layers(hf_config: Mapping[str, Any]) -> str | Problem:
     return pattern
 
 
-def _write_layers(pattern: str) -> Mapping[str, Any]:
+def _write_layers(pattern: str) -> Keys:
     kinds = [LAYER_TYPES[letter] for letter in pattern]
     return {"layers_block_type": kinds, "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
 
 
-def _read_more(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    return {"mamba_norm_groups": hf_config["n_groups"]}, time_step_problems(hf_config)
+_ROUTING: Keys = {"n_shared_experts": 1, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+_SIZES: Keys = {"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
+_EXPERT_KEYS: Keys = {"n_routed_experts": 8, "num_experts_per_tok": 2, **_SIZES, **_ROUTING}
+"""Also in files of models without experts."""
 
 
-def _unsupported(spec: ModelSpec) -> list[Problem]:
-    model = spec.config
-    if model.mamba_norm_groups == model.mamba_num_groups or not has_mamba(spec):
-        return []
-    allowed = "a gated norm over as many groups as B and C have"
-    return [unsupported_setting("mamba_norm_groups", model.mamba_norm_groups, NEMOTRON_H, allowed)]
+def _translate(config: Translation) -> None:
+    config.also(n_routed_experts="num_local_experts", n_groups="mamba_n_groups", conv_kernel="mamba_d_conv")
+    config.also(chunk_size="mamba_chunk_size", use_conv_bias="mamba_conv_bias", time_step_limit="mamba_dt_limit")
+    pattern = config.layer_pattern(r"[ME-]*\*[M*E-]*", _read_layers, _write_layers, stand_in="M*")
+    llama(
+        config,
+        without=("num_hidden_layers", "rms_norm_eps", "hidden_act", "tie_word_embeddings"),
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        intermediate_size=21504,
+    )
+    config.copy("norm_epsilon", "layer_norm_epsilon", 1e-5)
+    activation(config, "mlp_hidden_act", "relu2", SQUARED_RELU)
+    no_biases(config)
+    config.only(attention_bias=False, mlp_bias=False, use_bias=False, mamba_proj_bias=False, tie_word_embeddings=False)
+    config.always(position_embedding_type="none", untie_embeddings_and_output_weights=True)
+    _mixers(config)
+    config.only(norm_topk_prob=True)
+    config.convert((), **_EXPERT_KEYS)
+    if EXPERT_LAYER in pattern:
+        _experts(config)
 
 
-def _write_more(spec: ModelSpec) -> Mapping[str, Any]:
-    return {"time_step_min": _NO_BOUND, "num_nextn_predict_layers": 0}
+def _mixers(config: Translation) -> None:
+    config.copy("mamba_num_heads", "mamba_num_heads", 128)
+    config.copy("mamba_head_dim", "mamba_head_dim", 64)
+    config.copy("mamba_num_groups", "n_groups", 8)
+    config.copy("mamba_state_dim", "ssm_state_size", 128)
+    config.copy("mamba_chunk_size", "chunk_size", 128)
+    config.only(conv_kernel=4, use_conv_bias=True, mamba_hidden_act="silu")
+    any_time_step(config)
+    groups, rest = "mamba_norm_groups", {"time_step_min": _NO_BOUND, "num_nextn_predict_layers": 0}
+    config.convert((groups,), lambda keys: ({groups: keys["n_groups"]}, []), lambda spec: rest)
+    config.expect(groups, "a gated norm over as many groups as B and C have", _has_common_groups)
+
+
+def _has_common_groups(spec: ModelSpec) -> bool:
+    return not has_mamba(spec) or spec.config.mamba_norm_groups == spec.config.mamba_num_groups
+
+
+def _experts(config: Translation) -> None:
+    width = "moe_shared_expert_intermediate_size"
+    expert_sizes(config, experts=8, width=7688, topk=2)
+    config.copy(width, width, 7688)
+    config.copy("moe_latent_size", "moe_latent_size", None)
+    sigmoid_router(config)
+    deepseek_routing(config, 2, **_ROUTING)
+    experts_of_pattern(config)
 
 
 def _in_memory(mapping: ModuleMapping) -> ModuleMapping:
@@ -112,80 +155,6 @@ NEMOTRON_H = Family(
     mappings=(*_MAPPINGS, *_EXPERTS_IN_FILES),
     in_memory_mappings=tuple(map(_in_memory, (*_MAPPINGS, *_EXPERTS_IN_MEMORY))),
     ignored_tensors=("mtp.*",),
-    keys={
-        **{ours: key for ours, key in LLAMA_KEYS.items() if ours != "num_layers"},
-        "norm_epsilon": "layer_norm_epsilon",
-        "mamba_num_heads": "mamba_num_heads",
-        "mamba_head_dim": "mamba_head_dim",
-        "mamba_num_groups": "n_groups",
-        "mamba_state_dim": "ssm_state_size",
-        "mamba_chunk_size": "chunk_size",
-    },
-    activation_key="mlp_hidden_act",
-    activations={"relu2": "squared_relu", "relu": "relu", "gelu": "gelu", "silu": "silu"},
-    defaults={
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "intermediate_size": 21504,
-        "attention_dropout": 0.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "mamba_proj_bias": False,
-        "mamba_hidden_act": "silu",
-        "mlp_hidden_act": "relu2",
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "chunk_size": 128,
-        "conv_kernel": 4,
-        "initializer_range": 0.02,
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": False,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-        "moe_latent_size": None,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-    },
-    fixed={**HYBRID_FIXED, "position_embedding_type": "none", "untie_embeddings_and_output_weights": True},
-    single_values={
-        "conv_kernel": 4,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "mamba_proj_bias": False,
-        "mamba_hidden_act": "silu",
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-    },
-    aliases={
-        "n_routed_experts": "num_local_experts",
-        "n_groups": "mamba_n_groups",
-        "conv_kernel": "mamba_d_conv",
-        "chunk_size": "mamba_chunk_size",
-        "use_conv_bias": "mamba_conv_bias",
-        "time_step_limit": "mamba_dt_limit",
-    },
-    has_rope=False,
-    moe_keys={**V3_MOE_KEYS, "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
-    moe_fixed=V3_ROUTER_FIXED,
-    group_score_topk=2,
-    read_more=_read_more,
-    write_more=_write_more,
-    unsupported=_unsupported,
-    more_settings=("mamba_norm_groups",),
-    hybrid=HybridLayers(
-        1, r"[ME-]*\*[M*E-]*", _read_layers, _write_layers, {"hybrid_override_pattern": "M*", "layers_block_type": None}
-    ),
+    branches=1,
+    translate=_translate,
 )

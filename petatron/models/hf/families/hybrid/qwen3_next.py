@@ -9,28 +9,20 @@ Published folders have a depth of multi-token prediction under `mtp.`, which tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import format_layers, linear_layers
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.families.qwen import QWEN2_MOE, QWEN3_MOE
-from petatron.models.hf.family import OWN_FOLDER_FIX, ModuleMapping
-from petatron.models.hf.shared_tables import LLAMA_FIXED, LLAMA_KEYS, SILU_ALONE
+from petatron.models.hf.decoder_config_json import SILU_ALONE, llama
+from petatron.models.hf.families.qwen import QWEN2_MOE, head_norms, qwen_experts, shared_expert
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
 
 LINEAR = "linear_attention"
 _NET, _HF_NET = "layers.*.delta", "model.layers.*.linear_attn"
-_SIZES = (
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
 _NET_MAPPINGS = (
     ModuleMapping(("layers.*.delta_norm",), "model.layers.*.input_layernorm"),
     ModuleMapping(
@@ -58,9 +50,9 @@ def _with_net(mappings: tuple[ModuleMapping, ...]) -> tuple[ModuleMapping, ...]:
     return (*(row for row in mappings if row.logical_modules != ("layers.*.attention.q",)), *_NET_MAPPINGS)
 
 
-def _read_layer_types(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _read_layer_types(keys: Keys) -> tuple[Settings, list[Problem]]:
     """`layer_types` names the kind of every layer; without it every so many-th is attention."""
-    layers, every, kinds = (hf_config[key] for key in ("num_hidden_layers", "full_attention_interval", "layer_types"))
+    layers, every, kinds = (keys[key] for key in ("num_hidden_layers", "full_attention_interval", "layer_types"))
     if kinds is None:
         if not is_count(every, 1):
             rule = "is not a positive whole number"
@@ -72,11 +64,39 @@ def _read_layer_types(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     return {"linear_attention_freq": format_layers([kind == LINEAR for kind in kinds])}, []
 
 
-def _write_layer_types(spec: ModelSpec) -> dict[str, Any]:
+def _write_layer_types(spec: ModelSpec) -> Keys:
     return {"layer_types": [LINEAR if linear else FULL for linear in linear_layers(spec.config)]}
 
 
-QWEN3_NEXT = like_llama(
+def _translate(config: Translation) -> None:
+    llama(
+        config,
+        num_key_value_heads=2,
+        head_dim=256,
+        max_position_embeddings=32768,
+        activations=SILU_ALONE,  # of the convolution too
+    )
+    head_norms(config)
+    config.always(apply_layernorm_1p=True, attention_output_gate=True)
+    rope(config, partial_rotary_factor=0.25)
+    _delta_nets(config)
+    qwen_experts(config, norm_topk_prob=True)
+    shared_expert(config)
+
+
+def _delta_nets(config: Translation) -> None:
+    config.always(experimental_attention_variant="gated_delta_net")
+    config.copy("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4)
+    config.copy("linear_key_head_dim", "linear_key_head_dim", 128)
+    config.copy("linear_value_head_dim", "linear_value_head_dim", 128)
+    config.copy("linear_num_key_heads", "linear_num_key_heads", 16)
+    config.copy("linear_num_value_heads", "linear_num_value_heads", 32)
+    frequency, keys = "linear_attention_freq", {"full_attention_interval": 4, "layer_types": None}
+    config.convert((frequency,), _read_layer_types, _write_layer_types, **keys)
+    config.expect(frequency, "always one", lambda spec: spec.config.linear_attention_freq is not None)
+
+
+QWEN3_NEXT = Family(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     models="Qwen3-Next",
@@ -84,36 +104,5 @@ QWEN3_NEXT = like_llama(
     mappings=_with_net(QWEN2_MOE.mappings),
     in_memory_mappings=_with_net(QWEN2_MOE.in_memory_mappings),
     ignored_tensors=("*rotary_emb.inv_freq", "mtp.*"),
-    keys={**LLAMA_KEYS, **{name: name for name in _SIZES}},
-    activations=SILU_ALONE,  # of the convolution too
-    defaults={
-        **{key: value for key, value in QWEN3_MOE.defaults.items() if "sliding_window" not in key},
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "full_attention_interval": 4,
-        "layer_types": None,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "norm_topk_prob": True,
-    },
-    fixed={
-        **{name: value for name, value in LLAMA_FIXED.items() if name != "rotary_percent"},
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "qk_layernorm": True,
-        "apply_layernorm_1p": True,
-        "attention_output_gate": True,
-        "experimental_attention_variant": "gated_delta_net",
-    },
-    single_values={"attention_bias": False},
-    read_more=_read_layer_types,
-    write_more=_write_layer_types,
-    more_settings=("linear_attention_freq",),
-    required=("linear_attention_freq",),
-    moe_keys=QWEN2_MOE.moe_keys,
-    moe_fixed=QWEN2_MOE.moe_fixed,
+    translate=_translate,
 )
