@@ -58,6 +58,11 @@ class LayerSpec:
         return tuple(b.name for b in self.branches) if self.norm_placement in ("both", "output") else ()
 
     @property
+    def saves_branch_inputs(self) -> bool:
+        """Whether the input of a branch is no norm's output of this layer, which could be recomputed, so that it is saved."""
+        return self.norm_placement in ("post", "output")
+
+    @property
     def branches(self) -> tuple[BranchSpec, ...]:
         """The residual branches in their order."""
         branches = (self.mixer, self.second_mixer, self.cross_mixer, self.channel_mixer)

@@ -177,8 +177,8 @@ class MatrixEntry:
         return MODEL_FLAGS[self.model].partition("--hybrid-layer-pattern ")[2][:1]
 
     @property
-    def has_delta_nets(self) -> bool:
-        return "gated_delta_net" in MODEL_FLAGS[self.model]
+    def has_linear_attention(self) -> bool:
+        return "--experimental-attention-variant" in MODEL_FLAGS[self.model]
 
     @property
     def has_latents(self) -> bool:

@@ -10,7 +10,11 @@ from petatron.config.schema.hybrid_pattern import DELTA
 from petatron.config.schema.layer_patterns import layer_pattern_problems
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
-from petatron.config.schema.sections.linear_attention import LinearAttentionSettings, has_delta_layers
+from petatron.config.schema.sections.linear_attention import (
+    DeltaNetSettings,
+    LinearAttentionSettings,
+    has_delta_layers,
+)
 
 _VARIANT, _FREQ = "--experimental-attention-variant", "--linear-attention-freq"
 
@@ -22,7 +26,7 @@ def check_linear_attention(config: RawRunConfig) -> Iterator[Problem]:
         return
     wrong_sizes = list(_heads(model))
     yield from wrong_sizes
-    if not wrong_sizes and not any(number_problems(config, LinearAttentionSettings)):
+    if not wrong_sizes and not any(number_problems(config, LinearAttentionSettings, DeltaNetSettings)):
         yield from check_recurrent_layout(
             config,
             heads="linear_num_value_heads",

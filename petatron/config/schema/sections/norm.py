@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import DropoutRate, PositiveFactor
 
+NormPlacementName = Literal["pre", "both", "output"]
 _PARALLEL = NotWith("residual_branches", lambda kind: kind != "sequential")
 _LAYER_NORM = UsedWhen(lambda run: run.model.normalization != "RMSNorm", "an RMSNorm has no bias")
 
@@ -26,7 +27,7 @@ class NormSettings:
     """Biases of LayerNorms (`--no-norm-bias` leaves them out, as MPT does)."""
     embed_layernorm: Annotated[bool, "variant"] = False
     """Normalise embeddings before the first layer (BLOOM)."""
-    norm_placement: Annotated[Literal["pre", "both", "output"], "variant", _PARALLEL] = "pre"
+    norm_placement: Annotated[NormPlacementName, "variant", _PARALLEL] = "pre"
     """Where a layer's norms are: before each branch, before and after it (Gemma 2), or after it only (OLMo 2)."""
     residual_branches: Annotated[Literal["sequential", "parallel", "parallel_shared_norm"], "variant"] = "sequential"
     """Whether the MLP takes what attention made of the stream, or both take the same, with a norm each (GPT-NeoX) or one for both."""
