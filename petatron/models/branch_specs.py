@@ -23,6 +23,7 @@ from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
+from petatron.layers.ssm.lightning_attention import LightningSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.rope_settings import rope_spec
@@ -46,6 +47,11 @@ def plain_layer(config: ModelConfig) -> LayerSpec:
         norm_placement=config.norm_placement,
         residual_branches=config.residual_branches,
         residual_multiplier=config.residual_multiplier,
+        stream_multipliers=(
+            (AttentionSpec.name, config.attention_stream_multiplier),
+            (LightningSpec.name, config.lightning_stream_multiplier),
+            (MLPSpec.name, config.mlp_stream_multiplier),
+        ),
     )
 
 
@@ -194,9 +200,23 @@ def delta_spec(config: ModelConfig, kind: type[GatedDeltaNetSpec] = GatedDeltaNe
     )
 
 
+def lightning_spec(config: ModelConfig) -> LightningSpec:
+    return LightningSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        head_dim=config.kv_channels,
+        num_layers=config.num_layers,
+        chunk_size=config.linear_chunk_size,
+        std=config.init_method_std,
+        out_std=out_std(config),
+        output_multiplier=config.lightning_out_multiplier,
+    )
+
+
 LINEAR_ATTENTION: Mapping[str, Callable[[ModelConfig], BranchSpec]] = {
     "gated_delta_net": delta_spec,
     "kimi_delta_attention": partial(delta_spec, kind=KimiDeltaSpec),
+    "lightning_attention": lightning_spec,
 }
 """What makes the spec of each `--experimental-attention-variant`."""
 

@@ -7,18 +7,23 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 from petatron.config.schema.hybrid_pattern import DELTA
 from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
-from petatron.config.schema.numeric_bounds import SequenceLength, Size, Width
+from petatron.config.schema.numeric_bounds import PositiveFactor, SequenceLength, Size, Width
+from petatron.config.schema.sections.norm import STREAM
 
 if TYPE_CHECKING:
     from petatron.config.schema.model import RawModelConfig
 
-LinearAttentionName = Literal["gated_delta_net", "kimi_delta_attention"]
+LinearAttentionName = Literal["gated_delta_net", "kimi_delta_attention", "lightning_attention"]
 DELTA_NETS = ("gated_delta_net", "kimi_delta_attention")
 _NO_VARIANT = NotWith(
     "experimental_attention_variant",
     lambda variant: variant is None,
     "says which layers have linear attention, but there is no --experimental-attention-variant",
     f"Add --experimental-attention-variant {' or '.join(get_args(LinearAttentionName))}, or leave it out.",
+)
+
+_LIGHTNING = UsedWhen(
+    lambda run: run.model.experimental_attention_variant == "lightning_attention", "no layer is lightning attention"
 )
 
 
@@ -36,7 +41,7 @@ def has_linear_attention(model: RawModelConfig) -> bool:
 
 @settings_section
 class LinearAttentionSettings:
-    """Layers of linear attention between those of attention (Qwen3-Next, Kimi-Linear)."""
+    """Layers of linear attention between those of attention (Qwen3-Next, Kimi-Linear, MiniMax-Text-01)."""
 
     feature: ClassVar = Feature(
         "linear attention",
@@ -44,11 +49,16 @@ class LinearAttentionSettings:
         variants=True,
     )
     experimental_attention_variant: Annotated[LinearAttentionName, "selects"] | None = None
-    """Linear attention in some layers: the gated delta net, or that with a decay of every key channel. Unset means attention in all."""
+    """Linear attention in some layers: the gated delta net, that with a decay of every key channel, or lightning attention, which has the
+    heads of attention. Unset means attention in all."""
     linear_attention_freq: Annotated[str, "selects", _NO_VARIANT, ComparedAs(unmarked_by_multiples)] | None = None
     """Which layers have linear attention: N means all but every N-th; or one 1 (linear) or 0 per layer, as in ([1]*3+[0])*12."""
     linear_chunk_size: Annotated[SequenceLength, "at least 1", ToySize(32), "runtime"] = 64
     """Linear attention: tokens of a chunk of its recurrence; of speed and memory only."""
+    lightning_out_multiplier: Annotated[PositiveFactor, _LIGHTNING] = 1.0
+    """Factor on what lightning attention adds to the residual stream (MiniMax-Text-01)."""
+    lightning_stream_multiplier: Annotated[PositiveFactor, _LIGHTNING, STREAM] = 1.0
+    """Factor on the residual stream that lightning attention is added to, with `--norm-placement stream` (MiniMax-Text-01)."""
 
 
 @settings_section
