@@ -311,8 +311,8 @@ class CheckpointManager:
         has no steps: another program's model. strict: every key must be in the checkpoint, and no key of the same kind may be left over;
         otherwise missing keys keep their values and are named in the result. may_ignore_key: which keys may be left unread; by
         default, those of kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if
-        the step is damaged, warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after an error
-        about a damaged file, the content of the chunks is undefined.
+        the step is damaged, warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after
+        an error about a damaged file, the content of the chunks is undefined.
         """
         self.drain()
         fill = partial(

@@ -51,7 +51,7 @@ def branch_bytes(layer: LayerSpec, branch: BranchSpec, shape: ActivationShape, m
     saved = 0 if "layernorm" in modules else branch.saved_input_bytes(shape, modules)
     norms = (branch.name in layer.input_norms) + (branch.name in layer.output_norms)
     saved += norms * layer.norm.saved_bytes(shape, shape.tokens) + branch.saved_bytes(shape, modules)
-    if layer.norm_placement in ("post", "output"):  # its input is no norm's output of this layer, so it is saved
+    if layer.saves_branch_inputs:
         saved += shape.activation_bytes(shape.tokens, branch.hidden_size)
     return saved + shape.dropout_mask_bytes(branch.hidden_size, layer.dropout)
 

@@ -48,6 +48,7 @@ from collections.abc import Collection, Mapping
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.layers.spec.param_spec import ParamSpec
+from petatron.layers.ssm.recurrent_branch import RecurrentBranchSpec
 from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams
 from petatron.models.model_spec import ModelSpec
 
@@ -58,32 +59,37 @@ def flops_formula(
     experts: bool = False,
     latent: bool = False,
     hybrid: bool = False,
-    delta: bool = False,
-    by_channel: bool = False,
+    linear: type[RecurrentBranchSpec] | None = None,
     gated: bool = False,
 ) -> str:
     """Returns the formula behind the reported TFLOP/s and MFU, for people.
 
-    delta: some layers are gated delta nets. by_channel: their decays are of every key channel. gated: attention's output has a gate.
+    linear: the kind of linear attention that some layers have. gated: attention's output has a gate.
     """
     pairs, chunk = ("s^2/2", "c") if causal else ("s^2", "2 c")
     qkv, width = ("h (a + c + r) + a q + c (k + v) + v h", "6 L (q + v)") if latent else ("h (q + 2k) + q h", "12 L q")
     qkv = qkv.replace("h (q + 2k)", "h (2q + 2k)") if gated else qkv
-    net = "X (h (2 n + 2 p + H + N + P) + H N^2 + p P)" if by_channel else "X h (2 n + 3 p + 2 H)"
-    keys = "2 H N" if by_channel else "2 n"
-    rule = f" + 3 T X ({chunk} ({keys} + 2 p + H N) + 6 H N P + 2 w (2 n + p))" if delta else ""
+    net = "" if linear is None else f"X {linear.weights_formula}"
+    rule = "" if linear is None else f" + 3 T X ({(linear.mixing_formula or '').format(c=chunk)})"
     if hybrid:
         mamba, scan = "M h (3d + 2 G N + H)", f"3 T M ({chunk} (d + G N) + 4 d N + 2 w (d + 2 G N))"
-        scans = f"{mamba} + {net}" if delta else mamba
+        scans = f"{mamba} + {net}" if net else mamba
         mlps = "F g h f" + (" + MoE layers (h E + K g h e + g h u)" if experts else "")
         return f"6 T ({scans} + A ({qkv}) + {mlps} + h V) + {width.replace('L', 'A')} (T/s) {pairs} + {scan}{rule}"
-    mixers = f"A ({qkv}) + {net}" if delta else f"L ({qkv})"
-    width = width.replace("L", "A") if delta else width
+    mixers = f"A ({qkv}) + {net}" if net else f"L ({qkv})"
+    width = width.replace("L", "A") if net else width
     if experts:
         layers = f"{mixers} + dense layers g h f + MoE layers (h E + K g h e + g h u)"
     else:
-        layers = f"{mixers} + L g h f" if delta else f"L ({qkv} + g h f)"
+        layers = f"{mixers} + L g h f" if net else f"L ({qkv} + g h f)"
     return f"6 T ({layers} + h V) + {width} (T/s) {pairs}{rule}"
+
+
+def linear_attention_kind(spec: ModelSpec) -> type[RecurrentBranchSpec] | None:
+    """Returns the kind of linear attention that some layers have; None: none has any."""
+    branches = (branch for layer in spec.count_layers() for branch in layer.branches)
+    kinds = (type(branch) for branch in branches if isinstance(branch, RecurrentBranchSpec))
+    return next((kind for kind in kinds if kind.weights_formula is not None), None)
 
 
 def model_flops_per_token(

@@ -17,8 +17,9 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 
-NormPlacement = Literal["pre", "post", "both", "output"]
-"""pre: x + f(norm(x)). post: norm(x + f(x)), as in the first transformers. both: x + norm(f(norm(x))). output: x + norm(f(x))."""
+NormPlacement = Literal["pre", "post", "both", "output", "stream"]
+"""pre: x + f(norm(x)). post: norm(x + f(x)), as in the first transformers. both: x + norm(f(norm(x))). output: x + norm(f(x)). stream: x +
+f(x) with norm(x) for x, the norm being on the residual stream itself."""
 ResidualBranches = Literal["sequential", "parallel", "parallel_shared_norm"]
 """sequential: a branch takes the sum with the one before. parallel: x + f(norm(x)) + g(norm'(x)), with two norms or one and the same."""
 
@@ -28,6 +29,7 @@ class LayerSpec:
     """One layer of a model: what it mixes over the sequence, with another sequence, and over channels; any may be missing.
 
     second_mixer: a second mixer over the sequence, which takes what `mixer` takes if branches are parallel.
+    stream_multipliers: the factors on a normed stream that branches are added to, by their names; 1 for the others.
     """
 
     mixer: BranchSpec | None
@@ -39,6 +41,7 @@ class LayerSpec:
     norm_placement: NormPlacement = "pre"
     residual_branches: ResidualBranches = "sequential"
     residual_multiplier: float = 1.0
+    stream_multipliers: tuple[tuple[str, float], ...] = ()
 
     def __hash__(self) -> int:
         """Hashes the kinds of branches alone: estimates count thousands of layers, and equality compares every field."""
@@ -56,6 +59,11 @@ class LayerSpec:
     def output_norms(self) -> tuple[str, ...]:
         """The names of the branches that have a norm on what they add."""
         return tuple(b.name for b in self.branches) if self.norm_placement in ("both", "output") else ()
+
+    @property
+    def saves_branch_inputs(self) -> bool:
+        """Whether the input of a branch is no norm's output of this layer, which could be recomputed, so that it is saved."""
+        return self.norm_placement in ("post", "output")
 
     @property
     def branches(self) -> tuple[BranchSpec, ...]:
@@ -106,6 +114,7 @@ class _BranchParts(NamedTuple):
     dropout: None where nothing is dropped.
     multiplier: the factor on what the branch adds to the residual stream; None: 1.
     norm_in_gemm: the norm before it is computed in the autograd node of the GEMM that takes it.
+    stream: the factor on the normed stream that the branch is added to; None: it is added to the stream before the norm.
     """
 
     branch: str
@@ -114,13 +123,16 @@ class _BranchParts(NamedTuple):
     dropout: str | None
     multiplier: float | None
     norm_in_gemm: bool
+    stream: float | None
 
     @classmethod
     def of(cls, branch: BranchSpec, layer: LayerSpec, module: nn.Module | None) -> _BranchParts:
         name, factor = branch.name, layer.residual_multiplier * branch.output_multiplier
         dropout = None if layer.dropout == 0.0 else f"{name}_dropout"
-        once = isinstance(module, BranchModule) and module.input_feeds_one_gemm
-        return cls(name, f"{name}_norm", f"{name}_post_norm", dropout, None if factor == 1.0 else factor, once)
+        stream = dict(layer.stream_multipliers).get(name, 1.0) if layer.norm_placement == "stream" else None
+        once = stream is None and isinstance(module, BranchModule) and module.input_feeds_one_gemm
+        multiplier = None if factor == 1.0 else factor
+        return cls(name, f"{name}_norm", f"{name}_post_norm", dropout, multiplier, once, stream)
 
 
 class TransformerLayer(nn.Module):
@@ -167,6 +179,8 @@ class TransformerLayer(nn.Module):
                 residual = Residual(normed.others[0])
             else:
                 x_SBD, normed = norm.add_and_norm(*inputs)
+                if names.stream is not None:
+                    x_SBD = normed.value if names.stream == 1.0 else normed.value * names.stream
                 residual, x_SBD = Residual(x_SBD), self._run_branch(names, normed, context)
         return x_SBD, residual
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from petatron.config.required_settings import required
@@ -20,10 +21,12 @@ from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec
-from petatron.layers.spec.branch import residual_std
+from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
+from petatron.layers.ssm.lightning_attention import LightningSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
+from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.rope_settings import rope_spec
 
 _SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
@@ -31,6 +34,24 @@ _SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
     "off-by-one": "zero",
     "learnable": "learned",
 }
+
+
+def plain_layer(config: ModelConfig) -> LayerSpec:
+    """Makes what all layers have in common, to which each adds its branches."""
+    return LayerSpec(
+        mixer=None,
+        channel_mixer=None,
+        norm=norm_spec(config),
+        dropout=config.hidden_dropout,
+        norm_placement=config.norm_placement,
+        residual_branches=config.residual_branches,
+        residual_multiplier=config.residual_multiplier,
+        stream_multipliers=(
+            (AttentionSpec.name, config.attention_stream_multiplier),
+            (LightningSpec.name, config.lightning_stream_multiplier),
+            (MLPSpec.name, config.mlp_stream_multiplier),
+        ),
+    )
 
 
 def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
@@ -163,8 +184,7 @@ def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
     )
 
 
-def delta_spec(config: ModelConfig) -> GatedDeltaNetSpec:
-    kind = KimiDeltaSpec if config.experimental_attention_variant == "kimi_delta_attention" else GatedDeltaNetSpec
+def delta_spec(config: ModelConfig, kind: type[GatedDeltaNetSpec] = GatedDeltaNetSpec) -> GatedDeltaNetSpec:
     return kind(
         hidden_size=config.hidden_size,
         num_key_heads=config.linear_num_key_heads,
@@ -177,6 +197,27 @@ def delta_spec(config: ModelConfig) -> GatedDeltaNetSpec:
         std=config.init_method_std,
         out_std=out_std(config),
     )
+
+
+def lightning_spec(config: ModelConfig) -> LightningSpec:
+    return LightningSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        head_dim=config.kv_channels,
+        num_layers=config.num_layers,
+        chunk_size=config.linear_chunk_size,
+        std=config.init_method_std,
+        out_std=out_std(config),
+        output_multiplier=config.lightning_out_multiplier,
+    )
+
+
+LINEAR_ATTENTION: Mapping[str, Callable[[ModelConfig], BranchSpec]] = {
+    "gated_delta_net": delta_spec,
+    "kimi_delta_attention": partial(delta_spec, kind=KimiDeltaSpec),
+    "lightning_attention": lightning_spec,
+}
+"""What makes the spec of each `--experimental-attention-variant`."""
 
 
 def out_std(config: ModelConfig) -> float:

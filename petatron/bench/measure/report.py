@@ -17,8 +17,7 @@ from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_model import NUM_BATCHES
 from petatron.bench.result import BenchResult
 from petatron.config.optimizers import rule_spec
-from petatron.config.schema.sections.linear_attention import has_delta_layers
-from petatron.estimate.flops import flops_formula, model_flops_per_token, parameter_count
+from petatron.estimate.flops import flops_formula, linear_attention_kind, model_flops_per_token, parameter_count
 from petatron.models.frozen_params import frozen_params
 from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
@@ -92,8 +91,7 @@ def report(
         "experts": spec.run.moe.num_experts is not None,
         "latent": model.multi_latent_attention,
         "hybrid": model.hybrid_layer_pattern is not None,
-        "delta": has_delta_layers(model),
-        "by_channel": model.experimental_attention_variant == "kimi_delta_attention",
+        "linear": linear_attention_kind(model_spec(spec.run)),
         "gated": model.attention_output_gate,
     }
     for causal, label in ((False, "full"), (True, "causal")):

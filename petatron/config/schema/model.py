@@ -14,7 +14,7 @@ from petatron.config.schema.numeric_bounds import Factor, LayerCount, PositiveFa
 from petatron.config.schema.sections.attention import AttentionSettings, AttentionVariants
 from petatron.config.schema.sections.hybrid import HybridSettings
 from petatron.config.schema.sections.latent_attention import LatentAttentionSettings
-from petatron.config.schema.sections.linear_attention import LinearAttentionSettings
+from petatron.config.schema.sections.linear_attention import DeltaNetSettings, LinearAttentionSettings
 from petatron.config.schema.sections.mamba2 import Mamba2Settings
 from petatron.config.schema.sections.mlp import MlpSettings
 from petatron.config.schema.sections.moe import DispatchSettings, ExpertSettings, RouterSettings, SharedExpertSettings
@@ -42,6 +42,7 @@ class RawModelConfig(
     HybridSettings,
     Mamba2Settings,
     LinearAttentionSettings,
+    DeltaNetSettings,
     MultiTokenPredictionSettings,
 ):
     """The shape of a decoder."""

@@ -53,7 +53,7 @@ from petatron.layers.ssm.delta_ops import (
 from petatron.layers.ssm.delta_over_parts import delta_rule_over_parts
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
-from petatron.layers.ssm.recurrent_branch import RecurrentBranchSpec
+from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec
 from petatron.sharding.initial_values import ONES, NormalValues
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -62,7 +62,7 @@ LOWEST_DECAY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaNetSpec(RecurrentBranchSpec):
+class GatedDeltaNetSpec(ConvolvedBranchSpec):
     """A gated delta net.
 
     num_key_heads: how many queries and keys there are; each is for num_value_heads / num_key_heads value heads.
@@ -74,6 +74,8 @@ class GatedDeltaNetSpec(RecurrentBranchSpec):
     name = "delta"
     title = "gated delta net"
     region = "delta"
+    weights_formula = "h (2 n + 3 p + 2 H)"
+    mixing_formula = "{c} (2 n + 2 p + H N) + 6 H N P + 2 w (2 n + p)"
 
     hidden_size: int
     num_key_heads: int

@@ -40,6 +40,8 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
     """A gated delta net with a decay of every key channel, and decays and output gates from latents as wide as a head."""
 
     title = "Kimi delta attention"
+    weights_formula = "(h (2 n + 2 p + H + N + P) + H N^2 + p P)"
+    mixing_formula = "{c} (2 H N + 2 p + H N) + 6 H N P + 2 w (2 n + p)"
 
     def build(self, layer_index: int) -> KimiDeltaAttention:
         return KimiDeltaAttention(self, layer_index)

@@ -58,14 +58,14 @@ from petatron.layers.ssm.ops import (
     selective_scan,
 )
 from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
-from petatron.layers.ssm.recurrent_branch import RecurrentBranchSpec
+from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec
 from petatron.layers.ssm.scan_over_parts import scan_over_parts
 from petatron.sharding.initial_values import ONES, UniformValues
 from petatron.sharding.shard_spec import Section, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Spec(RecurrentBranchSpec):
+class Mamba2Spec(ConvolvedBranchSpec):
     """A Mamba-2 mixer.
 
     num_groups: how many B and C there are; each is for num_heads / num_groups heads.

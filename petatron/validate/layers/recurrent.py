@@ -11,7 +11,7 @@ from petatron.config.declared_rules import divisors, multiples_near, number_prob
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
-from petatron.config.schema.sections.linear_attention import LinearAttentionSettings
+from petatron.config.schema.sections.linear_attention import DeltaNetSettings
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH, Mamba2Settings
 
 
@@ -82,7 +82,7 @@ def _layout(config: RawRunConfig, kind: RecurrentKind) -> Iterator[Problem]:
 RECURRENT_KINDS = (
     RecurrentKind(Mamba2Settings, "mamba_num_heads", "mamba_num_groups", lambda _: MAMBA_CONV_WIDTH, _mamba_sizes),
     RecurrentKind(
-        LinearAttentionSettings,
+        DeltaNetSettings,
         "linear_num_value_heads",
         "linear_num_key_heads",
         lambda model: model.linear_conv_kernel_dim,

@@ -96,7 +96,7 @@ def _input_factors(model: RawModelConfig) -> Iterator[Problem]:
     on_input = on_heads | {
         "biases of attention": bool(model.add_bias_linear or model.add_qkv_bias),
         "--attention-output-gate": model.attention_output_gate,
-        "a norm after attention": model.norm_placement != "pre",
+        "a norm after attention": model.norm_placement in ("both", "output"),
     }
     for name, others in (("attention_in_multiplier", on_input), ("key_multiplier", on_heads)):
         found = [other for other, is_set in others.items() if is_set]

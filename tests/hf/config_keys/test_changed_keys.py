@@ -149,6 +149,7 @@ MODELS = (
         "qwen3-moe",
         "qwen3-next-moe",
         "kimi-linear-moe",
+        "minimax-moe",
         "olmoe-moe",
     ),
     *("granite-moe", "gpt-oss", "llama4-moe", "deepseek-v2-lite", "deepseek-v3", "glm4-moe", "mamba2", "bamba"),
@@ -200,7 +201,7 @@ def test_yarn_as_published_is_followed(name: str, table: Config, tmp_path: Path)
     assert compared.outcome([change]) == "equal"
 
 
-@pytest.mark.parametrize("name", ["qwen3-next-moe", "kimi-linear-moe"])
+@pytest.mark.parametrize("name", ["qwen3-next-moe", "kimi-linear-moe", "minimax-moe"])
 def test_an_activation_that_is_that_of_convolutions_too_is_refused(name: str):
     with pytest.raises(ConfigError, match='hidden_act "gelu" is not an activation the decoder has'):
         from_hf_config({**_model(name).config.to_dict(), "hidden_act": "gelu"})

@@ -97,6 +97,17 @@ def _kimi_linear(draw: Draw) -> Config:
     return config
 
 
+def _minimax(draw: Draw) -> Config:
+    config = rope(draw, sizes(draw))
+    experts(draw, config, "num_local_experts")
+    factors = [
+        f"{branch}_{part}_factor" for branch in ("full_attn", "linear_attn", "mlp") for part in ("alpha", "beta")
+    ]
+    config |= {name: draw.one_of(0.7, 1.5, 2) for name in factors if draw.chance(0.4)}
+    draw.options(config, layer_types=(draw.kinds(config, FULL, LINEAR),), block_size=(4, 64))
+    return config
+
+
 def _olmoe(draw: Draw) -> Config:
     config = olmo2(draw)
     experts(draw, config)
@@ -225,6 +236,7 @@ _OTHERS: dict[str, Callable[[Draw], Config]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
     "kimi_linear": _kimi_linear,
+    "minimax": _minimax,
     "olmoe": _olmoe,
     "granitemoe": _granite_moe,
     "gpt_oss": _gpt_oss,

@@ -7,7 +7,6 @@ default suite has one configuration that can be read, the long form many of any 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from petatron.pretrained.convert_model import ConversionOptions, convert
 from petatron.pretrained.open_weights import open_model_source
 from tests.hf.random_configs import families
 from tests.hf.random_configs.families import random_config
+from tests.hf.zoo import weights_of
 from tests.longform import later
 
 LENGTH, PROMPT, NEW_TOKENS = 40, 8, 5
@@ -93,9 +93,8 @@ def check_refusal(error: ConfigError, config: dict[str, Any]) -> None:
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder; dense layers of Kimi-Linear have two names (`tests/hf/models/test_kimi_linear.py`)."""
-    dense = re.compile(r"\bblock_sparse_moe(?=\.(gate|up|down)_proj\.)")
-    return {dense.sub("mlp", name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    """The weights of a folder; dense layers of Kimi-Linear have two names (`tests/hf/models/test_kimi_linear.py`)."""
+    return weights_of(load_file(folder / "model.safetensors"))
 
 
 def check_round_trip(folder: Path, target: Path, config: dict[str, Any]) -> None:

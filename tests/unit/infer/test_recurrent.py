@@ -46,6 +46,11 @@ KIMI = (
     "--num-layers 4 --experimental-attention-variant kimi_delta_attention --linear-attention-freq 2 "
     f"{LATENT} --position-embedding-type none {SIZES}"
 )
+LIGHTNING = (
+    "--num-layers 4 --experimental-attention-variant lightning_attention --linear-attention-freq 2 --linear-chunk-size 4 "
+    "--norm-placement stream --lightning-stream-multiplier 1.4 --lightning-out-multiplier 0.8 --mlp-stream-multiplier 1.2 "
+    "--num-experts 4 --moe-router-topk 2"
+)
 PARALLEL = HYBRID.replace("M-*M", "P-P-") + (
     " --mamba-gated-norm none --key-multiplier 0.7 --attention-out-multiplier 0.9 --ssm-multipliers 0.7 0.8 1.3 0.6 1.1 "
     "--ssm-out-multiplier 0.5"
@@ -53,7 +58,7 @@ PARALLEL = HYBRID.replace("M-*M", "P-P-") + (
 ONE_NORM = f"{HYBRID} --mamba-norm-groups 1"
 
 
-@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, NEXT, KIMI, PARALLEL])
+@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, NEXT, KIMI, PARALLEL, LIGHTNING])
 @pytest.mark.parametrize(
     "options",
     [
@@ -66,7 +71,9 @@ def test_chunks_slots_and_preemption_change_no_token(kind: str, options: EngineO
     engine, again = check_asked_twice(kind, options)
     assert not any(answer.cached_tokens for answer in again), "a page says nothing of a state"
     assert free_slots(engine) == options.max_sequences
-    assert (engine.stats.preemptions > 0) == (options.num_pages is not None and kind in (HYBRID, NEXT, KIMI, PARALLEL))
+    assert (engine.stats.preemptions > 0) == (
+        options.num_pages is not None and kind in (HYBRID, NEXT, KIMI, PARALLEL, LIGHTNING)
+    )
 
 
 def free_slots(engine: Engine) -> int:
@@ -84,7 +91,7 @@ prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15),
     max_step_tokens=st.integers(1, 20),
     max_sequences=st.integers(1, 6),
     spare_pages=st.integers(0, 6),
-    kind=st.sampled_from([MAMBA, HYBRID, LATENT_HYBRID, DELTA, NEXT, KIMI, PARALLEL]),
+    kind=st.sampled_from([MAMBA, HYBRID, LATENT_HYBRID, DELTA, NEXT, KIMI, PARALLEL, LIGHTNING]),
 )
 def test_nothing_but_the_request_decides_its_tokens(
     prompts: list[list[int]], page_size: int, max_step_tokens: int, max_sequences: int, spare_pages: int, kind: str
@@ -101,7 +108,9 @@ def test_nothing_but_the_request_decides_its_tokens(
     assert engine.stats.pages_used == 0 and free_slots(engine) == max_sequences
 
 
-@pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, GATED, KIMI, PARALLEL])
+@pytest.mark.parametrize(
+    "kind", [MAMBA, HYBRID, DELTA, GATED, KIMI, PARALLEL, LIGHTNING.partition(" --num-experts")[0]]
+)
 def test_decode_steps_are_recorded(kind: str):
     check_recorded(kind)
 
@@ -138,6 +147,9 @@ LAYOUTS = [
     later("--tp 2 --pp 2", 4, NEXT),
     over_nccl("--tp 2 --sequence-parallel", 2, KIMI),
     later("--tp 2 --pp 2", 4, KIMI),
+    over_nccl("--tp 2 --sequence-parallel", 2, LIGHTNING),
+    later("--tp 2 --pp 2", 4, LIGHTNING, nccl=True),
+    later("--dp 2 --ep 2", 2, LIGHTNING),
     later("--tp 4", 4, DELTA, nccl=True),
     later("--dp 2 --ep 2", 2, NEXT, nccl=True),
 ]
@@ -161,6 +173,13 @@ def test_slots_of_a_delta_net_hold_the_window_and_the_state():
     window, state = StateTensor("conv", (3, 2 * 2 * 6 + 4 * 5)), StateTensor("delta", (4, 6, 5), wide=True)
     states = layer_states(exact_model(f"--fp64 {NEXT}"), RecurrentState)
     assert states == {0: RecurrentState((window, state)), 2: RecurrentState((window, state))}
+
+
+def test_slots_of_lightning_attention_hold_the_state_alone():
+    model = exact_model(f"--fp64 {LIGHTNING}")
+    heads, width = model.spec.config.num_attention_heads, model.spec.config.kv_channels
+    state = RecurrentState((StateTensor("kv", (heads, width, width), wide=True),))
+    assert layer_states(model, RecurrentState) == {0: state, 2: state}
 
 
 def test_memory_decides_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch):

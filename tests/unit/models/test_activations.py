@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
@@ -159,7 +160,13 @@ def measured(model: Decoder, batch: Batch, *, taken: bool = True, **options: Any
         x_SBD = None if model.stage.has_embedding else torch.randn(rows, requires_grad=True)
         return run_stage(model, batch, x_SBD, loss_weights_SB=weights_SB, **options)
 
-    return kept_bytes(forward, without=[*model.parameters(), *buffers, *parts])[0]
+    return kept_bytes(forward, without=[*module_tensors(model), *buffers, *parts])[0]
+
+
+def module_tensors(model: Decoder) -> list[Tensor]:
+    """Parameters, and the tables that modules have had since they were built."""
+    leaves = (leaf for module in model.modules() for leaf in tree_leaves(vars(module)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def check(

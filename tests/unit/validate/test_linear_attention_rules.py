@@ -21,6 +21,7 @@ BASE = shlex.split(
 )
 VARIANT = "--experimental-attention-variant gated_delta_net"
 DELTA = f"{VARIANT} --linear-attention-freq 4"
+LIGHTNING = "--experimental-attention-variant lightning_attention --linear-attention-freq 4"
 
 
 def run_of(flags: str):
@@ -50,7 +51,7 @@ ONE_PROBLEM = [
     (
         "--linear-attention-freq 4",
         "--linear-attention-freq 4 says which layers have linear attention, but there is no --experimental-attention-variant. "
-        "Add --experimental-attention-variant gated_delta_net or kimi_delta_attention, or leave it out.",
+        "Add --experimental-attention-variant gated_delta_net or kimi_delta_attention or lightning_attention, or leave it out.",
     ),
     (
         VARIANT,
@@ -100,7 +101,7 @@ def test_each_rule_and_nothing_else(flags: str, message: str):
 def test_other_variants_are_refused():
     (problem,) = problems_of("--experimental-attention-variant dsa", base=BASE)
     assert problem.startswith(
-        "--experimental-attention-variant dsa is not one of gated_delta_net or kimi_delta_attention"
+        "--experimental-attention-variant dsa is not one of gated_delta_net, kimi_delta_attention or lightning_attention"
     )
 
 
@@ -108,6 +109,19 @@ def test_other_variants_are_refused():
     ("flags", "notice"),
     [
         ("--linear-value-head-dim 6", "--linear-value-head-dim has no effect: no layer is a gated delta net"),
+        ("--linear-chunk-size 6", "--linear-chunk-size has no effect: no layer has linear attention"),
+        (
+            f"{LIGHTNING} --linear-conv-kernel-dim 3",
+            "--linear-conv-kernel-dim has no effect: no layer is a gated delta net",
+        ),
+        (
+            f"{LIGHTNING} --mlp-stream-multiplier 2",
+            "--mlp-stream-multiplier has no effect: it is for --norm-placement stream",
+        ),
+        (
+            f"{DELTA} --lightning-out-multiplier 2",
+            "--lightning-out-multiplier has no effect: no layer is lightning attention",
+        ),
         (
             "--recompute-granularity selective --recompute-modules delta",
             "--recompute-modules delta has no effect: no layer is a gated delta net",

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from petatron.config.schema.hybrid_pattern import DELTA
 from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
-from petatron.config.schema.numeric_bounds import SequenceLength, Size, Width
+from petatron.config.schema.numeric_bounds import PositiveFactor, SequenceLength, Size, Width
+from petatron.config.schema.sections.norm import STREAM
 
 if TYPE_CHECKING:
     from petatron.config.schema.model import RawModelConfig
 
-DeltaNetName = Literal["gated_delta_net", "kimi_delta_attention"]
+LinearAttentionName = Literal["gated_delta_net", "kimi_delta_attention", "lightning_attention"]
+DELTA_NETS = ("gated_delta_net", "kimi_delta_attention")
 _NO_VARIANT = NotWith(
     "experimental_attention_variant",
     lambda variant: variant is None,
     "says which layers have linear attention, but there is no --experimental-attention-variant",
-    "Add --experimental-attention-variant gated_delta_net or kimi_delta_attention, or leave it out.",
+    f"Add --experimental-attention-variant {' or '.join(get_args(LinearAttentionName))}, or leave it out.",
+)
+
+_LIGHTNING = UsedWhen(
+    lambda run: run.model.experimental_attention_variant == "lightning_attention", "no layer is lightning attention"
 )
 
 
@@ -25,23 +31,46 @@ def has_delta_layers(model: RawModelConfig) -> bool:
     """Whether some layer is a gated delta net, by the letters of a hybrid or by the variant."""
     if model.hybrid_layer_pattern is not None:
         return DELTA in model.hybrid_layer_pattern
-    return model.experimental_attention_variant is not None
+    return model.experimental_attention_variant in DELTA_NETS
+
+
+def has_linear_attention(model: RawModelConfig) -> bool:
+    """Whether some layer has linear attention of any kind."""
+    return model.experimental_attention_variant is not None or has_delta_layers(model)
 
 
 @settings_section
 class LinearAttentionSettings:
-    """Layers of linear attention between those of attention (Qwen3-Next, Kimi-Linear)."""
+    """Layers of linear attention between those of attention (Qwen3-Next, Kimi-Linear, MiniMax-Text-01)."""
 
     feature: ClassVar = Feature(
         "linear attention",
+        (UsedWhen(lambda run: has_linear_attention(run.model), "no layer has linear attention"),),
+        variants=True,
+    )
+    experimental_attention_variant: Annotated[LinearAttentionName, "selects"] | None = None
+    """Linear attention in some layers: the gated delta net, that with a decay of every key channel, or lightning attention, which has the
+    heads of attention. Unset means attention in all."""
+    linear_attention_freq: Annotated[str, "selects", _NO_VARIANT, ComparedAs(unmarked_by_multiples)] | None = None
+    """Which layers have linear attention: N means all but every N-th; or one 1 (linear) or 0 per layer, as in ([1]*3+[0])*12."""
+    linear_chunk_size: Annotated[SequenceLength, "at least 1", ToySize(32), "runtime"] = 64
+    """Linear attention: tokens of a chunk of its recurrence; of speed and memory only."""
+    lightning_out_multiplier: Annotated[PositiveFactor, _LIGHTNING] = 1.0
+    """Factor on what lightning attention adds to the residual stream (MiniMax-Text-01)."""
+    lightning_stream_multiplier: Annotated[PositiveFactor, _LIGHTNING, STREAM] = 1.0
+    """Factor on the residual stream that lightning attention is added to, with `--norm-placement stream` (MiniMax-Text-01)."""
+
+
+@settings_section
+class DeltaNetSettings:
+    """Gated delta nets."""
+
+    feature: ClassVar = Feature(
+        "gated delta nets",
         (UsedWhen(lambda run: has_delta_layers(run.model), "no layer is a gated delta net"),),
         variants=True,
         recompute_modules=("delta",),
     )
-    experimental_attention_variant: Annotated[DeltaNetName, "selects"] | None = None
-    """Linear attention in some layers: the gated delta net, or that with a decay of every key channel. Unset means attention in all."""
-    linear_attention_freq: Annotated[str, "selects", _NO_VARIANT, ComparedAs(unmarked_by_multiples)] | None = None
-    """Which layers have linear attention: N means all but every N-th; or one 1 (linear) or 0 per layer, as in ([1]*3+[0])*12."""
     linear_conv_kernel_dim: Annotated[Width, "at least 2"] = 4
     """Gated delta net: tokens that its convolution sees, the newest included."""
     linear_key_head_dim: Annotated[Size, ToySize(16)] = 128
@@ -52,5 +81,3 @@ class LinearAttentionSettings:
     """Gated delta net: number of query and key heads."""
     linear_num_value_heads: Size = 32
     """Gated delta net: number of value heads, a multiple of the key heads."""
-    linear_chunk_size: Annotated[SequenceLength, "at least 1", ToySize(32), "runtime"] = 64
-    """Gated delta net: tokens of a chunk of the delta rule; of speed and memory only."""

@@ -7,7 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import DropoutRate, PositiveFactor
 
+NormPlacementName = Literal["pre", "both", "output", "stream"]
 _PARALLEL = NotWith("residual_branches", lambda kind: kind != "sequential")
+STREAM = UsedWhen(lambda run: run.model.norm_placement == "stream", "it is for --norm-placement stream")
 _LAYER_NORM = UsedWhen(lambda run: run.model.normalization != "RMSNorm", "an RMSNorm has no bias")
 
 
@@ -26,8 +28,13 @@ class NormSettings:
     """Biases of LayerNorms (`--no-norm-bias` leaves them out, as MPT does)."""
     embed_layernorm: Annotated[bool, "variant"] = False
     """Normalise embeddings before the first layer (BLOOM)."""
-    norm_placement: Annotated[Literal["pre", "both", "output"], "variant", _PARALLEL] = "pre"
-    """Where a layer's norms are: before each branch, before and after it (Gemma 2), or after it only (OLMo 2)."""
+    norm_placement: Annotated[NormPlacementName, "variant", _PARALLEL] = "pre"
+    """Where a layer's norms are: before each branch, before and after it (Gemma 2), after it only (OLMo 2), or on the residual stream, so
+    that a branch is added to the normed stream that it takes (MiniMax-Text-01)."""
+    attention_stream_multiplier: Annotated[PositiveFactor, "variant", STREAM] = 1.0
+    """Factor on the residual stream that attention is added to, with `--norm-placement stream` (MiniMax-Text-01)."""
+    mlp_stream_multiplier: Annotated[PositiveFactor, "variant", STREAM] = 1.0
+    """The same of MLPs and experts."""
     residual_branches: Annotated[Literal["sequential", "parallel", "parallel_shared_norm"], "variant"] = "sequential"
     """Whether the MLP takes what attention made of the stream, or both take the same, with a norm each (GPT-NeoX) or one for both."""
     residual_multiplier: Annotated[PositiveFactor, "variant"] = 1.0

@@ -18,6 +18,7 @@ from petatron.models.hf.families.hybrid.falcon_h1 import FALCON_H1
 from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
 from petatron.models.hf.families.hybrid.kimi_linear import KIMI_LINEAR
 from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
+from petatron.models.hf.families.hybrid.minimax import MINIMAX
 from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
 from petatron.models.hf.families.hybrid.qwen3_next import QWEN3_NEXT
 from petatron.models.hf.families.llama import LLAMA
@@ -56,6 +57,7 @@ FAMILIES = (
     QWEN3_MOE,
     QWEN3_NEXT,
     KIMI_LINEAR,
+    MINIMAX,
     OLMOE,
     GRANITE_MOE,
     GPT_OSS,

@@ -85,7 +85,7 @@ def test_parameters_and_flops_by_hand():
     # Half of a chunk of 4 inside chunks and in the solve; a state meets keys twice and queries once.
     rule = 2 * 2 * (2 * KEYS + VALUES) + 2 * 2 * (VALUES + H * N) + 6 * H * N * P
     for kinds in ({"hybrid": True}, {"experts": True}, {}):
-        formula = flops_formula(delta=True, gated=True, **kinds)
+        formula = flops_formula(linear=GatedDeltaNetSpec, gated=True, **kinds)
         assert "X h (2 n + 3 p + 2 H)" in formula and "A (h (2q + 2k) + q h)" in formula and "12 A q" in formula
     assert model_flops_per_token(spec) == pytest.approx(6 * (2 * gemms + 90 * D) + 2 * 3 * (rule + 2 * W * channels))
 

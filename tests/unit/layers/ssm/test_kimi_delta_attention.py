@@ -84,7 +84,7 @@ def test_parameters_and_flops_by_hand():
     rule = 2 * 2 * (2 * DECAYS + VALUES) + 2 * 2 * (VALUES + H * N) + 6 * H * N * P
     expected = 6 * (2 * (gemms + mlps) + 90 * D) + 2 * 3 * (rule + 2 * W * channels)
     assert model_flops_per_token(spec) == pytest.approx(expected)
-    formula = flops_formula(delta=True, by_channel=True, latent=True, experts=True)
+    formula = flops_formula(linear=KimiDeltaSpec, latent=True, experts=True)
     assert "X (h (2 n + 2 p + H + N + P) + H N^2 + p P)" in formula and "c (2 H N + 2 p + H N)" in formula
 
 
