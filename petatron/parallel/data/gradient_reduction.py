@@ -48,7 +48,8 @@ class _BucketReduction:
 
     def grads_per_micro_batch(self) -> int:
         """Returns how many gradients it gets; none of parameters that require none now."""
-        return sum(slot.grads_per_micro_batch for slot in self.bucket.params if slot.parameter.requires_grad)
+        # A list: a generator is a call of Python per parameter, at every step.
+        return sum([slot.grads_per_micro_batch for slot in self.bucket.params if slot.parameter.requires_grad])
 
     def zero_missing_grads(self) -> None:
         """Sets gradients to zero that nothing has written in this step."""
@@ -144,8 +145,8 @@ class GradientReducer:
                     send.grads.allocate()
 
     def _check_frozen(self) -> None:
-        slots = (slot for group in self._frozen_groups for slot in group.params)
-        thawed = [slot.name for slot in slots if slot.parameter.requires_grad]
+        buckets = [bucket for group in self._frozen_groups for bucket in group.buckets]
+        thawed = [slot.name for bucket in buckets for slot in bucket.params if slot.parameter.requires_grad]
         if thawed:
             raise TrainError(
                 f"{thawed[0]} requires a gradient, and has no memory for one: it was frozen when the model was built. Build the model "
