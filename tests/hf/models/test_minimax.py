@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.models.minimax import modeling_minimax as modeling
 
 from petatron.base.errors import ConfigError
-from petatron.config import load_config
 from petatron.config.schema.layer_patterns import linear_layers
 from petatron.estimate.flops import parameter_count
 from petatron.layers.rope import inverse_frequencies
@@ -20,6 +19,7 @@ from petatron.layers.ssm.lightning_attention import LightningSpec
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.hf import matching_family, parse_config_json, to_hf, to_hf_config, to_logical
 from petatron.models.registry import model_spec
+from petatron.validate import load_config
 from tests.hf.models.float64_model import LENGTH, check_float64, random_float64_model
 from tests.hf.ours import run_config
 from tests.hf.zoo import truth
