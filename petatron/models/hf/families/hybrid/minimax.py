@@ -9,17 +9,17 @@ Folders with the model's own code have other spellings (`layernorm_*`, `attn_typ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import format_layers, linear_layers
+from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.families.hybrid.qwen3_next import LINEAR
-from petatron.models.hf.families.llama import like_llama
-from petatron.models.hf.families.mistral import MIXTRAL
-from petatron.models.hf.family import OWN_FOLDER_FIX, Family, ModuleMapping, unsupported_setting
-from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, LLAMA_FIXED, LLAMA_KEYS, SILU_ALONE
+from petatron.models.hf.families.mistral import MIXTRAL, mixtral_experts
+from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS
+from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
 
@@ -46,60 +46,86 @@ _PUBLISHED_FACTORS = {
 }
 
 
-def _read_layers(hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Which layers are linear, by name or by number (`attn_type_list`, where 0 is linear), or every second one; and what has no table."""
-    layers, kinds, numbers = (hf_config.get(key) for key in ("num_hidden_layers", "layer_types", "attn_type_list"))
+def _translate(config: Translation) -> None:
+    config.also(num_local_experts="num_experts", **_PUBLISHED_FACTORS)
+    llama(
+        config,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        activations=SILU_ALONE,  # of queries, keys and values of lightning attention too
+    )
+    no_biases(config)
+    rope(config, rope_theta=1e6)
+    _rotated_channels(config)
+    _lightning_layers(config)
+    _factors(config)
+    mixtral_experts(config)
+    config.convert((), _read_absent_parts)
+
+
+def _lightning_layers(config: Translation) -> None:
+    frequency = "linear_attention_freq"
+    config.always(norm_placement="stream", experimental_attention_variant="lightning_attention")
+    config.only(postnorm=True)
+    config.convert((frequency,), _read_layer_types, _write_layer_types, layer_types=None)
+    config.expect(frequency, "always one", lambda spec: spec.config.linear_attention_freq is not None)
+
+
+def _read_layer_types(keys: Keys) -> tuple[Settings, list[Problem]]:
+    """Layers are linear by name, or by number (`attn_type_list`, where 0 is linear), or every second one is."""
+    layers, kinds, numbers = (keys.get(key) for key in ("num_hidden_layers", "layer_types", "attn_type_list"))
     if kinds is None:
         kinds = [FULL, LINEAR] * layers if numbers is None else numbers
         kinds = [{0: LINEAR, 1: FULL}.get(kind, kind) for kind in kinds[:layers]] if isinstance(kinds, list) else kinds
-    problems: list[Problem] = []
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, LINEAR) for kind in kinds):
-        problems.append(
-            Problem("layer_types", "", f"does not name each of the {layers} layers {FULL} or {LINEAR}", OWN_FOLDER_FIX)
-        )
-        kinds = []
-    head_dim = hf_config["head_dim"] or hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    rotary_dim = hf_config["rotary_dim"] or head_dim
-    if not is_count(rotary_dim, 2) or rotary_dim % 2 or rotary_dim > head_dim:
-        rule = f"is not an even number of the {head_dim} channels of a head"
-        problems.append(Problem("rotary_dim", f"{rotary_dim!r:.40}", rule, OWN_FOLDER_FIX))
-    if hf_config.get("sliding_window") is not None:
-        rule = "is a window in the layers of attention, which this family does not have here"
-        problems.append(Problem("sliding_window", f"{hf_config['sliding_window']!r:.40}", rule, "Use another model."))
-    if hf_config.get("shared_intermediate_size"):
-        rule = "is a shared expert with a coefficient of its own, which the decoder does not have"
-        problems.append(
-            Problem(
-                "shared_intermediate_size",
-                f"{hf_config['shared_intermediate_size']!r:.40}",
-                rule,
-                "Use another model.",
-            )
-        )
-    if problems:
-        return {}, problems
-    return {
-        "linear_attention_freq": format_layers([kind == LINEAR for kind in kinds]),
-        "rotary_percent": rotary_dim / head_dim,
-        "mlp_multipliers": (1.0, float(hf_config[_MLP_OUTPUT])),
-    }, []
+        rule = f"does not name each of the {layers} layers {FULL} or {LINEAR}"
+        return {}, [Problem("layer_types", "", rule, OWN_FOLDER_FIX)]
+    return {"linear_attention_freq": format_layers([kind == LINEAR for kind in kinds])}, []
 
 
-def _write_layers(spec: ModelSpec) -> dict[str, Any]:
-    model = spec.config
-    return {
-        "layer_types": [LINEAR if linear else FULL for linear in linear_layers(model)],
-        "rotary_dim": int(model.kv_channels * model.rotary_percent),
-        _MLP_OUTPUT: model.mlp_multipliers[-1],
+def _write_layer_types(spec: ModelSpec) -> Keys:
+    return {"layer_types": [LINEAR if linear else FULL for linear in linear_layers(spec.config)]}
+
+
+def _rotated_channels(config: Translation) -> None:
+    def read(keys: Keys) -> tuple[Settings, list[Problem]]:
+        width = config.setting("kv_channels")
+        rotated = keys["rotary_dim"] or width
+        if is_count(rotated, 2) and rotated % 2 == 0 and rotated <= width:
+            return {"rotary_percent": rotated / width}, []
+        rule = f"is not an even number of the {width} channels of a head"
+        return {}, [Problem("rotary_dim", f"{rotated!r:.40}", rule, OWN_FOLDER_FIX)]
+
+    def write(spec: ModelSpec) -> Keys:
+        return {"rotary_dim": int(spec.config.kv_channels * spec.config.rotary_percent)}
+
+    config.convert(("rotary_percent",), read, write, rotary_dim=None)
+
+
+def _factors(config: Translation) -> None:
+    for setting, key in _FACTORS.items():
+        config.copy(setting, key, 1.0)
+    multipliers = "mlp_multipliers"
+    config.convert(
+        (multipliers,),
+        lambda keys: ({multipliers: (1.0, float(keys[_MLP_OUTPUT]))}, []),
+        lambda spec: {_MLP_OUTPUT: spec.config.mlp_multipliers[-1]},
+        **{_MLP_OUTPUT: 1.0},
+    )
+    config.expect(multipliers, "no factor on gates", lambda spec: spec.config.mlp_multipliers[0] == 1.0)
+
+
+def _read_absent_parts(keys: Keys) -> tuple[Settings, list[Problem]]:
+    parts = {
+        "sliding_window": "is a window in the layers of attention, which this family does not have here",
+        "shared_intermediate_size": "is a shared expert with a coefficient of its own, which the decoder does not have",
     }
+    absent = [key for key in parts if keys.get(key)]
+    return {}, [Problem(key, f"{keys[key]!r:.40}", parts[key], OTHER_MODEL_FIX) for key in absent]
 
 
-def _gate_factor(spec: ModelSpec) -> list[Problem]:
-    factors = spec.config.mlp_multipliers
-    return [] if factors[0] == 1.0 else [unsupported_setting("mlp_multipliers", factors, MINIMAX, "no factor on gates")]
-
-
-MINIMAX: Family = like_llama(
+MINIMAX = Family(
     name="minimax",
     architecture="MiniMaxForCausalLM",
     other_names=("minimax_text_01", "minimax_m1"),
@@ -111,29 +137,5 @@ MINIMAX: Family = like_llama(
         "*rotary_emb.inv_freq",
         *(f"*.self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay")),
     ),
-    keys={**LLAMA_KEYS, **_FACTORS},
-    activations=SILU_ALONE,  # of queries, keys and values of lightning attention too
-    defaults={
-        **{key: value for key, value in MIXTRAL.defaults.items() if key != "sliding_window"},
-        **dict.fromkeys((*_FACTORS.values(), _MLP_OUTPUT), 1.0),
-        "layer_types": None,
-        "rotary_dim": None,
-        "postnorm": True,
-    },
-    fixed={
-        **{name: value for name, value in LLAMA_FIXED.items() if name != "rotary_percent"},
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "norm_placement": "stream",
-        "experimental_attention_variant": "lightning_attention",
-    },
-    aliases={**MIXTRAL.aliases, **_PUBLISHED_FACTORS},
-    single_values={**MIXTRAL.single_values, "postnorm": True},
-    read_more=_read_layers,
-    write_more=_write_layers,
-    more_settings=("linear_attention_freq", "rotary_percent", "mlp_multipliers"),
-    required=("linear_attention_freq",),
-    unsupported=_gate_factor,
-    moe_keys=MIXTRAL.moe_keys,
-    moe_fixed=MIXTRAL.moe_fixed,
+    translate=_translate,
 )
