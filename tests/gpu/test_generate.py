@@ -13,7 +13,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step import prompt_graphs
 from petatron.models.decoder import Decoder
-from tests.unit.infer.test_recurrent import DELTA, HYBRID, KIMI, MAMBA
+from tests.unit.infer.test_recurrent import DELTA, HYBRID, KIMI, LIGHTNING, MAMBA
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -42,6 +42,8 @@ RECURRENT = [
     f"--no-compile {DELTA}",
     f"--fp64 {KIMI}",
     f"--no-compile {KIMI}",
+    f"--fp64 {LIGHTNING}",
+    f"--no-compile {LIGHTNING}",
 ]
 
 

@@ -101,6 +101,17 @@ def assert_equals_the_plain_one(
         assert far(grads[-1], true_grads[-1]) <= BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("sequential", [False, later(True)])
+def test_lightning_attention_is_a_scan_with_one_step_size(sequential: bool, monkeypatch: pytest.MonkeyPatch):
+    """The step size is one number of memory for all tokens, and nothing is skipped; two heads share a group."""
+    monkeypatch.setattr(ours, "_is_sequential", lambda *tensors: sequential)
+    case = (37, 2, 4, 16, 2, 32, 16)
+    x, _, _, B, C, _ = scan_inputs(case, DTYPES[-1])
+    step, slopes = torch.ones(1, device=DEVICE), torch.tensor([0.9, 0.9, 1e-6, 1e-6], device=DEVICE)
+    inputs = (x, step.expand(x.shape[:-1]), -slopes, B, C, torch.zeros(4, device=DEVICE))
+    assert_equals_the_plain_one(inputs, case, packed=True, with_state=True)
+
+
 @pytest.mark.parametrize("strong", [False, True])
 @pytest.mark.parametrize(
     ("case", "packed", "with_state"),

@@ -132,7 +132,15 @@ def test_select():
     assert select_entries() == MATRIX
     assert {found.model for found in select_entries(pattern="moe:*")} == {"moe"}
     assert [found.name for found in select_entries(pattern="tp4-sp")] == [
-        *("dense:tp4-sp", "gpt:tp4-sp", "dense:tp4-sp-overlap", "gpt:tp4-sp-overlap", "mamba:tp4-sp", "delta:tp4-sp"),
+        *(
+            "dense:tp4-sp",
+            "gpt:tp4-sp",
+            "dense:tp4-sp-overlap",
+            "gpt:tp4-sp-overlap",
+            "mamba:tp4-sp",
+            "delta:tp4-sp",
+            "lightning:tp4-sp",
+        ),
         *("dense:tp4-sp-overlap.recompute-selective", "moe:tp4-sp-overlap.ep2.etp1.recompute-experts"),
     ]
     some = select_entries(sample=5, seed=3)
