@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -201,11 +201,3 @@ def _weight_dtype(model: ParallelModel) -> torch.dtype:
     """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights, unless frozen."""
     groups = sorted(model.param_groups, key=lambda group: not group.spec.trainable)
     return next((weight.dtype for group in groups for weight in group.weights()), model.dtype)
-
-
-def checkpoint_chunks(
-    model: ParallelModel, optimizer: MixedPrecisionOptimizer | None, *, moments: bool = True
-) -> Iterator[Chunk]:
-    """Yields everything this rank saves of a model and its optimizer, as boxes of logical tensors."""
-    for component in model_components(model, optimizer, moments=moments):
-        yield from component.chunks()

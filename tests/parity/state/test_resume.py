@@ -16,11 +16,11 @@ from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.pretrained.save_and_load import checkpoint_chunks
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_loaders
 from petatron.train.loop import TrainLoop
 from petatron.train.state.train_state import TrainState
+from tests.checkpoint_chunks import checkpoint_chunks
 from tests.dist import RankFailure, RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run

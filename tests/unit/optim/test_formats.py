@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from petatron.mesh.mesh import ParallelMesh
-from petatron.pretrained.save_and_load import checkpoint_chunks, load_checkpoint
+from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from petatron.train.own_loop import save_checkpoint
 from petatron.validate import resolve_config
+from tests.checkpoint_chunks import checkpoint_chunks
 from tests.parity.harness import TINY, tiny_run
 
 NARROW = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --train-iters 8"

@@ -15,9 +15,10 @@ from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.pretrained.save_and_load import checkpoint_chunks, has_weights
+from petatron.pretrained.save_and_load import has_weights
 from petatron.sharding import initial_values
 from petatron.train.state.train_state import TrainState
+from tests.checkpoint_chunks import checkpoint_chunks
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 
