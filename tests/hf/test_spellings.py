@@ -170,6 +170,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**GEMMA3, "rope_parameters": {SLIDING: {"rope_theta": None}}},
         "rope_parameters.sliding_attention.rope_theta None is not a number",
     ),
+    "a number for a kind of layers": (
+        {**OLMO3, "rope_parameters": {FULL: 500.0}},
+        "rope_parameters is not a table of full_attention",
+    ),
     "one table for kinds of layers": ({**OLMO3, "rope_parameters": DEFAULT_ROPE}, "is not a table of full_attention"),
     "theta of which layers": (
         {**OLMO3, "rope_theta": 300.0},

@@ -164,11 +164,10 @@ def _rope_type(table: Mapping[str, Any]) -> str:
     return str(table.get("rope_type", table.get("type", "default")))
 
 
-def _split_by_layer_type(
-    family: _FamilyRope, hf_config: Keys
-) -> tuple[Mapping[str, Any], dict[str, Any], list[Problem]]:
+def _split_by_layer_type(family: _FamilyRope, hf_config: Keys) -> tuple[Settings, Settings, list[Problem]]:
     """Returns the settings of layers without and with a window; the second are not scaled."""
-    tables = hf_config.get("rope_parameters") or {}
+    given = hf_config.get("rope_parameters") or {}
+    tables = {name: table for name, table in given.items() if isinstance(table, Mapping | None)}
     scaling = hf_config.get("rope_scaling") or {}
     full = {**(tables.get(FULL) or {}), **scaling}
     local = dict(tables.get(SLIDING) or {})
@@ -181,7 +180,7 @@ def _split_by_layer_type(
         rule = f"is that of all layers in transformers 4, and of {FULL} alone in 5, where {SLIDING} has {usual}"
         problems.append(Problem("rope_theta", str(theta), rule, f"Say rope_parameters.{SLIDING}.rope_theta."))
     local.setdefault("rope_theta", hf_config.get("rope_local_base_freq", theta))
-    if set(tables) - {FULL, SLIDING}:
+    if set(given) - {FULL, SLIDING} or set(given) - set(tables):
         rule = f"is not a table of {FULL} and one of {SLIDING}, which a {family.family} model has"
         problems.append(Problem("rope_parameters", "", rule, OWN_FOLDER_FIX))
     if _rope_type(full) == "yarn" and not full.get("truncate", True):

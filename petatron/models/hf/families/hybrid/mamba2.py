@@ -38,6 +38,7 @@ def _translate(config: Translation) -> None:
     tied_embeddings(config, False)
     llama_layers(config)
     no_biases(config)
+    config.always(rotary_percent=1.0)
     config.only(conv_kernel=4, use_bias=False, use_conv_bias=True, hidden_act="silu")
     any_time_step(config)
     one_norm_group(config)

@@ -107,7 +107,7 @@ def _translate(config: Translation) -> None:
     activation(config, "mlp_hidden_act", "relu2", SQUARED_RELU)
     no_biases(config)
     config.only(attention_bias=False, mlp_bias=False, use_bias=False, mamba_proj_bias=False, tie_word_embeddings=False)
-    config.always(position_embedding_type="none", untie_embeddings_and_output_weights=True)
+    config.always(position_embedding_type="none", rotary_percent=1.0, untie_embeddings_and_output_weights=True)
     _mixers(config)
     config.only(norm_topk_prob=True)
     config.convert((), **_EXPERT_KEYS)
