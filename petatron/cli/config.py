@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
@@ -12,7 +11,7 @@ from petatron.base.output_file import writable_problems
 from petatron.base.text import count_with_noun
 from petatron.cli.train import read_settings_alone
 from petatron.config.flags.reference_page import reference_page
-from petatron.config.load import RawLoadedConfig
+from petatron.config.load import ConfigSources, RawLoadedConfig
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import closest_matches, join_with_or
 from petatron.config.show import format_config, format_config_diff
@@ -32,14 +31,6 @@ _USAGE = """usage:
       the model shapes that --preset knows
   petatron config reference [--out FILE]
       the page of all flags, as Markdown"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The sources of a configuration, in the terms of `resolve_config`."""
-
-    preset: str | None = None
-    files: tuple[Path, ...] = ()
 
 
 def main(argv: list[str]) -> int:
@@ -62,15 +53,10 @@ def main(argv: list[str]) -> int:
 
 def _show(argv: list[str]) -> int:
     named = bool(argv) and not argv[0].startswith("-")
-    source = _locate(argv[0]) if named else _Source()
+    sources = _locate(argv[0]) if named else ConfigSources()
+    sources["read_checkpoint"] = read_settings_alone
     flags = [text for text in argv[named:] if text not in ("--changed", "--yaml")]
-    loaded, problems = resolve_config(
-        flags,
-        preset=source.preset,
-        files=source.files,
-        require_training=False,
-        read_checkpoint=read_settings_alone,
-    )
+    loaded, problems = resolve_config(flags, require_training=False, **sources)
     notices, problems = loaded.notices, list(problems)
     if not problems:
         try:
@@ -113,14 +99,14 @@ def _diff(argv: list[str]) -> int:
     return 0
 
 
-def _locate(name: str) -> _Source:
+def _locate(name: str) -> ConfigSources:
     """Resolves a name on the command line: a preset, a YAML file or a run folder."""
     if name in preset_names():
-        return _Source(preset=name)
+        return ConfigSources(preset=name)
     folder = Path(name).is_dir()
     path = Path(name) / "config.yaml" if folder else Path(name)
     if path.is_file():
-        return _Source(files=(path,))
+        return ConfigSources(files=(path,))
     rule = "is neither a preset, nor a YAML file, nor a run folder with a config.yaml"
     if folder:
         fix = "The folder is there, but holds no config.yaml."
@@ -131,11 +117,11 @@ def _locate(name: str) -> _Source:
     raise ConfigError([Problem(name, "", rule, fix)])
 
 
-def _open(source: _Source) -> RawLoadedConfig:
+def _open(sources: ConfigSources) -> RawLoadedConfig:
     """Raises for what cannot be read; problems of rules do not matter for display."""
-    if unreadable := [problem for path in source.files for problem in read_yaml_file(path).problems]:
+    if unreadable := [problem for path in sources.get("files", ()) for problem in read_yaml_file(path).problems]:
         raise ConfigError(unreadable)
-    return resolve_config(preset=source.preset, files=source.files)[0]
+    return resolve_config(**sources)[0]
 
 
 def _presets(argv: list[str]) -> int:
