@@ -177,7 +177,7 @@ def test_a_process_that_was_killed_fails_the_server(elsewhere: EngineProcess):
 def test_an_engine_that_cannot_be_opened_says_why(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_process.signal, "signal", lambda *_: None)  # of this process
     ours, theirs = Pipe()
-    engine_process._run_engine(theirs, str(run_folder), [], EngineOptions(num_pages=1))
+    engine_process._run_engine(theirs, str(run_folder), [], EngineOptions(num_pages=1), None)
     error = engine_process._read_error(json.loads(ours.recv_bytes())["error"])
     assert isinstance(error, ConfigError) and error.problems[0].where == "--num-pages"
 
@@ -197,6 +197,6 @@ def test_the_engine_ends_with_its_server(run_folder: Path, monkeypatch: pytest.M
     ours, theirs = Pipe()
     ours.send_bytes(b'{"commands": []}')
     ours.close()  # as a server that was killed does
-    engine_process._run_engine(theirs, str(run_folder), [], OPTIONS)
+    engine_process._run_engine(theirs, str(run_folder), [], OPTIONS, None)
     first, *others = said
     assert first["step_number"] == 2 and len(others) <= 1, "it may step before it hears of the end"

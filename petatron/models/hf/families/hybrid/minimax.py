@@ -74,7 +74,7 @@ def _lightning_layers(config: Translation) -> None:
 
 def _read_layer_types(keys: Keys) -> tuple[Settings, list[Problem]]:
     """Layers are linear by name, or by number (`attn_type_list`, where 0 is linear), or every second one is."""
-    layers, kinds, numbers = (keys.get(key) for key in ("num_hidden_layers", "layer_types", "attn_type_list"))
+    layers, kinds, numbers = keys["num_hidden_layers"], keys["layer_types"], keys.get("attn_type_list")
     if kinds is None:
         kinds = [FULL, LINEAR] * layers if numbers is None else numbers
         kinds = [{0: LINEAR, 1: FULL}.get(kind, kind) for kind in kinds[:layers]] if isinstance(kinds, list) else kinds
@@ -121,7 +121,7 @@ def _read_absent_parts(keys: Keys) -> tuple[Settings, list[Problem]]:
         "sliding_window": "is a window in the layers of attention, which this family does not have here",
         "shared_intermediate_size": "is a shared expert with a coefficient of its own, which the decoder does not have",
     }
-    absent = [key for key in parts if keys.get(key)]
+    absent = [key for key in parts if keys.get(key) or (key == "sliding_window" and keys.get(key) is not None)]
     return {}, [Problem(key, f"{keys[key]!r:.40}", parts[key], OTHER_MODEL_FIX) for key in absent]
 
 
