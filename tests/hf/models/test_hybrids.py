@@ -170,7 +170,7 @@ def test_what_the_decoder_cannot_express_is_named(content: dict[str, Any], messa
     [
         (
             {"mamba_d_head": None, "mamba_d_ssm": 100, "key_multiplier": -1.0, "hidden_act": "gelu", "mlp_bias": True},
-            ["mamba_d_head", "hidden_act", "key_multiplier", "mlp_bias"],
+            ["mamba_d_head", "hidden_act", "mlp_bias", "key_multiplier"],
         ),
         ({"num_hidden_layers": 0, "mlp_multipliers": [1]}, ["num_hidden_layers", "mlp_multipliers"]),
         ({"rope_scaling": 3, "vocab_size": "x", "mamba_d_ssm": 64}, ["vocab_size", "rope_scaling", "mamba_d_ssm"]),
@@ -184,11 +184,11 @@ def test_all_that_is_wrong_is_said_at_once(changes: dict[str, Any], told: list[s
     assert [problem.where for problem in caught.value.problems] == told
 
 
-def test_without_a_value_to_stand_for_a_wrong_one_it_is_told_alone():
+def test_what_is_wrong_besides_the_kinds_of_layers_is_told_with_them():
     content = changed("nemotron-h", layers_block_type=["x"], mlp_hidden_act="nosuch")
     with pytest.raises(ConfigError) as caught:
         from_hf_config(content)
-    assert [problem.where for problem in caught.value.problems] == ["layers_block_type"]
+    assert [problem.where for problem in caught.value.problems] == ["layers_block_type", "mlp_hidden_act"]
 
 
 @pytest.mark.parametrize(
