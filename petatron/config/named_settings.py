@@ -24,8 +24,8 @@ def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str
     >>> parse_named_settings(Rule, ["momentum=0.5"], "--optimizer-settings", "--optimizer mine")
     {'momentum': 0.5}
     """
-    hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in _settings_of(kind)}
+    hints = typing.get_type_hints(kind) if fields else {}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for word in settings:
