@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from petatron.validate import load_config
 from tests.load_deadline import scaled
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,3 +47,27 @@ def test_commands_run(page: Path, tmp_path: Path):
 def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_the_index_lists_every_page():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def test_the_command_for_eight_gpus_is_a_run_without_problems():
+    command = re.search(
+        r"^petatron train (llama3-8b .*?)```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert command is not None
+    preset, *flags = command[1].replace("\\\n", " ").split()
+    loaded = load_config(flags, preset=preset)
+    assert loaded.config.parallel.world_size == 8 and not loaded.notices
+
+
+def test_five_rows_of_the_results_are_in_the_readme():
+    """They are copies: who measures again sees which to copy."""
+    results = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = [line.rstrip("|").rstrip() for line in (ROOT / "README.md").read_text().splitlines() if "tok/s" in line]
+    assert len(rows) == 5
+    for row in rows:
+        assert row in results, row

@@ -1,6 +1,6 @@
 """The table of `petatron bench suite`: rows from the JSON of `bench train`, as Markdown, and back.
 
-README.md has the same table between two comments, of which the first names the device that was measured. What is written there is
+docs/benchmarks.md has the same table between two comments, of which the first names the device that was measured. What is written there is
 parsed and formatted again without a change, so `update_table` can put new rows among those of a file. It refuses rows of another
 device: a table has one.
 """
@@ -16,7 +16,7 @@ from petatron.base.errors import DataError
 from petatron.bench.peers import OURS
 
 BEGIN, END = "<!-- bench suite: begin -->", "<!-- bench suite: end -->"
-_BEGIN = re.compile(r"<!-- bench suite: begin(?:, on (?P<device>[^\n]*?))? -->")
+_BEGIN = re.compile(r"^<!-- bench suite: begin(?:, on (?P<device>[^\n]*?))? -->$", re.MULTILINE)
 _OTHER_CHARACTERS = re.compile(r"[^\w .,()@/+-]|-(?=-)")
 HEADER = ("", "Petatron", "peer", "speed", "memory", "device idle", "max loss difference")
 _UNKNOWN, _NO_MEMORY = "–", "out of memory"
@@ -203,7 +203,7 @@ class TablePlace:
 
 def find_table(text: str, *, source: str) -> TablePlace:
     """Finds the two comments of the table in a text."""
-    begins, ends = [*_BEGIN.finditer(text)], [*re.finditer(re.escape(END), text)]
+    begins, ends = [*_BEGIN.finditer(text)], [*re.finditer(f"^{re.escape(END)}$", text, re.MULTILINE)]
     if len(begins) != 1 or len(ends) != 1 or ends[0].start() < begins[0].end():
         raise DataError(f"{source} has no place for the table: put {BEGIN} and {END} there, each on a line of its own.")
     begin, end = begins[0], ends[0]

@@ -33,7 +33,7 @@ from petatron.cli.bench import main
 from petatron.validate import load_config
 from tests.load_deadline import scaled, wait_until
 
-README = Path(__file__).parents[3] / "README.md"
+RESULTS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 OURS = {"tokens_per_s": 2000.4, "mfu_full": 0.51234, "peak_bytes": 30_000_000_000, "breakdown": None}
 FOUND = {
     "device": {"name": "NVIDIA H200"},
@@ -287,15 +287,15 @@ def test_a_table_is_parsed_as_it_was_written():
     assert parse_table(text) == ROWS and format_table(parse_table(text)) == text
 
 
-def test_the_readme_has_a_table_of_the_suite():
+def test_the_page_of_benchmarks_has_a_table_of_the_suite():
     """Its rows are models of the suite, and it is what the documented command would write."""
-    text = README.read_text()
-    place = find_table(text, source="README.md")
+    text = RESULTS.read_text()
+    place = find_table(text, source=RESULTS.name)
     rows = parse_table(place.content)
     assert rows and {row.label for row in rows} <= {entry.label for entry in ENTRIES}
     assert place.device == "NVIDIA H200"
     for replace_all in (False, True):
-        assert update_table(text, rows, device=place.device, replace=replace_all, source="README.md") == text
+        assert update_table(text, rows, device=place.device, replace=replace_all, source=RESULTS.name) == text
     for row in rows:
         assert row.tokens_per_s and row.peer_tokens_per_s and row.speed_ratio
         # The median over pairs is not the ratio of medians, least for a peer that waits for its host.

@@ -21,7 +21,7 @@ FLAGS = (
     "--tokenizer-type ByteTokenizer --mock-data --num-layers 1 --hidden-size 32 --num-attention-heads 2 --num-query-groups 2 "
     "--seq-length 16 --lr 1e-3 --global-batch-size 4 --train-iters 4 --eval-iters 0"
 )
-README = Path(__file__).parents[3] / "README.md"
+FIRST_STEPS = Path(__file__).parents[3] / "docs" / "first-steps.md"
 
 
 def build(*flags: str) -> tuple[petatron.Run, petatron.Model]:
@@ -162,9 +162,11 @@ def test_facts_of_a_loop_come_back(tmp_path: Path):
 def test_the_loop_of_the_readme_ends_in_a_model_that_generates(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     [loop] = [
-        block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "train_step" in block
+        block
+        for block in re.findall(r"```python\n(.*?)```", FIRST_STEPS.read_text(), re.DOTALL)
+        if "train_step" in block
     ]
-    exec(compile(loop, "README.md", "exec"), {})
+    exec(compile(loop, FIRST_STEPS.name, "exec"), {})
     capsys.readouterr()
     assert main(["generate", "runs/mine", "--prompt", "def ", "--max-tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.strip()
