@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.default_names import LM_LOSS
+from petatron.config.schema.model import ModelConfig
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.mtp import embedding_name
-from petatron.layers.rope import RotaryEmbedding, split_long_marks
+from petatron.layers.norm import NormSpec
+from petatron.layers.rope import RopeSpec, RotaryEmbedding, split_long_marks
 from petatron.layers.spec.generation_state import GenerationStep
+from petatron.layers.transformer_layer import LayerSpec
 from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
@@ -23,9 +26,6 @@ from petatron.models.long_rows import are_rows_long
 from petatron.models.mtp_batch import labels_name, tokens_name
 from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
-
-if TYPE_CHECKING:
-    from petatron.models.decoder_spec import DecoderSpec
 
 HIDDEN = "hidden"
 """The tensor between two stages."""
@@ -39,10 +39,37 @@ def mtp_loss(depth: int) -> str:
     return f"mtp {depth} loss"
 
 
+class DecoderParts(Protocol):
+    """What a decoder is built of; `DecoderSpec` has it and says how settings lead to it."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]: ...
+    @property
+    def final_norm(self) -> NormSpec: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def has_position_table(self) -> bool: ...
+    @property
+    def embedding_scale(self) -> float | None: ...
+    @property
+    def embedding_norm(self) -> NormSpec | None: ...
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]: ...
+    @property
+    def layers_need_positions(self) -> bool: ...
+    @property
+    def original_context(self) -> int | None: ...
+    @property
+    def tied_params(self) -> Mapping[str, str]: ...
+
+
 class Decoder(StageModule):
     """Embedding, layers, final norm, output head; or one pipeline stage of that: some layers, and the ends it has."""
 
-    def __init__(self, spec: DecoderSpec, stage: PipelineStage) -> None:
+    def __init__(self, spec: DecoderParts, stage: PipelineStage) -> None:
         super().__init__()
         config = self.config = spec.config
         self.stage = stage
