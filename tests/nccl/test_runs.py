@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.load_deadline import scaled, within
+from tests.load_deadline import scaled, wait_until, within
 
 ROOT = Path(__file__).parent.parent.parent
 SHARED = -(-4 // max(1, torch.cuda.device_count()))
@@ -177,3 +177,35 @@ def test_the_doctor_gives_a_verdict_within_two_minutes(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "VERDICT: communication over nccl works" in done.stdout
     assert not QUIET.search(done.stderr), done.stderr
+
+
+def test_sigterm_ends_a_run_of_which_one_rank_hangs(tmp_path: Path):
+    """A mutex is locked twice: no signal wakes the main thread of that rank, and the other one waits for it in a collective."""
+    fault = (
+        f"open({str(tmp_path / 'hangs')!r}, 'w').close(); import ctypes; lock = ctypes.CDLL(None).pthread_mutex_lock; "
+    )
+    fault += "mutex = ctypes.create_string_buffer(64); lock(mutex); lock(mutex)"
+    program = (
+        FAULTY.replace("time.sleep(1000)", fault)
+        .replace("rank == 2", "rank == 1")
+        .replace("iteration == 2", "iteration == 5")
+    )
+    (tmp_path / "faulty.py").write_text(program)
+    words = [*FLAGS, "--dp", "2", "--train-iters", "50", "--exit-signal-grace-s", "2", "--save", str(tmp_path / "out")]
+    launch = (
+        "import sys; from petatron.mesh.launch.local_launcher import run_ranks;"
+        f"sys.exit(run_ranks([sys.executable, {str(tmp_path / 'faulty.py')!r}, *{words!r}], nproc=2))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", launch], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        wait_until((tmp_path / "hangs").exists, "the step that hangs", seconds=120)
+        time.sleep(1.0)  # the other rank waits in a collective by then
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=scaled(40))[0]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM, said[-3000:]
+    assert "iteration 6 is not finished. The last checkpoint is that of iteration 4" in said, said[-3000:]
+    assert (tmp_path / "out" / "latest").read_text().strip() == "step-00000004"
