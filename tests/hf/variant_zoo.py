@@ -271,9 +271,8 @@ VARIANT_BUILDERS: dict[str, Callable[[], Any]] = {
         routed_scaling_factor=1.3,
     ),
     "minimax-moe": _minimax,
-    "minimax-moe-four-layers": lambda: _minimax(
-        num_hidden_layers=4,
-        layer_types=["linear_attention", "linear_attention", _FULL, "linear_attention"],
+    "minimax-moe-attention-first": lambda: _minimax(
+        layer_types=[_FULL, "linear_attention"],
         num_attention_heads=2,
         num_experts_per_tok=3,
         block_size=256,

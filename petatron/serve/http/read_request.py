@@ -33,9 +33,11 @@ def ignore_fields(request: Request, names: Iterable[str]) -> None:
 
 def nested_unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
     """Yields the unknown fields of objects inside a body, such as stream_options.include_use."""
-    for name, field in type(body).model_fields.items():
-        value, path = getattr(body, name), f"{prefix}{field.alias or name}"
+    given = body.model_fields_set
+    for name in [name for name in type(body).model_fields if name in given]:
+        value = getattr(body, name)
         if isinstance(value, NestedFields):
+            path = f"{prefix}{type(body).model_fields[name].alias or name}"
             yield from (f"{path}.{extra}" for extra in value.model_extra or {})
             yield from nested_unknown_fields(value, f"{path}.")
 

@@ -158,8 +158,7 @@ class TokenStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with asyncio.timeout_at(deadline_s):
-                await _send_body(send, "".join(map(self._format, self._begin)))
-                await self._write_tokens(send)
+                await self._write_tokens(send, before="".join(map(self._format, self._begin)))
                 completions = [await generation.done for generation in self._generations]
                 await _send_body(send, "".join(map(self._format, self._end(completions))) + self._last, last=True)
         except asyncio.CancelledError:
@@ -170,13 +169,15 @@ class TokenStream(Response):
                 _log.error("a stream failed", exc_info=error)
             await _send_body(send, self._format(answer.content()) + self._last, last=True)
 
-    async def _write_tokens(self, send: Send) -> None:
-        """Sends everything there is at once: one write for all tokens of a step, and of all steps while the client does not read."""
+    async def _write_tokens(self, send: Send, *, before: str) -> None:
+        """Sends everything there is at once: one write for all tokens of a step, and of all steps while the client does not read; the
+        first begins with the text `before` them."""
         unfinished, ready = len(self._generations), self._first
         while True:
             events = joined_texts(ready) if self._joins else list(ready)
             unfinished -= sum(event.finish_reason is not None for _, event in events)
-            await _send_body(send, "".join([self._event(*one) for one in events]))
+            await _send_body(send, before + "".join([self._event(*one) for one in events]))
+            before = ""
             if not unfinished:
                 return
             ready = await self._inbox.take_all()
