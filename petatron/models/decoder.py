@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
@@ -131,6 +132,9 @@ class Decoder(StageModule):
         if GREEDY_TARGETS in collect:
             losses[LM_LOSS], greedy = self.head.losses_and_greedy(x_SBD, self._embedding_weight(), batch.labels.t())
             collected[GREEDY_TARGETS] = greedy.t()
+        elif TOKEN_LOSSES in collect and "logits" in collected and torch.is_grad_enabled():
+            # The output head writes its weight's gradient once per micro-batch: both come from one GEMM.
+            losses[LM_LOSS] = _losses_of_logits(collected["logits"], batch.labels).t()
         elif TOKEN_LOSSES in collect or ("labels" in batch and not collect):
             losses = self._losses(batch, x_SBD, context, loss_weights, depths=0 if collect else self.num_depths)
         if TOKEN_LOSSES in collect:
@@ -280,3 +284,9 @@ class Decoder(StageModule):
         if self.embedding_norm is not None:
             x_SBD = self.embedding_norm(x_SBD)
         return self.embedding_dropout(x_SBD)
+
+
+def _losses_of_logits(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+    """Returns token losses [B, S] of whole logits, in float32 or wider."""
+    wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), labels_BS.flatten(), reduction="none").view(labels_BS.shape)

@@ -123,25 +123,12 @@ def parallelize(
         num_layers=len(spec.layers),
         cache_weights=not fully_sharded,
     )
-    link = HostLink(mesh.device)
     combined = CombinedForwardBackward(mesh.device) if parallel.overlap_moe_expert_parallel_comm else None
-    for stage_index, stage in stages.items():
-        apply_context_parallel(
-            stage,
-            mesh,
-            comm_type=parallel.cp_comm_type,
-            hierarchical_sizes=parallel.hierarchical_context_parallel_sizes,
-            order="contiguous" if spec.sequence_sharding == "contiguous" else "zigzag",
+    link = HostLink(mesh.device)
+    for index, stage in stages.items():
+        _apply_to_stage(
+            stage, spec, mesh, run, recompute_plans[index], rng_streams=rng_streams, link=link, combined=combined
         )
-        apply_expert_parallel(
-            stage, mesh, run.moe, before_wait=None if combined is None else combined.switch_to_other_pass
-        )
-        plan = recompute_plans[stage_index]
-        apply_recompute(stage, plan, rng_streams)
-        offloaded = apply_activation_offload(stage, run.memory, link, num_without_backward=plan.num_without_backward)
-        if offloaded is not None:
-            _log.info("%s", offloaded)
-        run_without_backward(stage, plan.num_without_backward)
     weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
     param_facts = _ParamFacts(
         placements,
@@ -165,6 +152,33 @@ def parallelize(
         str(dtype)[6:],
     )
     return ParallelizeResult(placements, groups, gradient_reducer, weight_grad_queue, fp8_gemms, combined)
+
+
+def _apply_to_stage(
+    stage: StageModule,
+    spec: ModelSpec,
+    mesh: ParallelMesh,
+    run: RunConfig,
+    plan: RecomputePlan,
+    *,
+    rng_streams: RandomStreams,
+    link: HostLink,
+    combined: CombinedForwardBackward | None,
+) -> None:
+    """Applies context and expert parallelism, recompute and offload to the layers of a stage."""
+    apply_context_parallel(
+        stage,
+        mesh,
+        comm_type=run.parallel.cp_comm_type,
+        hierarchical_sizes=run.parallel.hierarchical_context_parallel_sizes,
+        order="contiguous" if spec.sequence_sharding == "contiguous" else "zigzag",
+    )
+    apply_expert_parallel(stage, mesh, run.moe, before_wait=None if combined is None else combined.switch_to_other_pass)
+    apply_recompute(stage, plan, rng_streams)
+    offloaded = apply_activation_offload(stage, run.memory, link, num_without_backward=plan.num_without_backward)
+    if offloaded is not None:
+        _log.info("%s", offloaded)
+    run_without_backward(stage, plan.num_without_backward)
 
 
 def _freeze(stage: StageModule, params: Mapping[str, ParamSpec], dtype: torch.dtype) -> None:

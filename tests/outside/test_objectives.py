@@ -72,6 +72,14 @@ def test_every_layout_minimises_the_same(
     check_traces(ranks, run, alone[objective], BOUNDS, train_rank=train_objective)
 
 
+@pytest.mark.parametrize(("layout", "world_size"), [("", 1), ("--tp 2 --sequence-parallel", 2), later("--pp 2", 2)])
+def test_gradients_come_from_logits_and_token_losses_at_once(
+    ranks: RankPool, alone: dict[str, list[StepTrace]], layout: str, world_size: int
+):
+    run = run_of(f"{Z_LOSS.replace('z-loss', 'z-loss-of-both')} {layout}", world_size=world_size)
+    check_traces(ranks, run, alone["z-loss"], BOUNDS, train_rank=train_objective)
+
+
 @pytest.mark.parametrize("tied", ["", "--no-untie-embeddings-and-output-weights"])
 def test_without_its_weight_z_loss_is_the_loss_of_the_model(tied: str):
     """Whole logits and torch's cross-entropy give what the fused kernels give, gradients too."""
@@ -192,6 +200,19 @@ class Wrong(petatron.Objective):
         return {self.name: outputs["token_losses"].sum(1)}
 
 
+@dataclass(frozen=True)
+class ZLossOfBoth(losses.ZLoss):
+    """The same, with the token losses that the model computes beside the logits."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return "logits", "token_losses"
+
+    def loss(self, outputs: Mapping[str, torch.Tensor], batch: petatron.Batch) -> Mapping[str, torch.Tensor]:
+        return {**super().loss(outputs, batch), "lm loss": outputs["token_losses"]}
+
+
+petatron.register_objective("z-loss-of-both", ZLossOfBoth)
 petatron.register_objective("late-tokens", LateTokens)
 petatron.register_objective("ratio", ProbabilityRatio)
 petatron.register_objective("wrong", Wrong)
