@@ -1,6 +1,6 @@
 """Two losses of one's own, for `petatron train --import examples/losses.py --objective NAME`.
 
-    z-loss         cross-entropy, and weight * log(Z)^2, which keeps the normaliser Z of the softmax near 1
+    z-loss         cross-entropy, and weight * log(Z)^2, which keeps the normalizer Z of the softmax near 1
     distillation   alpha * T^2 * KL(teacher || student) at temperature T, and (1 - alpha) * cross-entropy
 
 Neither says a word about the layout: the logits are whole, whatever --tp, --pp, --cp and --dp are.

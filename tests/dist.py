@@ -156,7 +156,7 @@ class RankPool:
             self._ranks.append((process, ours, stack_file))
 
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0) -> list[Any]:
-        """Results of `fn(*args)` on ranks 0..world_size-1; inside, `torch.distributed` is initialised."""
+        """Results of `fn(*args)` on ranks 0..world_size-1; inside, `torch.distributed` is initialized."""
         self._grow(world_size)
         self._task += 1
         payload = pickle.dumps((fn, args))

@@ -1,6 +1,6 @@
 """The device of this rank and its peak throughput.
 
-Model FLOP/s utilisation (MFU) divides by the peak the vendor publishes for dense GEMMs. Sparse figures (twice
+Model FLOP/s utilization (MFU) divides by the peak the vendor publishes for dense GEMMs. Sparse figures (twice
 as high) and figures with half-precision accumulation are not used. A device without an entry has no known peak, and
 then MFU is not reported: an invented denominator would be worse than none. A CPU's peak depends on clocks and vector
 units that vary from core to core, so it has none either.

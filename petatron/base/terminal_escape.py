@@ -4,7 +4,7 @@ A key of a JSON file, the name of a tensor or of a file, and the text of a docum
 some characters as commands: to set its title or answer back, to move the cursor and overwrite text, to write from right to left. So
 escaping happens at the output and not where each message is made: all that a command prints goes through `EscapedStream`, and all
 that is logged through `base/log.py`, which escape every control character but tabs and newlines. Code that draws on the terminal
-(colours, a progress bar) uses the underlying stream with `raw_stream`, and escapes foreign text itself.
+(colors, a progress bar) uses the underlying stream with `raw_stream`, and escapes foreign text itself.
 
 An escape is written as JSON, YAML and Python write it, so that printed JSON stays the same JSON. It is not escaped twice.
 """

@@ -6,7 +6,7 @@ before, so that graphs, recordings and compilations exist. Neither knows an end-
 tokens. `--ragged` prompts have lengths from a quarter of the longest on; transformers pads them on the left. On a CPU without
 instructions for bf16 compare with `--no-bf16`: transformers' GEMMs are emulated there, ours are widened.
 
-`--fp8-weights` quantises the layers' weights of our side; against `bf16` it is compared with itself without. Against `forward` only the
+`--fp8-weights` quantizes the layers' weights of our side; against `bf16` it is compared with itself without. Against `forward` only the
 prompt counts: the engine's prefill and the forward pass of training over the same tokens, both without the output head's GEMM.
 `--speculative-tokens` drafts with the depths of `--mtp-num-layers`, and `plain` is the engine without it. Weights are random, so hardly
 a draft is accepted: the ratio is what drafting costs, and a trained model's tokens per step are to be multiplied with it.
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts at once (default: 1)")
     parser.add_argument("--ragged", action="store_true", help="prompts of several lengths")
-    parser.add_argument("--fp8-weights", action="store_true", help="our weights are quantised to FP8")
+    parser.add_argument("--fp8-weights", action="store_true", help="our weights are quantized to FP8")
     parser.add_argument(
         "--against",
         choices=("hf", "hf-compiled", "bf16", "plain", "forward"),
@@ -141,7 +141,7 @@ def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
     }
     found = [*minimum_problems(least), *(model_problems(spec) if args.against in ("hf", "hf-compiled") else ())]
     if args.fp8_weights != (args.against == "bf16") and args.against in ("bf16", "forward"):
-        rule, fix = "compares the engine with quantised weights", "Give --fp8-weights too."
+        rule, fix = "compares the engine with quantized weights", "Give --fp8-weights too."
         if args.against == "forward":
             rule, fix = "compares the same weights", "Leave out --fp8-weights."
         found.append(Problem("--against", args.against, rule, fix))
@@ -178,7 +178,7 @@ def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> flo
     params = model.params()
     tables = [param.num_active_elements for param in params.values() if param.role == "vocabulary"]
     layers = sum(param.num_active_elements for param in params.values()) - sum(tables)
-    # Of the vocabulary's tables only the head's is read; quantised weights have one byte.
+    # Of the vocabulary's tables only the head's is read; quantized weights have one byte.
     read = layers / (bytes_each if args.fp8_weights else 1) + max(tables, default=0)
     kept = GenerationBytes.of(model, dtype)
     cached = kept.per_token * (prompt_tokens + args.batch * args.new_tokens / 2)

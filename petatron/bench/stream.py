@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="after which transformers' continuous batching is given up, and its speed is a bound (default: 600)",
     )
-    parser.add_argument("--fp8-weights", action="store_true", help="our weights are quantised to FP8")
+    parser.add_argument("--fp8-weights", action="store_true", help="our weights are quantized to FP8")
     parser.add_argument(
         "--against", choices=("hf", "hf-static"), help="transformers' continuous batching, or its static batches of 16"
     )

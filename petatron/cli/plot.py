@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         help="weight of the moving average, 0 to below 1 (0: as recorded)",
     )
     add("--out", type=Path, metavar="FILE", help=".svg, or .png (needs matplotlib, in the extra `log`)")
-    add("--theme", choices=list(THEMES), default="light", help="colours of the picture (light)")
+    add("--theme", choices=list(THEMES), default="light", help="colors of the picture (light)")
     add("--width", type=int, metavar="N", help="columns in the terminal (as wide as it is)")
     add("--height", type=int, default=8, metavar="N", help="rows of a panel in the terminal (8)")
     return root

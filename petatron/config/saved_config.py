@@ -41,7 +41,7 @@ def _private_paths() -> set[str]:
 
 
 def saved_yaml(loaded: LoadedConfig) -> str:
-    """Serialises the settings of a run as a file.
+    """Serializes the settings of a run as a file.
 
     Paths are absolute. Derived values are comments, so that the run can resume on another number of ranks. So are one-time answers of
     this start, such as the consent to another schedule: the next start asks again. Where a private key is is not written. Comments at

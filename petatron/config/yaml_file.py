@@ -107,7 +107,7 @@ def dump_yaml(
     origins: Mapping[str, ValueOrigin] | None = None,
     commented_out: Mapping[str, str] | None = None,
 ) -> str:
-    """Serialises a config to text that loads back to the same config.
+    """Serializes a config to text that loads back to the same config.
 
     With `origins`, derived values are written as comments, so that the file pins only what was chosen and can be
     started again on another number of ranks. `commented_out` are paths that become comments too, each with the reason.

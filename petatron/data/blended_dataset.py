@@ -2,7 +2,7 @@
 
 Sample t is taken from the dataset that is furthest behind its share: the largest w_j * max(t, 1) - c_j, the first of
 them on a tie, where c_j counts the samples already taken from j. This is Megatron's rule, to the last tie.
-Weights are Megatron's to the last bit as well, which decides ties: it normalises those that a user gives twice. And it builds more of
+Weights are Megatron's to the last bit as well, which decides ties: it normalizes those that a user gives twice. And it builds more of
 each dataset than the blend takes, which decides how many epochs are shuffled together (`samples_to_build`).
 
 The rule is sequential, and a Python loop over a billion samples would take an hour. But it converges: whatever
@@ -10,7 +10,7 @@ counts it starts from (near their shares), it soon selects the same samples. So 
 lanes that run in parallel as rows of numpy arrays. Each lane starts a little early, from counts rounded to their
 shares, and reaches its first sample with predicted counts. Lane k's prediction is then compared with the
 counts where lane k-1 ended. If all agree, the result is exactly that of the loop, by induction from lane 0,
-which starts from zeros. Lanes that were wrong are rerun from their neighbour's end until none is.
+which starts from zeros. Lanes that were wrong are rerun from their neighbor's end until none is.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def parse_weighted_prefixes(words: Sequence[str], *, flag: str = "--data-path") 
 
 
 def normalize_once(weights: Sequence[float]) -> list[float]:
-    """Returns weights of which `blend_indices`, which normalises too, makes the twice normalised ones.
+    """Returns weights of which `blend_indices`, which normalizes too, makes the twice normalized ones.
 
-    A second normalisation seldom changes a bit. Where it does not, weights are returned as given, so that caches and fingerprints are
+    A second normalization seldom changes a bit. Where it does not, weights are returned as given, so that caches and fingerprints are
     those of the order.
 
     >>> normalize_once([3.0, 1.0]), normalize_once([0.3, 2.6, 1.5])

@@ -14,7 +14,7 @@ and its last draw decides the first sample. So no sample of Megatron's order is 
 the whole run or so. What remains is to say how long it takes, to bound the memory, and to keep the result (`index_cache.py`).
 
 Finding the document that contains token k*S is a search in the prefix sum of document lengths. Doing it for all k in
-one vectorised pass needs several int64 arrays as long as the stream has documents; doing it block by block gives the
+one vectorized pass needs several int64 arrays as long as the stream has documents; doing it block by block gives the
 same result with memory bounded by the result itself.
 """
 

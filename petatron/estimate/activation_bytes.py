@@ -23,8 +23,8 @@ and no logits.
 Recomputed, `layernorm` frees what a router saves of its norm, `core_attn` the log-sum-exp, `attention` and `mlp` all they save, a
 whole layer all but its input. A recomputed module holds what its GEMMs gather, until its backward is done.
 
-With FP8, GEMMs of activation functions' outputs save them quantised, one byte an element and its scales; others cast their input a second
-time in backward, and save a scale at most (`layers/ops/fp8_gemm.py`). Inputs that tensor-parallel ranks share are saved quantised
+With FP8, GEMMs of activation functions' outputs save them quantized, one byte an element and its scales; others cast their input a second
+time in backward, and save a scale at most (`layers/ops/fp8_gemm.py`). Inputs that tensor-parallel ranks share are saved quantized
 too, gathered or not. All layers are counted as if they used FP8.
 
 MoE layers are counted for an even load; then a rank's experts get as many rows as its own tokens make choices.

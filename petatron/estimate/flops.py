@@ -32,7 +32,7 @@ output has h (2q + 2k) for h (q + 2k). With a decay of every key channel a net h
 decays and gates come through latents as wide as a head, and 2 H N inside chunks for 2 n.
 
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
-`full` counts s^2, as papers that quote higher utilisation do. A sliding window of w tokens leaves w s - w^2 / 2 of the
+`full` counts s^2, as papers that quote higher utilization do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
 the model needs, not the work of a particular run.
 

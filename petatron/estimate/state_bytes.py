@@ -148,7 +148,7 @@ def _num_copies(run: RunConfig) -> int:
 
 
 def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, trained: ElementCounts, *, num_shards: int) -> int:
-    """Returns the bytes of FP8 weights of layers, in both orientations, a byte each; embedding and head are not quantised.
+    """Returns the bytes of FP8 weights of layers, in both orientations, a byte each; embedding and head are not quantized.
 
     One large micro-batch casts dense weights for each use, and keeps none (`layers/ops/fp8_weight.py`). Where weights are all-gathered
     in FP8, a rank's owned range is separate from the weights it computes with; not so for experts.

@@ -1,7 +1,7 @@
 """Multiple choice: of several continuations, the one with the highest log-probability is the model's answer.
 
 Prompts and tokenization are those of lm-evaluation-harness, so that numbers can be compared. Accuracy
-takes sums of log-probabilities; normalised accuracy divides each by the bytes of its choice, which does not favour short ones.
+takes sums of log-probabilities; normalized accuracy divides each by the bytes of its choice, which does not favor short ones.
 WinoGrande is scored the other way round (partial evaluation): the choice is part of the context, and the rest of the sentence, which
 is the same for both, is scored.
 """
@@ -29,7 +29,7 @@ from petatron.evaluate.task import ContextLimits, EvalTask, truncate_left
 
 @dataclass(frozen=True, slots=True)
 class ChoiceExample:
-    """A context and a continuation for each choice, the bytes that normalise each, and the index of the right one.
+    """A context and a continuation for each choice, the bytes that normalize each, and the index of the right one.
 
     description: what every context begins with, to be said once before several examples.
     """
@@ -174,14 +174,14 @@ class MultipleChoiceTask(EvalTask):
 
     def metrics(self, scores: Sequence[SequenceScore]) -> tuple[dict[str, Estimate], dict[str, int]]:
         sums = [float(score.logprobs[-count:].sum()) for score, count in zip(scores, self.num_targets, strict=True)]
-        plain, normalised, start = [], [], 0
+        plain, normalized, start = [], [], 0
         for example in self.examples:
             of_choices = np.array(sums[start : start + len(example.pairs)])
             start += len(of_choices)
             plain.append(int(of_choices.argmax()) == example.answer)
-            normalised.append(int((of_choices / np.array(example.num_bytes)).argmax()) == example.answer)
-        found = {"accuracy": accuracy_estimate(plain), "accuracy_norm": accuracy_estimate(normalised)}
-        return found, {"examples": len(plain), "correct": sum(plain), "correct_norm": sum(normalised)}
+            normalized.append(int((of_choices / np.array(example.num_bytes)).argmax()) == example.answer)
+        found = {"accuracy": accuracy_estimate(plain), "accuracy_norm": accuracy_estimate(normalized)}
+        return found, {"examples": len(plain), "correct": sum(plain), "correct_norm": sum(normalized)}
 
 
 def read_multiple_choice(

@@ -45,7 +45,7 @@ METRICS: Mapping[str, Metric] = {
     "grad-norm": Metric("Gradient norm", "grad_norm", falls=True),
     "throughput": Metric("Throughput", "tokens_per_second", "tokens/s", from_zero=True),
     "memory": Metric("Peak memory", "memory_bytes", "GB", 1e-9, from_zero=True, is_noisy=False),
-    "mfu": Metric("Model FLOP/s utilisation", "mfu", "%", 100.0, from_zero=True),
+    "mfu": Metric("Model FLOP/s utilization", "mfu", "%", 100.0, from_zero=True),
     "step-time": Metric("Time per step", "elapsed_ms_per_iteration", "ms", from_zero=True),
     "loss-scale": Metric("Loss scale", "loss_scale", is_noisy=False),
 }

@@ -15,7 +15,7 @@ class EngineOptions:
     of equal beginnings are computed once. cuda_graphs: steps are replayed on GPUs, those with long prompts excepted. recorded_steps:
     decode steps are repeated on CPUs.
     copied_weights: a CPU may hold weights a second time, in float32 or packed, where that makes steps faster.
-    fp8_weights: the weights of layers are quantised to FP8 (e4m3, a scale per row); activations are not.
+    fp8_weights: the weights of layers are quantized to FP8 (e4m3, a scale per row); activations are not.
     speculative_tokens: so many next tokens are drafted by multi-token prediction, and verified in one step; 0: none.
     """
 

@@ -21,7 +21,7 @@ from petatron.infer.sampling_params import SamplingParams
 
 
 def uniform_draws(seeds: Rows[int], samples: Rows[int], positions: Rows[int]) -> np.ndarray:
-    """Returns numbers in [0, 1), each 53 bits of a hash (SplitMix64's finaliser, modulo 2^64) of its three.
+    """Returns numbers in [0, 1), each 53 bits of a hash (SplitMix64's finalizer, modulo 2^64) of its three.
 
     >>> uniform_draws([1, 1, 1], [0, 0, 1], [5, 5, 5]).tolist()
     [0.8855691219046175, 0.8855691219046175, 0.31048203561231125]

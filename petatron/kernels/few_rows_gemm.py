@@ -1,7 +1,7 @@
 """GEMMs of generation: x W^T for the few rows of a decode step, with a weight in its own precision or in FP8. The reference.
 
 An FP8 weight is e4m3 with a scale per output row, a power of two. Such a product is exact in bfloat16, so a GEMM with it *is* the GEMM
-with the rounded weight, whichever way it is computed: activations are not quantised.
+with the rounded weight, whichever way it is computed: activations are not quantized.
 
 R rows, D input width, O output width.
 """
@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, dequantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, dequantize
 from petatron.kernels.matmul import matmul
 
 PERMUTED_ORDER = (2, 0, 3, 1)
-"""Which of four neighbours each byte of a permuted weight is."""
+"""Which of four neighbors each byte of a permuted weight is."""
 MAX_FP8_ROWS = 0
-"""A GEMM of more rows dequantises the whole FP8 weight first: here, every one."""
+"""A GEMM of more rows dequantizes the whole FP8 weight first: here, every one."""
 _NATURAL_ORDER = [PERMUTED_ORDER.index(number) for number in range(4)]
 
 
@@ -42,18 +42,18 @@ class FewRowsGemmKernels(Protocol):
 
     def few_rows_gemm(self, x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) -> Tensor: ...
 
-    def dequantise_weight(self, weight: Fp8Weight, dtype: torch.dtype) -> Tensor: ...
+    def dequantize_weight(self, weight: Fp8Weight, dtype: torch.dtype) -> Tensor: ...
 
 
 def pack_fp8(operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight:
-    """Returns a quantised weight as the kernels read it, for activations of a dtype."""
+    """Returns a quantized weight as the kernels read it, for activations of a dtype."""
     assert operand.scaling == "rowwise"
     return Fp8Weight(operand.values, operand.scale)
 
 
 def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) -> Tensor:
     """x W^T in the precision of x. `counters` is a zeroed int32 workspace, zero again afterwards, which only the fast one needs."""
-    return many_rows_gemm(x_RD, dequantise_weight(weight, x_RD.dtype) if isinstance(weight, Fp8Weight) else weight)
+    return many_rows_gemm(x_RD, dequantize_weight(weight, x_RD.dtype) if isinstance(weight, Fp8Weight) else weight)
 
 
 def many_rows_gemm(x_RD: Tensor, weight: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ def many_rows_gemm(x_RD: Tensor, weight: Tensor) -> Tensor:
     return matmul(x_RD, weight.t())
 
 
-def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+def dequantize_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Returns the whole weight."""
     values = weight.values
     if weight.permuted:
         rows = values.view(torch.uint8).unflatten(1, (-1, 4))
         values = rows[:, :, _NATURAL_ORDER].flatten(1).view(E4M3)
-    return dequantise(Fp8Operand(values, weight.scale, "rowwise")).to(dtype)
+    return dequantize(Fp8Operand(values, weight.scale, "rowwise")).to(dtype)

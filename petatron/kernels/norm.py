@@ -1,10 +1,10 @@
-"""Normalisation of rows, fused with the residual addition before it: the reference, which also runs on the CPU.
+"""Normalization of rows, fused with the residual addition before it: the reference, which also runs on the CPU.
 
     residual = x + branch,   normed = residual / rms(residual) * weight               (RMSNorm)
                              normed = (residual - mean) / deviation * weight + bias   (LayerNorm; the bias may be missing)
 
 Backward gets the gradient of `normed` and, since the residual stream continues past the norm, that of `residual`. With y the
-normalised row before the weight and h = gradient x weight, the row's gradient is
+normalized row before the weight and h = gradient x weight, the row's gradient is
 
     RMSNorm     rstd (h - y mean(h y))
     LayerNorm   rstd (h - mean(h) - y mean(h y))
@@ -36,9 +36,9 @@ def rms_norm(
     branch: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns residual, normalised residual and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one.
+    """Returns residual, normalized residual and reciprocal RMS; `zero_centered_gamma`: weights are stored as an offset from one.
 
-    `amax` [1] float32 is updated with the normalised residual.
+    `amax` [1] float32 is updated with the normalized residual.
     """
     residual = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(residual)
@@ -62,7 +62,7 @@ def rms_norm_backward(
     submit_weight_grad: SubmitWeightGrad | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of the residual and of the weight (in at least float32), and the normalised residual if `recompute_output`.
+    """Returns the gradients of the residual and of the weight (in at least float32), and the normalized residual if `recompute_output`.
 
     `submit_weight_grad` gets the weight's gradient instead of the caller. `amax` is updated with the residual's gradient.
     """
@@ -94,7 +94,7 @@ def layer_norm(
     zero_centered_gamma: bool,
     branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns residual, normalised residual, and mean and reciprocal deviation [2, R]."""
+    """Returns residual, normalized residual, and mean and reciprocal deviation [2, R]."""
     residual = x_RD if branch is None else x_RD + branch
     wide = to_compute_dtype(residual)
     mean_R1 = wide.mean(dim=-1, keepdim=True)
@@ -115,7 +115,7 @@ def layer_norm_backward(
     grad_residual: Tensor | None = None,
     recompute_output: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of residual, weight and bias (None without one), and the normalised residual if `recompute_output`."""
+    """Returns the gradients of residual, weight and bias (None without one), and the normalized residual if `recompute_output`."""
     mean_R1, rstd_R1 = statistics.unsqueeze(-1)
     normed, grad = (to_compute_dtype(residual_RD) - mean_R1) * rstd_R1, to_compute_dtype(grad_RD)
     inner = grad * _effective_weight(weight_D, grad.dtype, zero_centered_gamma=zero_centered_gamma)

@@ -129,7 +129,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The compiler logs it.
     """
-    optimised = torch.compile(function, fullgraph=True)
+    optimized = torch.compile(function, fullgraph=True)
     too_many = importlib.import_module(
         "torch._dynamo.exc"
     ).FailOnRecompileLimitHit  # importing it takes a second: only when compiling
@@ -137,7 +137,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return optimised(*args, **kwargs)
+            return optimized(*args, **kwargs)
         except too_many:
             return function(*args, **kwargs)
 

@@ -32,7 +32,7 @@ def tokens_of_rows(rows: Tensor, *, batch: int, batch_first: bool) -> Tensor:
 
 
 def empty_heads(like: Tensor, length: int, batch: int, heads: int, width: int, *, batch_first: bool) -> Tensor:
-    """Returns an uninitialised tensor [S, B, H, E] of the dtype of another, in memory [B, S, ...] if `batch_first`."""
+    """Returns an uninitialized tensor [S, B, H, E] of the dtype of another, in memory [B, S, ...] if `batch_first`."""
     if batch_first:
         row = heads * width
         return like.new_empty_strided((length, batch, heads, width), (row, length * row, width, 1))

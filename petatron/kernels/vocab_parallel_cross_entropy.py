@@ -16,7 +16,7 @@ so a chunk of C tokens goes through all of it while its logits exist once:
 That is three GEMMs, the fewest possible: nothing is recomputed in backward, because the gradient is computed in forward. Hence two
 contracts. A token's weight in the final scalar (mask, 1 / number of tokens, loss scale) is given beforehand, as a tensor on the
 device; the gradient that autograd later passes for the weighted sum of losses is one by contract and is never read, which would
-cost a pass or a synchronisation. And the weight's gradient is submitted during forward: the sink must compute it before it
+cost a pass or a synchronization. And the weight's gradient is submitted during forward: the sink must compute it before it
 returns, since the next chunk reuses the memory.
 
 Where the vocabulary is sharded over ranks, no rank has all of a token's logits. With m the maximum over the whole vocabulary,

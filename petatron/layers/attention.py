@@ -49,7 +49,7 @@ class AttentionSpec(BranchSpec):
     visibility: what a token sees (`kernels/visibility.py`), documents aside. Its bias may be ALiBi's (`attention_positions.py`).
     qk_norm: the norm of every query and key head, or, by `qk_norm_scope`, of all of them together.
     rope: None for a layer without positions.
-    rope_interleaved: pairs of channels that rope rotates are neighbours instead of half a head apart.
+    rope_interleaved: pairs of channels that rope rotates are neighbors instead of half a head apart.
     temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
     qkv_clip: the largest size of what the first GEMM gives for queries, keys and values; None: it has none.
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
@@ -198,7 +198,7 @@ class AttentionSpec(BranchSpec):
             heads = rows * (q_dim + kv_dim) // self.head_dim if per_head else 2 * rows
             saved += 0 if fused else self.qk_norm.statistics_bytes(shape, heads)
         saved += self._saved_variant_bytes(shape)
-        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_requantised_bytes(q_dim)
+        saved += shape.activation_bytes(rows, q_dim) + shape.fp8_requantized_bytes(q_dim)
         saved += shape.fp8_column_input_bytes(self.hidden_size)
         saved += shape.activation_bytes(rows, self._saved_gates() * self.gate_dim(shape.tp))
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes

@@ -6,7 +6,7 @@
 
 Without a query latent, q = W_q x. Without positions (Kimi-Linear) nothing is rotated, and k_r is a part of the keys that all heads share.
 With YaRN t is 0.1 mscale_all_dim ln(factor) + 1, else 1. Queries and keys are wider than values. The
-rotary pairs are neighbours in the rows of W_uq and W_dkv, as in DeepSeek's and Megatron-LM's weights.
+rotary pairs are neighbors in the rows of W_uq and W_dkv, as in DeepSeek's and Megatron-LM's weights.
 
 Tensor parallelism shards what has heads, W_uq, W_uk and W_uv by columns and W_o by rows. The down-projections are small and whole on
 every rank. Under sequence parallelism they see this rank's tokens, and the sequence is all-gathered *after* them: of a token are sent
@@ -157,7 +157,7 @@ class MlaSpec(BranchSpec):
         saved = shape.activation_bytes(rows, heads * 2 * (self.qk_dim + self.v_dim))
         saved += self._latent_bytes(shape)
         saved += shape.fp8_column_input_bytes(self.q_input_size, self.kv_rank)
-        saved += shape.fp8_requantised_bytes(heads * self.v_dim)
+        saved += shape.fp8_requantized_bytes(heads * self.v_dim)
         log_sum_exp = rows * heads * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
 

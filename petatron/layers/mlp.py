@@ -63,7 +63,7 @@ class MLPSpec(ChannelMixerSpec):
         return [BackwardMoment(self.stream_grad_bytes(shape) + workspace, 1 / 3 if self.gated else 1 / 2)]
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantised input comes after it."""
+        """The last GEMM is not repeated, since its input is the last tensor saved; in FP8 the quantized input comes after it."""
         *before, last = self.gemm_flops(shape)
         return self.norm_flops(shape) + sum(before) + (0.0 if shape.fp8_recipe is None else last)
 
@@ -108,7 +108,7 @@ class ActivationKernels(Protocol):
 class _RecomputableActivation:
     """The activation function of a module, with that module's kernels."""
 
-    requantised_in_backward = False
+    requantized_in_backward = False
 
     __slots__ = ("_module",)
 

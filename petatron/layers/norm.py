@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension, fused with the residual addition before it."""
+"""Normalization over the last dimension, fused with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _RecomputableNorm:
     Weights are inputs too where autograd is to get their gradients.
     """
 
-    requantised_in_backward = True
+    requantized_in_backward = True
 
     __slots__ = ("_adds", "_norm")
 

@@ -12,7 +12,7 @@ keep the high ones:
   and one for longer ones, and scales cos and sin by sqrt(1 + ln(factor) / ln(original)). The length of a sequence so far decides which
   list all its tokens have, so one that grows beyond the original context while text is generated is computed anew.
 
-Halves are rotated, not neighbours: pair i is (x_i, x_{i + n/2}), the convention of Hugging Face checkpoints.
+Halves are rotated, not neighbors: pair i is (x_i, x_{i + n/2}), the convention of Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def attention_scaling(spec: RopeSpec) -> float:
 
 
 def pairs_apart(x: Tensor, rotary_dim: int) -> Tensor:
-    """Moves pairs of neighbouring channels half of `rotary_dim` apart, where rope rotates them.
+    """Moves pairs of neighboring channels half of `rotary_dim` apart, where rope rotates them.
 
     Scores do not notice that queries and keys have another order of channels, if it is the same, so nothing is moved back.
     """

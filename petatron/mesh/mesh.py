@@ -6,7 +6,7 @@ group at all, and no code asks whether a kind of parallelism is on.
 Communicators. A process group is one NCCL communicator, and calls on one communicator run in order. So
   - axes over the same ranks share a group, but the axes whose collectives overlap everything else (`_AXES_WITH_OWN_COMMUNICATOR`)
     have groups of their own;
-  - each neighbour of a pipeline rank has two groups of two ranks, one per direction (`Axis.channel`): a transfer waits for its peer
+  - each neighbor of a pipeline rank has two groups of two ranks, one per direction (`Axis.channel`): a transfer waits for its peer
     only, never behind a transfer to another rank (`tests/nccl_rules/pipeline_program.py` proves that this cannot deadlock, and what the
     alternatives cost);
   - a group is created on first use, so unused ones do not exist. Under NCCL creating one is a rendezvous of its members, so
@@ -138,7 +138,7 @@ class ParallelMesh:
     def create_groups(self, axes: Iterable[str]) -> None:
         """Creates the groups of these axes now, in this order on every rank, so that no step waits for a rendezvous.
 
-        For `pp` the channels to both neighbours (and from the last rank to the first) are created as well.
+        For `pp` the channels to both neighbors (and from the last rank to the first) are created as well.
         """
         for name in axes:
             axis = self.axis(name)

@@ -3,7 +3,7 @@
 Ranks are numbered with tp fastest, then cp, then data parallel, then pp: Megatron's `tp-cp-ep-dp-pp` order. Data parallel
 is `dp_outer x dp_shard` (replicas of shards; dp_outer is 1 unless hybrid sharding is on). Experts factor the same ranks a
 second time as `pp x edp x ep x etp`, with the same pp, and with dp_outer as the slowest part of edp. Any set of dimensions
-of one factorisation is an axis: its groups are the ranks that agree on all the other dimensions.
+of one factorization is an axis: its groups are the ranks that agree on all the other dimensions.
 """
 
 from __future__ import annotations

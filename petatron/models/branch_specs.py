@@ -149,7 +149,7 @@ def mla_spec(config: ModelConfig) -> MlaSpec:
 
 
 def latent_norm_spec(config: ModelConfig, width: int) -> NormSpec | None:
-    """Returns the norm of a latent; None: latents are not normalised."""
+    """Returns the norm of a latent; None: latents are not normalized."""
     if not config.qk_layernorm:
         return None
     norm, eps = norm_spec(config, width), config.latent_norm_epsilon

@@ -1,4 +1,4 @@
-"""`Objective`: what a run minimises. `NextToken` is the first; `--objective NAME` chooses another that was registered.
+"""`Objective`: what a run minimizes. `NextToken` is the first; `--objective NAME` chooses another that was registered.
 
 An objective says which outputs of the model it needs, and returns named losses per token or per sample. It never knows the layout:
 

@@ -56,7 +56,7 @@ class BoundaryTensor:
 class LossSpec:
     """A named loss: the mean of its token losses over the positions where the batch's array `mask` [B, S] is 1.
 
-    A step minimises the sum over losses of weight x (sum of masked token losses / number of valid tokens), both over the global batch.
+    A step minimizes the sum over losses of weight x (sum of masked token losses / number of valid tokens), both over the global batch.
     `token_weights` names an array of factors on token losses; they do not change the number of tokens, and are 1 in a batch without it.
     A loss per sample is the mean over samples, or over those where the array `mask` [samples] is 1.
 

@@ -254,7 +254,7 @@ class MatrixUpdate:
             dim = _cut_dim(shard)
             if dim is not None:
                 assert gathered is not None
-                # Ranks that hold the same kv heads are neighbours; one of them is enough.
+                # Ranks that hold the same kv heads are neighbors; one of them is enough.
                 copies = axis.size * part.shape[dim] // matrix_shape(shard.logical_shape)[dim]
                 pieces = gathered[::copies, at : at + part.numel()]
                 at += part.numel()

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024): momentum, orthogonalised matrix by matrix.
+"""Muon (Jordan et al. 2024): momentum, orthogonalized matrix by matrix.
 
 With g the gradient times the factor that unscales and clips, of a matrix W of n rows and m columns,
 
@@ -44,7 +44,7 @@ class MuonRule(UncountedRule):
         """Does nothing: a step depends on no earlier one."""
 
     def exchange_dtype(self, master_dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which matrices are exchanged and orthogonalised."""
+        """Returns the dtype in which matrices are exchanged and orthogonalized."""
         return torch.bfloat16 if self._narrow and master_dtype == torch.float32 else master_dtype
 
     def directions(self, grad: Tensor, moments: Sequence[Tensor], step: StepScalars) -> Sequence[Tensor]:
@@ -56,7 +56,7 @@ class MuonRule(UncountedRule):
         return [grad.lerp_(momentum, self._momentum) if self._nesterov else momentum]
 
     def transform(self, matrices: MatrixBatch) -> Tensor:
-        """Orthogonalises matrices of one shape in one batch."""
+        """Orthogonalizes matrices of one shape in one batch."""
         return newton_schulz(matrices.inputs[0], self._coefficients)
 
     def _scale(self, shape: tuple[int, int]) -> float:

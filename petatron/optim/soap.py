@@ -15,7 +15,7 @@ paper's algorithm 3 with the authors' bias correction; they instead find the fir
 update. d is 1e-6 of the mean eigenvalue: it moves no eigenvector, and where the covariance has no rank yet, as after few small batches,
 a basis vector stays as it is instead of following rounding errors, which differ between layouts.
 
-The step at which a basis is due is known to the host, so that no step synchronises with it: steps that are skipped count, and leave P and Q
+The step at which a basis is due is known to the host, so that no step synchronizes with it: steps that are skipped count, and leave P and Q
 as they are, as everything else, bit for bit. A side longer than `--soap-max-precondition-dim` keeps the identity.
 """
 

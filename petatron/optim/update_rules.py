@@ -3,7 +3,7 @@
 What a rule declares of itself is elsewhere (`UpdateRuleSpec`); here is how it updates weights. There are three kinds, one for each unit:
 an `ElementRule` is called for every segment of elements, a `TensorRule` for every logical tensor (`tensor_update.py`), a `MatrixRule` for
 every logical matrix (`matrix_update.py`). A rule stores no state per element or matrix: it is passed in by the optimizer, which
-allocates it as declared. Whether a step is skipped is a scalar on the device, so that no step synchronises with the host.
+allocates it as declared. Whether a step is skipped is a scalar on the device, so that no step synchronizes with the host.
 """
 
 from __future__ import annotations

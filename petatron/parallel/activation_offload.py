@@ -241,7 +241,7 @@ class _OffloadForward:
         self._close_group()
         if not offloaded:
             return
-        # Sharded weights have no storage of their own; gathered ones are recognised as parameters.
+        # Sharded weights have no storage of their own; gathered ones are recognized as parameters.
         self._not_offloaded.update(p.untyped_storage()._cdata for p in layer.parameters() if type(p) is nn.Parameter)
         self._current_group = self._last_group = _OffloadGroup(self._link, self._last_group)
         self._on_device.append(self._current_group)

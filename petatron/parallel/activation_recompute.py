@@ -16,7 +16,7 @@ run saves, in the same order. Hence:
 
 Norms and activation functions need none of this: GEMMs do not save their outputs (`layers/ops/recompute_output.py`), nor what they
 gather of them under sequence parallelism. An MoE layer does save its input, in several places; under `layernorm` a second hook
-recognises it among the saved tensors (by its storage) and stores a reference to the norm's recompute handle instead. Inside a
+recognizes it among the saved tensors (by its storage) and stores a reference to the norm's recompute handle instead. Inside a
 region it is the other way round: the second run gathers a GEMM's input, which is held until the GEMM's backward, soon after, and
 is not gathered a third time.
 

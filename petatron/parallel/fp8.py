@@ -101,7 +101,7 @@ def apply_fp8(
     num_layers: int,
     cache_weights: bool,
 ) -> Fp8GemmSet:
-    """Runs the large GEMMs of layers in FP8. `cache_weights`: a weight is quantised once per step and cached."""
+    """Runs the large GEMMs of layers in FP8. `cache_weights`: a weight is quantized once per step and cached."""
     if precision.fp8_format is None:
         return Fp8GemmSet()
     choice = choose_kernel("FP8 casts and GEMMs", kernel_context)
@@ -121,7 +121,7 @@ def apply_fp8(
                 if isinstance(module, Linear):
                     weight = f"layers.{layer_index}.{name}.weight"
                     linears[weight] = make_gemm()
-                    set_gemm(module, linears[weight], requantising_gemm=linears[weight].requantising())
+                    set_gemm(module, linears[weight], requantizing_gemm=linears[weight].requantizing())
                     scaling = recipe.param_gather_scaling(module.weight.shape)
                     gather_scalings |= {} if scaling is None else {weight: scaling}
                 else:

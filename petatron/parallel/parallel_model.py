@@ -60,7 +60,7 @@ class ParallelModel:
         sequence_parallel: bool,
         objective: Objective | None = None,
     ) -> None:
-        """`objective`: what training minimises; by default the losses that the model computes itself."""
+        """`objective`: what training minimizes; by default the losses that the model computes itself."""
         self.io = io
         self.objective = NextToken(losses=io.losses) if objective is None else objective
         self.role_models: dict[str, ParallelModel] = {}
@@ -167,7 +167,7 @@ class ParallelModel:
         Returns the mean loss per valid token of the *global* batch, on the device. One formula for every layout: the sum of
         token losses over all ranks and micro-batches, divided by their number of valid tokens. Of several losses it is the
         weighted sum, and `named_losses` has each; `named_metrics` has the metrics of the objective. `timeline`
-        receives when each action ran; timing synchronises the device after each.
+        receives when each action ran; timing synchronizes the device after each.
         """
         if not self.has_gradients:
             raise TrainError(
@@ -239,7 +239,7 @@ class ParallelModel:
         return (group for group in self.param_groups if isinstance(group, FlatParamGroup))
 
     def total_loss(self, mean_losses: Tensor) -> Tensor:
-        """Returns what training minimises: the weighted sum of the means of all losses [losses]."""
+        """Returns what training minimizes: the weighted sum of the means of all losses [losses]."""
         return mean_losses[0] if self._loss_weights is None else (mean_losses * self._loss_weights).sum()
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:

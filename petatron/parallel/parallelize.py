@@ -1,7 +1,7 @@
-"""The one ordered recipe that makes this rank's shards, with initialised weights, of a model's stages on the meta device.
+"""The one ordered recipe that makes this rank's shards, with initialized weights, of a model's stages on the meta device.
 
 Order: stage split (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> kernels and FP8 ->
-context parallel -> expert parallel -> recompute -> activation offload -> materialise -> data parallel.
+context parallel -> expert parallel -> recompute -> activation offload -> materialize -> data parallel.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _shard_stage(
 def _fp8_weights(
     fp8_gemms: Fp8GemmSet, run: RunConfig, mesh: ParallelMesh, kernel_context: KernelContext
 ) -> Fp8Weights:
-    """Returns the weights with one scale for both orientations, with kernels to quantise them if they are all-gathered in FP8."""
+    """Returns the weights with one scale for both orientations, with kernels to quantize them if they are all-gathered in FP8."""
     if not (run.precision.fp8_param_gather and fp8_gemms.fp8_gather_scalings and mesh["shard"].size > 1):
         return Fp8Weights(scalings=fp8_gemms.fp8_gather_scalings)
     choice = choose_kernel("FP8 param gather", kernel_context)
@@ -233,7 +233,7 @@ def _build_flat_groups(
 ) -> tuple[Sequence[FlatParamGroup], GradientReducer]:
     """Builds flat buffers with whole weights on every rank; optimizer state may be sharded (ZeRO-1)."""
     parallel = run.parallel
-    _materialise(stages, mesh, allocate=param_facts.initial_values is not None)
+    _materialize(stages, mesh, allocate=param_facts.initial_values is not None)
     _init_weights(_param_tensor_shards(stages, param_facts.placements), param_facts, run.train.seed)
     options = FlatBufferOptions(
         bucket_size=parallel.ddp_bucket_size,
@@ -289,7 +289,7 @@ def _build_fsdp_groups(
         fp8_weights=fp8_weights,
         num_without_backward=num_without_backward,
     )
-    _materialise(stages, mesh)
+    _materialize(stages, mesh)
     if param_facts.initial_values is not None:
         shards = (shard for group in groups for shard in group_tensor_shards(group, group.weights()))
         _init_weights(shards, param_facts, run.train.seed)
@@ -312,22 +312,22 @@ def _tie_params(stages: Mapping[int, StageModule], spec: ModelSpec) -> None:
                 setattr(stage.get_submodule(module_name), leaf, params[original])
 
 
-def _materialise(stages: Mapping[int, StageModule], mesh: ParallelMesh, *, allocate: bool = True) -> None:
+def _materialize(stages: Mapping[int, StageModule], mesh: ParallelMesh, *, allocate: bool = True) -> None:
     """Moves parameters and buffers to the device, all zero; parameters shared between stages stay shared.
 
     Without `allocate` the elements of a parameter are one zero, until they are in a flat buffer: weights take their memory once.
     """
-    materialised: dict[Tensor, nn.Parameter] = {}
+    materialized: dict[Tensor, nn.Parameter] = {}
     for stage in stages.values():
         for module in stage.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter.device != mesh.device:
-                    if parameter not in materialised:
+                    if parameter not in materialized:
                         shape = parameter.shape if allocate else ()
                         zeros = torch.zeros(shape, dtype=parameter.dtype, device=mesh.device)
                         zeros = zeros.expand(parameter.shape)
-                        materialised[parameter] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
-                    module._parameters[name] = materialised[parameter]
+                        materialized[parameter] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = materialized[parameter]
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     module._buffers[name] = _zeros(buffer, mesh.device)
@@ -353,7 +353,7 @@ def _param_tensor_shards(
 
 @torch.no_grad()
 def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_facts: _ParamFacts, seed: int) -> None:
-    """Initialises weights by logical tensor: the same in every layout."""
+    """Initializes weights by logical tensor: the same in every layout."""
     if param_facts.initial_values is None:
         return
     for shard, view in shards:

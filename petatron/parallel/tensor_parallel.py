@@ -209,7 +209,7 @@ def _gemm_input(x: Tensor | RecomputableOutput, *, save_first: bool) -> Recomput
 class ColumnParallelOp:
     """A linear with its weight sharded along the output: every rank needs the whole input.
 
-    `regather`: a gathered input is not saved but gathered a second time in backward. (FP8 saves its quantised input either way.)
+    `regather`: a gathered input is not saved but gathered a second time in backward. (FP8 saves its quantized input either way.)
     `save_first`: in this op and those below, an input that nothing recomputes is saved before the GEMM runs.
     """
 
@@ -334,14 +334,14 @@ def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
             setattr(module, slot, sink)
 
 
-def set_gemm(module: nn.Module, gemm: Gemm, *, requantising_gemm: Gemm | None = None) -> None:
+def set_gemm(module: nn.Module, gemm: Gemm, *, requantizing_gemm: Gemm | None = None) -> None:
     """Makes a linear use a GEMM, or the second for inputs that are recomputed (`GemmOp`); its communication stays.
 
     What such a GEMM saves is no view of its input, which is saved before.
     """
     [slot] = slots_of(module, "linear")
     linear_op = _parallel_op(module, slot)
-    gemm_op = replace(linear_op.gemm_op, gemm=gemm, requantising_gemm=requantising_gemm)
+    gemm_op = replace(linear_op.gemm_op, gemm=gemm, requantizing_gemm=requantizing_gemm)
     setattr(module, slot, replace(linear_op, gemm_op=gemm_op, save_first=True))
 
 

@@ -2,7 +2,7 @@
 
 The model of time: a rank computes one action at a time, in the order of its list. A transfer is posted when the rank reaches it in
 its list and takes none of the rank's time. A message starts when both ends have posted it, takes the transfer cost, and
-the messages between two ranks start in the order of their lists; those in the same direction are serialised, those in opposite
+the messages between two ranks start in the order of their lists; those in the same direction are serialized, those in opposite
 directions overlap. A computation waits for the messages it needs.
 
 Activations are counted in micro-batches of one stage (`max_held_micro_batches`); how many are held depends on the order alone, not

@@ -92,7 +92,7 @@ def _default_width(rows: _Rows) -> int:
     return int(min(4000, max(960, _LABEL_WIDTH + _RIGHT + 20 * rows.span / typical)))
 
 
-def _colour(kind: ActionKind, chunk: int, chunks: int) -> tuple[str, str]:
+def _color(kind: ActionKind, chunk: int, chunks: int) -> tuple[str, str]:
     """Returns the fill of a box, and of the number in it."""
     hue, saturation = _HUES[kind]
     lightness = _DARKEST + (_LIGHTEST - _DARKEST) * chunk / max(1, chunks - 1)
@@ -105,11 +105,11 @@ def _colour(kind: ActionKind, chunk: int, chunks: int) -> tuple[str, str]:
 def _legend(rows: _Rows, bubble: float) -> list[str]:
     used = [kind for kind in _NAMES if any(timed.action.kind is kind for rank in rows.boxes for timed in rank)]
     x, parts = float(_LABEL_WIDTH), []
-    entries = [(_colour(kind, 0, rows.chunks)[0], f"{kind} {_NAMES[kind]}") for kind in used]
+    entries = [(_color(kind, 0, rows.chunks)[0], f"{kind} {_NAMES[kind]}") for kind in used]
     entries.append(("#eceef1", f"idle {100 * bubble:.1f}%"))
-    for colour, words in entries:
+    for color, words in entries:
         parts.append(
-            f'<rect x="{x:.0f}" y="40" width="14" height="14" fill="{colour}" stroke="#999" stroke-width="0.5"/>'
+            f'<rect x="{x:.0f}" y="40" width="14" height="14" fill="{color}" stroke="#999" stroke-width="0.5"/>'
         )
         parts.append(f'<text x="{x + 20:.0f}" y="51" fill="#222">{words}</text>')
         x += 44 + _DIGIT_WIDTH * len(words)
@@ -122,7 +122,7 @@ def _box(timed: TimedAction, rows: _Rows, *, y: int, scale: float, unit: str) ->
     action = timed.action
     x = _LABEL_WIDTH + (timed.start - rows.start) * scale
     width = (timed.end - timed.start) * scale
-    fill, ink = _colour(action.kind, rows.chunk_of[action.stage], rows.chunks)
+    fill, ink = _color(action.kind, rows.chunk_of[action.stage], rows.chunks)
     times = f"{timed.start - rows.start:.6g} to {timed.end - rows.start:.6g} {unit}".strip()
     edge = ' stroke="white" stroke-width="0.6"' if width > 3 else ""
     parts = [

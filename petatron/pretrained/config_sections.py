@@ -27,7 +27,7 @@ def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[st
 
 
 def config_yaml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Serialises the sections as a config file; JSON values are YAML."""
+    """Serializes the sections as a config file; JSON values are YAML."""
     lines = []
     for section, values in sections.items():
         lines += [f"{section}:", *(f"  {name}: {json.dumps(value)}" for name, value in values.items())]

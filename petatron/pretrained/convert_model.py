@@ -259,7 +259,7 @@ class _ConversionWriter:
         dtype = str(_main_dtype(self._weights)).removeprefix("torch.")
         config = source.config_json or build_config_json(source.spec, dtype)
         config = {**strip_remote_code(config), "dtype": dtype, "torch_dtype": dtype}
-        config.pop("quantization_config", None)  # what was quantised is read dequantised
+        config.pop("quantization_config", None)  # what was quantized is read dequantized
         kept = {
             name: path
             for name, path in source.companion_files.items()

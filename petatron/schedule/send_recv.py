@@ -13,7 +13,7 @@ Only transfers of one time are one batch. A backend may complete a batch as a wh
 there for those that another rank has yet to compute.
 
 The simulation needs the computations of all ranks, and gives two numbers for each: when its output and its input gradient are
-produced. A rank's list follows from those of its own stages and their neighbours alone (`RankActions`), so a rank that executes a
+produced. A rank's list follows from those of its own stages and their neighbors alone (`RankActions`), so a rank that executes a
 schedule holds one list, as arrays, and nothing of the others.
 """
 
@@ -210,7 +210,7 @@ class UnitCostSimulation:
         return RankActions(kinds[by_time], stages[by_time], micro_batches[by_time], first)
 
     def _send_recv(self, rank: int) -> Iterator[_ActionArrays]:
-        """Yields the messages from and to a rank's stages, one part for each stage, neighbour and direction."""
+        """Yields the messages from and to a rank's stages, one part for each stage, neighbor and direction."""
         last = len(self._rank_of) - 1
         for stage in (stage for stage, owner in enumerate(self._rank_of) if owner == rank):
             for other, ends in ((stage - 1, self._previous_stage_send_recv), (stage + 1, self._next_stage_send_recv)):

@@ -119,7 +119,7 @@ def _find_overlapping_pair(boxes: Sequence[Box]) -> Box | None:
     """Returns some box that two of these have in common.
 
     Sweeps along the dimension with the most distinct starts, so that the usual splits (one cut dimension) compare only
-    neighbours and a thousand shards do not cost a million comparisons.
+    neighbors and a thousand shards do not cost a million comparisons.
     """
     if not boxes or not boxes[0].shape:
         return boxes[0] if len(boxes) > 1 else None

@@ -8,10 +8,10 @@ parts, and updated weights are gathered bucket by bucket. So buckets are padded 
 Where an update rule needs whole matrices (`GroupSpec.unit`), the parameters of a bucket are assigned to its shards, the largest first,
 each to the shard that has least; all shards are as long as the fullest. A bucket takes more parameters until little of it is
 padding. If that fails (few matrices for many ranks, or one stack of experts that is most of a bucket), it is sharded like any
-other, and the rank that orthogonalises a matrix receives the rest of it from the other owners (`optim/matrix_update.py`).
+other, and the rank that orthogonalizes a matrix receives the rest of it from the other owners (`optim/matrix_update.py`).
 
 Weights of FP8 GEMMs have separate buffers where state is sharded, and may be all-gathered in FP8 (`sharding/fp8_gather.py`). The
-owned part of such weights is then a separate tensor in the precision of the run, and the buffer that GEMMs read has dequantised
+owned part of such weights is then a separate tensor in the precision of the run, and the buffer that GEMMs read has dequantized
 values.
 """
 

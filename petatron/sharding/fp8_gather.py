@@ -1,7 +1,7 @@
-"""All-gathers weights in FP8: computes their scales, quantises what a rank sends and dequantises what it receives.
+"""All-gathers weights in FP8: computes their scales, quantizes what a rank sends and dequantizes what it receives.
 
 A rank owns flat shards of matrices that end anywhere, inside a row or a square. So the ranks first max-reduce the amax of
-each set of numbers with one scale, in one exchange for all weights; then each quantises what it owns, and FP8 values are
+each set of numbers with one scale, in one exchange for all weights; then each quantizes what it owns, and FP8 values are
 all-gathered. `kernels/fp8/param_gather.py` says why GEMMs get the same operands.
 """
 
@@ -76,19 +76,19 @@ def all_reduce_scales(
     return power_of_two_scale(amax, E4M3)
 
 
-def quantise_shard(shard: MatrixShard, scales: Tensor, out: Tensor, kernels: Fp8ParamGatherKernels) -> None:
-    """Quantises this rank's shard of a matrix."""
+def quantize_shard(shard: MatrixShard, scales: Tensor, out: Tensor, kernels: Fp8ParamGatherKernels) -> None:
+    """Quantizes this rank's shard of a matrix."""
     matrix = shard.matrix
-    kernels.quantise_shard(
+    kernels.quantize_shard(
         shard.values, matrix.scales_in(scales), out.view(E4M3), begin=shard.begin, columns=matrix.columns
     )
 
 
-def dequantise_shards(
+def dequantize_shards(
     matrix: ScaledMatrix, received: Tensor, scales: Tensor, out: Tensor, kernels: Fp8ParamGatherKernels
 ) -> None:
-    """Dequantises a matrix [shards, elements]."""
-    kernels.dequantise_shards(received.view(E4M3), matrix.scales_in(scales), out, columns=matrix.columns)
+    """Dequantizes a matrix [shards, elements]."""
+    kernels.dequantize_shards(received.view(E4M3), matrix.scales_in(scales), out, columns=matrix.columns)
 
 
 class BucketFp8Gather:
@@ -117,9 +117,9 @@ class BucketFp8Gather:
         """Starts the all-gather of a bucket; `out` is filled in `wait`. Padding is unchanged."""
         sent = torch.empty(owned.numel(), dtype=torch.uint8, device=owned.device)
         for at, part in self._owned_shards(index, owned):
-            quantise_shard(part, scales, sent[at : at + part.values.numel()], self._kernels)
+            quantize_shard(part, scales, sent[at : at + part.values.numel()], self._kernels)
         received = torch.empty(out.numel(), dtype=torch.uint8, device=out.device)
-        after = partial(self._dequantise, index, out, received, scales)
+        after = partial(self._dequantize, index, out, received, scales)
         return collectives.start_all_gather(received, sent, self._axis, on_complete=after)
 
     def _owned_shards(self, index: int, owned: Tensor) -> Iterable[tuple[int, MatrixShard]]:
@@ -130,7 +130,7 @@ class BucketFp8Gather:
             if low < high:
                 yield low - begin, MatrixShard(matrix, low - start, owned[low - begin : high - begin])
 
-    def _dequantise(self, index: int, out: Tensor, received: Tensor, scales: Tensor) -> None:
+    def _dequantize(self, index: int, out: Tensor, received: Tensor, scales: Tensor) -> None:
         for start, matrix in self._buckets[index]:
             there = slice(start, start + matrix.size)
-            dequantise_shards(matrix, received[there].view(1, -1), scales, out[there].view(1, -1), self._kernels)
+            dequantize_shards(matrix, received[there].view(1, -1), scales, out[there].view(1, -1), self._kernels)

@@ -25,7 +25,7 @@ class InterruptedEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedLosses:
-    """The means of an evaluation: what training minimises, each loss and each metric of the objective by name, and the first with other
+    """The means of an evaluation: what training minimizes, each loss and each metric of the objective by name, and the first with other
     weights of the run, by their title.
     """
 
@@ -77,11 +77,11 @@ def _evaluate_weights(
         total, counts = total + sums, counts + valid
     means = total / counts
     loss = model.total_loss(means[: len(objective.losses)])
-    minimised, *by_name = torch.cat([loss.reshape(1), means]).tolist()
+    minimized, *by_name = torch.cat([loss.reshape(1), means]).tolist()
     names = [spec.name for spec in (*objective.losses, *objective.metric_specs)]
     named = list(zip(names, by_name, strict=True))
     split = len(objective.losses)
-    return EvaluatedLosses(minimised, dict(named[:split]), dict(named[split:]))
+    return EvaluatedLosses(minimized, dict(named[:split]), dict(named[split:]))
 
 
 def evaluation_record(

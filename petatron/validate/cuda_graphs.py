@@ -1,7 +1,7 @@
 """What cannot be combined with `--cuda-graphs`: the one list of it.
 
 A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step, NCCL's among them. Inside it there is
-no device-to-host synchronisation, no communication by the host, and no host state that changes from step to step. What is before
+no device-to-host synchronization, no communication by the host, and no host state that changes from step to step. What is before
 or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
 With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is captured. Whether a config is
 valid does not depend on the machine that checks it, so `--device auto` is checked as CUDA. A CPU captures nothing: with `--device cpu`

@@ -47,7 +47,7 @@ def check_generation(
         fix = "Load the model without it; --pp may stay."
         problems.append(Problem("--num-virtual-stages-per-pipeline-rank", str(virtual_stages), rule, fix))
     if fp8_weights and fully_sharded:
-        rule = "quantises whole weights, and this model's are sharded over data-parallel ranks"
+        rule = "quantizes whole weights, and this model's are sharded over data-parallel ranks"
         problems.append(Problem("--fp8-weights", "", rule, "Load it without a --data-parallel-sharding-strategy."))
     problems += _speculation_problems(spec, layout, speculative_tokens)
     if problems:

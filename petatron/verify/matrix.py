@@ -69,7 +69,7 @@ _MULTIPLIER_FLAGS = (
     "--embedding-multiplier 1.7 --logits-scaling 1.5 --attention-in-multiplier 0.8 --key-multiplier 0.7 --attention-out-multiplier 0.9 "
     "--ssm-in-multiplier 1.2 --ssm-multipliers 0.7 0.8 1.3 0.6 1.1 --ssm-out-multiplier 0.5 --mlp-multipliers 0.75 0.65"
 )
-# Whole sequences, eight value heads and two taps: a document's first outputs are normalised products of a query and a key, however small
+# Whole sequences, eight value heads and two taps: a document's first outputs are normalized products of a query and a key, however small
 # these are, and strong decays have gradients near zero, so that with more of both the noise of float32 comes close to the tolerance
 # after 20 steps. `tests/parity/models/test_delta.py` has packed documents, and three and four taps.
 _DELTA_FLAGS = (

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from petatron.data.bpe.train_bpe import train_bpe
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation, quantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation, quantize
 from petatron.layers.ops.fp8_gemm import Fp8Recipe
-from petatron.layers.ops.fp8_scaling import Quantiser, StatelessScaling
+from petatron.layers.ops.fp8_scaling import Quantizer, StatelessScaling
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.quickstart.corpus import read_corpus, standard_library
@@ -133,19 +133,19 @@ def test_the_curve_is_that_of_bfloat16(recipe: str, capsys: pytest.CaptureFixtur
 def without_scale(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     """Gradients as they are in e4m3, whose smallest number is 2^-9: nearly all of them are lost."""
     scale = torch.ones(1, device=x_RC.device)
-    values = quantise(x_RC, scale, E4M3)
+    values = quantize(x_RC, scale, E4M3)
     return Fp8Matrix(Fp8Operand(values, scale, "tensorwise"), Fp8Operand(values.t().contiguous(), scale, "tensorwise"))
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Leaves the scales of gradients out from then on."""
-    sound = Fp8Recipe.quantiser
+    sound = Fp8Recipe.quantizer
 
-    def quantiser(recipe: Fp8Recipe, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
+    def quantizer(recipe: Fp8Recipe, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantizer:
         return StatelessScaling(without_scale, dtype) if dtype == E5M2 else sound(recipe, kernels, dtype)
 
-    return lambda: monkeypatch.setattr(Fp8Recipe, "quantiser", quantiser)
+    return lambda: monkeypatch.setattr(Fp8Recipe, "quantizer", quantizer)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ def weights_after(name: str, device: torch.device, dtype: torch.dtype, *, steps:
     optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single(device))
     for step in range(steps):
         fill_gradients(groups, step)
-        # The first two steps initialise libraries; from then on nothing may wait.
+        # The first two steps initialize libraries; from then on nothing may wait.
         torch.cuda.set_sync_debug_mode("error" if step > 1 and device.type == "cuda" else "default")
         try:
             optimizer.step()

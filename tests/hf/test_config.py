@@ -127,7 +127,7 @@ def test_mixtral_as_published():
 
 
 def test_qwen2_moe_as_published():
-    """Before layer_types and qkv_bias were written; the weights of the chosen experts are not normalised by default."""
+    """Before layer_types and qkv_bias were written; the weights of the chosen experts are not normalized by default."""
     values, experts = from_hf_config({**QWEN2_MOE, "sliding_window": 32768, "max_window_layers": 21})
     assert values["window_size"] is None and values["add_qkv_bias"] and values["ffn_hidden_size"] == 96
     assert experts["moe_router_pre_softmax"] and experts["moe_router_topk"] == 2

@@ -1,6 +1,6 @@
 """Tiny transformers models with random weights, one per thing the decoder must get right, and what they compute.
 
-Biases and norm weights are random too: as transformers initialises them (zeros and ones) a forgotten one would not show.
+Biases and norm weights are random too: as transformers initializes them (zeros and ones) a forgotten one would not show.
 """
 
 from __future__ import annotations

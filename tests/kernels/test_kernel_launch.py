@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.triton import kernel_launch
-from petatron.kernels.triton.kernel_launch import KernelLauncher, kernel_launcher, specialisation
+from petatron.kernels.triton.kernel_launch import KernelLauncher, kernel_launcher, specialization
 
 
 def _scale(x, y, rows, factor, WIDTH: tl.constexpr, ADD: tl.constexpr):  # compiled by nobody here
@@ -109,7 +109,7 @@ def test_kinds_of_numbers_are_those_that_triton_tells_apart():
     wide = [sign * 2**power + more for sign in (1, -1) for power in (31, 32, 40) for more in (-16, -1, 0, 1, 8, 16)]
     for number in (*range(-40, 130), *wide, -1.0, 0.0, 0.5, 1.0, 16.0):
         triton_s = native_specialize_impl(BaseBackend, number, False, True, True)
-        assert found.setdefault(specialisation(number), triton_s) == triton_s, number
+        assert found.setdefault(specialization(number), triton_s) == triton_s, number
     assert len(set(found.values())) == len(found) == 6
 
 

@@ -38,9 +38,9 @@ def test_norms_follow_their_formulas():
     rms, layer = RMSNorm(16, eps=1e-2), LayerNorm(16, eps=1e-2)
     rms.weight.data, layer.weight.data, layer.bias.data = weight, weight.clone(), bias
     torch.testing.assert_close(rms(x), x / (x.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt() * weight)
-    centred = x - x.mean(-1, keepdim=True)
+    centered = x - x.mean(-1, keepdim=True)
     torch.testing.assert_close(
-        layer(x), centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt() * weight + bias
+        layer(x), centered / (centered.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt() * weight + bias
     )
 
 

@@ -182,7 +182,7 @@ CALLED: dict[str, set[str]] = {
     },
     "paged attention": {"store_key_value", "decode_attention", "store_and_decode"},
     "paged latent attention": {"store_latents", "decode_latents"},
-    "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantise_weight"},
+    "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantize_weight"},
     "most likely id": {"most_likely"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
     "FP8 param gather": {field.name for field in dataclasses.fields(Fp8ParamGatherKernels)},

@@ -32,7 +32,7 @@ class _Instruction(NamedTuple):
 def unwritten_reads(disassembly: str) -> list[str]:
     """Returns the instructions of a kernel, as nvdisasm prints it, that read a uniform register which nothing before them wrote."""
     instructions, labels = _parse(disassembly)
-    assert instructions, "no instruction was recognised"
+    assert instructions, "no instruction was recognized"
     written: list[frozenset[int] | None] = [None] * len(instructions)
     written[0] = frozenset()
     waiting = [0]

@@ -64,7 +64,7 @@ def alone(distillation: str) -> dict[str, list[StepTrace]]:
         later("--tp 2 --pp 2 --sequence-parallel", 4),
     ],
 )
-def test_every_layout_minimises_the_same(
+def test_every_layout_minimizes_the_same(
     ranks: RankPool, alone: dict[str, list[StepTrace]], distillation: str, objective: str, layout: str, world_size: int
 ):
     flags = {"z-loss": Z_LOSS, "distillation": distillation}[objective]

@@ -296,7 +296,7 @@ def test_our_own_drawing_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
         with _progress_display(10):
             print("beside it", EVIL[:5], file=sys.stderr)
     drawn = terminal.getvalue()
-    assert "\x1b[" in drawn, "rich moves the cursor and colours its bar"
+    assert "\x1b[" in drawn, "rich moves the cursor and colors its bar"
 
 
 def test_the_live_view_is_drawn_and_foreign_words_in_it_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

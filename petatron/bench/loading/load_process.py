@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _PRELOADED = ["torch", "petatron.bench.loading.load_process", "petatron.checkpoint.manager"]
 SAME_LAYOUT_KEY = "one rank"
 LOADERS = ("torch.load + copy", "torch.load", "load", "torch.load + digest")
-"""Ours and torch.load are neighbours, in both orders."""
+"""Ours and torch.load are neighbors, in both orders."""
 COMPARED_LOADERS = LOADERS[1:3]
 """The two that every round has; the others are there for information."""
 

@@ -2,7 +2,7 @@
 
 State (weights, gradients, master weights, moments) is known by its addresses, which the parameter groups and the optimizer have.
 Activations are known from autograd's hook (`saved_tensors.py`). On CUDA the allocator's record (`memory_trace.py`) says what else is
-allocated at the peak, and which function allocated it: quantised weights, the logits of a chunk of the loss, a kernel's workspace.
+allocated at the peak, and which function allocated it: quantized weights, the logits of a chunk of the loss, a kernel's workspace.
 On a CPU there is no such record, and the snapshot is state and saved tensors.
 """
 

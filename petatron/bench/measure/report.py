@@ -23,7 +23,7 @@ from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
 
 # How far losses of the same model on the same tokens may be apart, as a share of the first loss, and over how many steps they
-# are compared. Not of the loss itself: tokens repeat, and what is left of the loss once they are memorised is noise.
+# are compared. Not of the loss itself: tokens repeat, and what is left of the loss once they are memorized is noise.
 _LOSS_TOLERANCE, _COMPARED_STEPS = 5e-3, 10
 
 

@@ -29,7 +29,7 @@ from petatron.bench.ops.qkv_split import qkv_split_cases
 from petatron.bench.ops.recurrent_decode import recurrent_decode_cases
 from petatron.bench.ops.scan import scan_cases
 from petatron.kernels import activation, norm
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantize
 from petatron.kernels.matmul import matmul
 from petatron.kernels.vocab_parallel_cross_entropy import (
     GradRequest,
@@ -268,7 +268,7 @@ def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> 
             label=f"FP8 cast both ways {name}, {shape.name}",
             implementations=ways,
             call=cast,
-            checked_call=lambda k, cast=cast: _dequantised(cast(k)),
+            checked_call=lambda k, cast=cast: _dequantized(cast(k)),
             reference=lambda: (x[:few].double(), x[:, :few].double().t()),
             moved_bytes=each * x.numel(),
             tolerance=0.05,  # three mantissa bits
@@ -276,8 +276,8 @@ def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> 
     yield from _fp8_gemm_cases(context, shape, next(iter(ways.values())), x)
 
 
-def _dequantised(cast: Fp8Matrix) -> Outputs:
-    return dequantise(cast.rows), dequantise(cast.columns)
+def _dequantized(cast: Fp8Matrix) -> Outputs:
+    return dequantize(cast.rows), dequantize(cast.columns)
 
 
 def _fp8_gemm_cases(
@@ -312,7 +312,7 @@ def _fp8_gemm_cases(
                 label=f"FP8 GEMM by {recipe}{name}, {shape.name}",
                 implementations={"FP8": run, "half-precision GEMM": plain[number]},
                 call=lambda run: (run(),),
-                reference=lambda a=a, b=b: (dequantise(a)[:few].double() @ dequantise(b).double().t(),),
+                reference=lambda a=a, b=b: (dequantize(a)[:few].double() @ dequantize(b).double().t(),),
                 flops=2 * shape.num_tokens * weight.numel(),
                 tolerance=2e-2 if number == 0 else None,  # fast accumulation has fewer bits
             )

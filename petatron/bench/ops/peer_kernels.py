@@ -109,7 +109,7 @@ class MambaSsmScan(_Recurrence):
 
 
 class FlaDeltaRule(_Recurrence):
-    """A gated delta rule of flash-linear-attention, which normalises queries and keys itself and chooses its chunks."""
+    """A gated delta rule of flash-linear-attention, which normalizes queries and keys itself and chooses its chunks."""
 
     def __init__(self, source: PeerSource, *, module: str, function: str) -> None:
         super().__init__()

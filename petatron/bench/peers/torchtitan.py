@@ -121,7 +121,7 @@ def _unsupported_features(spec: BenchSpec) -> list[str]:
         "mixture of experts in its Llama": spec.run.moe.num_experts is not None,
         "layers of a hybrid": model.hybrid_layer_pattern is not None,
         "latent attention": model.multi_latent_attention,
-        "normalised query and key heads": model.qk_layernorm,
+        "normalized query and key heads": model.qk_layernorm,
         "head that shares the embedding": not model.untie_embeddings_and_output_weights,
         "head width other than hidden size / heads": model.kv_channels != model.hidden_size // max(heads, 1),
         "biases": model.add_bias_linear or model.add_qkv_bias,

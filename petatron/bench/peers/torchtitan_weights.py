@@ -1,6 +1,6 @@
 """Our initial weights under torchtitan's names.
 
-Its rope pairs neighbouring channels where ours pairs halves of a head, so rows of queries and keys are permuted. From 0.3 on, queries,
+Its rope pairs neighboring channels where ours pairs halves of a head, so rows of queries and keys are permuted. From 0.3 on, queries,
 keys and values are one weight, in which each group of query heads is followed by its key head and its value head.
 """
 
@@ -52,14 +52,12 @@ def _values(name: str, spec: BenchSpec, weights: InitialWeights) -> Tensor:
     if rest == _FUSED:
         q, k, v = (weights[_NAMES[f"attention.w{part}.weight"].format(layer)] for part in "qkv")
         groups = spec.run.model.num_query_groups
-        heads = [
-            part.unflatten(0, (groups, -1)) for part in (_pair_neighbours(q, width), _pair_neighbours(k, width), v)
-        ]
+        heads = [part.unflatten(0, (groups, -1)) for part in (_pair_neighbors(q, width), _pair_neighbors(k, width), v)]
         return torch.cat(heads, dim=1).flatten(0, 1)
     values = weights[_NAMES[rest].format(layer)]
-    return _pair_neighbours(values, width) if rest in ("attention.wq.weight", "attention.wk.weight") else values
+    return _pair_neighbors(values, width) if rest in ("attention.wq.weight", "attention.wk.weight") else values
 
 
-def _pair_neighbours(weight: Tensor, head_dim: int) -> Tensor:
+def _pair_neighbors(weight: Tensor, head_dim: int) -> Tensor:
     """Puts rows that are half a head apart beside each other."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)

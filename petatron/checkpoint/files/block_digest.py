@@ -1,7 +1,7 @@
 """Digests of file blocks: folded CRC-32s to find damage, or SHA-256 where a signature covers a checkpoint.
 
 Loading is bound by the CPU where other processes want it too, and a CRC-32 alone (about 2 GB/s of a core) takes longer than reading
-from the page cache (about 12). So a block is folded first, which is an exclusive or that vectorises (about 15 GB/s): byte i of a fold
+from the page cache (about 12). So a block is folded first, which is an exclusive or that vectorizes (about 15 GB/s): byte i of a fold
 of period p is
 
     b[i] ^ b[i + p] ^ b[i + 2 p] ^ ...

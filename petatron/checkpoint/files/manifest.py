@@ -40,7 +40,7 @@ class UnknownVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BlockScale:
-    """Where the scales of a quantised matrix are: one per block of so many rows and columns. No checkpoint of ours has some.
+    """Where the scales of a quantized matrix are: one per block of so many rows and columns. No checkpoint of ours has some.
 
     mxfp4: elements have four bits, two in a byte, and a block is columns of one row.
     """
@@ -56,7 +56,7 @@ class StoredBox:
     """A box of a logical tensor, stored from `start_in_entry` on in the entry `entry_name` of a file.
 
     Leading dimensions of size 1 that the entry does not have are dropped; `transposed`: the entry has its two dimensions swapped.
-    `scale`: of an entry that another program quantised. `interleaved`: see `entry_layout.py`.
+    `scale`: of an entry that another program quantized. `interleaved`: see `entry_layout.py`.
     """
 
     file: str
@@ -126,7 +126,7 @@ def merge_tables(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
 def manifest_to_json(
     step: int, *, layout: str, facts: Mapping[str, Any], tables: Sequence[TableFile], version: int = VERSION
 ) -> str:
-    """Serialises manifest.json."""
+    """Serializes manifest.json."""
     body = {
         "format": _FORMAT,
         "version": version,
@@ -184,7 +184,7 @@ def manifest_from_json(text: str | bytes) -> Manifest:
 
 
 def table_to_json(table: RankTable) -> bytes:
-    """Serialises a rank's table."""
+    """Serializes a rank's table."""
     body = {
         "format": _TABLE_FORMAT,
         "version": VERSION,
@@ -265,7 +265,7 @@ def _file_from_json(name: str, value: Any) -> StoredFile:
 
 
 def box_to_json(stored: StoredBox) -> list[Any]:
-    """Serialises file, entry, start, shape, start in the entry, whether it is transposed there, and, of few boxes, more."""
+    """Serializes file, entry, start, shape, start in the entry, whether it is transposed there, and, of few boxes, more."""
     scale = stored.scale
     more: list[Any] = [] if scale is None else [(scale.file, scale.entry_name, scale.block, scale.mxfp4)]
     if stored.interleaved or more:

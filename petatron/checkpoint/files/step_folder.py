@@ -157,7 +157,7 @@ def publish_step(
 def check_visible(folder: Path, step: int, table: TableFile) -> None:
     """Checks that another rank's files are visible here too; a network file system may need a moment for that.
 
-    Every rank looks for the files of the next one. If ranks write to different disks, some rank's neighbour is on another one.
+    Every rank looks for the files of the next one. If ranks write to different disks, some rank's neighbor is on another one.
     """
     draft = folder / f"{step_name(step)}.tmp"
     give_up_at = time.monotonic() + _VISIBILITY_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Summarises what a checkpoint contains, from its manifest and tables alone: tensors, files, progress and configuration."""
+"""Summarizes what a checkpoint contains, from its manifest and tables alone: tensors, files, progress and configuration."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CheckpointSummary:
 
 
 def summarize_checkpoint(source: Path) -> CheckpointSummary:
-    """Summarises a manifest and its tables; no other file is opened."""
+    """Summarizes a manifest and its tables; no other file is opened."""
     manifest = step_folder.read_manifest(source)
     return CheckpointSummary(
         source=source,

@@ -167,7 +167,7 @@ def _read_file(
 ) -> None:
     slots = read_checked_header(path, expected)
     targets = [_target(path, read, slots) for read in reads]
-    # Bytes of four-bit elements are read apart, and dequantised once all are there.
+    # Bytes of four-bit elements are read apart, and dequantized once all are there.
     packed = {
         number: PackedRead.of(read.stored.scale, target.info, target.box, target.target)
         for number, (read, target) in enumerate(zip(reads, targets, strict=True))
@@ -192,7 +192,7 @@ def _read_file(
         raise damaged_error(path, f"cannot be read: {error.strerror or error}") from error
     for number, (read, fill) in enumerate(zip(reads, fills, strict=True)):
         if number in packed:
-            packed.pop(number).dequantise(path.parent)
+            packed.pop(number).dequantize(path.parent)
         elif read.stored.scale is not None:
             scale = read_scale(path.parent, read.stored.scale)
             apply_scale(fill.target, fill.box, scale, read.stored.scale.block)

@@ -9,7 +9,7 @@ elements share a byte, the first in its low half, so a tensor [..., columns] is 
 [..., columns / 32] (OCP Microscaling Formats, version 1.0). Every product is a number of bfloat16, so nothing is rounded.
 
 The blocks are along the input of a linear layer: experts are stored [expert, out, in] here, and [expert, in, out] where the same
-family is not quantised.
+family is not quantized.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def unpacked_shape(shape: Shape) -> Shape:
     return (*shape[:-2], shape[-2] * BLOCK) if len(shape) > 2 and shape[-1] == _BYTES else shape
 
 
-def dequantise(packed: Tensor, exponents: Tensor) -> Tensor:
+def dequantize(packed: Tensor, exponents: Tensor) -> Tensor:
     """Returns the elements of bytes [..., blocks, 16] with the exponents [..., blocks] of their blocks, in float32.
 
-    >>> dequantise(torch.tensor([[0xA1] * 16], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8))[:2].tolist()
+    >>> dequantize(torch.tensor([[0xA1] * 16], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8))[:2].tolist()
     [1.0, -2.0]
     """
     numbers = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)], device=packed.device)
@@ -117,13 +117,13 @@ class PackedRead:
         start, shape = (*box.start[:-1], first, 0), (*box.shape[:-1], last - first, _BYTES)
         return cls(scale, held, Box(start, shape), torch.empty(shape, dtype=torch.uint8), box, target)
 
-    def dequantise(self, source: Path) -> None:
+    def dequantize(self, source: Path) -> None:
         """Writes the elements, one expert after the other: in float32 they take eight times the bytes."""
         exponents = self._read_exponents(source / self.scale.file)
         skipped = self.elements.start[-1] - self.box.start[-2] * BLOCK
         columns = slice(skipped, skipped + self.elements.shape[-1])
         for values, powers, target in zip(self.values, exponents, self.target, strict=True):
-            target.copy_(dequantise(values, powers)[..., columns])
+            target.copy_(dequantize(values, powers)[..., columns])
 
     def _read_exponents(self, path: Path) -> Tensor:
         """Reads the scales of the experts of the box, of which they are contiguous, and selects those of the box."""

@@ -124,7 +124,7 @@ class RankReader:
 
 
 def _manifest_to_message(manifest: Manifest) -> dict[str, Any]:
-    """Serialises what every rank needs of a manifest as JSON values: all but the tensors."""
+    """Serializes what every rank needs of a manifest as JSON values: all but the tensors."""
     return {
         "step": manifest.step,
         "layout": manifest.layout,

@@ -26,7 +26,7 @@ _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
 _SAMPLING = SamplingParams()
 _ENGINE = EngineOptions()
 FP8_WEIGHTS_HELP = (
-    "quantise the weights of layers to FP8: half the bytes to read for a new token, and less memory; prompts are slower"
+    "quantize the weights of layers to FP8: half the bytes to read for a new token, and less memory; prompts are slower"
 )
 SPECULATIVE_HELP = "tokens drafted by multi-token prediction and verified in one step; answers stay the same"
 GENERATION_CONFIGS = ("auto", "off")

@@ -1,4 +1,4 @@
-"""`petatron data fetch`: downloads a public dataset as JSON lines, its licence shown first, and says what to do next."""
+"""`petatron data fetch`: downloads a public dataset as JSON lines, its license shown first, and says what to do next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.description = "Download a dataset of the Hugging Face hub and convert it to JSON lines (extra: fetch)."
     add("dataset", nargs="?", metavar="DATASET", help="a name of --list, or OWNER/NAME together with --files")
-    add("--list", action="store_true", help="list the known datasets, with licence and size")
+    add("--list", action="store_true", help="list the known datasets, with license and size")
     add("--output", metavar="DIR", help="folder for the shards and SOURCE.json; again into the same one resumes")
     add("--files", nargs="+", default=[], metavar="GLOB", help="files of OWNER/NAME: parquet, JSON lines or text")
     add("--text-key", metavar="KEY", help="column or key that holds the text (default: text)")
@@ -84,7 +84,7 @@ def _print_known() -> None:
     for name, known in KNOWN_DATASETS.items():
         print(f"{name:<19} {known.download:>7}  {', '.join(known.splits)}")
         print(f"{'':<4}{known.summary}")
-        print(f"{'':<4}{known.repository}, licence {known.licence}")
+        print(f"{'':<4}{known.repository}, license {known.license}")
     print("Any other: petatron data fetch OWNER/NAME --files 'data/*.parquet' --text-key text --output DIR")
 
 
@@ -93,7 +93,7 @@ def _print_plan(plan: FetchPlan) -> None:
     revision = f" at {plan.dataset.revision}" if plan.dataset.revision else ""
     print(f"{plan.dataset.repository}{revision}")
     print(f"source     {plan.dataset.page}")
-    print(f"licence    {plan.dataset.licence or 'not stated in the dataset card: ask its owner before you use it'}")
+    print(f"license    {plan.dataset.license or 'not stated in the dataset card: ask its owner before you use it'}")
     for split, names in plan.files.items():
         size = _size_text(sum(plan.sizes.get(name, 0) for name in names))
         print(f"{split:<10} {count_with_noun(len(names), 'file')}, {size}")
@@ -132,7 +132,7 @@ def _print_result(plan: FetchPlan, record: SourceRecord) -> None:
         print(f"{split}: {amount} in {count_with_noun(len(shards), 'shard')}")
         if skipped := describe_skipped(shards):
             print(f"  {skipped}")
-    print(f"{plan.folder / RECORD_FILE} records source, licence and counts.\n\nnext:")
+    print(f"{plan.folder / RECORD_FILE} records source, license and counts.\n\nnext:")
     for command in next_commands(str(plan.folder), list(plan.files)):
         print(f"  {command}")
 

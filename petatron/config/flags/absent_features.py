@@ -1,6 +1,6 @@
 """What users ask for by flags and this version does not have, with what exists instead.
 
-Adapters, conversations, preferences and quantised training have no flag here whose name could be close: without this table the closest
+Adapters, conversations, preferences and quantized training have no flag here whose name could be close: without this table the closest
 spelling would be suggested (`--etp` for `--peft`). The tables of Megatron's flags refuse features too; where something else exists
 for one of these, `ALTERNATIVES` says it.
 """
@@ -15,7 +15,7 @@ CONVERSATIONS = "fine-tuning on conversations"
 REINFORCEMENT = "reinforcement learning"
 _ADAPTERS = "low-rank adapters (LoRA) and other adapters of PEFT"
 _PREFERENCES = "training on preferences (DPO and the like)"
-_QUANTISED = "training with quantised weights"
+_QUANTIZED = "training with quantized weights"
 SAVED_FORMAT = "saving in another format while training"
 ZARR_FORMAT = "Megatron's zarr checkpoints"
 
@@ -27,7 +27,7 @@ ALTERNATIVES: Mapping[str, str] = {
     CONVERSATIONS: f"Leave it out: {_FULL_FINE_TUNING} on text of `petatron data preprocess`, with the loss on every token; {_OWN_LOOP}",
     _PREFERENCES: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
     REINFORCEMENT: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
-    _QUANTISED: "Leave it out: --bf16 --fp8-format hybrid computes in FP8, and --data-parallel-sharding-strategy optim_grads_params or "
+    _QUANTIZED: "Leave it out: --bf16 --fp8-format hybrid computes in FP8, and --data-parallel-sharding-strategy optim_grads_params or "
     "--optimizer-cpu-offload saves memory",
     SAVED_FORMAT: "Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) "
     "writes another; with --to petatron it reads what Megatron saved",
@@ -57,7 +57,7 @@ _ABSENT = (
     ),
     _AbsentFeature(_PREFERENCES, _flags_with("dpo", "orpo", "kto", "simpo", "preference", "ref-model", "reference-model")),
     _AbsentFeature(REINFORCEMENT, _flags_with("ppo", "grpo", "rlhf", "rl", "reward-model", "reward-funcs?", "rollout")),
-    _AbsentFeature(_QUANTISED, _flags_with("load-in-4bit", "load-in-8bit", "bnb", "quantization", "nf4")),
+    _AbsentFeature(_QUANTIZED, _flags_with("load-in-4bit", "load-in-8bit", "bnb", "quantization", "nf4")),
 )  # fmt: skip
 
 

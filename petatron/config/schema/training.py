@@ -152,7 +152,7 @@ class RawTrainConfig:
     a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
     cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
     objective: str | None = None
-    """What to minimise: `next-token` (also if unset: the losses of the model), or a name under which an imported module registered an
+    """What to minimize: `next-token` (also if unset: the losses of the model), or a name under which an imported module registered an
     objective."""
     objective_settings: tuple[str, ...] = ()
     """Settings of `--objective`: NAME=VALUE, several."""

@@ -37,7 +37,7 @@ class HubDataset:
 
     repository: str
     revision: str | None
-    licence: str | None
+    license: str | None
     page: str
     files: tuple[str, ...]
 
@@ -81,7 +81,7 @@ class FolderHub:
         self._folder = folder
 
     def describe(self, repository: str, revision: str | None) -> HubDataset:
-        """Lists the files and reads the licence in README.md."""
+        """Lists the files and reads the license in README.md."""
         check_repository_name(repository)
         folder = self._folder / repository
         if revision is not None:
@@ -97,7 +97,7 @@ class FolderHub:
             raise DataError(
                 f"{folder} has files whose names are not UTF-8: {abbreviate_names(strange)}. Rename them; a dataset of the hub has none."
             )
-        return HubDataset(repository, None, _card_licence(folder), str(folder), names)
+        return HubDataset(repository, None, _card_license(folder), str(folder), names)
 
     def file_sizes(self, dataset: HubDataset, names: Sequence[str]) -> dict[str, int]:
         return {name: self.local_path(dataset, name).stat().st_size for name in names}
@@ -127,8 +127,8 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def _card_licence(folder: Path) -> str | None:
-    """The licence of a dataset card's YAML head."""
+def _card_license(folder: Path) -> str | None:
+    """The license of a dataset card's YAML head."""
     if not os.path.lexists(folder / "README.md"):
         return None
     card = _file_of(folder, "README.md")
@@ -139,13 +139,13 @@ def _card_licence(folder: Path) -> str | None:
             r"---\r?\n(.*?)^---", read_limited_bytes(card, _MAX_CARD_BYTES).decode(), re.DOTALL | re.MULTILINE
         )
         settings = yaml.load(head[1], limited_loader()) if head else None
-    return licence_text(settings.get("license")) if isinstance(settings, dict) else None
+    return license_text(settings.get("license")) if isinstance(settings, dict) else None
 
 
-def licence_text(found: object) -> str | None:
-    """A card has one licence or a list of them.
+def license_text(found: object) -> str | None:
+    """A card has one license or a list of them.
 
-    >>> licence_text("odc-by"), licence_text(["cc-by-sa-3.0", "gfdl"]), licence_text(None)
+    >>> license_text("odc-by"), license_text(["cc-by-sa-3.0", "gfdl"]), license_text(None)
     ('odc-by', 'cc-by-sa-3.0, gfdl', None)
     """
     names = [found] if isinstance(found, str) else found if isinstance(found, list | tuple) else []
@@ -168,7 +168,7 @@ class HuggingFaceHub:
             found = api.dataset_info(repository, revision=revision)
         card = found.card_data
         names = tuple(sorted(sibling.rfilename for sibling in found.siblings or ()))
-        return HubDataset(repository, found.sha, licence_text(card.get("license") if card else None), page, names)
+        return HubDataset(repository, found.sha, license_text(card.get("license") if card else None), page, names)
 
     def file_sizes(self, dataset: HubDataset, names: Sequence[str]) -> dict[str, int]:
         api = self._library.HfApi(endpoint=self._endpoint)

@@ -1,6 +1,6 @@
 """Public datasets that `petatron data fetch` knows by a short name: one table of facts.
 
-A licence is repeated here only for the list; what a fetch shows and records is the dataset card's own.
+A license is repeated here only for the list; what a fetch shows and records is the dataset card's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class KnownDataset:
 
     repository: str
     splits: Mapping[str, tuple[str, ...]]
-    licence: str
+    license: str
     download: str
     summary: str
     text_key: str = "text"
@@ -31,7 +31,7 @@ def _wikitext(config: str, download: str, summary: str) -> KnownDataset:
     return KnownDataset(
         repository="Salesforce/wikitext",
         splits=splits,
-        licence="cc-by-sa-3.0, gfdl",
+        license="cc-by-sa-3.0, gfdl",
         download=download,
         summary=summary,
         join="articles",
@@ -46,42 +46,42 @@ KNOWN_DATASETS: Mapping[str, KnownDataset] = {
     "tinystories": KnownDataset(
         repository="roneneldan/TinyStories",
         splits={"train": ("data/train-*.parquet",), "validation": ("data/validation-*.parquet",)},
-        licence="cdla-sharing-1.0",
+        license="cdla-sharing-1.0",
         download="1 GB",
         summary="2.1 million short synthetic stories in simple English; models of a few million parameters learn them",
     ),
     "fineweb-edu-sample": KnownDataset(
         repository="HuggingFaceFW/fineweb-edu",
         splits={"train": ("sample/10BT/*.parquet",)},
-        licence="odc-by",
+        license="odc-by",
         download="28 GB",
         summary="educational web pages, a sample of 10 billion tokens",
     ),
     "fineweb-sample": KnownDataset(
         repository="HuggingFaceFW/fineweb",
         splits={"train": ("sample/10BT/*.parquet",)},
-        licence="odc-by",
+        license="odc-by",
         download="30 GB",
         summary="filtered web pages, a sample of 10 billion tokens",
     ),
     "wikipedia-simple": KnownDataset(
         repository="wikimedia/wikipedia",
         splits={"train": ("20231101.simple/*.parquet",)},
-        licence="cc-by-sa-3.0, gfdl",
+        license="cc-by-sa-3.0, gfdl",
         download="0.2 GB",
         summary="Wikipedia in simple English, November 2023",
     ),
     "wikipedia-en": KnownDataset(
         repository="wikimedia/wikipedia",
         splits={"train": ("20231101.en/*.parquet",)},
-        licence="cc-by-sa-3.0, gfdl",
+        license="cc-by-sa-3.0, gfdl",
         download="12 GB",
         summary="English Wikipedia, November 2023",
     ),
     "c4-en": KnownDataset(
         repository="allenai/c4",
         splits={"train": ("en/c4-train.*.json.gz",), "validation": ("en/c4-validation.*.json.gz",)},
-        licence="odc-by",
+        license="odc-by",
         download="305 GB",
         summary="web pages of April 2019, cleaned; give --max-documents or --max-bytes",
     ),

@@ -78,7 +78,7 @@ def plan_fetch(options: FetchOptions) -> FetchPlan:
         text_key=options.text_key or known.text_key,
         join=options.join or ("file" if text_files else known.join),
         files={**(before.files if before else {}), **globs},
-        licence=dataset.licence,
+        license=dataset.license,
         page=dataset.page,
         max_documents=options.max_documents,
         max_bytes=options.max_bytes,
@@ -110,7 +110,7 @@ def _known(options: FetchOptions) -> KnownDataset:
         )
     elif known is None:
         known = KnownDataset(
-            repository=options.dataset, splits={"train": options.files}, licence="", download="", summary=""
+            repository=options.dataset, splits={"train": options.files}, license="", download="", summary=""
         )
     elif options.files:
         problems.append(f"--files is for OWNER/NAME: fetch {known.repository} --files ... instead of {options.dataset}")

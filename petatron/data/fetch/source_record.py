@@ -1,4 +1,4 @@
-"""SOURCE.json: where the shards of a folder come from, under which licence, and which of them are complete.
+"""SOURCE.json: where the shards of a folder come from, under which license, and which of them are complete.
 
 It is written before the first download and after every shard, so that an interrupted fetch goes on with the same revision and makes no
 complete shard again.
@@ -48,7 +48,7 @@ class SourceRecord:
     text_key: str
     join: str
     files: Mapping[str, tuple[str, ...]]
-    licence: str | None
+    license: str | None
     page: str
     max_documents: int | None
     max_bytes: int | None
@@ -68,6 +68,7 @@ def read_record(folder: Path) -> SourceRecord | None:
         content = read_limited_json(path, _MAX_BYTES)
         if content.pop("format") != _FORMAT:
             raise ValueError("it has another format")
+        content["license"] = content.pop("licence", None) or content.get("license")  # older records spell it so
         content["shards"] = {
             split: tuple(_shard(shard) for shard in shards) for split, shards in content["shards"].items()
         }

@@ -180,7 +180,7 @@ class _OneMicroBatch:
         return [counts[key] for key in keys]
 
     def _is_between_equals(self, index: int) -> bool:
-        """Whether a layer's neighbours on both sides are such layers too: the peak is at an end of the row."""
+        """Whether a layer's neighbors on both sides are such layers too: the peak is at an end of the row."""
         kinds = {
             (self._layers[at], self._plan.modules[at], self._saved[at], at in self._offloaded)
             for at in range(index - 1, index + 2)

@@ -11,7 +11,7 @@ _RIGHT = (0x08, 0x10, 0x20, 0x80)
 
 
 class BrailleCanvas:
-    """`width` x `height` characters of dots; the last colour drawn in a cell is the cell's."""
+    """`width` x `height` characters of dots; the last color drawn in a cell is the cell's."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
@@ -28,7 +28,7 @@ class BrailleCanvas:
         before = None
         for column, row in enumerate(rows):
             step = 1 if before is None or row >= before else -1
-            # From the neighbour's dot (not repeated) to this one, so that a jump is a vertical stroke.
+            # From the neighbor's dot (not repeated) to this one, so that a jump is a vertical stroke.
             for dot in range(before + step, row + step, step) if before not in (None, row) else (row,):
                 self.dot(column, dot, color)
             before = row
@@ -41,7 +41,7 @@ class BrailleCanvas:
             self.dot(column, row, color)
 
     def color(self, row: int, column: int) -> int | None:
-        """Returns the colour of a cell; None for an empty one."""
+        """Returns the color of a cell; None for an empty one."""
         return self._colors.get((row, column))
 
     def rows(self) -> list[str]:

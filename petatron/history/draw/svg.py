@@ -1,4 +1,4 @@
-"""Plots as SVG: one figure of all panels as a file, or single panels whose colours a page's style sheet gives."""
+"""Plots as SVG: one figure of all panels as a file, or single panels whose colors a page's style sheet gives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHAPE_STYLE = (
 
 
 def panel_style(theme: Theme, scope: str = "") -> str:
-    """Returns the rules that colour panels; `scope` precedes each selector."""
+    """Returns the rules that color panels; `scope` precedes each selector."""
     text = f"{scope}.pt text{{fill:{theme.text}}}{scope}.pt .dim{{fill:{theme.muted}}}"
     text += f"{scope}.pt .grid{{stroke:{theme.grid}}}{scope}.pt .axis{{stroke:{theme.muted}}}"
     text += f"{scope}.pt .lost{{stroke:{theme.alarm}}}"

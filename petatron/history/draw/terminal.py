@@ -1,4 +1,4 @@
-"""Plots in a terminal: braille curves with colours where rich is installed, and one letter per run where there are no colours."""
+"""Plots in a terminal: braille curves with colors where rich is installed, and one letter per run where there are no colors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _plain_text(lines: Sequence[Line]) -> str:
 
 
 def can_color(stream: TextIO) -> bool:
-    """Whether rich is installed and would use colours on this stream."""
+    """Whether rich is installed and would use colors on this stream."""
     try:
         from rich.console import Console
     except ImportError:

@@ -1,4 +1,4 @@
-"""Colours of light and dark drawings. Runs have the colours of Okabe and Ito's palette, which colour-blind readers can tell apart."""
+"""Colors of light and dark drawings. Runs have the colors of Okabe and Ito's palette, which color-blind readers can tell apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours of the page, its text, and the runs in their order."""
+    """Colors of the page, its text, and the runs in their order."""
 
     page: str
     text: str

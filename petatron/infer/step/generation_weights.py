@@ -2,10 +2,10 @@
 
 On a CPU the GEMMs of layers and output head may make such copies (`host_gemm.py`), where all of them fit a quarter of its memory.
 
-In FP8 a weight of a layer's large GEMMs, or of the output head, is quantised to e4m3 once, with a scale per output row, and on a GPU the
+In FP8 a weight of a layer's large GEMMs, or of the output head, is quantized to e4m3 once, with a scale per output row, and on a GPU the
 memory of the original is given back: a decode step is the reading of all weights, and they are half as many bytes. Embeddings, norms,
-experts and the absorbed up-projections of latent attention stay as they are; a head that is tied to the embedding is quantised as a
-copy. `release` leaves the model with the dequantised weights, in its own precision.
+experts and the absorbed up-projections of latent attention stay as they are; a head that is tied to the embedding is quantized as a
+copy. `release` leaves the model with the dequantized weights, in its own precision.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GenerationWeights:
         choice = choose_kernel("GEMM of few rows", context)
         self._replaced: list[tuple[Linear, LinearOp]] = []
         self._heads: list[OutputHead] = []
-        self._quantised: list[tuple[nn.Parameter, Tensor, Fp8Weight]] = []
+        self._quantized: list[tuple[nn.Parameter, Tensor, Fp8Weight]] = []
         self._kernels: FewRowsGemmKernels = choice.functions
         self._moved: list[tuple[nn.Parameter, Tensor]] = []
         self._freed: list[tuple[Tensor, int]] = []
@@ -92,20 +92,20 @@ class GenerationWeights:
         counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=model.mesh.device)
         cast = choose_kernel("FP8 casts and GEMMs", context).functions.cast_rowwise_operand
         for module in _large_linears(model):
-            quantised = self._quantise(module.weight, cast) if fp8 else None
-            if quantised is None and gemm_of(module) is not PLAIN_GEMM:
+            quantized = self._quantize(module.weight, cast) if fp8 else None
+            if quantized is None and gemm_of(module) is not PLAIN_GEMM:
                 continue
             self._replaced.append((module, module.linear_op))
-            set_gemm(module, GenerationGemm(self._kernels, counters, quantised))
+            set_gemm(module, GenerationGemm(self._kernels, counters, quantized))
         if fp8:
             for head, weight in _output_heads(model):
-                quantised = self._quantise(weight, cast, keeps_original=head.weight is None)
-                head.logits_gemm = GenerationGemm(self._kernels, counters, quantised).product
+                quantized = self._quantize(weight, cast, keeps_original=head.weight is None)
+                head.logits_gemm = GenerationGemm(self._kernels, counters, quantized).product
                 self._heads.append(head)
             self._free_originals(model)
             _log.info(
-                "%d weights of this rank are in FP8; GEMMs of more than %d rows, as prompts have, dequantise them first; %s",
-                len(self._quantised),
+                "%d weights of this rank are in FP8; GEMMs of more than %d rows, as prompts have, dequantize them first; %s",
+                len(self._quantized),
                 self._kernels.MAX_FP8_ROWS,
                 choice,
             )
@@ -116,7 +116,7 @@ class GenerationWeights:
         self._fp8_gemms.end_step()
 
     def release(self) -> None:
-        """Gives the model its GEMMs back, and the dequantised weights."""
+        """Gives the model its GEMMs back, and the dequantized weights."""
         self.forget_copies()
         for module, linear_op in self._replaced:
             module.linear_op = linear_op
@@ -125,11 +125,11 @@ class GenerationWeights:
         for buffer, size in self._freed:
             buffer.untyped_storage().resize_(size)
             buffer.zero_()
-        for param, original, quantised in self._quantised:
-            param.data = original.copy_(self._kernels.dequantise_weight(quantised, original.dtype))
+        for param, original, quantized in self._quantized:
+            param.data = original.copy_(self._kernels.dequantize_weight(quantized, original.dtype))
         for param, original in self._moved:
             param.data = original.copy_(param.data)
-        self._replaced, self._heads, self._quantised, self._moved, self._freed = [], [], [], [], []
+        self._replaced, self._heads, self._quantized, self._moved, self._freed = [], [], [], [], []
         self.host_gemms = HostGemms()
 
     def _copy_weights(self, model: ParallelModel) -> None:
@@ -152,21 +152,21 @@ class GenerationWeights:
             head.logits_gemm = self.host_gemms.new().product
             self._heads.append(head)
 
-    def _quantise(self, weight: nn.Parameter, cast: CastRows, *, keeps_original: bool = False) -> Fp8Weight:
+    def _quantize(self, weight: nn.Parameter, cast: CastRows, *, keeps_original: bool = False) -> Fp8Weight:
         packed = self._kernels.pack_fp8(cast(weight.detach(), E4M3), weight.dtype)
         if not keeps_original:
-            self._quantised.append((weight, weight.data, packed))
+            self._quantized.append((weight, weight.data, packed))
         return packed
 
     def _free_originals(self, model: ParallelModel) -> None:
-        """Frees the buffers of quantised weights; other parameters in them get memory of their own.
+        """Frees the buffers of quantized weights; other parameters in them get memory of their own.
 
         Host memory that NumPy has seen (a checkpoint was read into it) cannot be given back, and is kept.
         """
-        originals = [original for _, original, _ in self._quantised if original.untyped_storage().resizable()]
+        originals = [original for _, original, _ in self._quantized if original.untyped_storage().resizable()]
         buffers = {original.untyped_storage().data_ptr(): original for original in originals}
-        quantised = {param for param, _, _ in self._quantised}
-        params = {param for stage in model.stages.values() for param in stage.parameters()} - quantised
+        quantized = {param for param, _, _ in self._quantized}
+        params = {param for stage in model.stages.values() for param in stage.parameters()} - quantized
         for param in params:
             if param.data.untyped_storage().data_ptr() in buffers:
                 self._moved.append((param, param.data))

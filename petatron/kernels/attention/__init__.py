@@ -10,7 +10,7 @@ fastest first:
                                        time nor memory: prefixes, first tokens, spans of keys, rules of scores (`score_rules.py`; those
                                        of a soft cap or a bias in tiles only), any precision and device
 
-The first three are for half precision. None of them synchronises with the device: what the host needs to know of the documents
+The first three are for half precision. None of them synchronizes with the device: what the host needs to know of the documents
 was computed with the batch.
 
 S sequence, B batch, H query heads, K kv heads, E head dim.

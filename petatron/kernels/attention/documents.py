@@ -1,4 +1,4 @@
-"""The documents of a packed batch, laid out once on the host, so that no layer synchronises with the device.
+"""The documents of a packed batch, laid out once on the host, so that no layer synchronizes with the device.
 
 The fastest attention kernel (cuDNN's) needs batches of equally long sequences, and takes a tenth of a second to plan for a new
 shape. A varlen kernel is half as fast, and on short documents launches cost more than arithmetic. So tokens are laid out in
@@ -128,7 +128,7 @@ class Documents:
 
     @classmethod
     def of(cls, starts_BS: Tensor) -> Documents:
-        """Builds them from a tensor; synchronises with its device, and the result is on that device."""
+        """Builds them from a tensor; synchronizes with its device, and the result is on that device."""
         return cls.build(starts_BS.cpu().numpy()).to(starts_BS.device)
 
     @property
@@ -291,7 +291,7 @@ def cut_into_chunks(
 ) -> Documents:
     """Returns documents of at most `chunk` tokens; without documents to cut, one and the same object for the same sizes.
 
-    Cutting documents that are on an accelerator synchronises with it.
+    Cutting documents that are on an accelerator synchronizes with it.
     """
     if documents is None:
         return _equal_chunks(chunk, batch, length, device)

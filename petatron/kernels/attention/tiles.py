@@ -46,7 +46,7 @@ class AttentionDropout:
 
 
 def _mix_seed(x: int) -> int:
-    """Maps 64-bit numbers so that neighbours look unrelated (the finaliser of splitmix64), to 32 bits."""
+    """Maps 64-bit numbers so that neighbors look unrelated (the finalizer of splitmix64), to 32 bits."""
     x = (x + 0x9E3779B97F4A7C15) & _BITS
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS

@@ -7,15 +7,15 @@ is cast in both orientations, from one read if both are wanted at the same time:
     dx [T, D] = g  [T, O] . wT [D, O]        rows of g,     columns of w
     dw [O, D] = gT [O, T] . xT [D, T]        columns of g,  columns of x
 
-A scale is the factor that dequantises. It belongs to
+A scale is the factor that dequantizes. It belongs to
 
     tensorwise      all elements                                          [1]
     rowwise         each row of an operand, so each orientation has its own   [rows, 1]
     block_1x128     each 128 elements of a row                            [rows, ceil(length / 128)], rows adjacent in memory
     block_128x128   each 128 x 128 elements                               [ceil(rows / 128), ceil(length / 128) up to a multiple of 4]
 
-(the layouts of block scales are cuBLAS's). Every scale is a power of two. Multiplying by one is exact, so a quantised element
-does not depend on its neighbours, as long as it stays in the normal range; that costs up to one bit of range and none of precision.
+(the layouts of block scales are cuBLAS's). Every scale is a power of two. Multiplying by one is exact, so a quantized element
+does not depend on its neighbors, as long as it stays in the normal range; that costs up to one bit of range and none of precision.
 Hence both orientations hold the same values, and so do two ranks that shard a tensor, each with the scale of its own shard: layouts
 agree. With amax = 1.m x 2^e, and a format whose largest number is 1.75 x 2^top (448 is 1.75 x 2^8, 57344 is 1.75 x 2^15),
 
@@ -167,7 +167,7 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(ordinary, ((exponent + 127) << 23), 127 << 23).to(torch.int32).view(torch.float32)
 
 
-def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x / scale, rounded to nearest even; too large values saturate, non-finite ones become NaN."""
     wide = x.to(torch.float32)
     limit = torch.finfo(dtype).max
@@ -191,21 +191,21 @@ def cast_tensor(
     x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, orientation: Orientation = "both"
 ) -> Fp8Matrix:
     scale = power_of_two_scale(amax_of(x_RC) if amax is None else amax, dtype).reshape(1)
-    return _quantise_matrix(x_RC, dtype, scale, orientation)
+    return _quantize_matrix(x_RC, dtype, scale, orientation)
 
 
 def cast_speculative(
     x_RC: Tensor, dtype: torch.dtype, *, previous_scale: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
     previous_scale.copy_(scale := power_of_two_scale(amax_of(x_RC), dtype))
-    return _quantise_matrix(x_RC, dtype, scale, orientation)
+    return _quantize_matrix(x_RC, dtype, scale, orientation)
 
 
 def cast_with_scale(
     x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
     update_amax(x_RC, amax)
-    return _quantise_matrix(x_RC, dtype, scale, orientation)
+    return _quantize_matrix(x_RC, dtype, scale, orientation)
 
 
 def cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
@@ -218,7 +218,7 @@ def cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation =
 def cast_rowwise_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     """Casts one orientation, for grouped GEMMs."""
     scale = power_of_two_scale(x_RC.abs().amax(dim=1, keepdim=True), dtype)
-    return Fp8Operand(quantise(x_RC, scale, dtype).contiguous(), scale, "rowwise")
+    return Fp8Operand(quantize(x_RC, scale, dtype).contiguous(), scale, "rowwise")
 
 
 def cast_matrices(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Matrix:
@@ -241,7 +241,7 @@ def cast_block_1x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientati
 def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     tiles = _pad_to_multiples(x_RC, BLOCK, BLOCK).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)), dtype)
-    values = quantise(x_RC, _expand_block_scales(scale, x_RC.shape, BLOCK), dtype)
+    values = quantize(x_RC, _expand_block_scales(scale, x_RC.shape, BLOCK), dtype)
     rows, columns = (
         Fp8Operand(each.contiguous(), _pad_block_scales(scales), "block_128x128")
         for each, scales in ((values, scale), (values.t(), scale.t()))
@@ -250,13 +250,13 @@ def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orienta
 
 
 def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """Computes the GEMM on dequantised operands: as the hardware, up to the order and precision of its sums."""
+    """Computes the GEMM on dequantized operands: as the hardware, up to the order and precision of its sums."""
     wide = torch.promote_types(dtype, torch.float32)
-    result = (dequantise(a).to(wide) @ dequantise(b).to(wide).t()).to(dtype)
+    result = (dequantize(a).to(wide) @ dequantize(b).to(wide).t()).to(dtype)
     return result if out is None else out.copy_(result)
 
 
-def dequantise(operand: Fp8Operand) -> Tensor:
+def dequantize(operand: Fp8Operand) -> Tensor:
     """Returns the values of an operand, in float32."""
     values, scale = operand.values.to(torch.float32), operand.scale
     if operand.scaling == "block_1x128":
@@ -326,8 +326,8 @@ def hardware_grouped_gemm(
     return result.to(dtype)
 
 
-def _quantise_matrix(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, orientation: Orientation) -> Fp8Matrix:
-    values = quantise(x_RC, scale, dtype)
+def _quantize_matrix(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, orientation: Orientation) -> Fp8Matrix:
+    values = quantize(x_RC, scale, dtype)
     rows, columns = (Fp8Operand(each.contiguous(), scale, "tensorwise") for each in (values, values.t()))
     return _wanted(rows, columns, orientation)
 
@@ -340,7 +340,7 @@ def _cast_block_1x128_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     runs = _pad_to_multiples(x_RC, 1, BLOCK).unflatten(1, (-1, BLOCK))
     scale = power_of_two_scale(runs.abs().amax(dim=2), dtype)
     expanded = scale.repeat_interleave(BLOCK, dim=1)[:, : x_RC.shape[1]]
-    return Fp8Operand(quantise(x_RC, expanded, dtype).contiguous(), scale.t().contiguous().t(), "block_1x128")
+    return Fp8Operand(quantize(x_RC, expanded, dtype).contiguous(), scale.t().contiguous().t(), "block_1x128")
 
 
 def _pad_to_multiples(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Weights in FP8 between ranks: a weight whose GEMMs are e4m3 is all-gathered as the result of that cast.
 
-With power-of-two scales (`kernels/fp8/cast_and_gemm.py`), casting a weight, dequantising it and casting the result gives the values
-of the first cast, whatever the weight. So ranks may send e4m3 and fill the weight with dequantised values: every GEMM gets the same
+With power-of-two scales (`kernels/fp8/cast_and_gemm.py`), casting a weight, dequantizing it and casting the result gives the values
+of the first cast, whatever the weight. So ranks may send e4m3 and fill the weight with dequantized values: every GEMM gets the same
 operand as if the weight had been gathered whole, and nothing after the all-gather has to know. Let s be the scale of weights w with
 the given amax, q = e4m3(w / s) rounded to nearest even, and w' = s q. Then
 
@@ -32,7 +32,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, quantise
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, quantize
 
 SCALE_RUN_ELEMENTS = 64
 
@@ -43,15 +43,15 @@ class UpdateShardAmaxKernel(Protocol):
         ...
 
 
-class QuantiseShardKernel(Protocol):
+class QuantizeShardKernel(Protocol):
     def __call__(self, x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
         """Casts the elements from `begin` on into `out_N`, e4m3, with the scales of the whole matrix."""
         ...
 
 
-class DequantiseShardsKernel(Protocol):
+class DequantizeShardsKernel(Protocol):
     def __call__(self, values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
-        """Dequantises all shards of a matrix; a shard is contiguous, the shards may be strided."""
+        """Dequantizes all shards of a matrix; a shard is contiguous, the shards may be strided."""
         ...
 
 
@@ -60,8 +60,8 @@ class Fp8ParamGatherKernels:
     """One implementation of each operation."""
 
     update_shard_amax: UpdateShardAmaxKernel
-    quantise_shard: QuantiseShardKernel
-    dequantise_shards: DequantiseShardsKernel
+    quantize_shard: QuantizeShardKernel
+    dequantize_shards: DequantizeShardsKernel
 
 
 def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
@@ -74,12 +74,12 @@ def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int |
     amax_T.view(torch.int32).scatter_reduce_(0, index, bits, "amax")
 
 
-def quantise_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
+def quantize_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
     x, out = (x_N, out_N) if columns is None else (x_N.view(-1, SCALE_RUN_ELEMENTS), out_N.view(-1, SCALE_RUN_ELEMENTS))
-    out.copy_(quantise(x, _scale_of_each_run(x, scale_T, begin=begin, columns=columns), E4M3))
+    out.copy_(quantize(x, _scale_of_each_run(x, scale_T, begin=begin, columns=columns), E4M3))
 
 
-def dequantise_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
+def dequantize_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
     runs = values_PN.reshape(-1, SCALE_RUN_ELEMENTS) if columns is not None else values_PN
     values = runs.to(torch.float32) * _scale_of_each_run(runs, scale_T, begin=0, columns=columns)
     limit = torch.finfo(out_PN.dtype).max
@@ -105,6 +105,6 @@ def _scale_index_of_each_run(firsts: Tensor, scales: int, *, begin: int, columns
 
 
 REFERENCE = Fp8ParamGatherKernels(
-    update_shard_amax=update_shard_amax, quantise_shard=quantise_shard, dequantise_shards=dequantise_shards
+    update_shard_amax=update_shard_amax, quantize_shard=quantize_shard, dequantize_shards=dequantize_shards
 )
 """Plain torch on any device."""

@@ -1,7 +1,7 @@
 """Grouped GEMMs of experts: rows sorted by expert, times each expert's matrix.
 
 One kernel runs all experts (bfloat16 on CUDA); elsewhere a loop does, for which the host has to know each expert's rows. Rows beyond
-those of all experts are not computed: the kernel leaves them uninitialised, the loop zeros them.
+those of all experts are not computed: the kernel leaves them uninitialized, the loop zeros them.
 
 The three GEMMs of a layer's forward and backward, with x [R, D], W [E, O, D] and the gradient g [R, O]:
 
@@ -45,7 +45,7 @@ def looped_linear(x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts) -> Ten
 
 
 def _split_by_expert(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-    """Splits rows by expert, with the unassigned rows last. Synchronises: the host has to know the counts."""
+    """Splits rows by expert, with the unassigned rows last. Synchronizes: the host has to know the counts."""
     sizes = counts.tolist()
     return rows.split([*sizes, rows.shape[0] - sum(sizes)])
 

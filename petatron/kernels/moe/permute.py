@@ -171,7 +171,7 @@ def _select_rows(source: Tensor, at_R: Tensor, valid_R: Tensor | None) -> Tensor
 
 
 def unpermute_rows(rows_RD: Tensor, permutation: Permutation, *, weights_TK: Tensor | None = None) -> Tensor:
-    """Sums each token's rows, each times its choice's weight, in at least float32; [T, K, D] is never materialised."""
+    """Sums each token's rows, each times its choice's weight, in at least float32; [T, K, D] is never materialized."""
     dtype = torch.promote_types(rows_RD.dtype, torch.float32)
     total = rows_RD.new_zeros((permutation.row_TK.shape[0], rows_RD.shape[1]), dtype=dtype)
     for k, part in enumerate(_rows_by_choice(rows_RD, permutation)):

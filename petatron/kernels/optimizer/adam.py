@@ -7,11 +7,11 @@ master weight, and t the number of this update,
     w = w - lr decay w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 and the model gets w rounded to its own precision. What is only known on the device (the factor, whether the gradients are finite,
-t) is passed as device scalars, so that no step synchronises with the host.
+t) is passed as device scalars, so that no step synchronizes with the host.
 
-Moments in bfloat16. A bfloat16 has 8 bits, so its neighbours are 0.4 to 0.8 % apart, and rounding to nearest would return v for
+Moments in bfloat16. A bfloat16 has 8 bits, so its neighbors are 0.4 to 0.8 % apart, and rounding to nearest would return v for
 v - 0.001 v: with beta2 = 0.999 a second moment could never fall again. Moments are therefore rounded stochastically, up with the
-probability of the distance to the lower neighbour, which is unbiased. The random bits are a hash of the element's index and of t,
+probability of the distance to the lower neighbor, which is unbiased. The random bits are a hash of the element's index and of t,
 not the state of a generator: a resumed run rounds as one that was not stopped.
 """
 

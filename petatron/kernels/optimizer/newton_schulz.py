@@ -59,7 +59,7 @@ def step_coefficients(name: str, num_steps: int) -> tuple[Coefficients, ...]:
 
 @torch.no_grad()
 def newton_schulz(matrices: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
-    """Orthogonalises a matrix, or every matrix of a batch [..., rows, columns], in its own dtype."""
+    """Orthogonalizes a matrix, or every matrix of a batch [..., rows, columns], in its own dtype."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     wide = torch.promote_types(x.dtype, torch.float32)

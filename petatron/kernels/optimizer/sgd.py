@@ -5,7 +5,7 @@ With g the gradient times the factor that unscales and clips, plus decay w,
     b = momentum b + g              w = w - lr b
 
 Weight decay is part of the gradient, as is usual for SGD. The factor and whether the update is skipped are device scalars, so that
-no step synchronises with the host.
+no step synchronizes with the host.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from torch import Tensor
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads, pass_states
 from petatron.kernels.ssm.chunks import from_chunks, reverse_cumsum, to_chunks
-from petatron.kernels.ssm.delta_recurrence import l2_normalise, query_scale
+from petatron.kernels.ssm.delta_recurrence import l2_normalize, query_scale
 
 
 def chunk_delta_rule(
@@ -47,7 +47,7 @@ def chunk_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, N, P] after the last, in at least float32.
 
-    q_SBGN, k_SBGN: not yet normalised. g_SBHN: logarithms of decays, at most 0, in at least float32. beta_SBH: from 0 to 1.
+    q_SBGN, k_SBGN: not yet normalized. g_SBHN: logarithms of decays, at most 0, in at least float32. beta_SBH: from 0 to 1.
     chunk_size: an upper bound; chunks have a power of two of tokens.
     starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
     initial_state: the state [B, H, N, P] before the first token; None: zero.
@@ -96,7 +96,7 @@ def chunk_delta_rule_backward(
 
 
 class _ChunkedInputs(NamedTuple):
-    """The inputs in at least float32, normalised and cut into chunks. resets: documents begun in the chunk, up to each token."""
+    """The inputs in at least float32, normalized and cut into chunks. resets: documents begun in the chunk, up to each token."""
 
     q: Tensor  # [b, c, g, 1, q, n]
     k: Tensor  # [b, c, g, 1, q, n]
@@ -116,8 +116,8 @@ def _chunked(inputs: tuple[Tensor, ...], size: int, starts: Tensor | None) -> _C
     dtype, heads = compute_dtype(torch.promote_types(v.dtype, g.dtype)), (k.shape[2], v.shape[2] // k.shape[2])
     resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), size)
     return _ChunkedInputs(
-        q=to_chunks(l2_normalise(q.to(dtype), scale=query_scale(q.shape[-1])), size).unsqueeze(3),
-        k=to_chunks(l2_normalise(k.to(dtype)), size).unsqueeze(3),
+        q=to_chunks(l2_normalize(q.to(dtype), scale=query_scale(q.shape[-1])), size).unsqueeze(3),
+        k=to_chunks(l2_normalize(k.to(dtype)), size).unsqueeze(3),
         v=to_chunks(v.to(dtype), size).unflatten(2, heads),
         g=to_chunks(g.to(dtype), size).unflatten(2, heads),
         beta=to_chunks(beta.to(dtype)[..., None], size).squeeze(-1).unflatten(2, heads),

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.ssm.chunks import decay_matrix, from_chunks, reverse_cumsum, to_chunks
-from petatron.kernels.ssm.delta_recurrence import l2_normalise, l2_normalise_backward, query_scale
+from petatron.kernels.ssm.delta_recurrence import l2_normalize, l2_normalize_backward, query_scale
 
 DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of q, k, v, g, beta and the initial state."""
@@ -53,7 +53,7 @@ def chunk_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, N, P] after the last, in at least float32.
 
-    q_SBGN, k_SBGN: not yet normalised. g_SBH: logarithms of decays, at most 0, in at least float32. beta_SBH: from 0 to 1.
+    q_SBGN, k_SBGN: not yet normalized. g_SBH: logarithms of decays, at most 0, in at least float32. beta_SBH: from 0 to 1.
     starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
     initial_state: the state [B, H, N, P] before the first token; None: zero.
     """
@@ -99,10 +99,10 @@ def chunk_delta_rule_backward(
     grad_q, grad_k = _query_key_grads(grads, inputs, decays)
     grad_beta = _beta_grads(grads, inputs, decays, wy)
     return (
-        l2_normalise_backward(
+        l2_normalize_backward(
             from_chunks(grad_q[:, :, :, None], length), q_SBGN, scale=query_scale(q_SBGN.shape[-1])
         ).to(q_SBGN.dtype),
-        l2_normalise_backward(from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
+        l2_normalize_backward(from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
         from_chunks(grads.U_rhs * inputs.beta[..., None], length).to(v_SBHP.dtype),
         from_chunks(grad_g[..., None], length).squeeze(-1).to(g_SBH.dtype),
         from_chunks(grad_beta[..., None], length).squeeze(-1).to(beta_SBH.dtype),
@@ -111,7 +111,7 @@ def chunk_delta_rule_backward(
 
 
 class _ChunkedInputs(NamedTuple):
-    """The inputs in at least float32, normalised and cut into chunks. resets: documents begun in the chunk, up to each token."""
+    """The inputs in at least float32, normalized and cut into chunks. resets: documents begun in the chunk, up to each token."""
 
     q: Tensor  # [b, c, g, 1, q, n]
     k: Tensor  # [b, c, g, 1, q, n]
@@ -157,8 +157,8 @@ def _chunked(
     g, beta = (to_chunks(x.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads) for x in (g, beta))
     resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
     return _ChunkedInputs(
-        q=to_chunks(l2_normalise(q.to(dtype), scale=query_scale(q.shape[-1])), chunk_size).unsqueeze(3),
-        k=to_chunks(l2_normalise(k.to(dtype)), chunk_size).unsqueeze(3),
+        q=to_chunks(l2_normalize(q.to(dtype), scale=query_scale(q.shape[-1])), chunk_size).unsqueeze(3),
+        k=to_chunks(l2_normalize(k.to(dtype)), chunk_size).unsqueeze(3),
         v=to_chunks(v.to(dtype), chunk_size).unflatten(2, heads),
         g=g,
         beta=beta,
@@ -285,7 +285,7 @@ def _decay_grads(
 
 
 def _query_key_grads(grads: _OperandGrads, inputs: _ChunkedInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of normalised queries and keys [b, c, g, q, n], added up over the value heads that share them."""
+    """Returns the gradients of normalized queries and keys [b, c, g, q, n], added up over the value heads that share them."""
     from_start, beta = decays.from_start[..., None], inputs.beta[..., None]
     grad_qk, grad_kk = grads.A * decays.intra_chunk, grads.L * beta * decays.intra_chunk
     grad_q = grad_qk @ inputs.k + grads.q_from_start * from_start

@@ -5,7 +5,7 @@ Each value head has a state S [N, P] that maps keys to values, a decay exp(g) wi
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T          o_t = S_t^T q_t
 
 The state first forgets a little, then replaces what it has stored under the key k_t by the value v_t, as far as beta says. Keys and
-queries are normalised to length 1 and queries divided by sqrt(N), all here. Value heads are in G groups that share queries and keys.
+queries are normalized to length 1 and queries divided by sqrt(N), all here. Value heads are in G groups that share queries and keys.
 Where a token begins a document, S_{t-1} counts as zero.
 
 Kimi delta attention has a decay of every key channel: g_t is a vector of N numbers, and exp(g_t) multiplies the rows of S. A head's one
@@ -28,13 +28,13 @@ L2_EPS = 1e-6
 """Added to the sum of squares of a query or key."""
 
 
-def l2_normalise(x: Tensor, *, scale: float = 1.0) -> Tensor:
+def l2_normalize(x: Tensor, *, scale: float = 1.0) -> Tensor:
     """Returns scale x / |x| over the last dimension, in at least float32."""
     wide = to_compute_dtype(x)
     return wide * (torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS) * scale)
 
 
-def l2_normalise_backward(grad: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
+def l2_normalize_backward(grad: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
     """Returns the gradient of x, in at least float32: with y = x / |x|, that is scale (grad - y (y . grad)) / |x|."""
     wide = to_compute_dtype(x)
     inverse_norm = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS)
@@ -43,7 +43,7 @@ def l2_normalise_backward(grad: Tensor, x: Tensor, *, scale: float = 1.0) -> Ten
 
 
 def query_scale(key_dim: int) -> float:
-    """Returns 1 / sqrt(N), by which normalised queries are multiplied."""
+    """Returns 1 / sqrt(N), by which normalized queries are multiplied."""
     return 1.0 / math.sqrt(key_dim)
 
 
@@ -61,8 +61,8 @@ def delta_update(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of one token of each sequence, and the state after it."""
     heads_per_group = v_BHP.shape[1] // k_BGN.shape[1]
-    q = l2_normalise(q_BGN, scale=query_scale(q_BGN.shape[-1])).repeat_interleave(heads_per_group, dim=1)
-    k = l2_normalise(k_BGN).repeat_interleave(heads_per_group, dim=1)
+    q = l2_normalize(q_BGN, scale=query_scale(q_BGN.shape[-1])).repeat_interleave(heads_per_group, dim=1)
+    k = l2_normalize(k_BGN).repeat_interleave(heads_per_group, dim=1)
     decayed_state = to_compute_dtype(g).exp().reshape(*state_BHNP.shape[:2], -1, 1) * state_BHNP
     old_value = (decayed_state * k[..., None]).sum(dim=-2)
     v_new = to_compute_dtype(beta_BH)[..., None] * (to_compute_dtype(v_BHP) - old_value)

@@ -5,7 +5,7 @@
 Without a gate, v = y: the norm of a scan's output that is gated after it.
 
 A group may be spread over ranks: the sum of squares, and in backward one more sum per row and group, are then added over them. With
-n the normalised v and h = gradient x weight, the gradient of v is (h - n mean(h n)) / rms(v). Backward saves y, z and 1 / rms.
+n the normalized v and h = gradient x weight, the gradient of v is (h - n mean(h n)) / rms(v). Backward saves y, z and 1 / rms.
 
 R rows, D channels of this rank, K groups of this rank.
 """
@@ -25,7 +25,7 @@ def gated_square_sums(y_RD: Tensor, z_RD: Tensor | None, *, num_groups: int) -> 
 
 def gate_then_norm(y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the norm, given 1 / rms of every row and group."""
-    normed = _normalised(y_RD, z_RD, rstd_RK)
+    normed = _normalized(y_RD, z_RD, rstd_RK)
     return normed.to(y_RD.dtype) * weight_D
 
 
@@ -33,7 +33,7 @@ def gate_then_norm_backward_sums(
     grad_RD: Tensor, y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum of h n of every row and group [R, K], and the gradient of the weight; both in at least float32."""
-    normed, grad = _normalised(y_RD, z_RD, rstd_RK), to_compute_dtype(grad_RD)
+    normed, grad = _normalized(y_RD, z_RD, rstd_RK), to_compute_dtype(grad_RD)
     by_weight = grad * normed
     products = (by_weight * to_compute_dtype(weight_D)).unflatten(-1, (rstd_RK.shape[-1], -1))
     return products.sum(dim=-1), by_weight.sum(dim=0)
@@ -44,7 +44,7 @@ def gate_then_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of y and z, given the mean of h n of every row and group."""
     groups = (rstd_RK.shape[-1], -1)
-    normed = _normalised(y_RD, z_RD, rstd_RK).unflatten(-1, groups)
+    normed = _normalized(y_RD, z_RD, rstd_RK).unflatten(-1, groups)
     h = (to_compute_dtype(grad_RD) * to_compute_dtype(weight_D)).unflatten(-1, groups)
     grad = ((h - normed * means_RK[..., None]) * rstd_RK[..., None]).flatten(-2)
     if z_RD is None:
@@ -60,5 +60,5 @@ def _gated(y_RD: Tensor, z_RD: Tensor | None) -> Tensor:
     return y if z_RD is None else y * F.silu(to_compute_dtype(z_RD))
 
 
-def _normalised(y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor) -> Tensor:
+def _normalized(y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor) -> Tensor:
     return (_gated(y_RD, z_RD).unflatten(-1, (rstd_RK.shape[-1], -1)) * rstd_RK[..., None]).flatten(-2)

@@ -2,7 +2,7 @@
 
     out = y / rms(y) * weight * silu(z)          with the mean over the channels of a head; Kimi delta attention has sigmoid(z)
 
-With n the normalised y, h = gradient x silu(z) and t = h x weight, the gradient of y is (t - n mean(t n)) / rms(y). Backward saves y, z
+With n the normalized y, h = gradient x silu(z) and t = h x weight, the gradient of y is (t - n mean(t n)) / rms(y). Backward saves y, z
 and nothing else.
 
 R any number of dimensions, P head dim.

@@ -52,8 +52,8 @@ _BLOCK_ROWS = 64
 _MAX_ROWS = 64
 """More rows of a 16-bit weight are the library's."""
 MAX_FP8_ROWS = 128
-"""More rows are worth a weight that is dequantised as a whole, and the library's GEMM."""
-_DEQUANTISED = 4096
+"""More rows are worth a weight that is dequantized as a whole, and the library's GEMM."""
+_DEQUANTIZED = 4096
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def _widen_bits(w):
 
 
 @triton.jit
-def _dequantise(weight, scale, out, elements, LENGTH: tl.constexpr, TILE: tl.constexpr):
+def _dequantize(weight, scale, out, elements, LENGTH: tl.constexpr, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < elements
     wide = _widen_bits(tl.load(weight + at, mask=inside, other=0)).to(tl.float32) * 1.329227995784916e36
@@ -169,7 +169,7 @@ def _dequantise(weight, scale, out, elements, LENGTH: tl.constexpr, TILE: tl.con
 
 
 def pack_fp8(operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight:
-    """Returns a quantised weight as the kernels read it, for activations of a dtype."""
+    """Returns a quantized weight as the kernels read it, for activations of a dtype."""
     weight = reference.pack_fp8(operand, dtype)
     if not weight.values.is_cuda or dtype != torch.bfloat16 or weight.values.shape[1] % _LENGTH:
         return weight
@@ -177,15 +177,15 @@ def pack_fp8(operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight:
     return replace(weight, values=words[:, :, list(PERMUTED_ORDER)].flatten(1).view(E4M3), permuted=True)
 
 
-def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+def dequantize_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Returns the whole weight."""
     if not weight.permuted:
-        return reference.dequantise_weight(weight, dtype)
+        return reference.dequantize_weight(weight, dtype)
     values = weight.values
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    programs = triton.cdiv(values.numel(), _DEQUANTISED)
-    _dequantise[(programs,)](
-        values.view(torch.int8), weight.scale, out, values.numel(), LENGTH=values.shape[1], TILE=_DEQUANTISED
+    programs = triton.cdiv(values.numel(), _DEQUANTIZED)
+    _dequantize[(programs,)](
+        values.view(torch.int8), weight.scale, out, values.numel(), LENGTH=values.shape[1], TILE=_DEQUANTIZED
     )
     return out
 
@@ -199,7 +199,7 @@ def few_rows_gemm(x_RD: Tensor, weight: Tensor | Fp8Weight, counters: Tensor) ->
     blocks, splits = triton.cdiv(rows, block), _num_splits(strips, length)
     lacks_counters = splits > 1 and strips * blocks > counters.numel()
     if rows > (MAX_FP8_ROWS if fp8 else _MAX_ROWS) or length % _LENGTH or x_RD.stride(-1) != 1 or lacks_counters:
-        return reference.many_rows_gemm(x_RD, dequantise_weight(weight, x_RD.dtype) if fp8 else weight)
+        return reference.many_rows_gemm(x_RD, dequantize_weight(weight, x_RD.dtype) if fp8 else weight)
     out = x_RD.new_empty((rows, outputs))
     operands = (x_RD, values.view(torch.int8), weight.scale) if fp8 else (x_RD, values, values)
     partial = out if splits == 1 else x_RD.new_empty((splits, rows, outputs), dtype=torch.float32)

@@ -1,12 +1,12 @@
 """Launches kernels that are called again and again with arguments of the same kind.
 
 `kernel[grid](...)` finds out at every call which compiled kernel it needs: Triton compiles one for each combination of constants,
-dtypes, and of what it specialises for (16-byte aligned addresses, integers that are 1 or multiples of 16, their width). That takes the
+dtypes, and of what it specializes for (16-byte aligned addresses, integers that are 1 or multiples of 16, their width). That takes the
 host longer than most kernels of a small model take the device. A `KernelLauncher` has a kernel with its constants and launch options,
 which its module builds once for each width or kind; if all addresses are aligned, it caches the compiled kernel by
 
     device, dtypes of tensors, types and values of scalars                 the same call as before: one look-up
-    device, dtypes of tensors, what Triton specialises scalars for         scalars that change, as rows of experts do
+    device, dtypes of tensors, what Triton specializes scalars for         scalars that change, as rows of experts do
 
 Whatever is new, not aligned, or watched by hooks takes Triton's own way; so does everything under Triton's interpreter.
 """
@@ -41,7 +41,7 @@ class KernelLauncher:
         self._options = {"num_warps": num_warps} | ({"launch_pdl": True} if launch_pdl else {})
         self._is_compiled = isinstance(kernel, JITFunction)
         self._calls: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        self._by_specialisation: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._by_specialization: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(
         self, grid_x: int, tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...] = (), grid_y: int = 1
@@ -52,7 +52,7 @@ class KernelLauncher:
         key = (device, scalars, *map(type, scalars), *map(_dtype, tensors))
         found = self._calls.get(key) if aligned else None
         if found is None and aligned:
-            found = self._find_by_specialisation(key, tensors, scalars)
+            found = self._find_by_specialization(key, tensors, scalars)
         if found is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
             compiled = self._kernel[(grid_x, grid_y)](*tensors, *scalars, **self._constants, **self._options)
             if self._is_compiled and aligned and device == torch.cuda.current_device():
@@ -62,11 +62,11 @@ class KernelLauncher:
         # An address is as good as a tensor, which Triton would only ask for it.
         run(grid_x, grid_y, 1, stream_of(device), function, metadata, None, None, None, *addresses, *others)
 
-    def _find_by_specialisation(
+    def _find_by_specialization(
         self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]
     ) -> tuple[Any, ...] | None:
-        """Returns the call of a kernel compiled for scalars of the same specialisation, with these scalars."""
-        found = self._by_specialisation.get((key[0], *map(specialisation, scalars), *map(_dtype, tensors)))
+        """Returns the call of a kernel compiled for scalars of the same specialization, with these scalars."""
+        found = self._by_specialization.get((key[0], *map(specialization, scalars), *map(_dtype, tensors)))
         if found is None:
             return None
         *call, constants = found
@@ -79,7 +79,7 @@ class KernelLauncher:
         constants = tuple(self._constants[name] for name in self._kernel.arg_names if name in self._constants)
         run = compiled.run  # loads the binary, without which there is no function
         call = (run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream)
-        self._by_specialisation[key[0], *map(specialisation, scalars), *map(_dtype, tensors)] = (*call, constants)
+        self._by_specialization[key[0], *map(specialization, scalars), *map(_dtype, tensors)] = (*call, constants)
         self._cache_call(key, (*call, (*scalars, *constants)))
 
     def _cache_call(self, key: tuple[Any, ...], call: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ class KernelLauncher:
         return call
 
 
-def specialisation(number: int | float) -> tuple[bool, ...] | None:
+def specialization(number: int | float) -> tuple[bool, ...] | None:
     """Returns what Triton compiles a kernel of its own for: an integer that is 1, a multiple of 16, or wider than 32 bits."""
     return None if isinstance(number, float) else (number == 1, number % 16 == 0, number in _INT32)
 

@@ -4,7 +4,7 @@ A row of 128,256 logits in bf16 is 256 KB, too long for registers, so it is read
 exponentials, once for the gradient. Three choices keep the second read away from memory and the first one at its speed:
 
 - The running maximum m and sum s are per group of 8 adjacent columns, which are one 16-byte load of one thread, as
-  s <- s exp(m - m') + sum exp(z - m') with m' = max(m, z). Threads never synchronise inside the loop, and the
+  s <- s exp(m - m') + sum exp(z - m') with m' = max(m, z). Threads never synchronize inside the loop, and the
   correction costs one exponential in nine. The groups are merged once, after the loop.
 - A program has 16 warps and eight loads per thread in flight, 64 KB; few rows are in flight at a time, so that the L2 cache
   still holds them. Measured for 6,656 rows: 1.00 ms, with 32 warps of four loads 1.12; copying the logits takes 0.81.
@@ -156,7 +156,7 @@ def _losses_and_gradient_kernel(
 ):
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * row_stride
-    # Loaded before the first reduction, which synchronises the threads: later another thread may have overwritten the logit.
+    # Loaded before the first reduction, which synchronizes the threads: later another thread may have overwritten the logit.
     target = _target_of_row(targets, index, NUM_COLUMNS)
     picked = tl.load(row + target, mask=target >= 0, other=0.0).to(tl.float32)
     weight = tl.load(weights + index).to(tl.float32)

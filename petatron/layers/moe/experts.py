@@ -74,7 +74,7 @@ class _RecomputableWeightedActivation:
     kernels: MoEKernels
     name: str
     variant: GluVariant | None
-    requantised_in_backward: bool = False
+    requantized_in_backward: bool = False
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         return (self.recompute(inputs),), inputs

@@ -177,7 +177,7 @@ class RouterHealth:
 
 
 def router_health(statistics: Tensor) -> RouterHealth:
-    """Computes router health from summed statistics; synchronises with the device."""
+    """Computes router health from summed statistics; synchronizes with the device."""
     counts = expert_counts(statistics).tolist()
     dropped, entropy, z, loss, tokens, micro_batches = statistics[-len(_STATISTIC_NAMES) :].tolist()
     chosen = max(sum(counts), 1.0)

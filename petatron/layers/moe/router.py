@@ -7,7 +7,7 @@ gradient.
     softmax               weights = softmax over the chosen logits
     softmax, pre-softmax  weights = the chosen entries of the softmax over all experts; they add up to less than 1
     sigmoid               weights = the chosen sigmoids, divided by their sum if there are several
-    sinkhorn              in training the choice is the top K of the Sinkhorn-normalised logits; weights = entries of the
+    sinkhorn              in training the choice is the top K of the Sinkhorn-normalized logits; weights = entries of the
                           softmax over all, or the sigmoid for K = 1
 
 With a capacity, an expert accepts at most ceil(capacity factor x T K / E) of this rank's T tokens; more are dropped. T depends

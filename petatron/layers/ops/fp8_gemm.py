@@ -1,10 +1,10 @@
-"""FP8 GEMMs: what is quantised when, with which scale, and what is saved for backward.
+"""FP8 GEMMs: what is quantized when, with which scale, and what is saved for backward.
 
     forward     x8 = cast(x), y = x8 . w8;                   saved: x8 transposed, so x itself is not needed again
     backward    g8 = cast(g), dx = g8 . w8 transposed;       dw = g8 transposed . x8 transposed
 
 Casts write both orientations (see `kernels/fp8/cast_and_gemm.py`). Where x is saved anyway by something else, or is recomputed in
-backward from what is saved (the output of a norm), x8 is not saved: `Fp8Gemm.requantising` casts x again in backward, with the same scale
+backward from what is saved (the output of a norm), x8 is not saved: `Fp8Gemm.requantizing` casts x again in backward, with the same scale
 and so to the same bits. That costs 3 bytes of traffic per element, and 2 more to write what is recomputed; so the output of an
 activation function, which is four times as wide, is saved as x8. So are inputs that tensor-parallel ranks share.
 
@@ -52,7 +52,7 @@ from petatron.kernels.fp8.cast_and_gemm import (
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.limits import FP8_SIZE_MULTIPLE, SCALINGS, Scaling, fp8_size_multiple
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
-from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling, Quantiser, StatelessScaling
+from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling, Quantizer, StatelessScaling
 from petatron.layers.ops.fp8_weight import (
     Fp8WeightCache,
     StatelessWeightCast,
@@ -102,8 +102,8 @@ class Fp8Recipe:
         """Whether casts use the amax that a norm or activation attached to its output."""
         return self.scaling == "tensorwise" and not self.delayed
 
-    def quantiser(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantiser:
-        """Builds the quantiser of activations or gradients."""
+    def quantizer(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantizer:
+        """Builds the quantizer of activations or gradients."""
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
         if self.uses_attached_amax:
@@ -116,7 +116,7 @@ class Fp8Recipe:
         return StatelessWeightCast(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_128x128)
 
     def param_gather_scaling(self, shape: torch.Size) -> Scaling | None:
-        """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantised."""
+        """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantized."""
         if self.scaling == "rowwise" or not sizes_fit(shape, self.size_multiple):
             return None
         return "block_128x128" if self.scaling == "block_1x128" else "tensorwise"
@@ -139,7 +139,7 @@ class Fp8WeightGrad:
 
 
 @dataclass(frozen=True, slots=True)
-class _RequantisedInputWeightGrad:
+class _RequantizedInputWeightGrad:
     """dw = g8 transposed . cast(x) transposed."""
 
     grad: Fp8Operand
@@ -165,15 +165,15 @@ class Fp8Gemm:
         report: Callable[[str], None] = _log.info,
     ) -> None:
         self._recipe, self._kernels, self._fallback, self._report = recipe, kernels, fallback, report
-        self._input_quantiser = recipe.quantiser(kernels, E4M3)
-        self._grad_quantiser = recipe.quantiser(kernels, recipe.grad_dtype)
+        self._input_quantizer = recipe.quantizer(kernels, E4M3)
+        self._grad_quantizer = recipe.quantizer(kernels, recipe.grad_dtype)
         self._weight_cache = Fp8WeightCache(recipe.weight_cast(kernels), keep=cache_weights)
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         if not self.supports(x_RD.shape[0], weight):
             self._report(fallback_message(x_RD.shape[0], weight.shape, self._recipe.size_multiple))
             return self._fallback.forward(x_RD, weight)
-        x = self._input_quantiser(x_RD)
+        x = self._input_quantizer(x_RD)
         w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
         y = self._kernels.gemm(x.rows, w.rows, dtype=x_RD.dtype, fast=True)
         return y, (x.columns.values, x.columns.scale)
@@ -186,31 +186,31 @@ class Fp8Gemm:
         return x_grad, Fp8WeightGrad(grad, Fp8Operand(values, scale, self._recipe.scaling), self._kernels)
 
     def _input_grad(self, grad_RO: Tensor, weight: Tensor) -> tuple[Tensor, Fp8Operand]:
-        """Returns the gradient of the input, and the quantised gradient of the output as the weight gradient reads it."""
-        grad = self._grad_quantiser(grad_RO)
+        """Returns the gradient of the input, and the quantized gradient of the output as the weight gradient reads it."""
+        grad = self._grad_quantizer(grad_RO)
         w = self._weight_cache.get(weight, "columns", num_rows=grad_RO.shape[0])
         return self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False), grad.columns
 
-    def requantising(self) -> Gemm:
+    def requantizing(self) -> Gemm:
         """Returns the same GEMMs for an input that is available in backward: they save none of it, and cast it again."""
-        return _RequantisingGemm(self)
+        return _RequantizingGemm(self)
 
     def forward_without_saving_input(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
         """Multiplies; saves the scale that a second cast of the input needs, if it needs one."""
-        x = self._input_quantiser(x_RD, orientation="rows").rows
+        x = self._input_quantizer(x_RD, orientation="rows").rows
         w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
         y = self._kernels.gemm(x, w.rows, dtype=x_RD.dtype, fast=True)
         return y, (x.scale,) if x.scaling == "tensorwise" else ()
 
-    def requantise_input(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
+    def requantize_input(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
         """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
         if not saved:
-            return self._input_quantiser(x_RD, orientation="columns").columns
+            return self._input_quantizer(x_RD, orientation="columns").columns
         return cast_with_known_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
 
-    def backward_requantising_input(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
+    def backward_requantizing_input(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         x_grad, grad = self._input_grad(grad_RO, weight)
-        return x_grad, _RequantisedInputWeightGrad(grad, partial(self.requantise_input, saved=saved), self._kernels)
+        return x_grad, _RequantizedInputWeightGrad(grad, partial(self.requantize_input, saved=saved), self._kernels)
 
     def supports(self, num_rows: int, weight: Tensor) -> bool:
         """Whether a GEMM with so many rows can run in FP8."""
@@ -218,8 +218,8 @@ class Fp8Gemm:
 
     def new_step(self, micro_batches: int) -> None:
         """Drops the cached weight and advances the amax histories; the weight will be used in so many micro-batches."""
-        self._input_quantiser.new_step()
-        self._grad_quantiser.new_step()
+        self._input_quantizer.new_step()
+        self._grad_quantizer.new_step()
         self._weight_cache.new_step(micro_batches)
 
     def drop_cached_weight(self) -> None:
@@ -238,12 +238,12 @@ class Fp8Gemm:
 
     def amax_histories(self) -> dict[str, DelayedScaling]:
         """Returns the amax histories of activations and gradients, which an exact resume needs; empty but for delayed scaling."""
-        parts = {"x": self._input_quantiser, "grad": self._grad_quantiser}
+        parts = {"x": self._input_quantizer, "grad": self._grad_quantizer}
         return {name: part for name, part in parts.items() if isinstance(part, DelayedScaling)}
 
 
 @dataclass(frozen=True, slots=True)
-class _RequantisingGemm:
+class _RequantizingGemm:
     """The GEMMs of an input that is available in backward; of one that does not fit FP8, those in the precision of its tensors."""
 
     gemm: Fp8Gemm
@@ -256,7 +256,7 @@ class _RequantisingGemm:
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         if not self.gemm.supports(grad_RO.shape[0], weight):
             return self.gemm.backward(grad_RO, weight, saved)
-        return self.gemm.backward_requantising_input(grad_RO, weight, saved)
+        return self.gemm.backward_requantizing_input(grad_RO, weight, saved)
 
 
 def fp8_gemm_factory(
@@ -298,11 +298,11 @@ class Fp8ExpertGemms:
         return self._weight_cache.memory
 
     def grouped_gemm(self, x_RD: Tensor, weight_EOD: Tensor, counts: ExpertCounts, *, transposed: bool) -> Tensor:
-        quantised = self._weight_cache.get(weight_EOD, "both")
+        quantized = self._weight_cache.get(weight_EOD, "both")
         x = self._kernels.cast_rowwise_operand(x_RD, E4M3)
         if isinstance(counts, int):
             counts = torch.full(weight_EOD.shape[:1], counts, device=x_RD.device)
-        matrices = quantised.columns if transposed else quantised.rows
+        matrices = quantized.columns if transposed else quantized.rows
         return self._kernels.grouped_gemm(x.values, x.scale, matrices, counts, dtype=x_RD.dtype, fast=not transposed)
 
     def _cast_weight(self, weight_EOD: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:

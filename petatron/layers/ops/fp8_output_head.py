@@ -8,7 +8,7 @@
 The gradient of a logit is w (p - onehot), with w the token's weight in the loss and p its probability. Most are far smaller than w, so
 they are e5m2, which has 32 powers of two, whatever the recipe of the layers; and none is larger than w, so the largest weight
 is the amax, and no pass over the logits is needed for it. One scale holds for the whole tensor. It comes from the weights of all tokens,
-which tensor-parallel ranks share: a shard of the vocabulary has the quantised gradients that one rank would have. Scales of W and x come
+which tensor-parallel ranks share: a shard of the vocabulary has the quantized gradients that one rank would have. Scales of W and x come
 from the shard and from the chunk; they are powers of two, so only numbers in the subnormal range may differ for it.
 
 cuBLAS's FP8 GEMM does not accumulate. So a chunk's weight gradient is computed for some rows of the vocabulary at a time and added,

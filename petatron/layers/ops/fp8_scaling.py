@@ -1,4 +1,4 @@
-"""Quantisers of activations and gradients: the scale comes from the tensor itself, or from the amax of past steps."""
+"""Quantizers of activations and gradients: the scale comes from the tensor itself, or from the amax of past steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from petatron.kernels.fp8.amax import attached_amax, new_amax
 from petatron.kernels.fp8.cast_and_gemm import CastKernel, Fp8Kernels, Fp8Matrix, Orientation
 
 
-class Quantiser(Protocol):
-    """Quantises a tensor, with state or without."""
+class Quantizer(Protocol):
+    """Quantizes a tensor, with state or without."""
 
     def __call__(self, x_RC: Tensor, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
@@ -63,7 +63,7 @@ class DelayedScaling:
     """The scale comes from the amax of past steps, so that a cast is one pass.
 
     Between `pause` and the next step amax is not recorded: an evaluation does not change what is trained. The scale holds for one step:
-    what was quantised in a step is used before the next begins.
+    what was quantized in a step is used before the next begins.
     """
 
     def __init__(self, kernels: Fp8Kernels, dtype: torch.dtype, *, length: int, most_recent: bool) -> None:
@@ -142,5 +142,5 @@ class DelayedScaling:
 
 @torch.inference_mode(False)
 def _new_state(length: int, value: float, device: torch.device) -> Tensor:
-    """Returns state of a quantiser; what an evaluation in inference mode creates, a training step has to be able to change."""
+    """Returns state of a quantizer; what an evaluation in inference mode creates, a training step has to be able to change."""
     return torch.full((length,), value, dtype=torch.float32, device=device)

@@ -4,7 +4,7 @@ A GEMM of forward reads a weight's rows, one of backward its columns. Cast once 
 element for the whole step: 4 bytes of memory traffic per element with a scale per tensor (2 + 1 + 1), however many micro-batches use it.
 Cast for each use in the one orientation that is read, it takes nothing between forward and backward, and 6 bytes of traffic for one micro-
 batch (2 + 1 twice). The GEMMs of a weight take as long as 6 x rows operations per element; so with
-R rows the second way costs about 100 / R of their time: it is taken for one micro-batch of `MIN_ROWS_TO_REQUANTISE` rows or more.
+R rows the second way costs about 100 / R of their time: it is taken for one micro-batch of `MIN_ROWS_TO_REQUANTIZE` rows or more.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import E4M3, CastKernel, Fp8Kernels, Fp8Matrix, Orientation
-from petatron.layers.ops.fp8_scaling import Quantiser
+from petatron.layers.ops.fp8_scaling import Quantizer
 
-MIN_ROWS_TO_REQUANTISE = 8192
+MIN_ROWS_TO_REQUANTIZE = 8192
 """Below, a weight that only one micro-batch uses is cached all the same."""
 
 
 def is_cast_for_each_use(*, micro_batches: int, num_rows: int) -> bool:
     """Whether a weight is cast for each use in a step, and nothing of it is kept in between."""
-    return micro_batches == 1 and num_rows >= MIN_ROWS_TO_REQUANTISE
+    return micro_batches == 1 and num_rows >= MIN_ROWS_TO_REQUANTIZE
 
 
 class WeightCast(Protocol):
-    """Quantises a weight, with the scale that is known of it in a step, if any."""
+    """Quantizes a weight, with the scale that is known of it in a step, if any."""
 
     scale: Tensor | None
 
@@ -61,14 +61,14 @@ def cast_with_known_scale(x_RC: Tensor, scale: Tensor, kernels: Fp8Kernels, *, o
 class TensorwiseWeightCast:
     """Casts with one scale, which is found once, however often the weight is cast."""
 
-    def __init__(self, quantiser: Quantiser, kernels: Fp8Kernels) -> None:
-        self._quantiser, self._kernels = quantiser, kernels
+    def __init__(self, quantizer: Quantizer, kernels: Fp8Kernels) -> None:
+        self._quantizer, self._kernels = quantizer, kernels
         self.scale: Tensor | None = None
 
     def __call__(self, weight: Tensor, *, orientation: Orientation) -> Fp8Matrix:
         if self.scale is not None:
             return cast_with_known_scale(weight, self.scale, self._kernels, orientation=orientation)
-        matrix = self._quantiser(weight, orientation=orientation)
+        matrix = self._quantizer(weight, orientation=orientation)
         self.scale = (matrix.columns if orientation == "columns" else matrix.rows).scale
         return matrix
 

@@ -145,12 +145,12 @@ LOCAL_GEMM = GatherThenGemm()
 class GemmOp:
     """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd.
 
-    requantising_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
+    requantizing_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
     """
 
     gemm: Gemm = PLAIN_GEMM
     weight_grad_sink: WeightGradSink | None = None
-    requantising_gemm: Gemm | None = None
+    requantizing_gemm: Gemm | None = None
 
     def __call__(
         self,
@@ -169,8 +169,8 @@ class GemmOp:
         if not torch.is_grad_enabled():  # a node costs more than a small GEMM
             return gemm_forward.forward(value, weight, self.gemm).y
         gemm = self.gemm
-        if self.requantising_gemm is not None and input_comm is None and handle is not None:
-            gemm = self.requantising_gemm if handle.function.requantised_in_backward else gemm
+        if self.requantizing_gemm is not None and input_comm is None and handle is not None:
+            gemm = self.requantizing_gemm if handle.function.requantized_in_backward else gemm
         # Autograd visits every parameter that is an input, also where its gradient goes to a sink: then it is none, unless it alone
         # makes the output require a gradient.
         sink = self.weight_grad_sink
@@ -184,7 +184,7 @@ class GemmOp:
         """
         return (
             self.weight_grad_sink is not None
-            and self.requantising_gemm is None
+            and self.requantizing_gemm is None
             and x.others is None
             and x.inputs[0].requires_grad
             and torch.is_grad_enabled()

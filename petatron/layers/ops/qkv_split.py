@@ -121,7 +121,7 @@ def split_qkv_rope(
 class _MergedHeads:
     """Heads [S, B, H, E] as rows [R, H E]; a view, which the GEMM that takes it saves."""
 
-    requantised_in_backward = True
+    requantized_in_backward = True
 
     __slots__ = ("_num_heads", "_rows")
 
@@ -151,7 +151,7 @@ def merge_heads(y_SBHE: Tensor, rows: TokenRows) -> DeferredOutput:
 
 
 class _SplitQKVNormRope(AutogradOp):
-    """Saves the QKV output, of which v is a view, and no normalised tensor."""
+    """Saves the QKV output, of which v is a view, and no normalized tensor."""
 
     @staticmethod
     def forward(
@@ -185,7 +185,7 @@ def split_qkv_norm_rope(
     num_kv_heads: int,
     kernels: QKNormRopeKernels,
 ) -> TensorTriple:
-    """Returns q [S, B, H, E] and k [S, B, K, E], normalised and with rope, in the memory order of `qkv`; v is a view of it."""
+    """Returns q [S, B, H, E] and k [S, B, K, E], normalized and with rope, in the memory order of `qkv`; v is a view of it."""
     norm = QKNormSpec(num_heads, num_kv_heads, norms[0].eps, norms[0].zero_centered_gamma)
     weights = (each.weight for each in norms)
     return _SplitQKVNormRope.apply(norms, norm, kernels, qkv, *weights, *rope_cos_sin)  # pyright: ignore[reportReturnType]

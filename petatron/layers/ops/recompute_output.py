@@ -31,14 +31,14 @@ MaybeTensors = tuple[Tensor | None, ...]
 class RecomputableFunction(Protocol):
     """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output.
 
-    requantised_in_backward: whether an FP8 GEMM of its output saves none of it, and quantises the recomputed output again. Else it saves
+    requantized_in_backward: whether an FP8 GEMM of its output saves none of it, and quantizes the recomputed output again. Else it saves
     its own cast.
 
     A module has one, and calls it in every forward pass.
     """
 
     @property
-    def requantised_in_backward(self) -> bool: ...
+    def requantized_in_backward(self) -> bool: ...
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         """Returns the outputs, the recomputable one last, and the tensors to save."""
@@ -201,7 +201,7 @@ class DeferredOutput(RecomputableOutput):
 class _Identity:
     """The identity: its output is its input, which is saved."""
 
-    requantised_in_backward = True
+    requantized_in_backward = True
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         (x,) = inputs

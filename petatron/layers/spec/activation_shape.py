@@ -82,19 +82,19 @@ class ActivationShape:
         return self.tokens * width * (1 if self.byte_dropout_masks else self.element_bytes)
 
     def fp8_input_bytes(self, *widths: int) -> int:
-        """Bytes of inputs, of these widths, that FP8 GEMMs save quantised; other GEMMs recompute their input."""
+        """Bytes of inputs, of these widths, that FP8 GEMMs save quantized; other GEMMs recompute their input."""
         if self.fp8_recipe is None:
             return 0
         scales = {"rowwise": 1, "blockwise": -(-self.gathered_tokens // 128)}.get(self.fp8_recipe)
         return sum(self.gathered_tokens * width + 4 * (1 if scales is None else scales * width) for width in widths)
 
-    def fp8_requantised_bytes(self, *widths: int) -> int:
+    def fp8_requantized_bytes(self, *widths: int) -> int:
         """Bytes that FP8 GEMMs save of inputs that they cast a second time in backward: the scale, where it is of the whole tensor."""
         return 4 * len(widths) if self.fp8_saves_scale else 0
 
     def fp8_column_input_bytes(self, *widths: int) -> int:
-        """Bytes that column-parallel FP8 GEMMs save of norms' outputs: one that ranks share is saved quantised."""
-        return self.fp8_requantised_bytes(*widths) if self.tp == 1 else self.fp8_input_bytes(*widths)
+        """Bytes that column-parallel FP8 GEMMs save of norms' outputs: one that ranks share is saved quantized."""
+        return self.fp8_requantized_bytes(*widths) if self.tp == 1 else self.fp8_input_bytes(*widths)
 
     @property
     def fp8_saves_scale(self) -> bool:

@@ -165,7 +165,7 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
         saved = shape.activation_bytes(rows, channels + values + 2 * heads + channels + 2 * values)
         saved += rows * 4 * heads * shape.compute_bytes  # beta, a with its bias, softplus of it, g
         decays = 2 * heads * shape.compute_bytes  # the exponential of A_log, and its negative
-        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantised_bytes(values)
+        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantized_bytes(values)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with the matrix that a part multiplies a state with."""

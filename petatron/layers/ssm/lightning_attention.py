@@ -122,7 +122,7 @@ class LightningSpec(RecurrentBranchSpec):
         # The first GEMM's output, silu of q, k and v, the scan's output, its norm, the sigmoids, and the input of the last GEMM.
         saved = shape.activation_bytes(rows, (4 + 3 + 1 + 1 + 1 + 1) * inner)
         saved += rows * shape.compute_bytes  # 1 / rms
-        return saved + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantised_bytes(inner)
+        return saved + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantized_bytes(inner)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """A state with its decays."""
@@ -220,7 +220,7 @@ class LightningAttention(BranchModule):
         return v.unflatten(-1, (-1, part)), k.unflatten(-1, (-1, width)), q.unflatten(-1, (-1, width))
 
     def _gated_output(self, y: Tensor, z: Tensor) -> Tensor:
-        return self.out_proj(self.norm.normalise(y, None) * z.sigmoid())
+        return self.out_proj(self.norm.normalize(y, None) * z.sigmoid())
 
     def _fixed_heads(self, like: Tensor) -> _FixedHeads:
         """Returns what is fixed of this rank's heads, on the device of activations and as exact as the scan, and made once."""

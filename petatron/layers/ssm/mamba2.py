@@ -70,7 +70,7 @@ class Mamba2Spec(ConvolvedBranchSpec):
 
     num_groups: how many B and C there are; each is for num_heads / num_groups heads.
     norm_groups: in how many groups of channels the gated norm is taken: num_groups, or 1.
-    output_gate: in which order the scan's output is normalised and gated.
+    output_gate: in which order the scan's output is normalized and gated.
     multipliers: the factors on z, x, B, C and dt; None: they have none.
     conv_width: the tokens that the convolution sees, the newest included.
     chunk_size: tokens of a chunk of the scan, which changes no result.
@@ -167,7 +167,7 @@ class Mamba2Spec(ConvolvedBranchSpec):
         saved += rows * steps_and_statistics * shape.compute_bytes
         saved += 0 if self.multipliers is None else shape.activation_bytes(1, inner + channels + heads)
         decays = 2 * heads * shape.compute_bytes  # A, and the exponential that it is the negative of
-        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantised_bytes(inner)
+        return saved + decays + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantized_bytes(inner)
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         """The halo of the convolution, and a state with its decay."""

@@ -59,7 +59,7 @@ class GroupedRMSNorm(nn.Module):
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "gate, then norm"}
 
-    def normalise(self, y: Tensor, z: Tensor | None) -> Tensor:
+    def normalize(self, y: Tensor, z: Tensor | None) -> Tensor:
         """Returns the norm of y silu(z), or of y without z."""
         groups_here = max(self.weight.shape[0] // self.group_width, 1)
         groups = NormGroups(self.group_width, groups_here, self.eps, self.sum_over_ranks)
@@ -70,7 +70,7 @@ class GateThenRMSNorm(GroupedRMSNorm):
     """norm(y silu(z)), in one kernel."""
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        return self.normalise(y, z)
+        return self.normalize(y, z)
 
 
 class RMSNormThenGate(GroupedRMSNorm):
@@ -84,4 +84,4 @@ class RMSNormThenGate(GroupedRMSNorm):
         return {**super().kernel_slots(), "gate_kernels": "silu gate"}
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        return silu_gate(self.normalise(y, None), z, kernels=self.gate_kernels)
+        return silu_gate(self.normalize(y, None), z, kernels=self.gate_kernels)

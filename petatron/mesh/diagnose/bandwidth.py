@@ -133,14 +133,14 @@ def _measure(axis: Axis, trial: _CollectiveTrial, size: int, device: torch.devic
 
 
 def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    _synchronise(device)
+    _synchronize(device)
     started = time.perf_counter()
     for _ in range(repeats):
         call()
-    _synchronise(device)
+    _synchronize(device)
     return time.perf_counter() - started
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -17,7 +17,7 @@ _SHARED_WIDTH = "moe_shared_expert_intermediate_size"
 
 
 def sigmoid_router(config: Translation) -> None:
-    """Says what DeepSeek-V3's router is: normalised sigmoids in float32, and a bias by which experts are chosen."""
+    """Says what DeepSeek-V3's router is: normalized sigmoids in float32, and a bias by which experts are chosen."""
     config.always(
         moe_shared_expert_gate=False,
         moe_router_dtype="fp32",
@@ -97,7 +97,7 @@ def _read(config: Translation, routing: _Routing, keys: Keys, *, own_width: bool
     if not factor > 0:
         problems.append(Problem("routed_scaling_factor", f"{scaling!r:.40}", "is not above 0", OWN_FOLDER_FIX))
     if _gives_weight_one(config):
-        rule = "with a normalised weight gives every token the weight 1, which the decoder does not for sigmoids"
+        rule = "with a normalized weight gives every token the weight 1, which the decoder does not for sigmoids"
         problems.append(Problem(config.names["moe_router_topk"], "1", rule, "Use another model."))
     groups = _read_groups(config, routing, keys)
     if isinstance(groups, Problem):

@@ -65,7 +65,7 @@ def split_batch(batch: Batch, axis: Axis, *, order: SequenceOrder = "zigzag") ->
         local = local_by_length.get(x.shape[dim])
         if local is None:
             runs = positions_of(order, axis.rank, axis.size, x.shape[dim])
-            # Created on the device: a copy from the host would synchronise.
+            # Created on the device: a copy from the host would synchronize.
             local = torch.cat([torch.arange(run.start, run.stop, device=x.device) for run in runs])
             local_by_length[x.shape[dim]] = local
         arrays[name] = x.index_select(dim, local)

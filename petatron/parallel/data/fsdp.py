@@ -16,7 +16,7 @@ all-reduce over `dp_outer` at the end of a step.
 
 How a parameter is sharded, and a rank's shards as a parameter group, are in `fsdp_param_group.py`; messages are padded to equal shards.
 
-Weights of FP8 GEMMs may be all-gathered in FP8 (`fsdp_all_gather_reduce_scatter.py`): a rank quantises its rows of them.
+Weights of FP8 GEMMs may be all-gathered in FP8 (`fsdp_all_gather_reduce_scatter.py`): a rank quantizes its rows of them.
 
 A backward pass in two halves (zero-bubble schedules) cannot work: fully_shard scatters a unit's gradients when the gradient
 of its input is there, before those of the weights would be.

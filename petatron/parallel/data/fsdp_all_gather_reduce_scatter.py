@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from petatron.kernels.fp8.param_gather import Fp8ParamGatherKernels
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.sharding.fp8_gather import MatrixShard, ScaledMatrix, all_reduce_scales, dequantise_shards, quantise_shard
+from petatron.sharding.fp8_gather import MatrixShard, ScaledMatrix, all_reduce_scales, dequantize_shards, quantize_shard
 
 _ALIGNMENT = 16
 """Messages are a multiple of this many bytes, so that those of the next rank are aligned for any dtype."""
@@ -64,7 +64,7 @@ class MessageSegment:
 
 
 class Fp8AllGather(RecordedAllGather):
-    """All-gathers a unit, some of its weights in FP8, and dequantises these.
+    """All-gathers a unit, some of its weights in FP8, and dequantizes these.
 
     Scales are computed once, and again after `weights_changed`.
     """
@@ -76,8 +76,8 @@ class Fp8AllGather(RecordedAllGather):
         super().__init__(axis)
         self._segments, self._kernels = segments, kernels
         self._num_scales = sum(segment.matrix.num_scales for segment in segments if segment.matrix is not None)
-        self._unquantised_bytes = itemsize * sum(segment.length for segment in segments if segment.matrix is None)
-        num_bytes = self._unquantised_bytes + sum(segment.length for segment in segments if segment.matrix is not None)
+        self._unquantized_bytes = itemsize * sum(segment.length for segment in segments if segment.matrix is None)
+        num_bytes = self._unquantized_bytes + sum(segment.length for segment in segments if segment.matrix is not None)
         self._num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._scales: Tensor | None = None
 
@@ -92,7 +92,7 @@ class Fp8AllGather(RecordedAllGather):
             if matrix is None:
                 message.view(own.dtype).copy_(own)
             else:
-                quantise_shard(
+                quantize_shard(
                     self._matrix_shard(matrix, own), self._global_scales(input_tensor), message.view(-1), self._kernels
                 )
         received = sent.new_empty(self._axis.size, self._num_bytes)
@@ -101,11 +101,11 @@ class Fp8AllGather(RecordedAllGather):
             if matrix is None:
                 out.copy_(message.view(out.dtype))
             else:
-                dequantise_shards(matrix, message, self._global_scales(input_tensor), out, self._kernels)
+                dequantize_shards(matrix, message, self._global_scales(input_tensor), out, self._kernels)
 
     def _segment_views(self, numbers: Tensor, messages: Tensor) -> Iterator[tuple[ScaledMatrix | None, Tensor, Tensor]]:
         """Yields for each segment its values and its part of the messages, both [ranks, ...]."""
-        at, plain, eight = 0, 0, self._unquantised_bytes
+        at, plain, eight = 0, 0, self._unquantized_bytes
         for segment in self._segments:
             own = numbers[:, at : at + segment.length]
             at += segment.length

@@ -191,7 +191,7 @@ class TokenStream(Response):
 
 
 class TextEvents:
-    """Server-sent events that differ in their text alone: the rest is serialised once for each sequence.
+    """Server-sent events that differ in their text alone: the rest is serialized once for each sequence.
 
     >>> events = TextEvents(lambda index, text: {"choices": [{"index": index, "text": text, "logprobs": None}]})
     >>> events.event(1, 'a "b"')

@@ -4,7 +4,7 @@ The live view is shown only when both stdout and stderr are terminals. With `pet
 log file, output is plain lines.
 
 The curve is drawn with braille characters, a cell being 2 x 4 dots, so that 80 columns show 160 points of the
-history. Each dot column shows the mean of the log points that fall into it (or a straight line between neighbours
+history. Each dot column shows the mean of the log points that fall into it (or a straight line between neighbors
 where there are fewer), and is joined to the one before, which keeps steep parts connected.
 """
 

@@ -45,7 +45,7 @@ class StepMetrics:
     tokens: int
     """Tokens of this step over all ranks."""
     loss: Tensor | float
-    """What the run minimises: the weighted sum where the objective has several losses."""
+    """What the run minimizes: the weighted sum where the objective has several losses."""
     lr: float
     global_batch_size: int
     decoupled_lr: float | None = None
@@ -83,7 +83,7 @@ class LogRecord:
     lr: float
     global_batch_size: int
     lm_loss: float | None
-    """What the run minimises, whatever the objective: mean over the steps that were not skipped, of the weighted sum of several losses;
+    """What the run minimizes, whatever the objective: mean over the steps that were not skipped, of the weighted sum of several losses;
     None when all were."""
     loss_scale: float
     grad_norm: float | None
@@ -206,7 +206,7 @@ class IntervalMeter:
         assert step is not None and sums is not None, "report() needs a step since the last report"
         last = [step.grad_norm, step.loss_scale, step.params_norm, step.num_zeros]
         on_device = [_on_device(math.nan if value is None else value, sums.device) for value in last]
-        values = torch.cat([torch.stack(on_device), sums]).tolist()  # the one synchronisation
+        values = torch.cat([torch.stack(on_device), sums]).tolist()  # the one synchronization
         grad_norm, loss_scale, params_norm, num_zeros, loss_sum, counted, skipped, nan, *named_sums = values
         means = iter([total / counted if counted else None for total in named_sums])
         named_losses, objective_metrics = (
@@ -293,7 +293,7 @@ def validation_record(
     """Returns the record of an evaluation: `dataset` is the name of a validation set that has one.
 
     `named_losses` and `objective_metrics` as in a `LogRecord`; `loss_by_weights` has the loss with other weights of the run, by their
-    title. `lm_loss` is what the run minimises; its perplexity means something only if the loss of the next token is part of it.
+    title. `lm_loss` is what the run minimizes; its perplexity means something only if the loss of the next token is part of it.
     """
     further = {
         "dataset": dataset,

@@ -88,7 +88,7 @@ class TrainState:
     ) -> TrainState:
         """Builds a run at iteration 0, of a model with initial weights or one that is given.
 
-        Without `init_weights` the weights are zero, for a caller that loads them next: initialising those of a large model takes minutes.
+        Without `init_weights` the weights are zero, for a caller that loads them next: initializing those of a large model takes minutes.
         """
         run = config_of(run)
         if model is None:
@@ -127,7 +127,7 @@ class TrainState:
 
     @classmethod
     def build_for_load(cls, run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None = None) -> TrainState:
-        """Builds a run at iteration 0 for `load` or `load_pretrained_weights`; initialises weights only if neither will fill them."""
+        """Builds a run at iteration 0 for `load` or `load_pretrained_weights`; initializes weights only if neither will fill them."""
         config = run.checkpoint
         loads = config.load is not None and has_weights(config.load, mesh)
         return cls.build(run, mesh, tokenizer, init_weights=not loads and config.pretrained_checkpoint is None)

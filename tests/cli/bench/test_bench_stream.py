@@ -109,7 +109,7 @@ def test_prefill_against_the_forward_pass_of_training(tmp_path: Path, capsys):
             "--against plain",
             ["--against plain compares the engine with and without drafts. Give --speculative-tokens too."],
         ),
-        ("--against bf16", ["--against bf16 compares the engine with quantised weights. Give --fp8-weights too."]),
+        ("--against bf16", ["--against bf16 compares the engine with quantized weights. Give --fp8-weights too."]),
         (
             "--against forward --fp8-weights --ragged",
             [

@@ -1,7 +1,7 @@
 """torchtitan as a peer: a package with its names and its conventions, made up here, and the real one where its source lies.
 
 The made-up one has files that cannot be imported wherever the real one imports what a measurement has no use for, and a model
-that rotates neighbouring channels, as the real one does. With our weights under its names it must have our loss.
+that rotates neighboring channels, as the real one does. With our weights under its names it must have our loss.
 """
 
 from __future__ import annotations

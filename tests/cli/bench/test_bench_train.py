@@ -136,7 +136,7 @@ def test_a_peer_that_does_not_fit_beside_ours_is_measured_apart(monkeypatch: pyt
         ("--against hf --global-batch-size 8", "--global-batch-size 8 makes steps of several micro-batches, and peers"),
         ("--against hf --optimizer sgd", "--optimizer sgd would be ours alone: peers are measured with AdamW."),
         ("--against torchtitan", "--against torchtitan needs its source. Give --peer-path"),
-        ("--against torchtitan --qk-layernorm", "--against torchtitan has no normalised query and key heads."),
+        ("--against torchtitan --qk-layernorm", "--against torchtitan has no normalized query and key heads."),
         ("--no-such-flag", "--no-such-flag"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_png_is_drawn_where_matplotlib_is_installed(capsys: pytest.CaptureFixt
     [
         (("--smooth", "1", "--out", "a.pdf", "--height", "1", "--width", "5"), 2, "4 problems"),
         (("--metrics", "los"), 2, "--metrics los is not a metric. Did you mean loss?"),
-        (("--metrics", "mfu"), 0, "Model FLOP/s utilisation (%)"),
+        (("--metrics", "mfu"), 0, "Model FLOP/s utilization (%)"),
         (("--metrics", "valid", "--x", "time"), 1, "none of the metrics valid was recorded"),
         (("--out", "/nowhere/at/all.svg"), 1, "--out /nowhere/at/all.svg cannot be written: No such file or directory"),
     ],

@@ -61,8 +61,8 @@ def test_parts_that_lie_apart_without_waiting(kernels: Any, squares: bool):
         scale = power_of_two_scale(amax, E4M3)
         for rank, part in enumerate(w.view(ranks, -1)):
             out_N = messages[rank, 16 : 16 + length].view(E4M3)
-            kernels.quantise_shard(part, scale, out_N, begin=rank * length, columns=columns)
-        kernels.dequantise_shards(messages[:, 16 : 16 + length].view(E4M3), scale, out[:, 32:], columns=columns)
+            kernels.quantize_shard(part, scale, out_N, begin=rank * length, columns=columns)
+        kernels.dequantize_shards(messages[:, 16 : 16 + length].view(E4M3), scale, out[:, 32:], columns=columns)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out[:, 32:].reshape(shape), gathered(w, squares=squares, cuts=[]))

@@ -89,7 +89,7 @@ def test_deepseek_v2_ranks_groups_by_their_best_expert():
 UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "no shared expert": ({**PUBLISHED, "n_shared_experts": None}, "n_shared_experts None is not a positive whole number"),
     "no scale": ({**PUBLISHED, "routed_scaling_factor": 0}, "routed_scaling_factor 0 is not above 0"),
-    "one expert": ({**PUBLISHED, "num_experts_per_tok": 1}, "num_experts_per_tok 1 with a normalised weight"),
+    "one expert": ({**PUBLISHED, "num_experts_per_tok": 1}, "num_experts_per_tok 1 with a normalized weight"),
     "groups": ({**PUBLISHED, "n_group": 7}, "n_group 7 does not divide the 256 experts"),
     "small groups": ({**PUBLISHED, "n_group": 256, "topk_group": 9}, "n_group 256 leaves groups of fewer than 2 experts"),
     "too few groups": ({**PUBLISHED, "n_group": 64, "topk_group": 1}, "topk_group 1 of 64 groups cannot give a token its 8"),
@@ -99,7 +99,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "dense": ({**PUBLISHED, "first_k_dense_replace": 61}, "first_k_dense_replace 61 leaves no layer of 61 for the experts"),
     "sometimes": ({**PUBLISHED, "moe_layer_freq": 2}, "moe_layer_freq 2 is not 1"),
     "scores": ({**PUBLISHED, "scoring_func": "softmax"}, "scoring_func softmax is not sigmoid"),
-    "not normalised": ({**PUBLISHED, "norm_topk_prob": False}, "norm_topk_prob False is not True"),
+    "not normalized": ({**PUBLISHED, "norm_topk_prob": False}, "norm_topk_prob False is not True"),
     "halves": ({**PUBLISHED, "rope_interleave": False}, "rope_interleave False is not True"),
     "epsilon": ({**PUBLISHED, "rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not 1e-06"),
     "biases": ({**PUBLISHED, "attention_bias": True}, "attention_bias True is not False"),
@@ -108,7 +108,7 @@ UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
         {**PUBLISHED, "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0}},
         "rope_scaling.mscale_all_dim 1.0 scales scores of latent attention",
     ),
-    "other quantisation": (
+    "other quantization": (
         {**PUBLISHED, "quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}},
         "only plain ones, FP8 by blocks and MXFP4 can be read",
     ),
@@ -195,8 +195,8 @@ def test_what_the_family_cannot_express_is_refused(case: str):
 BLOCK = (8, 16)
 
 
-def quantised(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Saves a model with its matrices in FP8 by blocks; returns the dequantised weights too."""
+def quantized(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Saves a model with its matrices in FP8 by blocks; returns the dequantized weights too."""
     build("deepseek-v3").save_pretrained(folder)
     weights, scales, wide = load_file(folder / "model.safetensors"), {}, {}
     for name, value in weights.items():
@@ -224,10 +224,10 @@ def quantised(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    return quantised(tmp_path_factory.mktemp("fp8"))
+    return quantized(tmp_path_factory.mktemp("fp8"))
 
 
-def test_weights_in_fp8_are_dequantised_in_every_layout(ranks: RankPool, fp8: tuple[Path, dict[str, Tensor]]):
+def test_weights_in_fp8_are_dequantized_in_every_layout(ranks: RankPool, fp8: tuple[Path, dict[str, Tensor]]):
     """Experts and heads on two ranks cut matrices inside blocks."""
     folder, wide = fp8
     model, tokens = build("deepseek-v3"), truth("deepseek-v3").tokens
@@ -249,7 +249,7 @@ def test_weights_in_fp8_are_dequantised_in_every_layout(ranks: RankPool, fp8: tu
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_a_conversion_writes_them_dequantised(fp8: tuple[Path, dict[str, Tensor]], tmp_path: Path):
+def test_a_conversion_writes_them_dequantized(fp8: tuple[Path, dict[str, Tensor]], tmp_path: Path):
     folder, wide = fp8
     convert(open_model_source(folder), tmp_path / "plain", ConversionOptions(target_format="huggingface"))
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())

@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import FP4_VALUES
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.load.dequantize import dequantise
+from petatron.checkpoint.load.dequantize import dequantize
 from petatron.cli.main import main
 from petatron.estimate.flops import parameter_count
 from petatron.models.hf import from_hf_config, matching_family, to_hf_config
@@ -86,7 +86,7 @@ def test_a_model_without_a_clamp_is_no_gpt_oss():
         to_hf_config(spec)
 
 
-def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns bytes and scales of a matrix of experts [expert, in, out], in blocks of 32 along `in`."""
     blocks = values.transpose(1, 2).unflatten(-1, (-1, 32))
     exponents = blocks.abs().amax(-1).log2().floor().int() - 2
@@ -127,7 +127,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     scales: dict[str, Tensor] = {}
     stored = dict(weights)
     for name in experts_of(weights):
-        stored[f"{name}_blocks"], scales[f"{name}_scales"] = quantise(stored.pop(name).float())
+        stored[f"{name}_blocks"], scales[f"{name}_scales"] = quantize(stored.pop(name).float())
         weights[name] = (
             as_transformers_reads(stored[f"{name}_blocks"], scales[f"{name}_scales"]).bfloat16().contiguous()
         )
@@ -175,7 +175,7 @@ def test_a_conversion_writes_bfloat16_that_transformers_opens(folders: tuple[Pat
 def test_every_code_and_scale():
     codes = torch.arange(256, dtype=torch.uint8).view(-1, 16)
     exponents = torch.arange(100, 116, dtype=torch.uint8)
-    found = dequantise(codes, exponents)
+    found = dequantize(codes, exponents)
     low, high = (torch.tensor(FP4_VALUES)[part.int()] for part in (codes & 15, codes >> 4))
     wanted = torch.stack((low, high), -1).flatten(-2) * (2.0 ** (torch.arange(100, 116) - 127)).unsqueeze(-1)
     assert torch.equal(found, wanted.flatten())

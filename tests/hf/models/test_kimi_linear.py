@@ -117,7 +117,7 @@ def test_both_spellings_are_the_same_model():
         ({"mla_use_nope": False}, "mla_use_nope False is not True"),
         ({"num_shared_experts": 0}, "num_shared_experts 0 is not a positive whole number"),
         ({"num_expert_group": 3}, "num_expert_group 3 does not divide the 256 experts"),
-        ({"num_experts_per_token": 1}, "num_experts_per_token 1 with a normalised weight"),
+        ({"num_experts_per_token": 1}, "num_experts_per_token 1 with a normalized weight"),
     ],
 )
 def test_what_cannot_be_read_is_said(changes: dict[str, Any], message: str):

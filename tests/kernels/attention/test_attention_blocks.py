@@ -134,7 +134,7 @@ def test_tiles_mask_what_is_not_seen(block):
     assert torch.equal(found, wanted)
 
 
-def test_neighbouring_full_pieces_are_one_call():
+def test_neighboring_full_pieces_are_one_call():
     """The three shapes of a zigzag ring step each cost one kernel call."""
     early, late, other_early, other_late = range(2, 4), range(12, 14), range(2), range(14, 16)
     here, there = (early, late), (other_early, other_late)

@@ -51,7 +51,7 @@ def test_gradients_of_the_reference(scale: float):
     assert torch.autograd.gradcheck(both, inputs)
 
 
-def test_scores_are_those_of_rotated_neighbours():
+def test_scores_are_those_of_rotated_neighbors():
     """Query and key of two tokens: their product is that of complex numbers turned by the angle of the difference of positions."""
     q, k, turn = random(1, 1, 1, 4), random(1, 1, 4), torch.tensor([0.3, 1.1], dtype=torch.float64, device=DEVICE)
     cos_sin = [torch.cat((turn * at, turn * at)).view(1, 1, 1, 4) for at in (5, 2)]

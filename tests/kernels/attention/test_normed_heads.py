@@ -1,4 +1,4 @@
-"""Heads that are normalised, then turned: the reference against autograd in float64, and the Triton kernels against it."""
+"""Heads that are normalized, then turned: the reference against autograd in float64, and the Triton kernels against it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels import few_rows_gemm as plain
-from petatron.kernels.fp8.cast_and_gemm import E4M3, cast_rowwise_operand, dequantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, cast_rowwise_operand, dequantize
 
 pytest.importorskip("triton")
 from petatron.kernels.triton import few_rows_gemm as fast
@@ -37,7 +37,7 @@ def operands(rows: int, outputs: int, length: int, dtype: torch.dtype) -> tuple[
 def test_equals_the_definition(rows: int, outputs: int, length: int, fp8: bool, dtype: torch.dtype):
     x, weight, counters = operands(rows, outputs, length, dtype)
     operand = cast_rowwise_operand(weight, E4M3) if fp8 else None
-    rounded = weight if operand is None else dequantise(operand)
+    rounded = weight if operand is None else dequantize(operand)
     true = x.double() @ rounded.double().t()
     for implementation in (fast, plain):
         used = weight if operand is None else implementation.pack_fp8(operand, dtype)
@@ -51,14 +51,14 @@ def test_equals_the_definition(rows: int, outputs: int, length: int, fp8: bool, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_packed_weight_is_dequantised_exactly(dtype: torch.dtype):
+def test_a_packed_weight_is_dequantized_exactly(dtype: torch.dtype):
     _, weight, _ = operands(1, 70, 256, dtype)
     operand = cast_rowwise_operand(weight, E4M3)
-    true = dequantise(operand).to(dtype)
+    true = dequantize(operand).to(dtype)
     packed = fast.pack_fp8(operand, dtype)
     assert packed.permuted == (DEVICE == "cuda" and dtype == torch.bfloat16)
-    assert torch.equal(fast.dequantise_weight(packed, dtype), true)
-    assert torch.equal(plain.dequantise_weight(packed, dtype), true)
+    assert torch.equal(fast.dequantize_weight(packed, dtype), true)
+    assert torch.equal(plain.dequantize_weight(packed, dtype), true)
 
 
 def test_the_permuted_order_is_undone():
@@ -66,7 +66,7 @@ def test_the_permuted_order_is_undone():
     operand = cast_rowwise_operand(weight, E4M3)
     words = operand.values.view(torch.uint8).unflatten(1, (-1, 4))[:, :, list(plain.PERMUTED_ORDER)]
     packed = plain.Fp8Weight(words.flatten(1).view(E4M3), operand.scale, permuted=True)
-    assert torch.equal(plain.dequantise_weight(packed, torch.float32), dequantise(operand))
+    assert torch.equal(plain.dequantize_weight(packed, torch.float32), dequantize(operand))
 
 
 def test_strided_rows():

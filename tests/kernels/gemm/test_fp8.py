@@ -17,7 +17,7 @@ from petatron.kernels.fp8.cast_and_gemm import (
     REFERENCE,
     Fp8Matrix,
     Fp8Operand,
-    dequantise,
+    dequantize,
     power_of_two_scale,
 )
 
@@ -66,7 +66,7 @@ def test_both_orientations_hold_the_numbers(name: str, dtype: torch.dtype, sourc
     made = cast(name, x, dtype)
     for operand, wanted in ((made.rows, x), (made.columns, x.t())):
         assert operand.values.is_contiguous() and operand.values.shape == wanted.shape
-        error = (dequantise(operand).double() - wanted.double()).abs()
+        error = (dequantize(operand).double() - wanted.double()).abs()
         smallest = torch.finfo(dtype).smallest_normal * float(operand.scale.max())
         assert (error <= ROUNDING[dtype] * wanted.double().abs() + ROUNDING[dtype] * smallest).all()
 
@@ -76,7 +76,7 @@ def test_finer_scales_keep_small_rows(name: str):
     """One scale for all loses a row that is 2^-20 of the largest; a scale of its own keeps it."""
     x = normal(256, 128, seed=2).float()
     x[:128] *= 2.0**-20
-    small = dequantise(cast(name, x, E4M3).rows)[:128]
+    small = dequantize(cast(name, x, E4M3).rows)[:128]
     if name == "cast_tensor":
         assert (small == 0).any()
     else:
@@ -97,7 +97,7 @@ def test_scales_of_blocks_and_squares_lie_as_cublas_wants():
 def test_a_part_has_the_numbers_it_has_in_the_whole(name: str):
     """With powers of two, ranks that take the scale of their own part get the same numbers, unless they are tiny."""
     x = normal(256, 256, seed=4).float()
-    whole, part = dequantise(cast(name, x, E4M3).rows), dequantise(cast(name, x[128:], E4M3).rows)
+    whole, part = dequantize(cast(name, x, E4M3).rows), dequantize(cast(name, x[128:], E4M3).rows)
     near = x[128:].abs() > 2.0**-6 * x.abs().max()
     assert torch.equal(whole[128:][near], part[near])
 
@@ -118,14 +118,14 @@ def test_what_is_not_finite_goes_on_as_nan(name: str, bad: float):
     w = cast(name, normal(128, 256, seed=6).float(), E4M3)
     y = cast_and_gemm.emulated_gemm(made.rows, w.rows, dtype=torch.float32, fast=True)
     assert y[3].isnan().all() and y[4:].isfinite().all()
-    assert dequantise(made.columns)[7, 3].isnan()
+    assert dequantize(made.columns)[7, 3].isnan()
 
 
 def test_delayed_scaling_saturates_and_says_how_large_it_got():
     x = torch.tensor([[1.0, -1000.0, 3.0, 0.0]])
     amax = torch.tensor([2.0])
     made = cast_and_gemm.cast_with_scale(x, E4M3, scale=torch.ones(1), amax=amax)
-    assert dequantise(made.rows).tolist() == [[1, -448, 3, 0]]
+    assert dequantize(made.rows).tolist() == [[1, -448, 3, 0]]
     assert amax == 1000
     cast_and_gemm.cast_with_scale(x / 1000, E4M3, scale=torch.ones(1), amax=amax)
     assert amax == 1000
@@ -149,7 +149,7 @@ def test_product(name: str, out: bool):
     buffer = torch.full((144, 272), math.nan) if out else None
     y = cast_and_gemm.emulated_gemm(left, right, dtype=torch.float32, fast=True, out=buffer)
     assert buffer is None or y is buffer
-    exact = dequantise(left).double() @ dequantise(right).double().t()
+    exact = dequantize(left).double() @ dequantize(right).double().t()
     assert (y - exact).norm() <= 1e-6 * exact.norm()
     true = a @ b.t()
     assert 0.001 < (y - true).norm() / true.norm() < 0.05
@@ -175,7 +175,7 @@ def test_product_in_float64():
     a, b = (cast_and_gemm.cast_rowwise(normal(32, 64, seed=seed), E4M3).rows for seed in (9, 10))
     y = cast_and_gemm.emulated_gemm(a, b, dtype=torch.float64, fast=False)
     assert y.dtype == torch.float64
-    assert torch.equal(y, dequantise(a).double() @ dequantise(b).double().t())
+    assert torch.equal(y, dequantize(a).double() @ dequantize(b).double().t())
 
 
 def test_grouped_product_leaves_rows_of_no_expert_at_zero():
@@ -184,7 +184,7 @@ def test_grouped_product_leaves_rows_of_no_expert_at_zero():
     weight = Fp8Operand(flat.values.view(3, 16, 32), flat.scale.view(3, 16), "rowwise")
     counts = torch.tensor([7, 0, 20])
     y = cast_and_gemm.emulated_grouped_gemm(x.values, x.scale, weight, counts, dtype=torch.float32, fast=True)
-    wide = dequantise(flat).view(3, 16, 32)
-    assert torch.allclose(y[:7], dequantise(x)[:7] @ wide[0].t(), atol=1e-4)
-    assert torch.allclose(y[7:27], dequantise(x)[7:27] @ wide[2].t(), atol=1e-4)
+    wide = dequantize(flat).view(3, 16, 32)
+    assert torch.allclose(y[:7], dequantize(x)[:7] @ wide[0].t(), atol=1e-4)
+    assert torch.allclose(y[7:27], dequantize(x)[7:27] @ wide[2].t(), atol=1e-4)
     assert (y[27:] == 0).all()

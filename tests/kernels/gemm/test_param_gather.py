@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.kernels.fp8 import cast_and_gemm, param_gather
-from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Fp8Matrix, dequantise, power_of_two_scale
+from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Fp8Matrix, dequantize, power_of_two_scale
 from petatron.kernels.fp8.param_gather import REFERENCE, SCALE_RUN_ELEMENTS, Fp8ParamGatherKernels
 
 TENSORS = [(16, 16), (48, 144), (112, 32)]
@@ -30,9 +30,9 @@ def gathered(w: Tensor, *, squares: bool, cuts: Sequence[int], kernels: Fp8Param
         kernels.update_shard_amax(part, amax, begin=begin, columns=columns)
     scale, sent = power_of_two_scale(amax, E4M3), torch.empty(flat.shape, dtype=E4M3, device=w.device)
     for begin, part in parts:
-        kernels.quantise_shard(part, scale, sent[begin : begin + part.numel()], begin=begin, columns=columns)
+        kernels.quantize_shard(part, scale, sent[begin : begin + part.numel()], begin=begin, columns=columns)
     out = torch.full_like(flat, 7.0)
-    kernels.dequantise_shards(sent.view(1, -1), scale, out.view(1, -1), columns=columns)
+    kernels.dequantize_shards(sent.view(1, -1), scale, out.view(1, -1), columns=columns)
     return out.view(w.shape)
 
 
@@ -45,7 +45,7 @@ def same(ours: Tensor, wanted: Tensor) -> bool:
 
 def assert_same_operands(ours: Fp8Matrix, wanted: Fp8Matrix) -> None:
     for one, other in ((ours.rows, wanted.rows), (ours.columns, wanted.columns)):
-        assert same(dequantise(one), dequantise(other))
+        assert same(dequantize(one), dequantize(other))
 
 
 def draw(shape: tuple[int, int], *, seed: int, spread: float, top: float, dtype: torch.dtype) -> Tensor:
@@ -147,14 +147,14 @@ def test_a_scale_per_row_would_not_do():
     w = draw((64, 96), seed=6, spread=0.0, top=1.0, dtype=torch.bfloat16)
     w[0] *= 2.0**-18
     w[0, 0] = 1.0
-    back = dequantise(cast_and_gemm.cast_rowwise_operand(w, E4M3)).to(w.dtype)
+    back = dequantize(cast_and_gemm.cast_rowwise_operand(w, E4M3)).to(w.dtype)
     ours, wanted = cast_and_gemm.cast_rowwise(back, E4M3), cast_and_gemm.cast_rowwise(w, E4M3)
-    assert same(dequantise(ours.rows), dequantise(wanted.rows))
+    assert same(dequantize(ours.rows), dequantize(wanted.rows))
     w[1:] *= 2.0**-18
-    back = dequantise(cast_and_gemm.cast_rowwise_operand(w, E4M3)).to(w.dtype)
+    back = dequantize(cast_and_gemm.cast_rowwise_operand(w, E4M3)).to(w.dtype)
     assert not same(
-        dequantise(cast_and_gemm.cast_rowwise(back, E4M3).columns),
-        dequantise(cast_and_gemm.cast_rowwise(w, E4M3).columns),
+        dequantize(cast_and_gemm.cast_rowwise(back, E4M3).columns),
+        dequantize(cast_and_gemm.cast_rowwise(w, E4M3).columns),
     )
 
 
@@ -176,9 +176,9 @@ def test_parts_that_lie_apart_and_end_in_padding(kernels: str, squares: bool):
     messages = torch.zeros(ranks, length + 48, dtype=torch.uint8)
     for rank, part in enumerate(parts):
         out = messages[rank, 32 : 32 + length].view(E4M3)
-        chosen.quantise_shard(part, scale, out, begin=rank * length, columns=columns)
+        chosen.quantize_shard(part, scale, out, begin=rank * length, columns=columns)
     out = torch.full((ranks, length + 16), 7.0, dtype=torch.bfloat16)
-    chosen.dequantise_shards(messages[:, 32 : 32 + length].view(E4M3), scale, out[:, 16:], columns=columns)
+    chosen.dequantize_shards(messages[:, 32 : 32 + length].view(E4M3), scale, out[:, 16:], columns=columns)
     assert torch.equal(out[:, 16:].reshape(-1)[: w.numel()].view(shape), w)
     assert (out[:, :16] == 7.0).all() and (messages[:, :32] == 0).all() and (messages[:, 32 + length :] == 0).all()
 
@@ -210,11 +210,11 @@ def test_triton_gives_zeros_the_sign_that_the_reference_does():
     w = torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=torch.bfloat16)
     ours, wanted = (torch.empty(4, dtype=E4M3) for _ in range(2))
     for kernels, sent in ((_triton(), ours), (REFERENCE, wanted)):
-        kernels.quantise_shard(w, torch.ones(1), sent, begin=0, columns=None)
+        kernels.quantize_shard(w, torch.ones(1), sent, begin=0, columns=None)
     assert torch.equal(ours.view(torch.uint8), wanted.view(torch.uint8))
     values = torch.tensor([0.0, -0.0]).to(E4M3).view(1, -1)
     restored = torch.empty(1, 2, dtype=torch.bfloat16)
-    _triton().dequantise_shards(values, torch.ones(1), restored, columns=None)
+    _triton().dequantize_shards(values, torch.ones(1), restored, columns=None)
     assert restored.signbit().tolist() == [[False, True]]
 
 
@@ -223,8 +223,8 @@ def test_triton_restores_what_is_too_large():
     values = torch.tensor([256.0, -256.0, 448.0, 0.0, 2.0**-9, 1.0]).to(E4M3).view(1, -1)
     for scale in (2.0**120, 1.0, 2.0**-100):
         ours, wanted = (torch.empty(1, 6, dtype=torch.bfloat16) for _ in range(2))
-        kernels.dequantise_shards(values, torch.tensor([scale]), ours, columns=None)
-        REFERENCE.dequantise_shards(values, torch.tensor([scale]), wanted, columns=None)
+        kernels.dequantize_shards(values, torch.tensor([scale]), ours, columns=None)
+        REFERENCE.dequantize_shards(values, torch.tensor([scale]), wanted, columns=None)
         assert torch.equal(ours, wanted) and ours.isfinite().all()
 
 
@@ -232,6 +232,6 @@ def test_nothing_of_a_matrix():
     for kernels in (REFERENCE, _triton()):
         empty, amax = torch.empty(0, dtype=torch.bfloat16), torch.zeros(1)
         kernels.update_shard_amax(empty, amax, begin=0, columns=None)
-        kernels.quantise_shard(empty, torch.ones(1), empty.to(E4M3), begin=0, columns=None)
-        kernels.dequantise_shards(empty.to(E4M3).view(1, 0), torch.ones(1), empty.view(1, 0), columns=None)
+        kernels.quantize_shard(empty, torch.ones(1), empty.to(E4M3), begin=0, columns=None)
+        kernels.dequantize_shards(empty.to(E4M3).view(1, 0), torch.ones(1), empty.view(1, 0), columns=None)
         assert amax == 0

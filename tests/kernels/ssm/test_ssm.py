@@ -151,7 +151,7 @@ def test_the_gradients_of_the_convolution(packed: bool):
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
-def test_the_norm_after_the_gate_normalises_each_group(num_groups: int):
+def test_the_norm_after_the_gate_normalizes_each_group(num_groups: int):
     torch.manual_seed(2)
     y, z, weight = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, 2, 6), (4, 2, 6), (6,)))
     norm = NormGroups(6 // num_groups, num_groups, 1e-5, identity)
@@ -166,7 +166,7 @@ def test_the_norm_after_the_gate_normalises_each_group(num_groups: int):
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
-def test_the_norm_without_a_gate_normalises_each_group(num_groups: int):
+def test_the_norm_without_a_gate_normalizes_each_group(num_groups: int):
     torch.manual_seed(3)
     y, weight = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((4, 2, 6), (6,)))
     norm = NormGroups(6 // num_groups, num_groups, 1e-5, identity)

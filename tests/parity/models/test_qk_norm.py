@@ -1,4 +1,4 @@
-"""Heads that are normalised and rotated by one kernel train as on one process, over every way to split heads and tokens."""
+"""Heads that are normalized and rotated by one kernel train as on one process, over every way to split heads and tokens."""
 
 import pytest
 

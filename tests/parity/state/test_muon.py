@@ -48,7 +48,7 @@ def test_queries_keys_and_values_as_one_matrix(ranks: RankPool, layout: str, wor
 
 
 def train_without_gathering(run: RunConfig) -> list[StepTrace]:
-    """Muon with matrices that are not whole: every tensor-parallel rank orthogonalises its shard by itself."""
+    """Muon with matrices that are not whole: every tensor-parallel rank orthogonalizes its shard by itself."""
 
     def shards_alone(self: MatrixUpdate, matrices: Sequence[LogicalMatrix], local: Sequence[Sequence[Tensor]]):
         return [torch.cat(list(shards)) for shards in local]
@@ -67,7 +67,7 @@ def train_without_gathering(run: RunConfig) -> list[StepTrace]:
         return train(run)
 
 
-def test_orthogonalised_shards_are_another_model(ranks: RankPool):
+def test_orthogonalized_shards_are_another_model(ranks: RankPool):
     """So that the comparisons above could fail; the first update, at the start of warm-up, moves nothing."""
     traces = ranks.run(train_without_gathering, 2, tiny_run(f"{MUON} --tp 2", world_size=2, dtype="float64"))
     verdict = compare_traces([reference(MUON, "float64")], traces, BOUNDS)

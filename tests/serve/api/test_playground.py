@@ -346,7 +346,7 @@ def test_the_server_lets_the_page_run_its_own_script_alone(live: LiveServer):
     assert other.policy != policy
 
 
-def test_the_page_names_no_other_host_and_has_the_colours_of_a_report():
+def test_the_page_names_no_other_host_and_has_the_colors_of_a_report():
     html = PlaygroundPage.read().html
     assert re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s'\"]*", html.replace("http://www.w3.org/2000/svg", "")) == []
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b| style=|\son\w+=", html)

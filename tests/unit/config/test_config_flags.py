@@ -213,7 +213,7 @@ def test_what_a_name_of_another_program_sets_is_not_missing_too():
         ("--sft", "fine-tuning on conversations", "`petatron data preprocess`"),
         ("--perform-rl-step", "reinforcement learning", "`--from FOLDER` fine-tunes all weights"),
         ("--grpo-group-size 8", "reinforcement learning", "any loss"),
-        ("--load-in-4bit", "training with quantised weights", "--fp8-format hybrid"),
+        ("--load-in-4bit", "training with quantized weights", "--fp8-format hybrid"),
     ],
 )
 def test_what_is_absent_is_named_with_what_exists(flags: str, feature: str, exists: str):

@@ -96,11 +96,11 @@ def test_source_record_and_skipped_rows(hub: Path, tmp_path: Path, capsys: pytes
     flags = ["--files", "data/*.parquet", "--hub", str(hub), "--output", str(output)]
     assert main(["data", "fetch", "ann/stories", *flags]) == 0
     printed = capsys.readouterr().out
-    assert printed.index("licence    odc-by") < printed.index("train: 7 documents")
+    assert printed.index("license    odc-by") < printed.index("train: 7 documents")
     assert "2 rows skipped: 1 not text, 1 empty" in printed
     assert texts(output / "train-00000.jsonl") + texts(output / "train-00001.jsonl") == STORIES
     found = record(output)
-    assert (found["repository"], found["licence"], found["revision"]) == ("ann/stories", "odc-by", None)
+    assert (found["repository"], found["license"], found["revision"]) == ("ann/stories", "odc-by", None)
     counts = [(shard["source"], shard["documents"], shard["not_text"]) for shard in found["shards"]["train"]]
     assert counts == [("data/train-0.parquet", 4, 0), ("data/train-1.parquet", 3, 1)]
 
@@ -264,7 +264,7 @@ def test_missing_extra(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_list_and_missing_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "fetch", "--list"]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed and known.licence in printed for name, known in KNOWN_DATASETS.items())
+    assert all(name in printed and known.license in printed for name, known in KNOWN_DATASETS.items())
     assert main(["data", "fetch"]) == 2
     assert "2 problems" in (printed := capsys.readouterr().err) and "--output is missing" in printed
 
@@ -283,7 +283,7 @@ def test_hub_downloads_are_cached_and_pinned(server: StandInHub, tmp_path: Path)
     fetch(stories(server.url, tmp_path / "out", max_documents=2))
     assert server.downloads == ["data/train-0.parquet"]
     found = record(tmp_path / "out")
-    assert (found["revision"], found["licence"]) == (COMMIT, "cc-by-sa-3.0, gfdl")
+    assert (found["revision"], found["license"]) == (COMMIT, "cc-by-sa-3.0, gfdl")
     assert found["page"] == f"{server.url}/datasets/ann/stories"
     fetch(stories(server.url, tmp_path / "out"))
     assert server.downloads == ["data/train-0.parquet", "data/train-1.parquet"]

@@ -226,9 +226,9 @@ def test_copies_of_a_batch_keep_everything(monkeypatch: pytest.MonkeyPatch):
     assert pinned.documents is not None and int(pinned.documents.starts_BS.max()) == 1
     copied = batch.clone()
     assert torch.equal(copied.tokens, tokens) and copied.tokens.data_ptr() != tokens.data_ptr()
-    labelled = replace(batch, labels=tokens)
-    assert torch.equal(labelled.labels, tokens) and "labels" not in batch
-    for one in (there, pinned, copied, labelled):
+    labeled = replace(batch, labels=tokens)
+    assert torch.equal(labeled.labels, tokens) and "labels" not in batch
+    for one in (there, pinned, copied, labeled):
         assert {"tokens", "image"} <= one.arrays.keys()
         assert one.sequence_dim("image") is None and one.documents is not None
 

@@ -92,8 +92,8 @@ def test_random_blend(files: list[TokenFile], number: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_weights_are_normalised_twice(seed: int):
-    """To the last bit, whatever a second normalisation changes."""
+def test_weights_are_normalized_twice(seed: int):
+    """To the last bit, whatever a second normalization changes."""
     weights = [Random(seed).uniform(1e-3, 10) for _ in range(seed % 5 + 2)]
     twice = megatron_order.normalized(megatron_order.normalized(weights))
     assert megatron_order.normalized(normalize_once(weights)) == twice
@@ -106,7 +106,7 @@ def test_a_blend_that_takes_more_than_its_share_gets_it():
     assert samples_to_build([1.0, 1.0], 10, [5, 8]) == [6, 8]
 
 
-EARLIER = {  # fingerprints of a version that built exactly what a blend takes, normalised weights once and shuffled whole documents
+EARLIER = {  # fingerprints of a version that built exactly what a blend takes, normalized weights once and shuffled whole documents
     "one file": (("web",), 80, "0cf242d83b92ae4f5f72f3b13e5b12ee", True),
     "no weights": (("web", "code"), 40, "280bb45cfdb6662a6fdb58adbca15a56", True),
     "as many epochs": (("3", "web", "1", "code"), 80, "8c450e886696d82342585fc3060a71b1", True),

@@ -103,7 +103,7 @@ def test_formats_of_multiple_choice(name: str, record: dict[str, Any], pairs: tu
     assert found.pairs == pairs and found.answer == answer
 
 
-def test_accuracy_takes_sums_and_the_normalised_one_divides_by_bytes(tmp_path: Path):
+def test_accuracy_takes_sums_and_the_normalized_one_divides_by_bytes(tmp_path: Path):
     path = write_lines(
         tmp_path / "mine.jsonl",
         {"context": "q", "choices": ["aé", "b"], "answer": 0},  # 3 bytes and 1, with a space 4 tokens and 2

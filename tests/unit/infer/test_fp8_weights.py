@@ -64,7 +64,7 @@ def test_answers_are_those_of_the_rounded_weights():
 def test_what_a_prompt_costs_is_told(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="petatron"):
         Engine(model_in("--fp64"), options=FP8).release()
-    assert "GEMMs of more than 0 rows, as prompts have, dequantise them first" in caplog.text
+    assert "GEMMs of more than 0 rows, as prompts have, dequantize them first" in caplog.text
 
 
 def test_every_weight_is_where_it_was():
@@ -78,7 +78,7 @@ def test_every_weight_is_where_it_was():
     engine.complete(PROMPTS, GREEDY)
     engine.release()
     again = weights_of(model)
-    assert torch.equal(again["embedding.weight"], tied), "a head that is tied to it is quantised as a copy"
+    assert torch.equal(again["embedding.weight"], tied), "a head that is tied to it is quantized as a copy"
     assert all(torch.equal(rounded[name], again[name]) for name in rounded)
     assert {param.untyped_storage()._cdata for param in model.module.parameters()} == buffers, "in the flat buffers"
 
@@ -115,7 +115,7 @@ def refused(flags: str) -> str:
 def test_fully_sharded_weights_are_refused(ranks: RankPool):
     flags = "--dp 2 --use-torch-fsdp2 --micro-batch-size 1"
     for text in ranks.run(refused, 2, flags):
-        assert "--fp8-weights quantises whole weights" in text and "--data-parallel-sharding-strategy" in text
+        assert "--fp8-weights quantizes whole weights" in text and "--data-parallel-sharding-strategy" in text
 
 
 FP8_RUN = (
@@ -198,7 +198,7 @@ def test_what_is_cached_lives_as_long_as_the_graphs_that_read_it(cached: bool, m
     capture = steps.graphs._graph_capture
     batch = Batch(torch.zeros(1, 32, dtype=torch.int64), torch.zeros(1, 32, dtype=torch.int64), torch.ones(1, 32))
     if not cached:
-        monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTISE", 16)
+        monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTIZE", 16)
         model.fp8_gemms.new_step(1)
     graph, _ = capture.capture(lambda: model.evaluate([batch]))
     memory = _cached_tensors(model)

@@ -119,7 +119,7 @@ def test_a_weight_is_cast_once_per_step(cache_weights: bool):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_large_micro_batch_casts_a_weight_for_each_use(recipe: str, monkeypatch: pytest.MonkeyPatch):
     """In the orientation that is read, and to the same bits as a weight that is cached."""
-    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTISE", 128)
+    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTIZE", 128)
     x, w, g = draw(128, 128, seed=0), draw(256, 128, seed=1), draw(128, 256, seed=2)
     wanted: list[str] = []
     names = {"rowwise": ["cast_rowwise"], "blockwise": ["cast_block_128x128"]}.get(
@@ -158,7 +158,7 @@ def test_an_input_that_is_cast_again_gives_the_same_bits(recipe: str, step: int)
         gemm = make()
         for scale in (1.0, 3.0)[: step + 1]:
             gemm.new_step(1)
-            way = gemm.requantising() if recasting else gemm
+            way = gemm.requantizing() if recasting else gemm
             y, kept = way.forward(scale * x, w)
             x_grad, job = way.backward(g, w, kept)
             w_grad = torch.full(w.shape, float("nan"))
@@ -173,15 +173,15 @@ def test_an_input_that_is_cast_again_gives_the_same_bits(recipe: str, step: int)
 def test_sizes_that_do_not_fit_are_not_cast_again_either():
     gemm = fp8_gemm_factory(precision("blockwise"), kernels=REFERENCE)()
     x, w, g = draw(24, 16, seed=0), draw(16, 16, seed=1), draw(24, 16, seed=2)
-    y, kept = gemm.requantising().forward(x, w)
-    x_grad, job = gemm.requantising().backward(g, w, kept)
+    y, kept = gemm.requantizing().forward(x, w)
+    x_grad, job = gemm.requantizing().backward(g, w, kept)
     assert not kept and job.needs_input and torch.equal(y, x @ w.t()) and torch.equal(x_grad, g @ w)
 
 
 @pytest.mark.parametrize("available", [True, False])
 def test_only_an_input_that_is_available_is_cast_again(available: bool):
     gemm = fp8_gemm_factory(precision("tensorwise"), kernels=REFERENCE)()
-    op = GemmOp(gemm, requantising_gemm=gemm.requantising())
+    op = GemmOp(gemm, requantizing_gemm=gemm.requantizing())
     x, w = draw(32, 16, seed=0).requires_grad_(), draw(16, 16, seed=1).requires_grad_()
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda x: x):
@@ -194,7 +194,7 @@ def test_only_an_input_that_is_available_is_cast_again(available: bool):
 
 
 def test_the_scale_of_a_weight_is_found_once_per_step(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTISE", 16)
+    monkeypatch.setattr(fp8_weight, "MIN_ROWS_TO_REQUANTIZE", 16)
     kernels, calls = counted()
     multiplication = fp8_gemm_factory(precision("tensorwise"), kernels=kernels)()
     x, w, g = draw(16, 16, seed=0), draw(16, 16, seed=1), draw(16, 16, seed=2)
@@ -469,9 +469,9 @@ def test_a_scale_is_guessed_to_be_the_last_one():
         guesses.append(float(previous_scale))
         return REFERENCE.cast_speculative(x, *args, previous_scale=previous_scale, **options)
 
-    quantiser = CurrentTensorwiseScaling(dataclasses.replace(REFERENCE, cast_speculative=cast), E4M3)
+    quantizer = CurrentTensorwiseScaling(dataclasses.replace(REFERENCE, cast_speculative=cast), E4M3)
     x = draw(32, 32, seed=0)
-    scales = [float(quantiser(factor * x).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
+    scales = [float(quantizer(factor * x).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
     assert guesses == [1.0, *scales[:-1]]
     assert scales == [float(REFERENCE.cast_tensor(factor * x, E4M3).rows.scale) for factor in (1.0, 1.0, 16.0, 2.0)]
     assert len(set(scales)) == 3

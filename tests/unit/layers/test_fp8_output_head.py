@@ -1,4 +1,4 @@
-"""The output head's backward in FP8: the GEMMs of quantised operands, whatever the chunks, and the same on every layout."""
+"""The output head's backward in FP8: the GEMMs of quantized operands, whatever the chunks, and the same on every layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Matrix, power_of_two_scale, quantise
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Matrix, power_of_two_scale, quantize
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm
 from petatron.kernels.vocab_parallel_cross_entropy import (
     GradRequest,
@@ -60,7 +60,7 @@ def losses_and_grads(gemm: Gemm, *, chunk: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 @pytest.mark.parametrize(("chunk", "rows_at_once"), [(TOKENS, 8192), (16, 8192), (16, 16), (16, 48)])
-def test_gemms_of_quantised_operands(monkeypatch: pytest.MonkeyPatch, chunk: int, rows_at_once: int):
+def test_gemms_of_quantized_operands(monkeypatch: pytest.MonkeyPatch, chunk: int, rows_at_once: int):
     """One scale for all chunks, from the largest weight of a token; losses are those without FP8."""
     monkeypatch.setattr(fp8_output_head, "_ACCUMULATE_CHUNK_ROWS", rows_at_once)
     x, weight, targets, loss_weights = inputs()
@@ -70,15 +70,15 @@ def test_gemms_of_quantised_operands(monkeypatch: pytest.MonkeyPatch, chunk: int
     grad = torch.softmax(x @ weight.t(), dim=1)
     grad[torch.arange(TOKENS), targets] -= 1
     scale = power_of_two_scale(loss_weights.amax(), E5M2)
-    grad = quantise(grad * loss_weights.unsqueeze(1), scale, E5M2).double() * scale
+    grad = quantize(grad * loss_weights.unsqueeze(1), scale, E5M2).double() * scale
 
-    def quantised(tensor: Tensor) -> Tensor:
+    def quantized(tensor: Tensor) -> Tensor:
         own = power_of_two_scale(tensor.abs().amax(), E4M3)
-        return quantise(tensor, own, E4M3).double() * own
+        return quantize(tensor, own, E4M3).double() * own
 
-    inputs_8 = torch.cat([quantised(part) for part in x.split(chunk)])
+    inputs_8 = torch.cat([quantized(part) for part in x.split(chunk)])
     # A gradient at the border of two numbers of e5m2 may be rounded to either: logits come from another GEMM here.
-    assert torch.allclose(x_grad.double(), grad @ quantised(weight), rtol=1e-5, atol=2e-4)
+    assert torch.allclose(x_grad.double(), grad @ quantized(weight), rtol=1e-5, atol=2e-4)
     assert torch.allclose(weight_grad.double(), grad.t() @ inputs_8, rtol=1e-5, atol=2e-4)
     for ours, other in ((x_grad, plain_x_grad), (weight_grad, plain_weight_grad)):
         apart = float((ours - other).norm() / other.norm())

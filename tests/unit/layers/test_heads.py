@@ -1,4 +1,4 @@
-"""Attention layers that normalise queries and keys: the fused way is the plain one, forward and backward, and keeps less."""
+"""Attention layers that normalize queries and keys: the fused way is the plain one, forward and backward, and keeps less."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def rms(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[..., S, R] by pairs of neighbours, as one complex number each."""
+    """[..., S, R] by pairs of neighbors, as one complex number each."""
     half = ROTARY // 2
     return torch.view_as_real(
         torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.complex(cos[:, :half], sin[:, :half])

@@ -30,7 +30,7 @@ S, B, D, OUT = 6, 3, 8, 5
 class Sine:
     """A maker that counts: (x, y) to (x + y, sin(x + y))."""
 
-    requantised_in_backward = True
+    requantized_in_backward = True
 
     def __init__(self) -> None:
         self.made = 0

@@ -34,7 +34,7 @@ def _channels() -> tuple[int, list[str], float]:
     return before, sorted(found.owner for found in mesh.communicators), float(came)
 
 
-def test_a_pipeline_rank_has_a_channel_per_neighbour_and_direction(ranks: RankPool):
+def test_a_pipeline_rank_has_a_channel_per_neighbor_and_direction(ranks: RankPool):
     answers = ranks.run(_channels, 4)
     assert [before for before, _, _ in answers] == [0] * 4, "nothing is made before it is asked for"
     assert answers[1][1] == ["", "pp:0>1", "pp:1>0", "pp:1>2", "pp:2>1"]

@@ -71,7 +71,7 @@ def test_primary_ranges_leave_out_replicas_padding_and_other_ranks_shares():
     assert FlatShard(3, (ParamRange(norm, 0, 3, 0),), (0, 3)).primary_ranges() == [], "rank 0 has the primary replica"
 
 
-def test_neighbouring_parameters_are_one_range():
+def test_neighboring_parameters_are_one_range():
     placement = compute_placement("a.weight", (2, 3), Shard(), ModelParallelCoordinate())
     shard = FlatShard(12, (ParamRange(placement, 0, 6, 0), ParamRange(placement, 0, 6, 6)), (0, 12))
     assert shard.primary_ranges() == [(0, 12)]

@@ -63,7 +63,7 @@ MODELS = {
     "gpt-qk-norm": f"{BASE} --qk-layernorm --activation squared_relu",
     "relu": f"{BASE} --activation relu",
     "norm-without-weights": f"{LLAMA} --qk-l2-norm --num-query-groups 2",
-    "neighbouring-pairs": f"{LLAMA} --rotary-interleaved",
+    "neighboring-pairs": f"{LLAMA} --rotary-interleaved",
     "bounded-gates": f"{LLAMA} --activation quick_geglu --glu-linear-offset 1.0 --activation-func-clamp-value 0.5",
     "normed-embeddings": f"{BASE} --hidden-dropout 0 --embed-layernorm --no-norm-bias",
     "clipped": f"{LLAMA} --clip-qkv 0.5 --num-query-groups 2",

@@ -132,8 +132,8 @@ def test_arrays_ahead_end_with_their_document():
     assert shifted[labels_name(2)].tolist() == [[13, 14, 15, 16, 0, 0]]
     assert shifted[mask_name(1)].tolist() == [[1, 1, 0, 1, 1, 0]]
     assert shifted[mask_name(2)].tolist() == [[1, 0, 0, 1, 0, 0]]
-    unlabelled = add_shifted_arrays(Batch(ids), depths=1)
-    assert set(unlabelled.arrays) == {"tokens", tokens_name(1)} and unlabelled[tokens_name(1)][0, -2:].tolist() == [
+    unlabeled = add_shifted_arrays(Batch(ids), depths=1)
+    assert set(unlabeled.arrays) == {"tokens", tokens_name(1)} and unlabeled[tokens_name(1)][0, -2:].tolist() == [
         16,
         0,
     ]

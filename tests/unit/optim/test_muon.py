@@ -50,7 +50,7 @@ def test_newton_schulz_is_a_polynomial_of_singular_values(name: str, shape: tupl
 
 @pytest.mark.parametrize(("name", "spread"), [("simple", 0.35), ("quintic", 0.35), ("polar_express", 0.02)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_newton_schulz_orthogonalises(name: str, spread: float, dtype: torch.dtype):
+def test_newton_schulz_orthogonalizes(name: str, spread: float, dtype: torch.dtype):
     torch.manual_seed(6)
     out = newton_schulz(torch.randn(32, 96).to(dtype), step_coefficients(name, STEPS[name]))
     assert out.dtype == dtype

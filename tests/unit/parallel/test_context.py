@@ -153,7 +153,7 @@ class TestSplitBatch:
 
 
 def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, object]:
-    """On one rank: this rank's part of the output and of the three gradients, where they lie, and what travelled."""
+    """On one rank: this rank's part of the output and of the three gradients, where they lie, and what traveled."""
     heads, groups, window, starts = case
     size, rank = dist.get_world_size(), dist.get_rank()
     mesh = ParallelMesh(Layout(cp=size), rank)

@@ -217,7 +217,7 @@ def test_small_tensors_weights_and_what_others_hold_stay():
     assert x.grad is not None
 
 
-def test_a_weight_is_recognised_by_its_memory_and_by_its_name():
+def test_a_weight_is_recognized_by_its_memory_and_by_its_name():
     """Flat buffers hold many weights in one memory; a gathered weight has a memory that nobody knew when the layer began."""
     weights = torch.zeros(64)
     module = nn.Linear(4, 4, bias=False)

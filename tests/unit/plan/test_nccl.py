@@ -137,7 +137,7 @@ def test_communicators_per_direction_cost_least(name: str, virtual: int):
 
 
 def test_a_rank_has_at_most_four_communicators_per_direction():
-    """To and from both neighbours, however long the pipeline."""
+    """To and from both neighbors, however long the pipeline."""
     for name, virtual in STAGES:
         schedule = build_schedule(ScheduleShape(name, ranks=5, virtual=virtual, micro_batches=6))
         members = pipeline_program(schedule, POLICIES["pair_direction"], ActionCosts()).communicators.values()

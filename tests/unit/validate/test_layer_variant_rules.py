@@ -29,7 +29,7 @@ PROBLEMS = {
     "--rotary-base-local 1 --window-size 4": "--rotary-base-local 1.0 is not above 1",
     "--rotary-seq-len-interpolation-factor 0.5": "--rotary-seq-len-interpolation-factor 0.5 is below 1",
     "--residual-branches parallel --norm-placement both": "--residual-branches parallel needs norms before the branches",
-    "--qk-layernorm-scope projection": "--qk-layernorm-scope projection says what --qk-layernorm normalises",
+    "--qk-layernorm-scope projection": "--qk-layernorm-scope projection says what --qk-layernorm normalizes",
     "--qk-layernorm --qk-layernorm-scope projection --normalization LayerNorm": "is an RMSNorm, but --normalization is LayerNorm",
     "--embedding-multiplier 0": "--embedding-multiplier 0.0 is not above 0",
     "--embedding-multiplier 2 --scale-embeddings": "--embedding-multiplier 2 and --scale-embeddings are two factors",

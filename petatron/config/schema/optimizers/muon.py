@@ -57,7 +57,7 @@ class MuonSettings:
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
     """Precision of muon's Newton-Schulz steps: medium is bf16, high is fp32; a run in fp64 takes them in fp64."""
     muon_split_qkv: bool = True
-    """Orthogonalise the matrices of queries, keys and values each by itself; else stacked, as one."""
+    """Orthogonalize the matrices of queries, keys and values each by itself; else stacked, as one."""
     muon_tp_mode: Literal["duplicated"] = "duplicated"
     """Newton-Schulz steps of a matrix that tensor-parallel ranks shard: each of them all-gathers it and takes all steps."""
     muon_scalar_optimizer: OptimizerName = "adam"

@@ -25,7 +25,7 @@ _UNSHARED = NotWith("group_query_attention", lambda shared: not shared)
 _UNNORMED = NotWith(
     "qk_layernorm",
     lambda normed: not normed,
-    "says what --qk-layernorm normalises, which is not set",
+    "says what --qk-layernorm normalizes, which is not set",
     "Add --qk-layernorm, or leave it out.",
 )
 _TWO_NORMS = NotWith("qk_layernorm", rule="and --qk-layernorm are two norms of queries and keys", shown="")
@@ -49,7 +49,7 @@ class AttentionSettings:
     add_qkv_bias: Annotated[bool, _BIAS] = False
     """Bias on the query/key/value projection even when the others have none (Qwen2)."""
     qk_layernorm: Annotated[bool, NotWith("qk_l2_norm")] = False
-    """Normalise each query and key head (Qwen3); with `--multi-latent-attention` the latents (DeepSeek)."""
+    """Normalize each query and key head (Qwen3); with `--multi-latent-attention` the latents (DeepSeek)."""
     window_size: Annotated[SequenceLength, "at least 1", ToySize(32)] | None = None
     """Sliding-window attention: how many tokens, itself included, a token sees (127,0 in Megatron is 128). Unset means all."""
     attention_dropout: Annotated[DropoutRate, "training"] = 0.1
@@ -64,7 +64,7 @@ class AttentionVariants:
     window_attn_skip_freq: Annotated[str, _WINDOWS, ComparedAs(unmarked_by_multiples)] | None = None
     """Which layers have the `--window-size`: N means all but every N-th; or one 1 (window) or 0 per layer, as in ([1]*3+[0])*8."""
     qk_layernorm_scope: Annotated[Literal["head", "projection"], NOT_LATENT, _UNNORMED] = "head"
-    """What `--qk-layernorm` normalises: each head, or all heads together (OLMo 2)."""
+    """What `--qk-layernorm` normalizes: each head, or all heads together (OLMo 2)."""
     qk_l2_norm: Annotated[bool, NOT_LATENT, _ROTARY_LAYERS, _TWO_NORMS] = False
     """Layers with rotary positions divide each query and key head by its root mean square, without weights (Llama 4)."""
     softmax_type: Annotated[Literal["vanilla", "off-by-one", "learnable"], NOT_LATENT] = "vanilla"

@@ -31,7 +31,7 @@ class Mamba2Settings:
     mamba_num_heads: Annotated[Size, ToySize(16)] | None = None
     """Mamba-2: number of heads. Derived: 2 x hidden size / head width."""
     mamba_norm_groups: Annotated[Width, ToySize(8), _NORM] | None = None
-    """Mamba-2: groups of channels that the gated norm normalises, `--mamba-num-groups` or 1. Derived: the former."""
+    """Mamba-2: groups of channels that the gated norm normalizes, `--mamba-num-groups` or 1. Derived: the former."""
     mamba_chunk_size: Annotated[SequenceLength, "at least 1", ToySize(32), "runtime"] = 128
     """Mamba-2: tokens of a chunk of the scan; of speed and memory only."""
     mamba_gated_norm: Annotated[Literal["gate_then_norm", "norm_then_gate", "none"], "variant"] = "gate_then_norm"

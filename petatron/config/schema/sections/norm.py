@@ -1,4 +1,4 @@
-"""The settings of normalisation and of the residual stream."""
+"""The settings of normalization and of the residual stream."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class NormSettings:
 
     feature: ClassVar = Feature("norms and residuals")
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Which normalisation stands before attention, before the MLP and at the end."""
+    """Which normalization stands before attention, before the MLP and at the end."""
     norm_epsilon: PositiveFactor = 1e-5
-    """Added to the variance inside normalisation."""
+    """Added to the variance inside normalization."""
     apply_layernorm_1p: bool = False
     """Keep the weights of norms as an offset from one (Gemma), so that they start at zero."""
     norm_bias: Annotated[bool, "variant", _LAYER_NORM] = True
     """Biases of LayerNorms (`--no-norm-bias` leaves them out, as MPT does)."""
     embed_layernorm: Annotated[bool, "variant"] = False
-    """Normalise embeddings before the first layer (BLOOM)."""
+    """Normalize embeddings before the first layer (BLOOM)."""
     norm_placement: Annotated[NormPlacementName, "variant", _PARALLEL] = "pre"
     """Where a layer's norms are: before each branch, before and after it (Gemma 2), after it only (OLMo 2), or on the residual stream, so
     that a branch is added to the normed stream that it takes (MiniMax-Text-01)."""

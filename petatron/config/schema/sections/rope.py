@@ -76,7 +76,7 @@ class RopeVariants:
 
     feature: ClassVar = Feature("rotary positions", variants=True)
     rotary_interleaved: Annotated[bool, ROTARY_ONLY, NOT_LATENT] = False
-    """Rotary positions rotate neighbouring channels instead of those half a head apart."""
+    """Rotary positions rotate neighboring channels instead of those half a head apart."""
     no_rope_freq: Annotated[str, ROTARY_ONLY, _ROTARY_KEYS, ComparedAs(marked_by_multiples)] | None = None
     """Which layers have no rotary positions: N means every N-th; or one 1 (no positions) or 0 per layer (SmolLM3, Llama 4)."""
     rotary_base_local: Annotated[RotaryBase, "above 1", ROTARY_ONLY, WINDOW_ONLY] | None = None

@@ -1,6 +1,6 @@
 """What decode attention over pages consists of, for keys of any kind: a split of a sequence, its rows, its softmax, the merge of splits.
 
-A split attends to some tokens of a sequence and leaves a partial output, normalised by its own weights, with the log-sum-exp of its
+A split attends to some tokens of a sequence and leaves a partial output, normalized by its own weights, with the log-sum-exp of its
 scores. The merge weighs partial outputs by that.
 """
 

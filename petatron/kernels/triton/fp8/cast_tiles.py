@@ -31,7 +31,7 @@ def inverse_scale(scale_bits):
 
 
 @triton.jit
-def quantise_unclamped(x, inverse, dtype: tl.constexpr):
+def quantize_unclamped(x, inverse, dtype: tl.constexpr):
     """x / scale in FP8, with a scale from the tensor itself, so that no value is too large."""
     x = x.to(tl.float32)
     # x - x is 0, and NaN where x is not finite.
@@ -39,7 +39,7 @@ def quantise_unclamped(x, inverse, dtype: tl.constexpr):
 
 
 @triton.jit
-def _quantise_clamped(x, inverse, dtype: tl.constexpr, TOP: tl.constexpr):
+def _quantize_clamped(x, inverse, dtype: tl.constexpr, TOP: tl.constexpr):
     x = x.to(tl.float32)
     limit: tl.constexpr = 1.75 * 2**TOP
     # Minimum and maximum drop NaN, so it is added back.
@@ -120,12 +120,12 @@ def cast_tensor_tile(
         scale_bits = tl.load(scale)
         if SPECULATIVE and tile == 0:
             tl.store(used_scale, scale_bits)
-        values = _quantise_clamped(x, inverse_scale(scale_bits), dtype, TOP)
+        values = _quantize_clamped(x, inverse_scale(scale_bits), dtype, TOP)
     else:
         scale_bits = _scale_bits(tl.load(amax), TOP)
         if tile == 0:
             tl.store(scale, scale_bits)
-        values = quantise_unclamped(x, inverse_scale(scale_bits), dtype)
+        values = quantize_unclamped(x, inverse_scale(scale_bits), dtype)
     if ROWS:
         _store_rows(rows_RC, values, row, column, inside, C)
     if COLUMNS:
@@ -160,7 +160,7 @@ def redo_cast_if_scale_differs(
         inverse = inverse_scale(scale_bits)
         for tile in range(first, tl.cdiv(R, TILE) * tl.cdiv(C, TILE), tl.num_programs(0)):
             row, column, inside = _tile_offsets(tile, R, C, TILE)
-            values = quantise_unclamped(_load(x_RC, row, column, inside, C), inverse, rows_RC.dtype.element_ty)
+            values = quantize_unclamped(_load(x_RC, row, column, inside, C), inverse, rows_RC.dtype.element_ty)
             if ROWS:
                 _store_rows(rows_RC, values, row, column, inside, C)
             if COLUMNS:
@@ -199,12 +199,12 @@ def cast_rows_and_columns_tile(
         bits_R = _scale_bits(tl.load(amax_R + row, mask=row < R, other=0), TOP)
         if tile % tl.cdiv(C, TILE) == 0:
             tl.store(scale_R + row, bits_R, mask=row < R)
-        _store_rows(rows_RC, quantise_unclamped(x, inverse_scale(bits_R)[:, None], dtype), row, column, inside, C)
+        _store_rows(rows_RC, quantize_unclamped(x, inverse_scale(bits_R)[:, None], dtype), row, column, inside, C)
     if COLUMNS:
         bits_C = _scale_bits(tl.load(amax_C + column, mask=column < C, other=0), TOP)
         if tile < tl.cdiv(C, TILE):
             tl.store(scale_C + column, bits_C, mask=column < C)
-        _store_columns(columns_CR, quantise_unclamped(x, inverse_scale(bits_C)[None, :], dtype), row, column, R, C)
+        _store_columns(columns_CR, quantize_unclamped(x, inverse_scale(bits_C)[None, :], dtype), row, column, R, C)
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def cast_whole_row(x_RC, rows_RC, scale_R, C, TOP: tl.constexpr, WIDTH: tl.const
     x = tl.load(x_RC + row * C + column, mask=column < C, other=0.0)
     bits = _scale_bits(tl.max(magnitude_bits(x), axis=0), TOP)
     tl.store(scale_R + row, bits)
-    values = quantise_unclamped(x, inverse_scale(bits), rows_RC.dtype.element_ty)
+    values = quantize_unclamped(x, inverse_scale(bits), rows_RC.dtype.element_ty)
     tl.store(rows_RC + row * C + column, values, mask=column < C)
 
 
@@ -243,11 +243,11 @@ def cast_block_1x128_tile(
     if ROWS:
         bits_R = _scale_bits(tl.max(bits, axis=1), TOP)
         tl.store(scale_R + (tile % across).to(tl.int64) * R + row, bits_R, mask=row < R)
-        _store_rows(rows_RC, quantise_unclamped(x, inverse_scale(bits_R)[:, None], dtype), row, column, inside, C)
+        _store_rows(rows_RC, quantize_unclamped(x, inverse_scale(bits_R)[:, None], dtype), row, column, inside, C)
     if COLUMNS:
         bits_C = _scale_bits(tl.max(bits, axis=0), TOP)
         tl.store(scale_C + (tile // across).to(tl.int64) * C + column, bits_C, mask=column < C)
-        _store_columns(columns_CR, quantise_unclamped(x, inverse_scale(bits_C)[None, :], dtype), row, column, R, C)
+        _store_columns(columns_CR, quantize_unclamped(x, inverse_scale(bits_C)[None, :], dtype), row, column, R, C)
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def cast_block_128x128_tile(
     row, column, inside = _tile_offsets(tile, R, C, TILE)
     x = _load(x_RC, row, column, inside, C)
     bits = _scale_bits(tl.max(magnitude_bits(x)), TOP)
-    values = quantise_unclamped(x, inverse_scale(bits), rows_RC.dtype.element_ty)
+    values = quantize_unclamped(x, inverse_scale(bits), rows_RC.dtype.element_ty)
     if ROWS:
         tl.store(scale_rows + (tile // across) * rows_stride + tile % across, bits)
         _store_rows(rows_RC, values, row, column, inside, C)

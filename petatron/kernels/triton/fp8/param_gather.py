@@ -1,6 +1,6 @@
-"""Quantises and dequantises weights in one pass each: the Triton implementation of `kernels/fp8/param_gather.py`.
+"""Quantizes and dequantizes weights in one pass each: the Triton implementation of `kernels/fp8/param_gather.py`.
 
-Per number of a bfloat16 weight: 2 bytes for amax and 2 + 1 to quantise, both over the rank's owned range, 1 + 2 to dequantise, over
+Per number of a bfloat16 weight: 2 bytes for amax and 2 + 1 to quantize, both over the rank's owned range, 1 + 2 to dequantize, over
 all. With n weights, r ranks and 4.0 TB/s that is (5 / r + 3) n / 4 ms for n in billions: for one billion over 8 ranks 0.91 ms,
 against 1 GB less to all-gather, 2.2 ms at 450 GB/s and 20 ms at 50 GB/s.
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from petatron.kernels.fp8.cast_and_gemm import BLOCK
 from petatron.kernels.fp8.param_gather import SCALE_RUN_ELEMENTS, Fp8ParamGatherKernels
-from petatron.kernels.triton.fp8.cast_tiles import inverse_scale, magnitude_bits, quantise_unclamped
+from petatron.kernels.triton.fp8.cast_tiles import inverse_scale, magnitude_bits, quantize_unclamped
 
 _RUNS = 64
 _WARPS = 4
@@ -63,7 +63,7 @@ def _update_shard_amax(
 
 
 @triton.jit(do_not_specialize=["begin", "scales"])
-def _quantise_shard(
+def _quantize_shard(
     x,
     scale,
     out,
@@ -82,11 +82,11 @@ def _quantise_shard(
         bits = tl.load(scale + _scale_index(run * RUN + begin, columns, scales, BLOCK))[:, None]
     else:
         bits = tl.load(scale)
-    tl.store(out + at, quantise_unclamped(numbers, inverse_scale(bits), out.dtype.element_ty), mask=inside)
+    tl.store(out + at, quantize_unclamped(numbers, inverse_scale(bits), out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["scales"])
-def _dequantise_shards(
+def _dequantize_shards(
     values,
     scale,
     out,
@@ -120,9 +120,9 @@ def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int |
         )
 
 
-def quantise_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
+def quantize_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
     if x_N.numel():
-        _quantise_shard[_grid(x_N.numel())](
+        _quantize_shard[_grid(x_N.numel())](
             x_N,
             scale_T.view(torch.int32),
             out_N,
@@ -134,12 +134,12 @@ def quantise_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, c
         )
 
 
-def dequantise_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
+def dequantize_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
     parts, length = values_PN.shape
     if not parts * length:
         return
     assert values_PN.stride(1) == out_PN.stride(1) == 1
-    _dequantise_shards[(*_grid(length), parts)](
+    _dequantize_shards[(*_grid(length), parts)](
         values_PN,
         scale_T,
         out_PN,
@@ -168,6 +168,6 @@ def _constants(columns: int | None) -> dict[str, int | bool]:
 
 
 TRITON = Fp8ParamGatherKernels(
-    update_shard_amax=update_shard_amax, quantise_shard=quantise_shard, dequantise_shards=dequantise_shards
+    update_shard_amax=update_shard_amax, quantize_shard=quantize_shard, dequantize_shards=dequantize_shards
 )
 """For CUDA devices of capability 9.0."""

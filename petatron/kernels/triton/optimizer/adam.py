@@ -13,7 +13,7 @@ are no temporaries. The norm reads the gradient once more before, 4 bytes.
 
 A program has 1024 elements in 256 threads, four per thread: its four 16-byte loads are in flight before the first is used, and
 since four is the most that a float32 load covers, no tensor is exchanged between threads before a store. A mask that may end
-anywhere would keep the compiler from wide loads, so the launch covers a multiple of 16 elements (for which Triton specialises) and a
+anywhere would keep the compiler from wide loads, so the launch covers a multiple of 16 elements (for which Triton specializes) and a
 short second one the remaining few.
 
 The sum of squares is deterministic: every program writes the sum of its own elements, and these sums are added in a fixed order in
@@ -21,7 +21,7 @@ float64. Accuracy does not depend on the size of a tensor, since no sum in this 
 less than 2^18 elements go to torch, many in a launch; each is summed whole in float32, where torch adds many short sums and not one
 long one, and their norms are combined in float64 too.
 
-Rates are plain arguments, not specialised; 1 - beta is computed on the host, in full precision.
+Rates are plain arguments, not specialized; 1 - beta is computed on the host, in full precision.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false

@@ -1,6 +1,6 @@
 """Bloom and MPT: decoders whose positions are ALiBi's biases of scores.
 
-Bloom normalises embeddings, has biases everywhere, and the queries, keys and values of a head side by side. MPT has no biases, not even
+Bloom normalizes embeddings, has biases everywhere, and the queries, keys and values of a head side by side. MPT has no biases, not even
 on its LayerNorms, and may clip queries, keys and values; its settings of attention are a table of their own. transformers has no other MLP
 width than 4 x hidden size, and MPT's `alibi_bias_max`, `logit_scale` and `qk_ln` do nothing there, so other values are refused.
 """

@@ -1,11 +1,11 @@
 """DeepSeek-V2 and V3 (Kimi-K2 is a V3): latent attention, dense layers before those with experts, shared experts without a gate.
 
-V2 takes a softmax over all experts, ranks groups of them by their best one, and does not normalise the weights of the chosen: our
+V2 takes a softmax over all experts, ranks groups of them by their best one, and does not normalize the weights of the chosen: our
 routing with `moe_router_pre_softmax`. V3 takes sigmoids, chooses with a bias per expert that is no part of the weights (a buffer of the
 model, `e_score_correction_bias`), ranks groups by their best two, and divides the chosen weights by their sum. Both compute the router
-in float32, and both normalise latents with an epsilon of 1e-6 whatever `rms_norm_eps` says.
+in float32, and both normalize latents with an epsilon of 1e-6 whatever `rms_norm_eps` says.
 
-Rotary pairs are neighbours in these weights, as in ours (`layers/mla.py`).
+Rotary pairs are neighbors in these weights, as in ours (`layers/mla.py`).
 
 V3's folders have depths of multi-token prediction as layers after the last, with copies of embedding and head. transformers does not load
 them with the model and leaves them out where it saves one, although its config.json still counts them.

@@ -1,6 +1,6 @@
 """GLM-4: half of each head rotated, gate and up in one matrix, biases on q, k and v; GLM-4-0414 adds norms after branches.
 
-In both, rotary pairs are neighbours.
+In both, rotary pairs are neighbors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GLM = Family(
     name="glm",
     architecture="GlmForCausalLM",
     models="GLM-4 9B",
-    what_differs="half of each head rotated in neighbouring pairs, gate and up in one matrix, biases on q, k and v",
+    what_differs="half of each head rotated in neighboring pairs, gate and up in one matrix, biases on q, k and v",
     mappings=_MAPPINGS,
     translate=_glm,
 )

@@ -44,7 +44,7 @@ def _mixtral(config: Translation) -> None:
 
 
 def mixtral_experts(config: Translation) -> None:
-    """Translates experts in every layer whose weights are normalised over the chosen ones."""
+    """Translates experts in every layer whose weights are normalized over the chosen ones."""
     config.copy("num_experts", "num_local_experts")
     config.copy("moe_router_topk", "num_experts_per_tok")
     config.copy("moe_ffn_hidden_size", "intermediate_size")
@@ -66,7 +66,7 @@ MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     models="Mixtral",
-    what_differs="experts in every layer, weights normalised over the chosen ones",
+    what_differs="experts in every layer, weights normalized over the chosen ones",
     mappings=_MIXTRAL_MAPPINGS,
     in_memory_mappings=FUSED_EXPERT_MAPPINGS,
     translate=_mixtral,

@@ -37,7 +37,7 @@ def _qwen3(config: Translation) -> None:
 
 
 def head_norms(config: Translation) -> None:
-    """Says that queries and keys are normalised, and that nothing has a bias."""
+    """Says that queries and keys are normalized, and that nothing has a bias."""
     no_biases(config)
     config.always(qk_layernorm=True)
     config.only(attention_bias=False)  # it would be a bias on the output projection too, but not on the MLP

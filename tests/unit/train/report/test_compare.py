@@ -160,7 +160,7 @@ def test_a_parameter_that_moved_once_is_compared_ever_after():
 
 
 def test_a_small_tensor_is_held_to_its_share():
-    """A difference is measured against the tensor itself, not drowned in a larger neighbour."""
+    """A difference is measured against the tensor itself, not drowned in a larger neighbor."""
     large, small = torch.full((4, 3), 1e3), torch.full((3,), 10.0)
     reference = [step(gradient_a=large, gradient_b=small)]
     found = verdict(reference, [step(gradient_a=large, gradient_b=small * 1.001)])

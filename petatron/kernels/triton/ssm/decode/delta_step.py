@@ -101,8 +101,8 @@ def _delta_step(
     state = tl.load(state_pointers, mask=state_mask, other=0.0).to(tl.float32)
 
     key_offsets = head // HEADS_PER_KEY * KEY_DIM + row
-    query = _l2_normalised(q + sequence * q_stride + key_offsets, row < KEY_DIM, eps) * q_scale
-    key = _l2_normalised(k + sequence * k_stride + key_offsets, row < KEY_DIM, eps)
+    query = _l2_normalized(q + sequence * q_stride + key_offsets, row < KEY_DIM, eps) * q_scale
+    key = _l2_normalized(k + sequence * k_stride + key_offsets, row < KEY_DIM, eps)
     value_mask = channel < VALUE_DIM
     value = tl.load(v + sequence * v_stride + head * VALUE_DIM + channel, mask=value_mask, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
@@ -125,7 +125,7 @@ def _delta_step(
 
 
 @triton.jit
-def _l2_normalised(pointers, mask, eps):
+def _l2_normalized(pointers, mask, eps):
     """Loads a vector x and returns x / sqrt(|x|^2 + eps)."""
     x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) + eps)

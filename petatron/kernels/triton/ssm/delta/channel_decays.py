@@ -4,7 +4,7 @@ With s the cumulative sum of a channel's g inside a chunk of Q tokens, the kerne
 
     q_i exp(s_i)        k_i exp(s_i)        k_j exp(s_Q - s_j)        exp(s_Q), of the state
 
-where no exponent is above 0, and what a document begins in between is 0. q and k are normalised here: the decays are rounded to the
+where no exponent is above 0, and what a document begins in between is 0. q and k are normalized here: the decays are rounded to the
 dtype of the rows as it is. Tokens of one chunk meet each other in `channel_intra_chunk.py`, which reads s. It is stored times log2 e:
 a GPU has an instruction for powers of two, and those of e take four more.
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from petatron.kernels.ssm.delta_recurrence import query_scale
 from petatron.kernels.triton.ssm.delta.channel_intra_chunk import load_g_cumsum, node_decays, node_pairs, tree_levels
-from petatron.kernels.triton.ssm.delta.inter_chunk_grads import DeltaIntermediates, l2_normalise_grads
+from petatron.kernels.triton.ssm.delta.inter_chunk_grads import DeltaIntermediates, l2_normalize_grads
 from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, gate_offsets, load_value_columns, row_tile, state_base
 from petatron.kernels.triton.ssm.scan_tiles import document_before, document_of, load_rows
 
@@ -126,7 +126,7 @@ def _write_tree_masks(pairs, g_grad_terms, CHUNK: tl.constexpr):
 
 @triton.jit
 def _channel_group_grads(tensors, strides, sizes, scale, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr):
-    """Adds up the gradients of normalised rows over the value heads that share them, and turns the sum into that of the rows."""
+    """Adds up the gradients of normalized rows over the value heads that share them, and turns the sum into that of the rows."""
     chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, inverse_norms, head_grads, grad = tensors
     row_strides, head_grad_strides, grad_strides = strides
@@ -141,7 +141,7 @@ def _channel_group_grads(tensors, strides, sizes, scale, CHUNK: tl.constexpr, KE
     offsets, mask = row_tile(grad_strides, token, b, group, 0, key_dim, length, KEY_DIM)
     tl.store(
         grad + offsets,
-        l2_normalise_grads(sum_over_heads, row, inverse_norm, scale).to(grad.dtype.element_ty),
+        l2_normalize_grads(sum_over_heads, row, inverse_norm, scale).to(grad.dtype.element_ty),
         mask=mask,
     )
 
@@ -159,7 +159,7 @@ def _channel_inter_chunk_grads(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Writes what comes through the states: parts of the gradients of normalised q and k, of g and of beta."""
+    """Writes what comes through the states: parts of the gradients of normalized q and k, of g and of beta."""
     chunk, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length, num_chunks, heads, _, key_dim, _ = sizes
     g_cumsum, betas, _, _, documents = gates
@@ -174,7 +174,7 @@ def _channel_inter_chunk_grads(
         writes_state = document == document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
     beta_grad = tl.zeros((CHUNK,), dtype=tl.float32)
     for begin in range(0, key_dim, CHANNELS):
-        query, key = _normalised_qk(tensors, strides, gates, begin, head, chunk, b, sizes, CHUNK, CHANNELS, PRECISION)
+        query, key = _normalized_qk(tensors, strides, gates, begin, head, chunk, b, sizes, CHUNK, CHANNELS, PRECISION)
         s = load_g_cumsum(g_cumsum, tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
         last_row = tl.full((1,), CHUNK - 1, tl.int32)
         s_end = load_g_cumsum(g_cumsum, last_row, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
@@ -241,7 +241,7 @@ def _channel_intra_chunk_grads(
     Y_weights = (L_grad + tl.trans(A_grad)).to(dtype)
     beta_grad += tl.load(partial_beta + head_offsets)
     for begin in range(0, key_dim, CHANNELS):
-        query, key = _normalised_qk(tensors, strides, gates, begin, head, chunk, b, sizes, CHUNK, CHANNELS, PRECISION)
+        query, key = _normalized_qk(tensors, strides, gates, begin, head, chunk, b, sizes, CHUNK, CHANNELS, PRECISION)
         s = load_g_cumsum(g_cumsum, tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
         offsets, mask = row_tile(strides[6], token, b, head, begin, key_dim, length, CHANNELS)
         g_grad = tl.load(partial_g + offsets, mask=mask, other=0.0)
@@ -268,7 +268,7 @@ def _channel_intra_chunk_grads(
 
 
 @triton.jit
-def _normalised_qk(
+def _normalized_qk(
     tensors,
     strides,
     gates,
@@ -281,7 +281,7 @@ def _normalised_qk(
     CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Returns some channels of normalised queries and keys [CHUNK, CHANNELS].
+    """Returns some channels of normalized queries and keys [CHUNK, CHANNELS].
 
     They come from GEMMs with the identity, which have them in the registers where other GEMMs have their results.
     """

@@ -9,7 +9,7 @@ side beta (v - from_start (k S)) of its triangular system (`states.py`):
 
 A program has one chunk of one key head and loops over the value heads that share it, so the sums over heads, which the gradients of q
 and k are, stay in registers; several kernels, since one has too few registers for all sums. The last kernel that adds to the gradient
-of a normalised row turns it into that of the row itself.
+of a normalized row turns it into that of the row itself.
 
 The gradient of g at a token is that of every decay over it, times the decay: exp(s_i - s_j) of tokens on its two sides, from_start of
 those after, to_end of those before, and chunk_decay. These are added up as they are; differences of sums would lose the small among them.
@@ -148,7 +148,7 @@ def _query_grads(
         head_offsets = gate_offsets(head, chunk, b, heads, num_chunks, CHUNK)
         g_grad = _reverse_cumsum(dots * inverse_norm * from_start, CHUNK)
         tl.store(partial_g + head_offsets, tl.load(partial_g + head_offsets) + g_grad)
-    row_grad = l2_normalise_grads(query_grad, query, inverse_norm, scale)
+    row_grad = l2_normalize_grads(query_grad, query, inverse_norm, scale)
     tl.store(grad_q + offsets, row_grad.to(grad_q.dtype.element_ty), mask=mask)
 
 
@@ -224,7 +224,7 @@ def _key_grads(
     key = load_rows(k, k_strides, token, b, group, key_dim, length, KEY_DIM)
     tl.store(
         grad_k + offsets,
-        l2_normalise_grads(key_grad, key, inverse_norm, 1.0).to(grad_k.dtype.element_ty),
+        l2_normalize_grads(key_grad, key, inverse_norm, 1.0).to(grad_k.dtype.element_ty),
         mask=mask,
     )
 
@@ -286,8 +286,8 @@ def _exclusive_cumsum(x, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def l2_normalise_grads(grad, row, inverse_norm, scale):
-    """Returns the gradient of rows from that of the normalised ones, row times inverse_norm; inverse_norm: scale / |row|.
+def l2_normalize_grads(grad, row, inverse_norm, scale):
+    """Returns the gradient of rows from that of the normalized ones, row times inverse_norm; inverse_norm: scale / |row|.
 
     With y = row / |row|, that is (grad - y (y . grad)) scale / |row|.
     """

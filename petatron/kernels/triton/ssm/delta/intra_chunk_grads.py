@@ -37,7 +37,7 @@ def intra_chunk_grads(
     grad_v_SBHP: Tensor,
     chunks: DeltaChunks,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the intra-chunk parts of the gradients of normalised q and k [S, B, G, N], of g and of beta [B, H, padded length], all in
+    """Returns the intra-chunk parts of the gradients of normalized q and k [S, B, G, N], of g and of beta [B, H, padded length], all in
     float32.
 
     grad_v_SBHP: contiguous, as the two before it; the gradients of values are written to it.

@@ -14,7 +14,7 @@ flash-linear-attention; `kernels/ssm/chunk_delta_rule.py` has the algebra):
 
 All decays are 0 where a document begins in between.
 
-Queries and keys are read as they are: normalising them is a factor of each row, its inverse norm, which is applied to sums in float32 or
+Queries and keys are read as they are: normalizing them is a factor of each row, its inverse norm, which is applied to sums in float32 or
 to the other operand of a GEMM, so nothing is rounded for it. Tokens are padded to whole chunks with g = beta = 0.
 """
 
@@ -53,7 +53,7 @@ class DeltaChunks(NamedTuple):
 
     g_cumsum, betas: s, the cumulative log decays inside a chunk, and beta [B, H, padded length], in float32. Where channels have decays,
     g_cumsum is [B, H, padded length, N], times log2 e.
-    q_inverse_norms, k_inverse_norms: what normalises a row, 1 / (|q| sqrt(N)) and 1 / |k| [B, G, padded length].
+    q_inverse_norms, k_inverse_norms: what normalizes a row, 1 / (|q| sqrt(N)) and 1 / |k| [B, G, padded length].
     documents: the document of each token [B, S].
     """
 
@@ -104,7 +104,7 @@ class DeltaChunks(NamedTuple):
 
 
 class DecayedQK(NamedTuple):
-    """Normalised queries and keys of value heads with the decays of channels in them (`channel_decays.py`).
+    """Normalized queries and keys of value heads with the decays of channels in them (`channel_decays.py`).
 
     q_from_start, k_from_start: q exp(s) and k exp(s) [S, B, H, N]. k_to_end: k exp(s_Q - s) [S, B, H, N].
     chunk_decays: exp(s_Q), over whole chunks [B, H, c, N], in float32.

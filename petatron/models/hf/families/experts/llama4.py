@@ -1,7 +1,7 @@
 """Llama 4 (text): chunked attention and norms without weights in layers with rotary positions, a temperature in those without.
 
 Every token has one expert, whose input is multiplied by a sigmoid, and a shared one of the same width; dense layers in between are
-wider. Rotary pairs are neighbours. The text model of a multimodal folder is saved by itself first.
+wider. Rotary pairs are neighbors. The text model of a multimodal folder is saved by itself first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kimi-Linear: Kimi delta attention in most layers, latent attention without positions in the others, DeepSeek-V3's experts.
 
-Latents are normalised with an epsilon of 1e-6 whatever `rms_norm_eps` says. A published config.json has the sizes of linear attention, and
+Latents are normalized with an epsilon of 1e-6 whatever `rms_norm_eps` says. A published config.json has the sizes of linear attention, and
 which layers have it counted from 1, in a table (`linear_attn_config`); transformers writes `linear_*` and `layer_types`. Both are read, and
 both are written, since each is what some program reads.
 
