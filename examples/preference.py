@@ -22,6 +22,7 @@ from torch import Tensor
 
 from petatron import (
     Batch,
+    DataError,
     DatasetKind,
     DatasetRequest,
     LossSpec,
@@ -32,7 +33,6 @@ from petatron import (
     register_dataset,
     register_objective,
 )
-from petatron.base.errors import DataError
 
 
 @dataclass(frozen=True)

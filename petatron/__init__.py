@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from petatron.base.errors import ConfigError, DataError, PetatronError
     from petatron.checkpoint.state import Chunk
     from petatron.checkpoint.stateful import SavedState, Stateful
     from petatron.config import RunConfig
@@ -52,10 +53,13 @@ _HOMES = {
     "AlternativeWeights": "petatron.train.state.alternative_weights",
     "Batch": "petatron.models.batch",
     "Chunk": "petatron.checkpoint.state",
+    "ConfigError": "petatron.base.errors",
+    "DataError": "petatron.base.errors",
     "MasterOptimizer": "petatron.optim.mixed_precision",
     "Model": "petatron.pretrained.run_model",
     "ModelSpec": "petatron.models.model_spec",
     "ParallelMesh": "petatron.mesh.mesh",
+    "PetatronError": "petatron.base.errors",
     "Run": "petatron.train.python_run",
     "RunConfig": "petatron.config",
     "SavedState": "petatron.checkpoint.stateful",
@@ -95,6 +99,8 @@ __all__ = [
     "AlternativeWeights",
     "Batch",
     "Chunk",
+    "ConfigError",
+    "DataError",
     "DataSource",
     "DatasetKind",
     "DatasetRequest",
@@ -107,6 +113,7 @@ __all__ = [
     "NextToken",
     "Objective",
     "ParallelMesh",
+    "PetatronError",
     "RecordSource",
     "Run",
     "RunConfig",

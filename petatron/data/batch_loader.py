@@ -46,6 +46,9 @@ class LoaderOptions:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     pin_memory: bool = False
+    seq_length: int | None = None
+    """With `vocab_size`, what samples of token ids are checked against; None: not checked."""
+    vocab_size: int | None = None
 
     @property
     def needs_documents(self) -> bool:
@@ -162,7 +165,7 @@ def epoch_permutation(seed: int, epoch: int, total: int) -> NDArray[np.integer]:
 
 def make_batch(samples: Sequence[NDArray[np.int64]], options: LoaderOptions) -> Batch:
     """Makes a batch of samples of seq_length + 1 ids: inputs, labels one token later, loss mask, positions and documents."""
-    ids = np.stack(samples)
+    ids = _stack_token_ids(samples, options)
     tokens = ids[:, :-1]
     mask = np.ones(tokens.shape, np.float32)
     if options.eod_mask_loss:
@@ -176,6 +179,29 @@ def make_batch(samples: Sequence[NDArray[np.int64]], options: LoaderOptions) -> 
         None if positions is None else _tensor(positions),
         Documents.build(starts) if starts is not None and options.reset_attention_mask else None,
     )
+
+
+def _stack_token_ids(samples: Sequence[Any], options: LoaderOptions) -> NDArray[np.int64]:
+    """Returns samples as [samples, seq_length + 1] ids; raises `DataError` for those of another form, length or vocabulary."""
+    if isinstance(samples[0], Mapping):
+        raise DataError(
+            f"The samples are arrays by name ({', '.join(samples[0])}), and their kind of dataset makes batches of token ids "
+            "alone. Give it a method `collate`; petatron.stack_arrays stacks arrays of equal shapes."
+        )
+    lengths = sorted({len(sample) for sample in samples})
+    length = lengths[0] if options.seq_length is None else options.seq_length + 1
+    if lengths != [length]:
+        raise DataError(
+            f"A sample has {next(other for other in lengths if other != length)} token ids, and --seq-length {length - 1} needs "
+            f"{length}: one more than it, to predict. Pad or cut samples to that length."
+        )
+    ids = np.stack(samples)
+    if options.vocab_size is not None and not 0 <= int(ids.min()) <= int(ids.max()) < options.vocab_size:
+        raise DataError(
+            f"A sample has token ids {ids.min()}..{ids.max()}, and the vocabulary has {options.vocab_size} ids. Use the "
+            "tokenizer of the data, or set --vocab-size."
+        )
+    return ids
 
 
 def stack_arrays(

@@ -107,7 +107,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
             seq_length=config.model.seq_length,
             seed=config.train.seed,
             tokenizer=tokenizer,
-            vocab_size=_vocab_size(config, tokenizer),
+            vocab_size=vocab_size(config, tokenizer),
         )
         for split, count in zip(SPLITS, num_samples, strict=True)
     ]
@@ -127,7 +127,8 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
     return SplitDatasets(built.get(("train", None)), built.get(("test", None)), valid, tuple(warnings))
 
 
-def _vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int | None:
+def vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int | None:
+    """Returns the number of token ids that data may have; None where nothing says it."""
     if config.model.vocab_size is None and tokenizer is not None:
         return tokenizer.vocab_size
     return config.model.vocab_size
@@ -172,7 +173,7 @@ def _named_sets(words: Sequence[str], flag: str) -> Mapping[str | None, Sequence
     try:
         return named_sets(words)
     except BlendError as error:
-        fix = "Write NAME=prefix, and the other words of a set after its first."
+        fix = "Begin each set with a name of its own, NAME=prefix; further words of the set follow without it."
         raise ConfigError([Problem(flag, " ".join(words), str(error), fix)]) from error
 
 
@@ -217,15 +218,15 @@ def _split_sources(
             if part.size:
                 of_set.append(part)
                 continue
-            text = (
-                f"{prefix}: the {one.title} split is empty: --split {data.split} gives it {len(units)} of "
-                f"{source.num_units:,} {source.unit}"
-            )
+            text = f"{prefix}: the {one.title} split is empty: "
+            fix = "Give a file that has some."
+            if whole or not source.num_units:
+                text += f"the file has no {source.size_unit}"
+            else:
+                text += f"--split {data.split} gives it {len(units)} of {source.num_units:,} {source.unit}"
+                fix = "Give it a larger share, or turn its evaluation off (--eval-iters 0)."
             if one.request.split in needed:
-                problems.append(
-                    f"{text}, but {one.request.num_samples:,} samples are needed. Give it a larger share, or turn its "
-                    "evaluation off (--eval-iters 0)."
-                )
+                problems.append(f"{text}, but {one.request.num_samples:,} samples are needed. {fix}")
             else:
                 get_logger(__name__).warning("%s; it will not be evaluated", text)
         result.append(of_set)

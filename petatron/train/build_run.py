@@ -11,7 +11,7 @@ from petatron.base.log import get_logger
 from petatron.config import RunConfig, parse_split
 from petatron.config.required_settings import required
 from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
-from petatron.data.build_datasets import SplitDatasets, build_datasets, chosen_kind
+from petatron.data.build_datasets import SplitDatasets, build_datasets, chosen_kind, vocab_size
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
@@ -157,6 +157,8 @@ def build_loaders(
         reset_position_ids=run.data.reset_position_ids,
         reset_attention_mask=run.data.reset_attention_mask,
         pin_memory=mesh.device.type == "cuda",
+        seq_length=run.model.seq_length,
+        vocab_size=vocab_size(run, tokenizer),
     )
     # What a model takes that is not text it makes of samples itself; else the kind of dataset knows what they are.
     collate = model_spec(run).collate or chosen_kind(run).collate

@@ -197,7 +197,8 @@ class Wrong(petatron.Objective):
         return (petatron.LossSpec("declared"),)
 
     def loss(self, outputs: Mapping[str, torch.Tensor], batch: petatron.Batch) -> Mapping[str, torch.Tensor]:
-        return {self.name: outputs["token_losses"].sum(1)}
+        losses = outputs["token_losses"]
+        return {"declared": losses.detach()} if self.name == "detached" else {self.name: losses.sum(1)}
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,7 @@ def test_losses_that_were_not_declared_are_told():
     for name, text in (
         ("other", "Wrong.loss returns other, and it declares declared"),
         ("declared", r"as \[2\], and one"),
+        ("detached", "Wrong.loss returns losses without gradients, so that nothing would be trained"),
     ):
         run = run_of(f"--objective wrong --objective-settings name={name}")
         with pytest.raises(TrainError, match=text):

@@ -72,6 +72,12 @@ class ObjectiveTerms:
             return {}
         losses = self._objective.loss(_wide(output.collected), batch)
         self._check("loss", losses, self._objective.losses, batch)
+        has_gradients = self._scales is not None and any(x.requires_grad for x in output.collected.values())
+        if has_gradients and not any(x.requires_grad for x in losses.values()):
+            raise TrainError(
+                f"{type(self._objective).__name__}.loss returns losses without gradients, so that nothing would be trained. Compute them "
+                "of `outputs` by differentiable operations, without `detach`, `.item()` or `torch.no_grad()`."
+            )
         per_token = {loss.name for loss in self._objective.losses if loss.per == "token"}
         return {name: x.transpose(0, 1) if name in per_token else x for name, x in losses.items()}
 

@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from petatron.base.errors import DataError
+from petatron.base.errors import ConfigError, DataError
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig, TrainConfig
 from petatron.data import gpt_kind
 from petatron.data.build_datasets import build_datasets
+from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, RecordSource, register_dataset
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.sample_dataset import SampleDataset
 from petatron.data.tokenizer import ByteTokenizer
@@ -132,6 +133,36 @@ def test_empty_split_is_reported_only_if_needed(make_dataset: MakeDataset, tmp_p
     with pytest.raises(DataError) as caught:
         build_datasets(asked, None, (1, 7, 1))
     assert "the valid split is empty: --split 99,1,0 gives it 0 of 4 documents, but 7 samples" in str(caught.value)
+
+
+class NoRecords(RecordSource):
+    def record(self, index: int, request: DatasetRequest) -> np.ndarray:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class EmptyFiles(DatasetKind):
+    def open(self, source: str, request: DatasetRequest) -> DataSource:
+        return NoRecords(source, num_units=0, fingerprint="")
+
+
+register_dataset("empty-files", EmptyFiles)
+
+
+def test_an_empty_file_is_told_as_one(tmp_path: Path) -> None:
+    for paths in ({"train_data_path": ("a",)}, {"data_path": ("a",)}):
+        config = run_config(tmp_path, dataset_type="empty-files", **paths)
+        with pytest.raises(
+            DataError, match=r"a: the train split is empty: the file has no records, but 1 samples.* that has some"
+        ):
+            build_datasets(config, None, (1, 0, 0))
+
+
+def test_a_name_of_two_validation_sets_is_told(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    good = make_dataset(hundreds(0, 4))
+    twice = run_config(tmp_path, train_data_path=(good,), valid_data_path=(f"web={good}", f"web={good}"))
+    with pytest.raises(ConfigError, match=r"names web twice.*\s.*a name of its own"):
+        build_datasets(twice, None, (1, 1, 0))
 
 
 def test_mock(tmp_path: Path) -> None:

@@ -123,6 +123,23 @@ class Broken(Numbered):
         return super().__getitem__(index)
 
 
+def test_samples_that_are_no_text_of_the_run_are_refused() -> None:
+    options = LoaderOptions(seed=1, micro_batch_size=2, seq_length=4, vocab_size=100)
+    text = np.arange(5)
+    assert make_batch([text, text], options).tokens.shape == (2, 4)
+    with pytest.raises(DataError, match=r"has 3 token ids, and --seq-length 4 needs 5: one more than it"):
+        make_batch([text, text[:3]], options)
+    with pytest.raises(DataError, match=r"has 2 token ids, and --seq-length 4 needs 5"):
+        make_batch([text[:2], text[:2]], options)
+    for wrong in (100, -1):
+        with pytest.raises(DataError, match=r"token ids .*, and the vocabulary has 100 ids"):
+            make_batch([text, np.full(5, wrong)], options)
+    with pytest.raises(DataError, match=r"arrays by name \(tokens, weights\).*`collate`"):
+        make_batch([{"tokens": text, "weights": text}], options)
+    with pytest.raises(DataError, match="has 3 token ids, and --seq-length 1 needs 2"):
+        make_batch([text[:2], text[:3]], replace(options, seq_length=None))
+
+
 def test_errors_of_reading_ahead_are_raised_at_their_batch() -> None:
     with BatchLoader(Broken(20), LoaderOptions(seed=1234, micro_batch_size=2, num_workers=2)) as loader:
         assert used(loader, 2, 0) == [0, 1]
