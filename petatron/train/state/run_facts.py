@@ -61,6 +61,12 @@ def check_resumable(run: RunConfig, facts: Mapping[str, Any], folder: str) -> No
             "Use --finetune to start a run from its weights."
         )
     check_same_model(run, facts, folder)
+    optimizer = facts["config"].get("optim", {}).get("optimizer", run.optim.optimizer)
+    if optimizer != run.optim.optimizer and not run.checkpoint.no_load_optim:
+        raise CheckpointError(
+            f"The checkpoint in {folder} has the state of --optimizer {optimizer}, and {run.optim.optimizer} has another. Restore it, "
+            "or say --no-load-optim to go on with the weights and a new state."
+        )
     changed = _differences(facts["schedule"], schedule_settings(run))
     if changed and not run.checkpoint.override_opt_param_scheduler:
         lasts = any(text.startswith("lr.decay:") for text in changed)

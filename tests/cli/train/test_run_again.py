@@ -44,6 +44,13 @@ def test_a_saved_config_goes_on_from_another_folder(run_folder: Path, capsys: py
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_state_of_another_optimizer_is_refused_by_name(run_folder: Path, capsys: pytest.CaptureFixture[str]):
+    again = ["train", str(run_folder / "config.yaml"), "--train-iters", "3", "--optimizer", "lion"]
+    assert main(again) == 1
+    assert "has the state of --optimizer adam, and lion has another" in capsys.readouterr().err
+    assert main([*again, "--no-load-optim"]) == 0
+
+
 def test_a_saved_config_asks_about_a_changed_schedule_every_time(run_folder: Path, capsys: pytest.CaptureFixture[str]):
     file = str(run_folder / "config.yaml")
     longer = ["train", file, "--train-iters", "3", "--lr-decay-iters", "3"]
