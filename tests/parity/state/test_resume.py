@@ -196,8 +196,16 @@ def test_other_experts_are_another_model(ranks: RankPool, tmp_path: Path):
 @pytest.mark.parametrize(
     ("saved_with", "loaded_with", "refused"),
     [
-        ("", "--optimizer sgd --sgd-momentum 0", r"exp_avg/.* is in the checkpoint, but not in this run"),
-        ("--optimizer sgd", "", r"exp_avg/.* is not in the checkpoint"),
+        (
+            "--optimizer sgd",
+            "--optimizer sgd --sgd-momentum 0",
+            r"momentum_buffer/.* is in the checkpoint, but not in this run",
+        ),
+        (
+            "--optimizer sgd --sgd-momentum 0",
+            "--optimizer sgd",
+            r"momentum_buffer/.* is not in the checkpoint[^$]*Use the model",
+        ),
         (
             "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
             "--num-experts 4 --moe-router-score-function sigmoid --finetune",
