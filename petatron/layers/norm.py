@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from petatron.kernels import norm as reference
 from petatron.kernels.fp8.amax import attach_amax, new_amax
 from petatron.layers.comm_slot import TensorSlot
-from petatron.layers.ops.linear_op import WeightGradSink
+from petatron.layers.ops.linear_op import WeightGradTarget
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
     MaybeTensors,
@@ -104,12 +104,12 @@ class _RecomputableNorm:
 
 
 def submit_norm_grad(norm: NormWeights, weight: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Submits a norm weight's gradient to the norm's sink, in the precision it was computed in; without a sink, returns it to autograd."""
+    """Submits a norm weight's gradient to its target, in the precision it was computed in; returns it to autograd where there is none."""
     if grad is None or not weight.requires_grad:
         return None
-    if norm.weight_grad_sink is None:
+    if norm.weight_grad_target is None:
         return grad.to(weight.dtype)
-    norm.weight_grad_sink.submit(
+    norm.weight_grad_target.submit(
         weight, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad), now=True
     )
     return None
@@ -118,13 +118,13 @@ def submit_norm_grad(norm: NormWeights, weight: Tensor, grad: Tensor | None) -> 
 class NormWeights(nn.Module):
     """What every norm has; with `zero_centered_gamma` the weight is stored as an offset from one."""
 
-    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_sink": "weight-gradient sink"}
+    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_target": "weight-gradient target"}
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(width))
-        self.weight_grad_sink: WeightGradSink | None = None
+        self.weight_grad_target: WeightGradTarget | None = None
 
     def weights(self) -> tuple[nn.Parameter, ...]:
         """Returns the weight, and the bias if there is one."""
@@ -173,7 +173,7 @@ class Norm(NormWeights):
 
     def _function_and_inputs(self, x: Tensor, branch: Tensor | None) -> tuple[_RecomputableNorm, Tensors]:
         function, inputs = (self._norm_of_input, (x,)) if branch is None else (self._norm_of_sum, (x, branch))
-        if self.weight_grad_sink is None or not x.requires_grad:
+        if self.weight_grad_target is None or not x.requires_grad:
             inputs += self.weights()
         return function, inputs
 
@@ -184,10 +184,10 @@ class RMSNorm(Norm):
     operation, backward_operation = "rms_norm", "rms_norm_backward"
 
     def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
-        (weight,), sink = self.weights(), self.weight_grad_sink
-        if sink is None or not weight.requires_grad:
+        (weight,), target = self.weights(), self.weight_grad_target
+        if target is None or not weight.requires_grad:
             return super().run_backward(*args, **options)
-        submit = partial(sink.submit, weight, now=True)
+        submit = partial(target.submit, weight, now=True)
         x_grad, _, normed = self.kernels.rms_norm_backward(*args, **options, submit_weight_grad=submit)
         return x_grad, (None,), normed
 

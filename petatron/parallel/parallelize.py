@@ -40,7 +40,7 @@ from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.select_kernels import select_kernels
 from petatron.parallel.tensor_parallel import (
     apply_tensor_parallel,
-    set_weight_grad_sink,
+    set_weight_grad_target,
     shard_params,
     shard_vocabulary,
 )
@@ -111,7 +111,7 @@ def parallelize(
         placements |= _shard_stage(stage, stage_params, mesh, run, rng_streams)
         _freeze(stage, stage_params, dtype)
         if not fully_sharded:  # fully_shard gets gradients from autograd
-            set_weight_grad_sink(stage, weight_grad_queue)
+            set_weight_grad_target(stage, weight_grad_queue)
     _tie_params(stages, spec)
     kernel_context = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile)
     for choice in {str(c) for stage in stages.values() for c in select_kernels(stage, kernel_context)}:

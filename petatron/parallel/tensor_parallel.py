@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from petatron.kernels.gemm import ChunkedGemm, Gemm, Tensors
 from petatron.layers.comm_slot import CommSlot, TensorSlot
-from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
+from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradTarget
 from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
@@ -320,18 +320,18 @@ def _fill_group_sums(module: nn.Module, axis: Axis, blocks: Callable[[int], Axis
             setattr(module, slot, partial(collectives.all_reduce, axis=group_axis))
 
 
-def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
-    """Makes every linear, the embedding and norms submit their weight gradients to a sink instead of autograd.
+def set_weight_grad_target(model: nn.Module, target: WeightGradTarget) -> None:
+    """Makes every linear, the embedding and norms submit their weight gradients to a target instead of autograd.
 
     Called after `apply_tensor_parallel`, whose linear ops keep their communication, and before recompute, which wraps modules.
     """
     for module in model.modules():
         for slot in slots_of(module, "linear", "column linear"):
             linear_op = _parallel_op(module, slot)
-            gemm_op = replace(linear_op.gemm_op, weight_grad_sink=sink)
+            gemm_op = replace(linear_op.gemm_op, weight_grad_target=target)
             setattr(module, slot, replace(linear_op, gemm_op=gemm_op))
-        for slot in slots_of(module, "weight-gradient sink"):
-            setattr(module, slot, sink)
+        for slot in slots_of(module, "weight-gradient target"):
+            setattr(module, slot, target)
 
 
 def set_gemm(module: nn.Module, gemm: Gemm, *, requantizing_gemm: Gemm | None = None) -> None:

@@ -26,7 +26,7 @@ from petatron.train.report.closing_summary import Activity, RunTotals
 from petatron.train.report.metrics import (
     IntervalMeter,
     MetricRecord,
-    MetricSink,
+    MetricWriter,
     StepMetrics,
     event_record,
     sample_record,
@@ -58,7 +58,7 @@ class TrainLoop:
         self,
         state: TrainState,
         loaders: DataLoaders,
-        sinks: Sequence[MetricSink],
+        writers: Sequence[MetricWriter],
         device: DeviceInfo,
         *,
         started_s: float | None = None,
@@ -69,7 +69,7 @@ class TrainLoop:
         self._state = state
         self._run = state.run
         self._loaders = loaders
-        self._sinks = sinks
+        self._writers = writers
         self._run_length = state.run_length()
         self._started_s = time.monotonic() if started_s is None else started_s
         self._sampler, self._task_evaluator = sampler, task_evaluator
@@ -397,5 +397,5 @@ class TrainLoop:
         self._write_record(event_record(message, iteration=self._state.progress.iteration, **facts))
 
     def _write_record(self, record: MetricRecord) -> None:
-        for sink in self._sinks:
-            sink.write(record)
+        for writer in self._writers:
+            writer.write(record)

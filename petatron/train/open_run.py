@@ -21,7 +21,7 @@ from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import DataLoaders, build_loaders
 from petatron.train.loop import TrainLoop
 from petatron.train.report.memory_capacity import check_memory_capacity
-from petatron.train.report.metrics import MetricSink
+from petatron.train.report.metrics import MetricWriter
 from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.run_header import RunHeader
 from petatron.train.report.task_evaluation import TaskEvaluator, read_eval_tasks
@@ -62,11 +62,11 @@ class OpenedRun:
     task_evaluator: TaskEvaluator | None
     header_lines: list[str]
 
-    def build_loop(self, sinks: Sequence[MetricSink], *, started_s: float | None = None) -> TrainLoop:
+    def build_loop(self, writers: Sequence[MetricWriter], *, started_s: float | None = None) -> TrainLoop:
         return TrainLoop(
             self.state,
             self.loaders,
-            sinks,
+            writers,
             self.device,
             started_s=started_s,
             sampler=self.sampler,

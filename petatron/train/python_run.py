@@ -29,9 +29,9 @@ from petatron.train.build_run import launch
 from petatron.train.evaluation import EvaluatedLosses, InterruptedEvaluation, evaluate
 from petatron.train.loop import TrainLoop
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
-from petatron.train.report.metrics import MetricRecord, MetricSink
+from petatron.train.report.metrics import MetricRecord, MetricWriter
 from petatron.train.report.out_of_memory import report_out_of_memory
-from petatron.train.run_training import close_sinks, log_directory, open_sinks
+from petatron.train.run_training import close_writers, log_directory, open_writers
 from petatron.train.state.run_dirs import lock_save_dir
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
@@ -99,12 +99,12 @@ class Run:
 
     @cached_property
     def _loop(self) -> TrainLoop:
-        sinks: list[MetricSink] = [_RecordList(self.records)]
+        writers: list[MetricWriter] = [_RecordList(self.records)]
         log = self.config.log
         if log.log_dir or self.config.checkpoint.save or log.tensorboard_dir or log.wandb_project:
-            sinks += open_sinks(self._start, self._opened, log_directory(self.config), console=False)
-        self._close = weakref.finalize(self, close_sinks, sinks)  # also when the process ends
-        return self._opened.build_loop(sinks)
+            writers += open_writers(self._start, self._opened, log_directory(self.config), console=False)
+        self._close = weakref.finalize(self, close_writers, writers)  # also when the process ends
+        return self._opened.build_loop(writers)
 
     def train(self, steps: int | None = None) -> Iterator[MetricRecord]:
         """Trains so many steps, or to the end of the run, and yields the metrics of each log interval as it ends.
@@ -181,8 +181,8 @@ class Run:
         return self.tokenizer
 
 
-class _RecordList(MetricSink):
-    """A sink that keeps records in memory."""
+class _RecordList(MetricWriter):
+    """A writer that keeps records in memory."""
 
     def __init__(self, records: list[MetricRecord]) -> None:
         self._records = records

@@ -28,11 +28,11 @@ from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.closing_summary import summary_record
 from petatron.train.report.environment_facts import environment_facts
-from petatron.train.report.metrics import MetricSink, event_record
+from petatron.train.report.metric_writers import build_writers
+from petatron.train.report.metrics import MetricWriter, event_record
 from petatron.train.report.next_commands import next_commands
 from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.run_history import read_history
-from petatron.train.report.sinks import build_sinks
 from petatron.train.state.run_dirs import lock_save_dir
 
 _log = get_logger(__name__)
@@ -72,24 +72,24 @@ def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
 
 
 def _run_loop(start: RunStart, opened: OpenedRun, verbs: Collection[str]) -> TrainingResult:
-    """Opens the sinks, writes the settings next to the metrics, trains, and writes the closing summary."""
+    """Opens the writers, writes the settings next to the metrics, trains, and writes the closing summary."""
     run, state, directory = opened.state.run, opened.state, log_directory(opened.state.run)
-    sinks = open_sinks(start, opened, directory)
+    writers = open_writers(start, opened, directory)
     try:
-        loop = opened.build_loop(sinks, started_s=start.started_s)
+        loop = opened.build_loop(writers, started_s=start.started_s)
         with report_out_of_memory(run, state.mesh.device, phase=lambda: f"iteration {state.progress.iteration + 1}"):
-            return _run_to_summary(start, loop, sinks, directory, verbs)
+            return _run_to_summary(start, loop, writers, directory, verbs)
     finally:
-        close_sinks(sinks)
+        close_writers(writers)
 
 
-def open_sinks(start: RunStart, opened: OpenedRun, directory: Path, *, console: bool = True) -> list[MetricSink]:
-    """Opens the sinks of a run folder, with the settings beside them, and writes the first records.
+def open_writers(start: RunStart, opened: OpenedRun, directory: Path, *, console: bool = True) -> list[MetricWriter]:
+    """Opens the writers of a run folder, with the settings beside them, and writes the first records.
 
     The first one has the origins of settings and the environment, for whoever reads the run later.
     """
     run, iteration = opened.state.run, opened.state.progress.iteration
-    sinks = build_sinks(
+    writers = build_writers(
         run.log,
         directory,
         opened.state.mesh.rank,
@@ -101,19 +101,19 @@ def open_sinks(start: RunStart, opened: OpenedRun, directory: Path, *, console: 
     try:
         if opened.state.mesh.rank == 0:
             _write_config(directory / CONFIG_FILE, saved_yaml(start.loaded))
-        _write_header(start, sinks, opened, iteration=iteration)
+        _write_header(start, writers, opened, iteration=iteration)
     except BaseException:
-        close_sinks(sinks)
+        close_writers(writers)
         raise
-    return sinks
+    return writers
 
 
-def close_sinks(sinks: Sequence[MetricSink]) -> None:
-    for sink in sinks:
-        sink.close()
+def close_writers(writers: Sequence[MetricWriter]) -> None:
+    for writer in writers:
+        writer.close()
 
 
-def _write_header(start: RunStart, sinks: Sequence[MetricSink], opened: OpenedRun, *, iteration: int) -> None:
+def _write_header(start: RunStart, writers: Sequence[MetricWriter], opened: OpenedRun, *, iteration: int) -> None:
     origins = {path: str(origin) for path, origin in start.loaded.origins.items() if origin.is_explicit}
     facts: Mapping[str, Any] = {"environment": environment_facts(opened.device), "origins": origins}
     # The console has shown warnings of the data when the data was opened.
@@ -121,16 +121,16 @@ def _write_header(start: RunStart, sinks: Sequence[MetricSink], opened: OpenedRu
     records = [event_record(text, iteration=iteration) for text in opened.header_lines]
     records += [event_record(text, iteration=iteration, detail=True) for text in details]
     records[0] |= facts
-    for sink in sinks:
+    for writer in writers:
         for record in records:
-            sink.write(record)
+            writer.write(record)
 
 
 def _run_to_summary(
-    start: RunStart, loop: TrainLoop, sinks: Sequence[MetricSink], directory: Path, verbs: Collection[str]
+    start: RunStart, loop: TrainLoop, writers: Sequence[MetricWriter], directory: Path, verbs: Collection[str]
 ) -> TrainingResult:
     """Trains, and writes the summary however it ends; of a failure only to the log, since its own report follows on the console."""
-    write_summary = partial(_write_summary, start, loop, sinks, directory, verbs)
+    write_summary = partial(_write_summary, start, loop, writers, directory, verbs)
     try:
         result = loop.run()
     except BaseException as error:
@@ -147,13 +147,13 @@ def _run_to_summary(
 def _write_summary(
     start: RunStart,
     loop: TrainLoop,
-    sinks: Sequence[MetricSink],
+    writers: Sequence[MetricWriter],
     directory: Path,
     verbs: Collection[str],
     outcome: str,
     **facts: Any,
 ) -> None:
-    if not sinks:
+    if not writers:
         return
     run, totals, environment = start.loaded.config, loop.totals, read_environment()
     commands = next_commands(
@@ -176,8 +176,8 @@ def _write_summary(
         earlier_validations=earlier.valid,
         next_commands=commands,
     )
-    for sink in sinks:
-        sink.write({**record, **facts})
+    for writer in writers:
+        writer.write({**record, **facts})
 
 
 def _write_config(path: Path, config_yaml: str) -> None:

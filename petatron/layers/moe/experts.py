@@ -23,7 +23,7 @@ from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGr
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
 from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.mlp import Activation
-from petatron.layers.ops.linear_op import GemmOp, WeightGradSink
+from petatron.layers.ops.linear_op import GemmOp, WeightGradTarget
 from petatron.layers.ops.recompute_output import (
     MaybeTensors,
     RecomputableOutput,
@@ -34,12 +34,12 @@ from petatron.layers.ops.recompute_output import (
 
 
 class GroupedLinear(nn.Module):
-    """x W^T + b with a W and b per expert; `grouped_gemm`, `kernels` and `weight_grad_sink` are slots.
+    """x W^T + b with a W and b per expert; `grouped_gemm`, `kernels` and `weight_grad_target` are slots.
 
     `bias_scale` multiplies the bias: 0 on all but one of the ranks whose partial outputs are summed.
     """
 
-    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_sink": "weight-gradient sink"}
+    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_target": "weight-gradient target"}
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class GroupedLinear(nn.Module):
         self.bias_scale = 1.0
         self.grouped_gemm: Callable[[ExpertCounts, WriteGrad], Gemm] = GroupedGemm
         self.kernels: MoEKernels = REFERENCE
-        self.weight_grad_sink: WeightGradSink | None = None
+        self.weight_grad_target: WeightGradTarget | None = None
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "expert permutation"}
 
     def forward(self, x_RD: Tensor | RecomputableOutput, counts: ExpertCounts) -> Tensor:
         gemm = self.grouped_gemm(counts, self.kernels.write_grad)
-        y_RO = GemmOp(gemm, self.weight_grad_sink)(as_recomputable(x_RD), self.weight)
+        y_RO = GemmOp(gemm, self.weight_grad_target)(as_recomputable(x_RD), self.weight)
         if self.bias is None:
             return y_RO
         bias = self.bias if self.bias_scale == 1.0 else self.bias * self.bias_scale

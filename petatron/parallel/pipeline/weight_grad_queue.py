@@ -81,7 +81,7 @@ class WeightGradQueue:
 
 
 def _no_gradient_buffers(weight: Tensor, write: WriteWeightGrad) -> None:
-    raise AssertionError("no sink accumulates weight gradients")
+    raise AssertionError("no target accumulates weight gradients")
 
 
 def _start_comm(deferred: _DeferredWeightGrad) -> None:

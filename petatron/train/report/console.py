@@ -23,7 +23,7 @@ import numpy as np
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import escaped_stream, printable, printable_lines, raw_stream
 from petatron.history.draw.braille import BrailleCanvas
-from petatron.train.report.metrics import LogRecord, MetricRecord, MetricSink, format_duration, format_percent
+from petatron.train.report.metrics import LogRecord, MetricRecord, MetricWriter, format_duration, format_percent
 from petatron.train.report.record_text import format_record, is_for_consoles
 from petatron.train.report.run_history import RunHistory
 
@@ -41,7 +41,7 @@ _PANEL_FRAME = 4
 _NO_HISTORY = RunHistory()
 
 
-class ConsoleSink:
+class ConsoleWriter:
     """Prints each record as the line (or lines) a script can parse."""
 
     def __init__(self, stream: TextIO | None = None, *, throughput: bool = True) -> None:
@@ -57,14 +57,14 @@ class ConsoleSink:
         self._stream.flush()
 
 
-def build_console_sink(
+def build_console_writer(
     live: Literal["auto", "on", "off"],
     *,
     out: TextIO | None = None,
     err: TextIO | None = None,
     throughput: bool = True,
     read_history: Callable[[], RunHistory] = lambda: _NO_HISTORY,
-) -> MetricSink:
+) -> MetricWriter:
     """Returns the live view when requested, or when both streams are terminals and rich is installed; else plain lines on stdout.
 
     `read_history` returns the curves of earlier starts; only the live view needs them.
@@ -73,21 +73,21 @@ def build_console_sink(
     terminal: TextIO = sys.stderr if err is None else err
     watched = lines.isatty() and terminal.isatty()
     if live == "off" or (live == "auto" and not watched):
-        return ConsoleSink(lines, throughput=throughput)
+        return ConsoleWriter(lines, throughput=throughput)
     try:
         from rich.console import Console
     except ImportError as error:
         if live == "auto":
-            return ConsoleSink(lines, throughput=throughput)
+            return ConsoleWriter(lines, throughput=throughput)
         problem = Problem("--live", "on", "needs rich, which is not installed", "pip install 'petatron[log]'.")
         raise ConfigError([problem]) from error
     console = Console(file=raw_stream(terminal), force_terminal=True if live == "on" else None)
     if live == "auto" and console.is_dumb_terminal:
-        return ConsoleSink(lines, throughput=throughput)
-    return LiveSink(console, history=read_history())
+        return ConsoleWriter(lines, throughput=throughput)
+    return LiveWriter(console, history=read_history())
 
 
-class LiveSink:
+class LiveWriter:
     """A panel that redraws itself: progress, numbers of the last log point, loss curve, last messages.
 
     What comes before the first log point, and the closing summary, are printed above and below it, in full.

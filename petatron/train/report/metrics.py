@@ -28,7 +28,7 @@ from petatron.layers.moe.load_balancing import router_health
 MetricRecord = Mapping[str, Any]
 
 
-class MetricSink(Protocol):
+class MetricWriter(Protocol):
     """Receives records (`kind` is train, valid, eval, sample, event or summary) and cannot call back."""
 
     def write(self, record: MetricRecord) -> None: ...

@@ -108,7 +108,7 @@ class StepProfiler:
                 running.export_chrome_trace(str(Path(draft) / path.name))
                 (Path(draft) / path.name).replace(path)
         except OSError as error:
-            # Only rank 0 has sinks for events; errors of other ranks are logged.
+            # Only rank 0 has writers for events; errors of other ranks are logged.
             warn = self._log_event if self._rank == 0 else _log.error
             warn(f"WARNING: the trace could not be written to {path}: {error.strerror or error}")
         else:

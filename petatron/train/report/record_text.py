@@ -65,7 +65,7 @@ def loss_values(total: float | None, named: Mapping[str, float | None] | None) -
 
 
 def _router_log_fields(layers: Sequence[Mapping[str, float]]) -> list[str]:
-    """Summarizes all layers; each layer's metrics are in the other sinks."""
+    """Summarizes all layers; each layer's metrics are in the other writers."""
 
     def mean(name: str) -> float:
         return sum(layer[name] for layer in layers) / len(layers)

@@ -1,4 +1,4 @@
-"""Sinks of a run's records: `metrics.jsonl` and a console always, TensorBoard and W&B when configured.
+"""Writers of a run's records: `metrics.jsonl` and a console always, TensorBoard and W&B when configured.
 
 `metrics.jsonl` is append-only. Each record is one line, handed to the kernel in one write as soon as it exists, so a
 killed process loses nothing it has reported. A resumed run repeats iterations that were logged but not saved; it marks
@@ -24,8 +24,8 @@ from petatron.base.terminal_escape import raw_output
 from petatron.config.schema.default_names import LM_LOSS
 from petatron.config.schema.training import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
-from petatron.train.report.console import build_console_sink
-from petatron.train.report.metrics import MetricRecord, MetricSink
+from petatron.train.report.console import build_console_writer
+from petatron.train.report.metrics import MetricRecord, MetricWriter
 from petatron.train.report.record_text import format_record, loss_values
 from petatron.train.report.run_history import read_history
 
@@ -51,7 +51,7 @@ _TRAIN_TAGS = {
 _RESULT_TAGS = (LM_LOSS, f"{LM_LOSS} validation")
 
 
-def build_sinks(
+def build_writers(
     config: LogConfig,
     directory: Path,
     rank: int,
@@ -60,37 +60,37 @@ def build_sinks(
     on_gpu: bool = True,
     resumed_iteration: int = 0,
     console: bool = True,
-) -> list[MetricSink]:
-    """Opens all sinks of this rank: rank 0 reports for the run, the others have none.
+) -> list[MetricWriter]:
+    """Opens all writers of this rank: rank 0 reports for the run, the others have none.
 
     `config_values` is the resolved configuration, the hyper-parameters of TensorBoard and W&B. Without a GPU the log line has no
     throughput of one. A run that resumes shows the curves up to its iteration from the start. A run of Python code has no `console`.
     """
     if rank != 0:
         return []
-    sinks: list[MetricSink] = [JsonlSink(directory / METRICS_FILE)]
+    writers: list[MetricWriter] = [JsonlWriter(directory / METRICS_FILE)]
     if config.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(config.tensorboard_dir, config_values=config_values))
+        writers.append(TensorBoardWriter(config.tensorboard_dir, config_values=config_values))
     if config.wandb_project is not None:
-        sinks.append(
-            WandbSink(
+        writers.append(
+            WandbWriter(
                 config.wandb_project, name=config.wandb_exp_name, directory=directory, config_values=config_values
             )
         )
     if not console:
-        return sinks
-    # Last: a live view takes over the terminal, and errors of the other sinks should still be readable there.
-    sinks.append(
-        build_console_sink(
+        return writers
+    # Last: a live view takes over the terminal, and errors of the other writers should still be readable there.
+    writers.append(
+        build_console_writer(
             config.live,
             throughput=config.log_throughput and on_gpu,
             read_history=partial(read_history, directory / METRICS_FILE, up_to_iteration=resumed_iteration),
         )
     )
-    return sinks
+    return writers
 
 
-class JsonlSink:
+class JsonlWriter:
     """Writes one JSON object per line; numbers JSON cannot represent become the strings "nan", "inf" and "-inf"."""
 
     def __init__(self, path: Path) -> None:
@@ -157,7 +157,7 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
     return {}
 
 
-class TensorBoardSink:
+class TensorBoardWriter:
     """Scalars by iteration; events, text samples and the summary as text; hyper-parameters with the final losses."""
 
     def __init__(self, directory: str, *, config_values: Mapping[str, Any] | None = None) -> None:
@@ -199,7 +199,7 @@ def _indented(text: str) -> str:
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
-class WandbSink:
+class WandbWriter:
     """A W&B run: steps are iterations, hyper-parameters its config, the closing summary its summary."""
 
     def __init__(
