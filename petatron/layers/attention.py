@@ -35,7 +35,7 @@ from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.rope import RopeSpec, pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import is_batch_first
@@ -43,7 +43,7 @@ from petatron.sharding.shard_spec import Section, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec(BranchSpec):
+class AttentionSpec(SoftmaxAttentionSpec):
     """Self-attention.
 
     visibility: what a token sees (`kernels/visibility.py`), documents aside. Its bias may be ALiBi's (`attention_positions.py`).
@@ -58,10 +58,6 @@ class AttentionSpec(BranchSpec):
     output_gate: whether the output's channels are multiplied by sigmoids of as many more rows of the first GEMM.
     std, out_std: of the initial weights of the first and of the last GEMM.
     """
-
-    name = "attention"
-    region = "attention"
-    inner_regions = ("core_attn",)
 
     hidden_size: int
     num_heads: int
@@ -97,19 +93,11 @@ class AttentionSpec(BranchSpec):
         return self.visibility.bias == "alibi"
 
     @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "zigzag"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def can_generate(self) -> bool:
+    def can_generate(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.visibility.is_causal
 
     @property
-    def decode_is_capturable(self) -> bool:
+    def decode_is_capturable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What the kernels of pages lack is computed in plain PyTorch, which reads lengths."""
         ruled = self.softcap is not None or self.sinks is not None or self.alibi
         return paged.VISIBILITY.includes(self.visibility, score_rules=ruled)
@@ -229,25 +217,19 @@ class AttentionSpec(BranchSpec):
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         return shape.activation_bytes(shape.gathered_tokens, 2 * self.kv_dim(shape.tp))
 
-    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
-        if region == "core_attn":
-            return self._core_flops(shape)
-        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self._out_flops(shape))
-
     def forward_flops(self, shape: ActivationShape) -> float:
         width = self.q_dim(shape.tp) + 2 * self.kv_dim(shape.tp) + self.gate_dim(shape.tp)
         qkv = 2.0 * shape.gathered_tokens * self.hidden_size * width
-        return self.norm_flops(shape) + qkv + self._core_flops(shape) + self._out_flops(shape)
+        return self.norm_flops(shape) + qkv + self.core_flops(shape) + self.out_flops(shape)
 
-    def _core_flops(self, shape: ActivationShape) -> float:
-        window, chunk, whole = self.visibility.window, self.visibility.chunk, shape.whole_sequence
-        visible = min(window or chunk or whole, whole)
+    def core_flops(self, shape: ActivationShape) -> float:
+        window, chunk, length = self.visibility.window, self.visibility.chunk, shape.whole_sequence
+        visible = min(window or chunk or length, length)
         if self.visibility.kind == "full":
-            visible = 2 * self._seen_on_both_sides(whole)
+            visible = 2 * self._seen_on_both_sides(length)
         return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * visible
 
-    def _out_flops(self, shape: ActivationShape) -> float:
+    def out_flops(self, shape: ActivationShape) -> float:
         return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * self.hidden_size
 
 

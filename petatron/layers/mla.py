@@ -39,14 +39,14 @@ from petatron.layers.ops.latent_heads import LatentHeadKernels, interleaved_rope
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import FULL, BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.sharding.shard_spec import Section, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlaSpec(BranchSpec):
+class MlaSpec(SoftmaxAttentionSpec):
     """Multi-head latent attention.
 
     q_rank: the width of the query latent; None: queries come from the hidden state.
@@ -59,10 +59,8 @@ class MlaSpec(BranchSpec):
     std, out_std: of the initial weights of the first GEMMs and of the last one.
     """
 
-    name = "attention"
     title = "multi-head latent attention"
-    region = "attention"
-    inner_regions = ("core_attn",)
+    can_generate = True
 
     hidden_size: int
     num_heads: int
@@ -81,14 +79,6 @@ class MlaSpec(BranchSpec):
     out_std: float
 
     @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "zigzag"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
     def qk_dim(self) -> int:
         """The width of a query or key head."""
         return self.nope_dim + self.rotary_dim
@@ -102,10 +92,6 @@ class MlaSpec(BranchSpec):
 
     def __post_init__(self) -> None:
         assert paged_latent.VISIBILITY.includes(self.visibility), "latent attention is causal, with or without a window"
-
-    @property
-    def can_generate(self) -> bool:
-        return True
 
     @property
     def prompt_is_capturable(self) -> bool:
@@ -176,25 +162,19 @@ class MlaSpec(BranchSpec):
         width = self.num_heads // shape.tp * (self.qk_dim + self.v_dim)
         return shape.activation_bytes(shape.gathered_tokens, width)
 
-    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
-        if region == "core_attn":
-            return self._core_flops(shape)
-        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self._out_flops(shape))
-
     def forward_flops(self, shape: ActivationShape) -> float:
         heads, rows = self.num_heads // shape.tp, shape.gathered_tokens
         down = self.hidden_size * ((self.q_rank or 0) + self.kv_rank + self.rotary_dim)
         up = heads * (self.q_input_size * self.qk_dim + self.kv_rank * (self.nope_dim + self.v_dim))
         gemms = 2.0 * (shape.tokens * down + rows * up)
-        return self.norm_flops(shape) + gemms + self._core_flops(shape) + self._out_flops(shape)
+        return self.norm_flops(shape) + gemms + self.core_flops(shape) + self.out_flops(shape)
 
-    def _core_flops(self, shape: ActivationShape) -> float:
+    def core_flops(self, shape: ActivationShape) -> float:
         visible = min(self.visibility.window or shape.whole_sequence, shape.whole_sequence)
         heads = self.num_heads // shape.tp
         return float(shape.gathered_tokens * heads * (self.qk_dim + self.v_dim) * visible)
 
-    def _out_flops(self, shape: ActivationShape) -> float:
+    def out_flops(self, shape: ActivationShape) -> float:
         return 2.0 * shape.gathered_tokens * (self.num_heads // shape.tp) * self.v_dim * self.hidden_size
 
 

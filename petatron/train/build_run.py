@@ -182,13 +182,13 @@ def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
     As many validation samples as Megatron builds, enough for other ones in every evaluation of the run. Here all evaluate the first
     ones, but how many are shuffled together decides which those are.
     """
-    each = run.train.eval_iters * run.train.global_batch_size
+    samples = run.train.eval_iters * run.train.global_batch_size
     interval = run.train.eval_interval
     evaluations = RunLength.from_config(run).iterations // interval + 1 if interval else 1
     shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)
     if run.data.train_data_path:
         shares = (1.0, float(bool(run.data.valid_data_path)), float(bool(run.data.test_data_path)))
-    return evaluations * each if shares[1] else 0, each if shares[2] else 0
+    return evaluations * samples if shares[1] else 0, samples if shares[2] else 0
 
 
 class HasPosition(Protocol):

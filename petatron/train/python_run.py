@@ -19,7 +19,6 @@ from typing import Literal
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.imports import IMPORT_FLAG
-from petatron.data.tokenizer import Tokenizer
 from petatron.infer.generate import generate
 from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.pretrained.open_settings import read_checkpoint_args
@@ -139,9 +138,9 @@ class Run:
         if loader is None:
             named = f"{split} data" if dataset is None else f"validation set {dataset!r}"
             raise DataError(f"This run has no {named}. Give --eval-iters, and data that has such a split (--split).")
-        found = evaluate(self.state, loader)
-        assert not isinstance(found, InterruptedEvaluation), "nothing can stop it here"
-        return found
+        losses = evaluate(self.state, loader)
+        assert not isinstance(losses, InterruptedEvaluation), "nothing can stop it here"
+        return losses
 
     def generate(
         self,
@@ -154,7 +153,10 @@ class Run:
         seed: int = 0,
     ) -> str:
         """Returns the model's continuation of a text or of token ids, as text."""
-        tokenizer = self._required_tokenizer()
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            rule = "is not set, so this run knows token ids only, no text"
+            raise ConfigError([Problem("--tokenizer-type", "", rule, "Give a tokenizer, or use petatron.generate.")])
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         new_ids = generate(
             self.state.model,
@@ -173,12 +175,6 @@ class Run:
         model = self.state.model
         assert isinstance(model, Model)
         model.save_pretrained(folder, tokenizer=self.tokenizer, overwrite=overwrite)
-
-    def _required_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            rule = "is not set, so this run knows token ids only, no text"
-            raise ConfigError([Problem("--tokenizer-type", "", rule, "Give a tokenizer, or use petatron.generate.")])
-        return self.tokenizer
 
 
 class _RecordList(MetricWriter):

@@ -16,31 +16,34 @@ S sequence of this rank's part, B batch, H value heads, P value head dim, N key 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from petatron.layers.comm_slot import SequenceParts
-from petatron.layers.ssm.delta_ops import DeltaInputs, DeltaKernels, delta_rule
+from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
+from petatron.layers.ssm.delta_ops import DeltaInputs
 
 
 def delta_rule_over_parts(
-    inputs: DeltaInputs, parts: SequenceParts, *, kernels: DeltaKernels, chunk_size: int, starts_SB: Tensor | None
+    inputs: DeltaInputs, parts: SequenceParts, *, kernels: Any, chunk_size: int, starts_SB: Tensor | None
 ) -> Tensor:
     """The delta rule over this rank's part of the sequence, with the state of the parts before."""
     _, batch, heads, value_dim = inputs.v_SBHP.shape
     key_dim = inputs.k_SBGN.shape[-1]
     wide_v = torch.nn.functional.pad(inputs.v_SBHP, (0, key_dim))
     unit = torch.eye(key_dim, value_dim + key_dim, dtype=inputs.g.dtype, device=inputs.g.device)
-    outputs, affine_map = delta_rule(
+    outputs, affine_map = chunked_recurrence(
         inputs._replace(v_SBHP=wide_v),
         kernels=kernels,
         chunk_size=chunk_size,
         starts_SB=starts_SB,
         initial_state=unit.roll(value_dim, dims=1).expand(batch, heads, -1, -1),
     )
-    own, responses = outputs.split((value_dim, key_dim), dim=-1)
+    from_zero, responses = outputs.split((value_dim, key_dim), dim=-1)
     entering = _entering_state(affine_map, value_dim, parts)
-    return own + torch.einsum("sbhn,bhnp->sbhp", responses.to(entering.dtype), entering).to(own.dtype)
+    return from_zero + torch.einsum("sbhn,bhnp->sbhp", responses.to(entering.dtype), entering).to(from_zero.dtype)
 
 
 def _entering_state(affine_map: Tensor, value_dim: int, parts: SequenceParts) -> Tensor:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +43,8 @@ from petatron.layers.spec.branch import BranchModule
 from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
-from petatron.layers.ssm.delta_ops import (
-    DeltaInputs,
-    DeltaKernels,
-    DeltaStepKernels,
-    NormThenGateKernels,
-    delta_rule,
-    norm_then_gate,
-)
+from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
+from petatron.layers.ssm.delta_ops import DeltaInputs, DeltaStepKernels, NormThenGateKernels, norm_then_gate
 from petatron.layers.ssm.delta_over_parts import delta_rule_over_parts
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
@@ -173,34 +168,11 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
         return self.halo_bytes(shape) + shape.batch * heads * keys * (self.value_head_dim + keys) * shape.compute_bytes
 
 
-class DeltaRule(nn.Module):
-    """The gated delta rule over whole sequences of this rank's heads, or over contiguous parts of them.
+class DeltaRule(ChunkedRecurrence):
+    """The gated delta rule of this rank's heads; kernels of one `operation` do not take the decays of another."""
 
-    operation: what the registry calls the kernels; those of one do not take the decays of another.
-    """
-
-    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
-
-    def __init__(
-        self, chunk_size: int, *, operation: str = "gated delta rule", kernels: DeltaKernels = delta_reference
-    ) -> None:
-        super().__init__()
-        self.chunk_size, self.operation = chunk_size, operation
-        self.kernels = kernels
-        self.parts: SequenceParts | None = None
-
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": self.operation}
-
-    def forward(self, inputs: DeltaInputs, starts_SB: Tensor | None) -> Tensor:
-        sizes = {"kernels": self.kernels, "chunk_size": self.chunk_size, "starts_SB": starts_SB}
-        if self.parts is not None:
-            return delta_rule_over_parts(inputs, self.parts, **sizes)
-        return delta_rule(inputs, **sizes)[0]
-
-    def after_state(self, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of tokens after a state [B, H, N, P], and the state after them."""
-        return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
+    def __init__(self, chunk_size: int, *, operation: str = "gated delta rule", kernels: Any = delta_reference) -> None:
+        super().__init__(chunk_size, operation=operation, kernels=kernels, over_parts=delta_rule_over_parts)
 
 
 class HeadNormThenGate(nn.Module):
@@ -280,7 +252,7 @@ class GatedDeltaNet(BranchModule):
         self, group: SequenceGroup, channels_TC: Tensor, b_TH: Tensor, a_TH: Tensor, slots: StateSlots
     ) -> Tensor:
         """Takes one token of each sequence into its state, in place, and returns the delta rule's outputs [1, B, H, P]."""
-        [channels_BC], [b_BH], [a_BH] = (group.gather(each) for each in (channels_TC, b_TH, a_TH))
+        [channels_BC], [b_BH], [a_BH] = (group.gather(x_T) for x_T in (channels_TC, b_TH, a_TH))
         q, k, v = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
         gates = DeltaGateInputs(b_BH, a_BH, *self._decay_params())
         o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)

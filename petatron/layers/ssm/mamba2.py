@@ -47,15 +47,14 @@ from petatron.layers.spec.branch import BranchModule
 from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
+from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
 from petatron.layers.ssm.ops import (
     ConvKernels,
     ConvStepKernels,
     ScanInputs,
-    ScanKernels,
     ScanStepKernels,
     causal_conv,
-    selective_scan,
 )
 from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
 from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec
@@ -223,29 +222,11 @@ def window_after(x_SBC: Tensor, starts_SB: Tensor | None, length: int) -> Tensor
     return window.masked_fill((begun != begun[-1])[..., None], 0.0)
 
 
-class SelectiveScan(nn.Module):
-    """The scan over whole sequences of this rank's heads, or over contiguous parts of them."""
-
-    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
+class SelectiveScan(ChunkedRecurrence):
+    """The scan of this rank's heads."""
 
     def __init__(self, chunk_size: int) -> None:
-        super().__init__()
-        self.chunk_size = chunk_size
-        self.parts: SequenceParts | None = None
-        self.kernels: ScanKernels = scan_reference
-
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "selective scan"}
-
-    def forward(self, inputs: ScanInputs, starts_SB: Tensor | None) -> Tensor:
-        sizes = {"kernels": self.kernels, "chunk_size": self.chunk_size, "starts_SB": starts_SB}
-        if self.parts is not None:
-            return scan_over_parts(inputs, self.parts, **sizes)
-        return selective_scan(inputs, **sizes)[0]
-
-    def after_state(self, inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of tokens after a state [B, H, P, N], and the state after them."""
-        return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
+        super().__init__(chunk_size, operation="selective scan", kernels=scan_reference, over_parts=scan_over_parts)
 
 
 class Mamba2(BranchModule):

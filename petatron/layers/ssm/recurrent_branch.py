@@ -6,31 +6,21 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import BranchSpec
 from petatron.layers.spec.generation_state import RecurrentState, StateTensor
 
 
 class RecurrentBranchSpec(BranchSpec):
     """A mixer with a recurrence, which packed documents reset.
 
-    weights_formula, mixing_formula: what it adds to the FLOPs of a model, in the letters of `estimate/flops.py`, with {c} for the
+    weights_formula, mixing_formula: what it adds to the FLOPs of a model, in the symbols of `estimate/flops.py`, with {c} for the
     tokens of a chunk; None: that file has them.
     """
 
     weights_formula: ClassVar[str | None] = None
     mixing_formula: ClassVar[str | None] = None
-
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "contiguous"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def can_generate(self) -> bool:
-        return True
+    sequence_sharding = "contiguous"
+    separates_documents = can_generate = True
 
     @property
     def prompt_is_capturable(self) -> bool:

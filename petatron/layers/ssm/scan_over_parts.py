@@ -14,18 +14,21 @@ S sequence of this rank's part, B batch, H heads, P head dim, G groups, N state 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from petatron.layers.comm_slot import SequenceParts
-from petatron.layers.ssm.ops import ScanInputs, ScanKernels, selective_scan
+from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
+from petatron.layers.ssm.ops import ScanInputs
 
 
 def scan_over_parts(
-    inputs: ScanInputs, parts: SequenceParts, *, kernels: ScanKernels, chunk_size: int, starts_SB: Tensor | None
+    inputs: ScanInputs, parts: SequenceParts, *, kernels: Any, chunk_size: int, starts_SB: Tensor | None
 ) -> Tensor:
     """The scan over this rank's part of the sequence, with the state of the parts before."""
-    y_SBHP, own_state = selective_scan(inputs, kernels=kernels, chunk_size=chunk_size, starts_SB=starts_SB)
+    y_SBHP, own_state = chunked_recurrence(inputs, kernels=kernels, chunk_size=chunk_size, starts_SB=starts_SB)
     decay_SBH = _decay_from_start(inputs, starts_SB)
     entering = _entering_state(own_state, decay_SBH[-1], parts)
     return y_SBHP + _contribution(entering, inputs.C_SBGN, decay_SBH).to(y_SBHP.dtype)

@@ -1,6 +1,6 @@
 """The closing summary: what a start of a run did and cost, where its results are, and what to do next.
 
-Its facts are one record of kind `summary`, the last of a start in `metrics.jsonl`; the text for people is made of that record alone.
+It is one record of kind `summary`, the last of a start in `metrics.jsonl`; the text for people is made of that record alone.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def summary_record(
     earlier_validations: Sequence[Validation] = (),
     next_commands: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Any]:
-    """Returns the facts of a start. `outcome` is `complete`, or why the run ended early; each next command comes with its purpose."""
+    """Returns what a start did. `outcome` is `complete`, or why the run ended early; each next command comes with its purpose."""
     best = min((*earlier_validations, *totals.validations), key=lambda point: point[1], default=None)
     saved, save = totals.saved_iteration, run.checkpoint.save
     return {
@@ -143,11 +143,10 @@ def summary_record(
 
 
 def summary_lines(record: MetricRecord) -> str:
-    """Formats a summary for people; a fact that the run does not have is left out."""
-    done, whole = record["iteration"], record["train_iters"]
+    """Formats a summary for people; what the run does not have is left out."""
     ended = "complete" if record["outcome"] == "complete" else f"ended early: {record['outcome']}"
-    facts = {
-        "run": f"{ended}, at iteration {done:,} of {whole:,}",
+    texts = {
+        "run": f"{ended}, at iteration {record['iteration']:,} of {record['train_iters']:,}",
         "duration": f"{format_duration(record['duration_s'])}{_activities(record)}",
         "steps": _steps(record),
         "loss": _change(record["first_loss"], record["last_loss"]),
@@ -156,8 +155,8 @@ def summary_lines(record: MetricRecord) -> str:
         "checkpoint": record["checkpoint"] or "none was saved in this start",
         "metrics": f"{record['log_dir']}/metrics.jsonl, config.yaml",
     }
-    width = max(map(len, facts))
-    lines = ["summary", *(f"  {name:<{width}}  {text}" for name, text in facts.items() if text)]
+    width = max(map(len, texts))
+    lines = ["summary", *(f"  {name:<{width}}  {text}" for name, text in texts.items() if text)]
     if record["next_commands"]:
         lines.append("next")
         for entry in record["next_commands"]:

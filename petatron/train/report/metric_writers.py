@@ -72,11 +72,8 @@ def build_writers(
     if config.tensorboard_dir is not None:
         writers.append(TensorBoardWriter(config.tensorboard_dir, config_values=config_values))
     if config.wandb_project is not None:
-        writers.append(
-            WandbWriter(
-                config.wandb_project, name=config.wandb_exp_name, directory=directory, config_values=config_values
-            )
-        )
+        project, name = config.wandb_project, config.wandb_exp_name
+        writers.append(WandbWriter(project, name=name, directory=directory, config_values=config_values))
     if not console:
         return writers
     # Last: a live view takes over the terminal, and errors of the other writers should still be readable there.
@@ -137,14 +134,13 @@ def _json_safe(value: Any) -> Any:
 def tagged_scalars(record: MetricRecord) -> dict[str, float]:
     """Returns the scalars of a record under Megatron's tags; unknown values are omitted."""
     if record["kind"] == "train":
-        found = {tag: record.get(name) for name, tag in _TRAIN_TAGS.items()}
-        found["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron
+        scalars = {tag: record.get(name) for name, tag in _TRAIN_TAGS.items()}
+        scalars["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron
         for layer, health in (record.get("router_health") or {}).items():
-            found |= {f"moe/layer_{layer}/{name}": value for name, value in health.items()}
-        found |= loss_values(record.get("lm_loss"), record.get("named_losses")) | (
-            record.get("objective_metrics") or {}
-        )
-        return {tag: float(value) for tag, value in found.items() if value is not None}
+            scalars |= {f"moe/layer_{layer}/{name}": value for name, value in health.items()}
+        scalars |= loss_values(record.get("lm_loss"), record.get("named_losses"))
+        scalars |= record.get("objective_metrics") or {}
+        return {tag: float(value) for tag, value in scalars.items() if value is not None}
     if record["kind"] == "valid":
         split, named = "test" if record["split"] == "test" else "validation", record.get("named_losses")
         split += f"/{record['dataset']}" if record.get("dataset") else ""
@@ -153,7 +149,7 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
         tagged = {f"{name} {split}": float(value) for name, value in values.items() if value is not None}
         return tagged if named else tagged | {f"{LM_LOSS} {split} ppl": float(record["lm_loss_ppl"])}
     if record["kind"] == "eval":
-        return {f"eval/{record['task']}/{name}": float(each["value"]) for name, each in record["metrics"].items()}
+        return {f"eval/{record['task']}/{name}": float(metric["value"]) for name, metric in record["metrics"].items()}
     return {}
 
 
@@ -219,8 +215,9 @@ class WandbWriter:
             rows = [[record["iteration"], sample["prompt"], sample["text"]] for sample in record["samples"]]
             values["samples"] = self._wandb.Table(columns=["iteration", "prompt", "text"], data=rows)
         elif record["kind"] == "summary":
-            facts = {key: value for key, value in record.items() if key not in ("kind", "time", "next_commands")}
-            self._run.summary.update({f"run/{key}": value for key, value in facts.items() if value is not None})
+            left_out = ("kind", "time", "next_commands")
+            known = {key: value for key, value in record.items() if key not in left_out and value is not None}
+            self._run.summary.update({f"run/{key}": value for key, value in known.items()})
         if values:
             self._run.log(values, step=record["iteration"])
 

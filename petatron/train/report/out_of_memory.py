@@ -85,8 +85,8 @@ def requested_bytes(error: BaseException) -> int:
     >>> requested_bytes(RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."))
     2684354560
     """
-    found = _REQUEST_PATTERN.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = _REQUEST_PATTERN.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 @contextmanager
@@ -148,8 +148,8 @@ def describe_changes(changes: Sequence[SuggestedChange], *, ranks_per_node: int)
         pinned = ""
         if change.pinned_bytes:
             node = f"{format_gigabytes(change.pinned_bytes * ranks_per_node)} GB of host memory per node"
-            each = f"{format_gigabytes(change.pinned_bytes)} GB for each of {count_with_noun(ranks_per_node, 'rank')}"
-            pinned = f", pins {node} ({each})"
+            share = f"{format_gigabytes(change.pinned_bytes)} GB for each of {count_with_noun(ranks_per_node, 'rank')}"
+            pinned = f", pins {node} ({share})"
         remark = f"; {change.remark}" if change.remark else ""
         lines.append(f"{change.flags}: frees {freed} GB, needs {total} GB{pinned}, {speed}{remark}")
     return lines
