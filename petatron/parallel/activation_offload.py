@@ -160,7 +160,8 @@ class _OffloadGroup:
         offloaded = _OffloadedStorage(buffer[:size], link.buffers, buffer)
         # The buffer's previous content may still be being reloaded, if nothing has waited for it.
         link.to_host.wait_event(link.to_device.record_event())
-        link.to_host.copy(offloaded.on_host, _bytes_of(storage))
+        as_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
+        link.to_host.copy(offloaded.on_host, as_bytes)
         link.offloaded_bytes += size
         self._offloading[storage._cdata] = storage, offloaded
         self._offloaded.append(weakref.ref(offloaded))
@@ -197,10 +198,6 @@ class _OffloadGroup:
             self._link.wait_event(self._reload_event)
             if self._previous is not None:
                 self._previous.start_reload()
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,12 +130,14 @@ def parallelize(
             stage, spec, mesh, run, recompute_plans[index], rng_streams=rng_streams, link=link, combined=combined
         )
     weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
+    shards = ((name, shard) for name, placement in placements.items() for shard in placement.tensor_shards)
+    initial_values = {shard.name: params[name].init for name, shard in shards}
     param_facts = _ParamFacts(
         placements,
         groups={
             name: optimizer_group(name, param) if param.trainable else FROZEN_GROUP for name, param in params.items()
         },
-        initial_values=_logical_initial_values(params, placements) if init_weights else None,
+        initial_values=initial_values if init_weights else None,
     )
     if fully_sharded:
         without_backward = [recompute_plans[stage_index].num_without_backward for stage_index in stages]
@@ -145,12 +147,8 @@ def parallelize(
         weight_grad_queue.accumulate = gradient_reducer.write_grad
     updated = (group for group in groups if group.spec.trainable)
     length = sum(flat_shard.length for group in updated for flat_shard in group.flat_shards)
-    _log.debug(
-        "rank %d updates %s elements of parameters, padding included, %s",
-        mesh.rank,
-        f"{length:,}",
-        str(dtype)[6:],
-    )
+    text = "rank %d updates %s elements of parameters, padding included, %s"
+    _log.debug(text, mesh.rank, f"{length:,}", str(dtype)[6:])
     return ParallelizeResult(placements, groups, gradient_reducer, weight_grad_queue, fp8_gemms, combined)
 
 
@@ -329,13 +327,10 @@ def _materialize(stages: Mapping[int, StageModule], mesh: ParallelMesh, *, alloc
                         materialized[parameter] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
                     module._parameters[name] = materialized[parameter]
             for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = _zeros(buffer, mesh.device)
-
-
-def _zeros(x: Tensor, device: torch.device) -> Tensor:
-    """Returns zeros of a tensor's shape. `zeros_like` of a meta tensor imports sympy, which takes a second in every rank."""
-    return torch.zeros(x.shape, dtype=x.dtype, device=device)
+                if (
+                    buffer is not None
+                ):  # `zeros_like` of a meta tensor imports sympy, which takes a second in every rank
+                    module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=mesh.device)
 
 
 def _param_tensor_shards(
@@ -360,11 +355,3 @@ def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_facts: _Pa
         if view.device.type == "meta":
             return
         param_facts.initial_values[shard.name].fill(view, shard, seed=seed)
-
-
-def _logical_initial_values(
-    params: Mapping[str, ParamSpec], placements: Mapping[str, Placement]
-) -> dict[str, InitialValues]:
-    return {
-        shard.name: params[name].init for name, placement in placements.items() for shard in placement.tensor_shards
-    }

@@ -143,11 +143,11 @@ class PipelineExecutor:
             return
         self._checked_stages.add(stage)
         for tensor in self._boundaries[stage].gives:
-            found = given[tensor.name]
+            y = given[tensor.name]
             expected = tensor.shape(batch, sequence_shards=self._sequence_shards), tensor.dtype or self._dtype
-            if (tuple(found.shape), found.dtype) != expected:
+            if (tuple(y.shape), y.dtype) != expected:
                 raise TrainError(
-                    f"Stage {stage} gives {tensor.name!r} as {list(found.shape)} {found.dtype}, and stage {stage + 1} takes "
+                    f"Stage {stage} gives {tensor.name!r} as {list(y.shape)} {y.dtype}, and stage {stage + 1} takes "
                     f"{list(expected[0])} {expected[1]}. Correct the stage, or what is declared."
                 )
 
