@@ -80,7 +80,6 @@ class MlaSpec(SoftmaxAttentionSpec):
 
     @property
     def qk_dim(self) -> int:
-        """The width of a query or key head."""
         return self.nope_dim + self.rotary_dim
 
     @property
@@ -112,9 +111,8 @@ class MlaSpec(SoftmaxAttentionSpec):
         if self.q_rank is not None:
             down = linear_params(self.hidden_size, self.q_rank, REPLICATED, bias=False, std=self.std)
             params |= with_prefix("q_down", down) | with_prefix("q_norm", _norm_params(self.q_norm))
-        params |= with_prefix(
-            "q_up", self._up_params("q" if self.q_rank is None else "q_up", self.q_input_size, q_rows)
-        )
+        q_name = "q" if self.q_rank is None else "q_up"
+        params |= with_prefix("q_up", self._up_params(q_name, self.q_input_size, q_rows))
         down = linear_params(self.hidden_size, self.kv_rank + rotary, REPLICATED, bias=False, std=self.std)
         params |= with_prefix("kv_down", down) | with_prefix("kv_norm", _norm_params(self.kv_norm))
         params |= with_prefix("kv_up", self._up_params("kv_up", self.kv_rank, kv_rows))
@@ -225,7 +223,9 @@ class MultiLatentAttention(BranchModule):
 
     def _queries(self, x_SBD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> Tensor:
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
-        q_SBHE = _batch_of_one(self.q_up(latent)).unflatten(-1, (-1, self.spec.qk_dim))
+        q = self.q_up(latent)
+        q = q.unsqueeze(1) if q.dim() == 2 else q  # the packed rows of a generation step as a batch of one sequence
+        q_SBHE = q.unflatten(-1, (-1, self.spec.qk_dim))
         return self._rotated(q_SBHE, cos_sin, scale=self.spec.query_scale)
 
     def _rotated(self, x_SBHE: Tensor, cos_sin: RopeCosSin | None, *, scale: float = 1.0) -> Tensor:
@@ -240,8 +240,8 @@ class MultiLatentAttention(BranchModule):
         spec, pages = self.spec, step.pages[self.layer_index]
         latent_TC, rotary_TR = self.kv_down(x_TD).split((spec.kv_rank, spec.rotary_dim), dim=-1)
         normed = as_recomputable(_normed(self.kv_norm, latent_TC)).value
-        whole = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
-        latent_TC, rotary_TR = whole.split((spec.kv_rank, spec.rotary_dim), dim=-1)
+        gathered = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
+        latent_TC, rotary_TR = gathered.split((spec.kv_rank, spec.rotary_dim), dim=-1)
         return paged_latent.paged_latent_attention(
             self._queries(x_TD, cos_sin).squeeze(1),
             latent_TC,
@@ -261,11 +261,6 @@ class MultiLatentAttention(BranchModule):
         if cos_sin is None:
             return _join_shared_key(kv, rotary_SBR, nope_dim=spec.nope_dim)
         return join_rope_key(kv, rotary_SBR, cos_sin, nope_dim=spec.nope_dim, kernels=self.head_kernels)
-
-
-def _batch_of_one(x: Tensor) -> Tensor:
-    """The packed rows of a generation step as a batch of one sequence; a batch is returned as it is."""
-    return x.unsqueeze(1) if x.dim() == 2 else x
 
 
 def _join_shared_key(kv_SBHM: Tensor, shared_SBR: Tensor, *, nope_dim: int) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ class MatrixUpdate:
     def _plan_round(
         self, chosen: Sequence[tuple[int, LogicalMatrix]], group: ParameterGroup, boxes: _OwnedBoxes
     ) -> _Round:
-        size, own = self._shard_axis.size, self._shard_axis.rank
+        size = self._shard_axis.size
         send: list[list[_OwnedBox]] = [[] for _ in range(size)]
         incoming: list[list[tuple[int, LogicalMatrix, TensorShard]]] = [[] for _ in range(size)]
         assigned, exchanged = [], False
@@ -124,23 +124,23 @@ class MatrixUpdate:
             send[owner] += boxes.of(matrix)
             ranges = group.owned_ranges(matrix.parameter)
             exchanged = exchanged or matrix.owners(ranges) != {owner}
-            if owner == own:
-                for one in ranges:
-                    incoming[one.rank] += [(len(assigned), matrix, box) for box in _boxes_in_range(matrix, one)]
+            if owner == self._shard_axis.rank:
+                for owned in ranges:
+                    boxes_in_range = _boxes_in_range(matrix, owned)
+                    incoming[owned.rank] += [(len(assigned), matrix, box) for box in boxes_in_range]
                 assigned.append(matrix)
         received, at = [], 0
-        for found in incoming:
-            for index, matrix, box in found:
-                tensor = [shard.name for shard in matrix.shards].index(box.name)
-                received.append(_received_box(index, tensor, matrix.shards[tensor], box, at))
-                at += math.prod(box.shape)
+        for index, matrix, box in (entry for entries in incoming for entry in entries):
+            tensor = [shard.name for shard in matrix.shards].index(box.name)
+            received.append(_received_box(index, tensor, matrix.shards[tensor], box, at))
+            at += math.prod(box.shape)
         return _Round(
             [box for destination in send for box in destination],
             assigned,
             self._allocate_state(assigned),
             received,
             [sum(box.grad.numel() for box in destination) for destination in send],
-            [sum(math.prod(box.shape) for _, _, box in found) for found in incoming],
+            [sum(math.prod(box.shape) for _, _, box in entries) for entries in incoming],
             exchanged,
         )
 
@@ -185,9 +185,8 @@ class MatrixUpdate:
         """Updates all matrices but those of parameters in `frozen`, the identities of placements; `step` has the rates of their group."""
         for planned in self._rounds:
             sizes = [box.grad.numel() for box in planned.owned]
-            message = torch.zeros(
-                (sum(planned.send_sizes), self._rule.num_inputs), dtype=self._dtype, device=self._device
-            )
+            size = (sum(planned.send_sizes), self._rule.num_inputs)
+            message = torch.zeros(size, dtype=self._dtype, device=self._device)
             for box, part in zip(planned.owned, message.split(sizes)):
                 if id(box.parameter) not in frozen:
                     directions = self._rule.directions(box.grad, box.moments, step)
@@ -277,7 +276,7 @@ class _OwnedBoxes:
 
     def of(self, matrix: LogicalMatrix) -> Iterator[_OwnedBox]:
         """Yields a matrix's owned boxes in the order of the parameter's elements."""
-        for part, index in sorted(self._parts.get(id(matrix.parameter), []), key=lambda found: found[0].begin):
+        for part, index in sorted(self._parts.get(id(matrix.parameter), []), key=lambda entry: entry[0].begin):
             segment = self._segments[index]
             alone = FlatShard(segment.range.length, (replace(part, placement=matrix.placement),), (0, 0))
             quantities = (self._grads[index], segment.master, self._weights[index], *segment.moments)
@@ -322,14 +321,14 @@ def _received_box(matrix: int, tensor: int, shard: TensorShard, box: TensorShard
 
 def _cut_dim(shard: TensorShard) -> int | None:
     """Returns the dimension along which tensor-parallel ranks shard a matrix."""
-    here, whole = matrix_shape(shard.shape), matrix_shape(shard.logical_shape)
-    return next((dim for dim in (0, 1) if here[dim] != whole[dim]), None)
+    here, logical = matrix_shape(shard.shape), matrix_shape(shard.logical_shape)
+    return next((dim for dim in (0, 1) if here[dim] != logical[dim]), None)
 
 
-def _local_parts(matrix: LogicalMatrix, whole: Tensor) -> list[Tensor]:
+def _local_parts(matrix: LogicalMatrix, update: Tensor) -> list[Tensor]:
     """Returns this rank's shard of each tensor of a whole matrix."""
     rows = [matrix_shape(shard.logical_shape)[0] for shard in matrix.shards]
     return [
         part[tuple(slice(at, at + size) for at, size in zip(shard.start[-2:], shard.shape[-2:]))]
-        for shard, part in zip(matrix.shards, whole.split(rows))
+        for shard, part in zip(matrix.shards, update.split(rows))
     ]

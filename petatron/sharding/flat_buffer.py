@@ -60,8 +60,8 @@ class DataParallelAxes:
 
     @classmethod
     def from_mesh(cls, mesh: ParallelMesh, *, expert: bool, sharded: bool) -> DataParallelAxes:
-        whole, shard = ("edp", "edp_shard") if expert else ("dp_cp", "shard")
-        return cls(mesh[whole], mesh["dp_outer"], mesh[shard], sharded)
+        data_parallel, shard = ("edp", "edp_shard") if expert else ("dp_cp", "shard")
+        return cls(mesh[data_parallel], mesh["dp_outer"], mesh[shard], sharded)
 
 
 class FlatParamGroup:
@@ -162,12 +162,12 @@ class FlatParamGroup:
         bucket = self.buckets[index]
         length = (bucket.end - bucket.begin) // self._shard_axis.size
         first, last = (slot.start - bucket.begin) // length, (slot.end - 1 - bucket.begin) // length
-        found = []
+        ranges = []
         for rank in range(first, last + 1):
             begin = bucket.begin + rank * length
             low, high = max(begin, slot.start), min(begin + length, slot.end)
-            found.append(OwnedRange(rank, low - slot.start, high - slot.start))
-        return found
+            ranges.append(OwnedRange(rank, low - slot.start, high - slot.start))
+        return ranges
 
     def _owned_ranges(self) -> list[tuple[int, int]]:
         return [self.owned_range(bucket) for bucket in self.buckets]
@@ -184,10 +184,8 @@ class FlatParamGroup:
         return list(self._owned_weights)
 
     def grads(self) -> list[Tensor]:
-        found = []
-        for bucket, grads, (begin, end) in zip(self.buckets, self.bucket_grads, self._owned_ranges(), strict=True):
-            found.append(grads.flat[begin - bucket.begin : end - bucket.begin])
-        return found
+        owned = zip(self.buckets, self.bucket_grads, self._owned_ranges(), strict=True)
+        return [grads.flat[begin - bucket.begin : end - bucket.begin] for bucket, grads, (begin, end) in owned]
 
     def sync_fp8_scales(self) -> None:
         """Reduces the scales of weights that are gathered in FP8, over all ranks."""
@@ -209,13 +207,13 @@ class FlatParamGroup:
         self._gather_due = False
         self.wait_for_params()
         for index in reversed(range(len(self.buckets))):
-            bucket, own = self.buckets[index], self._owned_weights[index]
+            bucket, owned = self.buckets[index], self._owned_weights[index]
             out = self.flat_weights[bucket.begin : bucket.end]
             if self._fp8_gather is None:
-                self._gather_handles[index] = collectives.start_all_gather(out, own, self.axes.shard)
+                self._gather_handles[index] = collectives.start_all_gather(out, owned, self.axes.shard)
             else:
                 assert self._scales is not None, "nothing was agreed on"
-                self._gather_handles[index] = self._fp8_gather.start_all_gather(index, out, own, self._scales)
+                self._gather_handles[index] = self._fp8_gather.start_all_gather(index, out, owned, self._scales)
         self._scales = None
 
     def gather_in_step(self, *, captured: bool) -> None:
@@ -342,7 +340,7 @@ def _build_matrix_buckets(
 ) -> list[Bucket]:
     """Builds buckets whose shards are whole parameters, where that needs little padding."""
     buckets: list[Bucket] = []
-    rest, whole = list(params), 0
+    rest, num_whole = list(params), 0
     while rest:
         begin = buckets[-1].end if buckets else 0
         count, starts, length = _whole_param_shards(rest, bucket_size, num_shards)
@@ -352,18 +350,13 @@ def _build_matrix_buckets(
                 for (name, parameter, grad_order, uses), start in zip(rest[:count], starts)
             )
             buckets.append(Bucket(begin, begin + length, tuple(slots)))
-            whole += 1
+            num_whole += 1
         else:
             buckets += _build_buckets(rest[:count], placements, bucket_size, num_shards, begin)
         rest = rest[count:]
     held = sum(parameter.numel() for _, parameter, _, _ in params)
-    _log.debug(
-        "matrices are whole on one of %d ranks in %d of %d buckets; %.1f %% of these buckets is padding",
-        num_shards,
-        whole,
-        len(buckets),
-        100 * (1 - held / buckets[-1].end),
-    )
+    text = "matrices are whole on one of %d ranks in %d of %d buckets; %.1f %% of these buckets is padding"
+    _log.debug(text, num_shards, num_whole, len(buckets), 100 * (1 - held / buckets[-1].end))
     return buckets
 
 

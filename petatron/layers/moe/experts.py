@@ -63,8 +63,8 @@ class GroupedLinear(nn.Module):
             return (y_RO.unflatten(0, (-1, counts)) + bias[:, None]).flatten(0, 1)
         rows = y_RO.shape[0]
         # Rows of no expert (padding) get a zero bias of their own: their gradients may be anything.
-        each = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
-        return y_RO + F.pad(bias, (0, 0, 0, 1)).repeat_interleave(each, dim=0, output_size=rows)
+        sizes = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
+        return y_RO + F.pad(bias, (0, 0, 0, 1)).repeat_interleave(sizes, dim=0, output_size=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,6 @@ class RoutedExperts(nn.Module):
         inner = self.get_submodule(self.first_linear_name)(x_RD, counts)
         if weight_R is None:
             return self.down(self.act(inner), counts)
-        (value,), handle = apply_recomputable(
-            _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.variant), inner, weight_R
-        )
+        activation = _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.variant)
+        (value,), handle = apply_recomputable(activation, inner, weight_R)
         return self.down(RecomputableOutput(value, handle), counts)

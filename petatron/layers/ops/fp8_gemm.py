@@ -180,7 +180,7 @@ class Fp8Gemm:
         if requantizes:
             cast = partial(self._requantize_input, saved=saved)
             return x_grad, _RequantizedInputWeightGrad(grad.columns, cast, self._kernels)
-        return x_grad, Fp8WeightGrad(grad.columns, Fp8Operand(*saved, self._recipe.scaling), self._kernels)
+        return x_grad, Fp8WeightGrad(grad.columns, Fp8Operand(saved[0], saved[1], self._recipe.scaling), self._kernels)
 
     def requantizing(self) -> Gemm:
         """Returns the same GEMMs for an input that is available in backward: they save none of it, and cast it again."""

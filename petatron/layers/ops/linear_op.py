@@ -162,7 +162,9 @@ class GemmOp:
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
         if isinstance(x, DeferredOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
-            return self._apply_with_function(x, weight)
+            *others, y = _FusedFunctionGemm.apply((x.function, weight, self.gemm, self.weight_grad_target), *x.inputs)
+            x.mark_applied(tuple(others))
+            return y
         if gemm_forward is None:
             gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
         value, handle = x.value, x.handle
@@ -191,11 +193,6 @@ class GemmOp:
             and x.inputs[0].requires_grad
             and torch.is_grad_enabled()
         )
-
-    def _apply_with_function(self, x: DeferredOutput, weight: Tensor) -> Tensor:
-        *others, y = _FusedFunctionGemm.apply((x.function, weight, self.gemm, self.weight_grad_target), *x.inputs)
-        x.mark_applied(tuple(others))
-        return y
 
 
 class _GemmCall(NamedTuple):
@@ -273,7 +270,7 @@ class _FusedFunctionGemm(AutogradOp):
         input_grads, output = function.backward(saved[:count], (*other_grads, grad), recompute_output=recompute)
         if weight_grad is not None and weight.requires_grad:
             rows = output if output is None or output.dim() == 2 else to_rows(output, batch_first=batch_first)
-            _submit_rows(weight_grad, weight, target, rows)
+            _submit(weight_grad, weight, target, rows)
         return None, *input_grads[: ctx.num_inputs]
 
 
@@ -315,6 +312,12 @@ class _GemmInput:
             self.gather = _InputGather(self.handle.recompute(), self.input_comm, batch_first=self.batch_first)
             self.gather.start()
 
+    def of_value(self, value: Tensor) -> Tensor | _InputGather:
+        """Returns the rows of a recomputed input, or the gather of them, which has not started."""
+        if self.input_comm is None:
+            return to_rows(value, batch_first=self.batch_first)
+        return _InputGather(value, self.input_comm, batch_first=self.batch_first)
+
     def rows(self) -> Tensor:
         if self.saved is not None:
             return self.saved
@@ -332,36 +335,28 @@ def _submit_weight_grad(
         out = torch.empty_like(weight)
         weight_grad.write(gemm_input.rows() if weight_grad.needs_input else None, out, False)
         return out
+    submit = partial(_submit, weight_grad, weight, target)
     if gemm_input.gather is not None:
-        _submit_gathered(weight_grad, weight, target, gemm_input.gather)
+        submit(gemm_input.gather)
     elif weight_grad.needs_input and gemm_input.saved is None:
         assert gemm_input.handle is not None
-        gemm_input.handle.on_recomputed(partial(_submit_recomputed, weight_grad, weight, target, gemm_input))
+        gemm_input.handle.on_recomputed(lambda value: submit(gemm_input.of_value(value)))
     else:
-        _submit_rows(weight_grad, weight, target, gemm_input.saved)
+        submit(gemm_input.saved)
     return None
 
 
-def _submit_recomputed(
-    weight_grad: WeightGrad, weight: Tensor, target: WeightGradTarget, gemm_input: _GemmInput, value: Tensor
+def _submit(
+    weight_grad: WeightGrad, weight: Tensor, target: WeightGradTarget, rows: Tensor | _InputGather | None
 ) -> None:
-    if gemm_input.input_comm is None:
-        _submit_rows(weight_grad, weight, target, to_rows(value, batch_first=gemm_input.batch_first))
-    else:
-        _submit_gathered(
-            weight_grad, weight, target, _InputGather(value, gemm_input.input_comm, batch_first=gemm_input.batch_first)
-        )
+    if not isinstance(rows, _InputGather):
+        target.submit(weight, partial(weight_grad.write, rows))
+        return
 
-
-def _submit_rows(weight_grad: WeightGrad, weight: Tensor, target: WeightGradTarget, rows: Tensor | None) -> None:
-    target.submit(weight, partial(weight_grad.write, rows))
-
-
-def _submit_gathered(weight_grad: WeightGrad, weight: Tensor, target: WeightGradTarget, gather: _InputGather) -> None:
     def write(out: Tensor, accumulate: bool) -> None:
-        weight_grad.write(gather.rows(), out, accumulate)
+        weight_grad.write(rows.rows(), out, accumulate)
 
-    target.submit(weight, write, start_comm=gather.start)
+    target.submit(weight, write, start_comm=rows.start)
 
 
 def local_linear(x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ S sequence, B batch, H heads, P (value) head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ class RecurrenceInputs(Protocol):
     values: the index of the tensor whose shape the outputs have.
     """
 
-    operation: ClassVar[str]
-    values: ClassVar[int]
-
-    def __iter__(self) -> Any: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def values(self) -> int: ...
+    def __iter__(self) -> Iterator[Tensor]: ...
 
 
 def chunked_recurrence(

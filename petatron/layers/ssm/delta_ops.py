@@ -14,12 +14,6 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.ssm.norm_then_gate import NormGate
 
 
-class DeltaStepKernels(Protocol):
-    """See `kernels/ssm/decode/delta_step.py`."""
-
-    delta_step: Callable[..., Tensor]
-
-
 class NormThenGateKernels(Protocol):
     """See `kernels/ssm/norm_then_gate.py`."""
 

@@ -28,12 +28,6 @@ class ConvStepKernels(Protocol):
     conv_step: Callable[..., Tensor]
 
 
-class ScanStepKernels(Protocol):
-    """See `kernels/ssm/decode/scan_step.py`."""
-
-    scan_step: Callable[..., Tensor]
-
-
 class GateThenNormKernels(Protocol):
     """See `kernels/ssm/gate_then_norm.py`."""
 

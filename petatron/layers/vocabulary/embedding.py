@@ -5,7 +5,7 @@ S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (paddi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +20,9 @@ from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
 
 class EmbeddingKernels(Protocol):
-    """The interface of `kernels/embedding_grad.py` and its faster implementations."""
+    """See `kernels/embedding_grad.py`."""
 
-    def embedding_grad(self, ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate: bool) -> None: ...
+    embedding_grad: Callable[..., None]
 
 
 class _EmbeddingLookup(AutogradOp):
@@ -47,11 +47,11 @@ class _EmbeddingLookup(AutogradOp):
             out = torch.empty_like(ctx.weight, dtype=torch.promote_types(ctx.weight.dtype, torch.float32))
             kernels.embedding_grad(ids_T, grad_TD, out, accumulate=False)
             return None, None, out.to(ctx.weight.dtype), None
-        target.submit(
-            ctx.weight,
-            lambda out, accumulate: kernels.embedding_grad(ids_T, grad_TD, out, accumulate=accumulate),
-            now=True,
-        )
+
+        def write(out: Tensor, accumulate: bool) -> None:
+            kernels.embedding_grad(ids_T, grad_TD, out, accumulate=accumulate)
+
+        target.submit(ctx.weight, write, now=True)
         return None, None, None, None
 
 
@@ -77,8 +77,8 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         rows_BS, elsewhere_BS = self.vocab_shard.to_local_ids(ids_BS)
-        found: Tensor = _EmbeddingLookup.apply(rows_BS, elsewhere_BS, self.weight, self)  # pyright: ignore[reportAssignmentType]
-        return self.output_comm(found.transpose(0, 1))
+        vectors: Tensor = _EmbeddingLookup.apply(rows_BS, elsewhere_BS, self.weight, self)  # pyright: ignore[reportAssignmentType]
+        return self.output_comm(vectors.transpose(0, 1))
 
 
 class PositionEmbedding(nn.Module):

@@ -44,10 +44,10 @@ class _LinearCrossEntropy(AutogradOp):
         """`loss_weights_SB` are the losses' gradients, if they are known before backward."""
         batch_first = is_batch_first(x_SBD)
         rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
-        known = loss_weights_SB is not None and ctx.needs_input_grad[0]
-        weights = (
-            to_row_order(loss_weights_SB, batch_first=batch_first) if known and loss_weights_SB is not None else None
-        )
+        weights = None
+        if loss_weights_SB is not None and ctx.needs_input_grad[0]:
+            weights = to_row_order(loss_weights_SB, batch_first=batch_first)
+        known = weights is not None
         losses, grad, weight_grad = head.losses_and_grads(rows, weight, targets, weights)
         ctx.batch_first, ctx.weights_known, ctx.weight, ctx.head = batch_first, known, weight, head
         ctx.save_for_backward(*(grad, weight_grad) if known else (rows, targets))
@@ -151,14 +151,8 @@ class OutputHead(nn.Module):
         loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
         """Returns token losses [S, B]. With `loss_weights_SB` their gradient must be just that: it is used before backward."""
-        args = (
-            self.input_comm(self._scaled(x_SBD)),
-            self.used_weight(embedding_weight),
-            targets_SB,
-            loss_weights_SB,
-            self,
-        )
-        return _LinearCrossEntropy.apply(*args)  # pyright: ignore[reportReturnType]
+        x_SBD, weight = self.input_comm(self._scaled(x_SBD)), self.used_weight(embedding_weight)
+        return _LinearCrossEntropy.apply(x_SBD, weight, targets_SB, loss_weights_SB, self)  # pyright: ignore[reportReturnType]
 
     def losses_and_greedy(
         self, x_SBD: Tensor, embedding_weight: Tensor | None, targets_SB: Tensor
@@ -168,8 +162,8 @@ class OutputHead(nn.Module):
         batch_first = is_batch_first(x_SBD)
         rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
         weight = self.used_weight(embedding_weight)
-        found = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self._loss_kernels())
-        losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in found)
+        of_rows = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self._loss_kernels())
+        losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in of_rows)
         return losses, greedy
 
     def losses_and_grads(
@@ -203,9 +197,8 @@ class OutputHead(nn.Module):
         return *results[0], weight_grad
 
     def _columns(self) -> VocabColumns:
-        return VocabColumns(
-            self.vocab_shard.num_ids, self.vocab_shard.first_id, *(self.vocab_shard.all_reduce_max_sum or ())
-        )
+        shard = self.vocab_shard
+        return VocabColumns(shard.num_ids, shard.first_id, *(shard.all_reduce_max_sum or ()))
 
     def used_weight(self, embedding_weight: Tensor | None) -> Tensor:
         """Returns the head's own weight, or that of the embedding which it is tied to."""
