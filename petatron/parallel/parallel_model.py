@@ -78,9 +78,9 @@ class ParallelModel:
         self.router_statistics = router_statistics
         self.dtype = dtype
         self._pipeline = PipelineExecutor(
-            stages,
-            mesh.pp,
-            io,
+            stages=stages,
+            axis=mesh.pp,
+            io=io,
             objective=self.objective,
             dtype=dtype,
             device=mesh.device,

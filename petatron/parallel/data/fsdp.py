@@ -184,10 +184,10 @@ def _build_param_group(
         flat_shards.append(owned_flat_shard(placements[name], axes[placements[name].expert], replicas))
     assert isinstance(stage, FSDPModule)
     group = FsdpParamGroup(
-        sharded,
-        [placements[name] for name in parameters],
-        flat_shards,
-        replicas,
+        parameters=sharded,
+        placements=[placements[name] for name in parameters],
+        flat_shards=flat_shards,
+        replica_axis=replicas,
         shard_axes=axes,
         spec=spec,
         stage=stage,

@@ -145,11 +145,12 @@ def summary_record(
 def summary_lines(record: MetricRecord) -> str:
     """Formats a summary for people; what the run does not have is left out."""
     ended = "complete" if record["outcome"] == "complete" else f"ended early: {record['outcome']}"
+    losses = (record["first_loss"], record["last_loss"])
     texts = {
         "run": f"{ended}, at iteration {record['iteration']:,} of {record['train_iters']:,}",
         "duration": f"{format_duration(record['duration_s'])}{_activities(record)}",
         "steps": _steps(record),
-        "loss": _change(record["first_loss"], record["last_loss"]),
+        "loss": "" if None in losses else "{:.4f} -> {:.4f}".format(*losses),
         "validation": _validation(record),
         "speed": _speed(record),
         "checkpoint": record["checkpoint"] or "none was saved in this start",
@@ -181,19 +182,10 @@ def _steps(record: MetricRecord) -> str:
     return f"{text} in this start; {record['consumed_tokens']:,} tokens since iteration 0"
 
 
-def _change(first: float | None, last: float | None) -> str:
-    return "" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
-
-
 def _validation(record: MetricRecord) -> str:
-    parts: list[str] = []
-    if record["best_validation_loss"] is not None:
-        parts.append(
-            f"best loss {record['best_validation_loss']:.4f} at iteration {record['best_validation_iteration']:,}"
-        )
-    if record["test_loss"] is not None:
-        parts.append(f"test loss {record['test_loss']:.4f}")
-    return ", ".join(parts)
+    best, test = record["best_validation_loss"], record["test_loss"]
+    parts = [] if best is None else [f"best loss {best:.4f} at iteration {record['best_validation_iteration']:,}"]
+    return ", ".join([*parts, *([] if test is None else [f"test loss {test:.4f}"])])
 
 
 def _speed(record: MetricRecord) -> str:

@@ -71,19 +71,19 @@ def build_console_writer(
     """
     lines: TextIO = sys.stdout if out is None else out
     terminal: TextIO = sys.stderr if err is None else err
-    watched = lines.isatty() and terminal.isatty()
+    watched, plain = lines.isatty() and terminal.isatty(), ConsoleWriter(lines, throughput=throughput)
     if live == "off" or (live == "auto" and not watched):
-        return ConsoleWriter(lines, throughput=throughput)
+        return plain
     try:
         from rich.console import Console
     except ImportError as error:
         if live == "auto":
-            return ConsoleWriter(lines, throughput=throughput)
+            return plain
         problem = Problem("--live", "on", "needs rich, which is not installed", "pip install 'petatron[log]'.")
         raise ConfigError([problem]) from error
     console = Console(file=raw_stream(terminal), force_terminal=True if live == "on" else None)
     if live == "auto" and console.is_dumb_terminal:
-        return ConsoleWriter(lines, throughput=throughput)
+        return plain
     return LiveWriter(console, history=read_history())
 
 
@@ -105,19 +105,12 @@ class LiveWriter:
         self._main_dataset: str | None = None
         self._messages: deque[str] = deque(maxlen=4)
         self._summary: str | None = None
-        self._live = Live(
-            console=console,
-            get_renderable=self.render,
-            auto_refresh=auto_refresh,
-            refresh_per_second=2,
-            transient=False,
-        )
+        refresh = {"auto_refresh": auto_refresh, "refresh_per_second": 2, "transient": False}
+        self._live = Live(console=console, get_renderable=self.render, **refresh)
         self._streams = sys.stdout, sys.stderr
         self._live.start()
-        sys.stdout, sys.stderr = (
-            escaped_stream(sys.stdout),
-            escaped_stream(sys.stderr),
-        )  # rich has replaced sys.stdout and sys.stderr
+        # rich has replaced sys.stdout and sys.stderr.
+        sys.stdout, sys.stderr = escaped_stream(sys.stdout), escaped_stream(sys.stderr)
         self._moved_handlers = _move_log_handlers(console.file)
 
     def write(self, record: MetricRecord) -> None:
