@@ -22,7 +22,7 @@ from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, Atten
 from petatron.layers.core_attention import AttentionSinks, CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.norm import NormSpec, NormWeights, RMSNorm
+from petatron.layers.norm import NormSpec, NormWeights, ProjectionRMSNorm, RMSNorm
 from petatron.layers.ops.qkv_split import (
     QKNormRopeKernels,
     QKNorms,
@@ -32,7 +32,6 @@ from petatron.layers.ops.qkv_split import (
     split_qkv_rope,
 )
 from petatron.layers.ops.recompute_output import RecomputableOutput
-from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.rope import RopeSpec, pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, SoftmaxAttentionSpec

@@ -20,6 +20,7 @@ from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.kernels.registry import KernelContext, choose_kernel
+from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
@@ -34,7 +35,6 @@ from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
 from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
 from petatron.parallel.fp8 import Fp8GemmSet, apply_fp8
-from petatron.parallel.layers_without_backward import run_without_backward
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.select_kernels import select_kernels
@@ -176,7 +176,25 @@ def _apply_to_stage(
     offloaded = apply_activation_offload(stage, run.memory, link, num_without_backward=plan.num_without_backward)
     if offloaded is not None:
         _log.info("%s", offloaded)
-    run_without_backward(stage, plan.num_without_backward)
+    _run_without_backward(stage, plan.num_without_backward)
+
+
+def _run_without_backward(stage: StageModule, num_layers: int) -> None:
+    """Makes the first layers of a stage, below every trainable parameter, run without gradients: they save nothing, and have no autograd
+    nodes. As long as nothing they take requires a gradient; called last, around recompute and offload.
+    """
+    first, run_layers = set(list(stage.layers.values())[:num_layers]), stage.run_layers
+
+    def run(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
+        if torch.is_grad_enabled() and not any(x.requires_grad for x in (x_SBD, *context.tensors.values())):
+            count = sum(layer in first for layer in layers)
+            with torch.no_grad():
+                x_SBD = run_layers(layers[:count], x_SBD, context) if count else x_SBD
+            layers = layers[count:]
+        return run_layers(layers, x_SBD, context) if layers else x_SBD
+
+    if num_layers:
+        stage.run_layers = run
 
 
 def _freeze(stage: StageModule, params: Mapping[str, ParamSpec], dtype: torch.dtype) -> None:

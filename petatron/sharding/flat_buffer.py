@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,7 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.sharding.bucket import Bucket, BucketGrads, BucketParam
-from petatron.sharding.flat_shard import (
-    ALIGNMENT,
-    FlatShard,
-    OwnedRange,
-    ParamRange,
-    assign_whole_blocks,
-    rank_share,
-)
+from petatron.sharding.flat_shard import ALIGNMENT, FlatShard, OwnedRange, ParamRange, assign_whole_blocks, rank_share
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
@@ -271,10 +264,8 @@ def flatten_parameters(
     FP8 GEMMs, whether they are gathered in FP8 or not: sums are then the same, in the same order. Frozen parameters have buffers of
     weights alone.
     """
-    members: dict[tuple, list[tuple[str, nn.Parameter, int, int]]] = {}
-    grads_per_micro_batch = grads_per_micro_batch or Counter(
-        parameter for stage in stages for parameter in stage.parameters()
-    )
+    members: dict[tuple, list[BucketParam]] = {}
+    uses = grads_per_micro_batch or Counter(parameter for stage in stages for parameter in stage.parameters())
     eight_bits = options.fp8_weights if options.sharded else None
     seen: set[nn.Parameter] = set()
     for number, stage in enumerate(stages):
@@ -286,7 +277,7 @@ def flatten_parameters(
             tied = any(piece.grad_reduce_axis == "ends" for piece in placement.tensor_shards)
             eight = eight_bits is not None and name in eight_bits.scalings and group_specs[name].trainable
             key = (number, parameter.dtype, group_specs[name], placement.expert, tied, eight)
-            members.setdefault(key, []).append((name, parameter, grad_order, grads_per_micro_batch[parameter]))
+            members.setdefault(key, []).append(BucketParam(name, parameter, placement, 0, grad_order, uses[parameter]))
     groups = []
     for (number, _, spec, expert, _, eight), entries in members.items():
         # Frozen weights have no state to shard: every rank has them, and they are never gathered.
@@ -294,9 +285,9 @@ def flatten_parameters(
         axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=sharded)
         num_shards = axes.shard.size if sharded else 1
         if spec.needs_whole_matrices and num_shards > 1:
-            buckets = _build_matrix_buckets(entries, placements, options.bucket_size, num_shards)
+            buckets = _build_matrix_buckets(entries, options.bucket_size, num_shards)
         else:
-            buckets = _build_buckets(entries, placements, options.bucket_size, num_shards)
+            buckets = _build_buckets(entries, options.bucket_size, num_shards)
         groups.append(
             FlatParamGroup(
                 buckets,
@@ -311,19 +302,13 @@ def flatten_parameters(
     return groups
 
 
-def _build_buckets(
-    params: Sequence[tuple[str, nn.Parameter, int, int]],
-    placements: Mapping[str, Placement],
-    bucket_size: int,
-    num_shards: int,
-    begin: int = 0,
-) -> list[Bucket]:
+def _build_buckets(params: Sequence[BucketParam], bucket_size: int, num_shards: int, begin: int = 0) -> list[Bucket]:
     """Builds buckets of at least `bucket_size` elements; sharded ones are padded so that they divide into aligned shards."""
     multiple = num_shards * ALIGNMENT if num_shards > 1 else 1
     buckets: list[Bucket] = []
     at, slots = begin, []
-    for index, (name, parameter, grad_order, uses) in enumerate(params):
-        slots.append(BucketParam(name, parameter, placements[name], at, grad_order, uses))
+    for index, param in enumerate(params):
+        slots.append(replace(param, start=at))
         at = slots[-1].end
         if at - begin >= bucket_size or index == len(params) - 1:
             at = begin + -(-(at - begin) // multiple) * multiple
@@ -332,12 +317,7 @@ def _build_buckets(
     return buckets
 
 
-def _build_matrix_buckets(
-    params: Sequence[tuple[str, nn.Parameter, int, int]],
-    placements: Mapping[str, Placement],
-    bucket_size: int,
-    num_shards: int,
-) -> list[Bucket]:
+def _build_matrix_buckets(params: Sequence[BucketParam], bucket_size: int, num_shards: int) -> list[Bucket]:
     """Builds buckets whose shards are whole parameters, where that needs little padding."""
     buckets: list[Bucket] = []
     rest, num_whole = list(params), 0
@@ -345,26 +325,21 @@ def _build_matrix_buckets(
         begin = buckets[-1].end if buckets else 0
         count, starts, length = _whole_param_shards(rest, bucket_size, num_shards)
         if length:
-            slots = (
-                BucketParam(name, parameter, placements[name], begin + start, grad_order, uses)
-                for (name, parameter, grad_order, uses), start in zip(rest[:count], starts)
-            )
+            slots = (replace(param, start=begin + start) for param, start in zip(rest[:count], starts))
             buckets.append(Bucket(begin, begin + length, tuple(slots)))
             num_whole += 1
         else:
-            buckets += _build_buckets(rest[:count], placements, bucket_size, num_shards, begin)
+            buckets += _build_buckets(rest[:count], bucket_size, num_shards, begin)
         rest = rest[count:]
-    held = sum(parameter.numel() for _, parameter, _, _ in params)
+    held = sum(param.parameter.numel() for param in params)
     text = "matrices are whole on one of %d ranks in %d of %d buckets; %.1f %% of these buckets is padding"
     _log.debug(text, num_shards, num_whole, len(buckets), 100 * (1 - held / buckets[-1].end))
     return buckets
 
 
-def _whole_param_shards(
-    params: Sequence[tuple[str, nn.Parameter, int, int]], bucket_size: int, num_shards: int
-) -> tuple[int, list[int], int]:
+def _whole_param_shards(params: Sequence[BucketParam], bucket_size: int, num_shards: int) -> tuple[int, list[int], int]:
     """Returns the parameter count of the next bucket, where each starts, and its length: 0 if no shards of whole parameters fit."""
-    sizes = [parameter.numel() for _, parameter, _, _ in params]
+    sizes = [param.parameter.numel() for param in params]
     first, total = 0, 0
     for count, size in enumerate(sizes, start=1):
         total += size

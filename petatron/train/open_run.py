@@ -20,9 +20,8 @@ from petatron.mesh.object_collectives import all_gather_objects
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import DataLoaders, build_loaders
 from petatron.train.loop import TrainLoop
-from petatron.train.report.memory_capacity import check_memory_capacity
 from petatron.train.report.metrics import MetricWriter
-from petatron.train.report.out_of_memory import report_out_of_memory
+from petatron.train.report.out_of_memory import check_memory_capacity, report_out_of_memory
 from petatron.train.report.run_header import RunHeader
 from petatron.train.report.task_evaluation import TaskEvaluator, read_eval_tasks
 from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts

@@ -13,7 +13,7 @@ This is the recurrence of Mamba-2 with x = v, B = k, C = q, dt = 1, A = -r, D = 
 share the group: the width of heads that the kernels keep in registers.
 
 Tensor parallelism shares out heads; the norm needs two sums over the ranks per token, one in each direction. Context parallelism gives
-each rank one contiguous part, and passes states between the parts (`scan_over_parts.py`). Packed documents reset states.
+each rank one contiguous part, and passes states between the parts (`recurrence_over_parts.py`). Packed documents reset states.
 
 S sequence, B batch, D hidden, C channels of all heads, H heads of the kernels, P their width, G heads, N head dim; those of this rank.
 """

@@ -16,7 +16,7 @@ the convolution, A_log, dt_bias, D and the norm's weight with them, W_out by row
 over them per token, one in each direction (`group_sum_slots`); nothing else is communicated besides what every branch does.
 
 Context parallelism gives each rank one contiguous part. The convolution takes the last tokens of the part before, and the
-scan the state after it (`scan_over_parts.py`). Packed documents reset both.
+scan the state after it (`recurrence_over_parts.py`). Packed documents reset both.
 
 While text is generated, a sequence has the last inputs of its convolution and h: as many bytes after a million tokens as after one.
 
@@ -48,15 +48,10 @@ from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 from petatron.layers.spec.sequence_group import SequenceGroup
 from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
-from petatron.layers.ssm.ops import (
-    ConvKernels,
-    ConvStepKernels,
-    ScanInputs,
-    causal_conv,
-)
+from petatron.layers.ssm.ops import ConvKernels, ConvStepKernels, ScanInputs, causal_conv
 from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
+from petatron.layers.ssm.recurrence_over_parts import scan_over_parts
 from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec, RecurrentBranch
-from petatron.layers.ssm.scan_over_parts import scan_over_parts
 from petatron.sharding.initial_values import ONES, UniformValues
 from petatron.sharding.shard_spec import Section, Shard
 

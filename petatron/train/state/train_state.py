@@ -30,13 +30,7 @@ from petatron.pretrained.model_state import Fp8HistoryState, MomentState, Random
 from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state, save_with_manager
 from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.global_batch_size import BatchSizeSchedule
-from petatron.train.state.components import (
-    AlternativeWeights,
-    DataOrder,
-    DataOrderState,
-    LossScaleState,
-    ProgressState,
-)
+from petatron.train.state.components import AlternativeWeights, DataOrder, DataOrderState, LossScaleState, ProgressState
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.resume_diff import resume_changes
 from petatron.train.state.run_components import build_components
