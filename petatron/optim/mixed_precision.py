@@ -239,7 +239,8 @@ class MixedPrecisionOptimizer:
     def _update(self, step: StepScalars, grads: Sequence[Tensor]) -> None:
         weights = self.trained_weights()
         frozen = {id(placement) for group in self._param_groups for placement in group.frozen()}
-        updates = self._start_step(step)
+        started = {name: cast(ElementRule, rule).start_step(step) for name, rule in self._rules.items()}
+        updates = {name: update for name, update in started.items() if self._rule_specs[name].unit == "element"}
         visits: list[SwapTask] = []
         for segment in self._segments:
             update = updates.get(segment.group.spec.rule)
@@ -255,11 +256,6 @@ class MixedPrecisionOptimizer:
             self._state_swapper.run(visits)
         for group, units in self._unit_updates:
             units.run(step.of_group(group.spec), frozen=frozen)
-
-    def _start_step(self, step: StepScalars) -> dict[str, UpdateFunction]:
-        """Starts the step of every rule; returns the updates of those that update elements by themselves."""
-        updates = {name: cast(ElementRule, rule).start_step(step) for name, rule in self._rules.items()}
-        return {name: update for name, update in updates.items() if self._rule_specs[name].unit == "element"}
 
     def _wait_for_state(self) -> None:
         """Waits until swapped state is back in its storage, before it is read."""

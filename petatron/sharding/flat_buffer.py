@@ -66,38 +66,33 @@ class FlatParamGroup:
         axes: DataParallelAxes,
         *,
         spec: GroupSpec,
-        virtual_stage: int = 0,
-        overlap_param_gather: bool = False,
-        grad_dtype: torch.dtype | None = None,
-        fp8_weights: Fp8Weights | None = None,
+        virtual_stage: int,
+        options: FlatBufferOptions,
     ) -> None:
-        """`virtual_stage` counts the stages of this rank; `grad_dtype` None means at least float32.
+        """`virtual_stage` counts the stages of this rank. With `options.fp8_weights`, all parameters are weights of FP8 GEMMs.
 
-        `fp8_weights`: all parameters of the group are weights of FP8 GEMMs. The gradients of frozen ones are on the meta device.
+        The gradients of frozen ones are on the meta device.
         """
         first, size = buckets[0].params[0].parameter, buckets[-1].end
-        self.buckets = buckets
-        self.axes = axes
-        self.spec = spec
-        self.virtual_stage = virtual_stage
+        self.buckets, self.axes, self.spec, self.virtual_stage = buckets, axes, spec, virtual_stage
         self.replica_axis = axes.outer if axes.sharded else axes.data_parallel
         self._shard_axis = axes.shard if axes.sharded else axes.shard.alone()
         self._places = {
             id(slot.placement): (index, slot) for index, bucket in enumerate(buckets) for slot in bucket.params
         }
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
-        grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
+        grad_dtype = options.grad_dtype or torch.promote_types(first.dtype, torch.float32)
         device = first.device if spec.trainable else "meta"
         self.bucket_grads = [BucketGrads(bucket, grad_dtype, device) for bucket in buckets]
         self.flat_shards = [self._flat_shard(begin, end) for begin, end in self._owned_ranges()]
-        self._overlap_param_gather = overlap_param_gather
+        self._overlap_param_gather = options.overlap_param_gather
         self._gather_handles: dict[int, Handle] = {}
         self._gather_due = self._gathers_in_step = False
         for slot in self.params:
             view = self.param_view(self.flat_weights, slot)
             view.copy_(slot.parameter.detach())
             slot.parameter.data = view
-        self._fp8_gather = self._build_fp8_gather(fp8_weights) if fp8_weights is not None else None
+        self._fp8_gather = None if options.fp8_weights is None else self._build_fp8_gather(options.fp8_weights)
         self._scales: Tensor | None = None
         self._owned_weights = [self.flat_weights[begin:end] for begin, end in self._owned_ranges()]
         if self._fp8_gather is not None:
@@ -288,17 +283,8 @@ def flatten_parameters(
             buckets = _build_matrix_buckets(entries, options.bucket_size, num_shards)
         else:
             buckets = _build_buckets(entries, options.bucket_size, num_shards)
-        groups.append(
-            FlatParamGroup(
-                buckets,
-                axes,
-                spec=spec,
-                virtual_stage=number,
-                overlap_param_gather=options.overlap_param_gather,
-                grad_dtype=options.grad_dtype,
-                fp8_weights=eight_bits if eight else None,
-            )
-        )
+        group_options = replace(options, fp8_weights=eight_bits if eight else None)
+        groups.append(FlatParamGroup(buckets, axes, spec=spec, virtual_stage=number, options=group_options))
     return groups
 
 

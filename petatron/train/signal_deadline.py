@@ -111,14 +111,10 @@ class SignalThread:
                 if number in SIGNALS and number not in told:
                     told.add(number)
                     self._on_signal(number)
-                if number == signal.SIGTERM:
-                    self._note_sigterm()
-
-    def _note_sigterm(self) -> None:
-        if self._sigterm_s is None:
-            self._sigterm_s = time.monotonic()
-        elif is_repeated_sigterm(self._sigterm_s):
-            self.end("received SIGTERM a second time")
+                if number == signal.SIGTERM and self._sigterm_s is None:
+                    self._sigterm_s = time.monotonic()
+                elif number == signal.SIGTERM and is_repeated_sigterm(self._sigterm_s):
+                    self.end("received SIGTERM a second time")
 
     def _end_unless_saving(self) -> None:
         if not self._is_saving():
