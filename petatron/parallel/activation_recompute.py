@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -126,7 +126,8 @@ class RecomputeRegion:
         recomputed_tensors: list[Tensor] = []
 
         def collect(saved: Tensor) -> None:
-            expected = next(islice(self._saved_shapes, len(recomputed_tensors), None), None)
+            index = len(recomputed_tensors)
+            expected = self._saved_shapes[index] if index < len(self._saved_shapes) else None
             assert saved.shape == expected, f"the second run saved {saved.shape} where the first saved {expected}"
             recomputed_tensors.append(saved.detach())  # with its graph, the whole second run would stay in memory
             if len(recomputed_tensors) == len(self._saved_shapes):

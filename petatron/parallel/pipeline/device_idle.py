@@ -56,20 +56,17 @@ class IdleMeter:
     @contextmanager
     def measure(self) -> Iterator[StepTime]:
         """Measures a step that runs inside; the result is complete afterwards."""
-        step = StepTime()
-        self._device.synchronize()
-        start = self._clock()
-        marks = _Marks(self._device, self._clock, start)
-        hooks = [layer.register_forward_hook(marks.after_forward) for layer in self._layers]
-        try:
-            yield step
-        finally:
-            for hook in hooks:
-                hook.remove()
-            marks.remove()
-        marks.add()
-        self._device.synchronize()
-        step.step_s, step.idle_s = self._clock() - start, marks.idle_s
+        with self.time() as step:
+            marks = _Marks(self._device, self._clock)
+            hooks = [layer.register_forward_hook(marks.after_forward) for layer in self._layers]
+            try:
+                yield step
+            finally:
+                for hook in hooks:
+                    hook.remove()
+                marks.remove()
+            marks.add()
+        step.idle_s = marks.idle_s
 
     @contextmanager
     def time(self) -> Iterator[StepTime]:
@@ -85,9 +82,9 @@ class IdleMeter:
 class _Marks:
     """The marks of one step."""
 
-    def __init__(self, device: CudaEvents, clock: Callable[[], float], start: float) -> None:
+    def __init__(self, device: CudaEvents, clock: Callable[[], float]) -> None:
         self._device, self._clock = device, clock
-        self._last_s, self._last_event = start, device.record_event()
+        self._last_s, self._last_event = clock(), device.record_event()
         self._hooks: list[RemovableHandle] = []
         self.idle_s = 0.0
 

@@ -40,6 +40,7 @@ StageMicroBatch = tuple[int, int]
 """stage, micro-batch"""
 Bundle = dict[str, Tensor]
 """Tensors of a boundary by name."""
+Bundles = dict[StageMicroBatch, Bundle]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +166,11 @@ class _ScheduleExecution:
         collect: Collection[str],
     ) -> None:
         self._pipeline, self._schedule, self._batches, self._scales = pipeline, schedule, batches, scales
-        self._inputs: dict[StageMicroBatch, Bundle] = {}  # stage inputs, until their backward
+        self._inputs: Bundles = {}  # stage inputs, until their backward
         self._backward_inputs: dict[StageMicroBatch, _BackwardInput] = {}
-        self._outputs: dict[StageMicroBatch, Bundle] = {}  # to be sent
-        self._output_grads: dict[StageMicroBatch, Bundle] = {}
-        self._input_grads: dict[StageMicroBatch, Bundle] = {}  # to be sent
+        self._outputs: Bundles = {}  # to be sent
+        self._output_grads: Bundles = {}
+        self._input_grads: Bundles = {}  # to be sent
         self._receiving: dict[tuple[ActionKind, StageMicroBatch], list[Handle]] = {}
         self._sending: deque[Handle] = deque()
         self._terms = ObjectiveTerms(
@@ -294,14 +295,14 @@ class _ScheduleExecution:
             given[name] = y.detach()
         self._pipeline.check_output(stage, given, self._batches[micro_batch])
         if stage < self._schedule.stages - 1:
-            self._pass_to_stage(stage + 1, micro_batch, given, self._inputs, self._outputs, key)
+            self._pass_bundle(key, stage + 1, given, self._inputs, self._outputs)
         if self._collect:
             self.result.collected[micro_batch].update(output.collected)
         if self._scales is not None:
             self._backward_inputs[key] = backward_input
 
     def _backward(self, key: StageMicroBatch) -> None:
-        stage, micro_batch = key
+        stage, _ = key
         edges, names, forwarded = self._backward_inputs.pop(key)
         output_grads = self._output_grads.pop(key, {})
         if edges:
@@ -318,19 +319,11 @@ class _ScheduleExecution:
             elif later is not None:
                 grad = grad + later
             input_grads[tensor.name] = grad
-        self._pass_to_stage(stage - 1, micro_batch, input_grads, self._output_grads, self._input_grads, key)
+        self._pass_bundle(key, stage - 1, input_grads, self._output_grads, self._input_grads)
 
-    def _pass_to_stage(
-        self,
-        stage: int,
-        micro_batch: int,
-        bundle: Bundle,
-        local: dict[StageMicroBatch, Bundle],
-        to_send: dict[StageMicroBatch, Bundle],
-        key: StageMicroBatch,
-    ) -> None:
+    def _pass_bundle(self, key: StageMicroBatch, stage: int, bundle: Bundle, local: Bundles, to_send: Bundles) -> None:
         """Passes tensors to a stage of this rank, or holds them for the send to another rank."""
         if self._schedule.rank_of(stage) == self._pipeline.axis.rank:
-            local[stage, micro_batch] = bundle
+            local[stage, key[1]] = bundle
         else:
             to_send[key] = bundle
