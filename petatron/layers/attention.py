@@ -54,7 +54,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
-    output_gate: whether the output's channels are multiplied by sigmoids of as many more rows of the first GEMM.
+    output_gate: whether the output's channels are multiplied by sigmoids, for which the first GEMM has one more row per channel.
     std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
@@ -140,7 +140,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
         return {name: replace(param, shape=(width,), shard=shard) for name, param in self.qk_norm.params().items()}
 
     def build_qk_norm(self, heads: int) -> NormWeights | None:
-        """Builds the norm of queries or of keys, of so many heads."""
+        """Builds the norm of queries or of keys, given the number of their heads."""
         if self.qk_norm is None or self.qk_norm_scope == "head":
             return None if self.qk_norm is None else self.qk_norm.build()
         gamma = self.qk_norm.zero_centered_gamma

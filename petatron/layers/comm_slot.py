@@ -38,8 +38,8 @@ shared generator: the RNG stream of what all ranks have, where they have the sam
 weight-gradient target: where the gradient of a weight goes instead of autograd, if there is one.
 vocabulary shard: the rows of the vocabulary of this rank.
 
-`group_sum_slots` are a mapping of their own, of slots to numbers: a `CommSlot` that adds, in place, what ranks have of each of so many
-groups of channels.
+`group_sum_slots` are a mapping of their own, of slots to numbers: a `CommSlot` adds, in place, what ranks have of each group of
+channels, and the number is how many groups there are.
 """
 
 ContextSlot = Literal["attention", "sequence parts"]

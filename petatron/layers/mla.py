@@ -94,7 +94,7 @@ class MlaSpec(SoftmaxAttentionSpec):
 
     @property
     def prompt_is_capturable(self) -> bool:
-        """Keys of a prompt are made of latents for as many tokens as the host knows."""
+        """Keys of a prompt are made of latents, and the host must know for how many tokens."""
         return False
 
     def generation_state(self, tp: int) -> PagedState | None:

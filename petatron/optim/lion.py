@@ -6,7 +6,7 @@ With g the gradient times the factor that unscales and clips,
     w = w - lr (sign(c) + decay w)
     m = beta2 m + (1 - beta2) g
 
-Every element moves by the learning rate, so that this is a third to a tenth of AdamW's, and weight decay larger by as much. Whether
+Every element moves by the learning rate, so the rate is a third to a tenth of AdamW's, and weight decay three to ten times larger. Whether
 the update is skipped is a device scalar: then g counts as zero, and momentum and weights stay as they are, bit for bit.
 """
 

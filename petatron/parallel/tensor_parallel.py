@@ -277,9 +277,9 @@ def apply_tensor_parallel(
     """Fills the slots that modules declare. `sequence_parallel` shards activations along the sequence; `shared_generator` is the axis's
     dropout stream.
 
-    `overlap_chunks`: linears overlap their forward communication in so many chunks; the output head does not, since its loss
+    `overlap_chunks`: the number of chunks in which linears overlap their forward communication; the output head does not, since its loss
     already works chunk by chunk on its gathered input.
-    `blocks`: returns the axis of this rank's block of so many adjacent ranks; needed by layers whose groups some ranks share.
+    `blocks`: returns the axis of this rank's block of adjacent ranks, given their number; needed by layers whose groups some ranks share.
     """
     column, row = ColumnParallelOp(axis, sequence_parallel), RowParallelOp(axis, sequence_parallel)
     linears = {None: ReplicatedOp(), 0: column, 1: row}

@@ -251,7 +251,7 @@ def flatten_parameters(
 ) -> list[FlatParamGroup]:
     """Moves the parameters of a rank's stages into flat buffers.
 
-    `grads_per_micro_batch` is how many gradients each gets per micro-batch; by default as many as there are stages that have it.
+    `grads_per_micro_batch` is how many gradients each gets per micro-batch; by default the number of stages that have it.
 
     A buffer holds one dtype, one of the `group_specs`, one stage, and dense or expert
     parameters. The order inside is that of the backward pass, last layer first. A parameter whose gradient is summed

@@ -17,7 +17,7 @@ from petatron.train.state.train_state import TrainState
 
 @dataclass(frozen=True, slots=True)
 class InterruptedEvaluation:
-    """An evaluation that was stopped after so many batches."""
+    """An evaluation that was stopped, and the number of batches it completed."""
 
     reason: str
     completed_batches: int

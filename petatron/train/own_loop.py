@@ -133,7 +133,7 @@ def save_checkpoint(
 
 
 def _position_after(run: RunConfig, step: int) -> list[Stateful]:
-    """Returns the state of a run that has trained on so many global batches and skipped none."""
+    """Returns the state of a run that has trained on `step` global batches and skipped none."""
     return [
         ProgressState(TrainProgress.after_steps(run, step)),
         LossScaleState(build_loss_scaler(run.precision)),

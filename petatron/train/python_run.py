@@ -39,7 +39,7 @@ from petatron.validate import load_config
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> Run:
     """Returns a validated run of a preset, or of a run's config.yaml, and flags; nothing is built yet.
 
-    It is for as many ranks as the launcher started.
+    It is for the ranks that the launcher started.
 
     >>> load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"]).config.model.hidden_size
     128
@@ -106,7 +106,7 @@ class Run:
         return self._opened.build_loop(writers)
 
     def train(self, steps: int | None = None) -> Iterator[MetricRecord]:
-        """Trains so many steps, or to the end of the run, and yields the metrics of each log interval as it ends.
+        """Trains this number of steps, or to the end of the run, and yields the metrics of each log interval as it ends.
 
         The interval is `--log-interval`; what is left when the steps are over is an interval too. Evaluation and saving
         happen where the flags say so. Training stops where the caller stops iterating, and goes on with the next call.

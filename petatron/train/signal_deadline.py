@@ -111,9 +111,11 @@ class SignalThread:
                 if number in SIGNALS and number not in told:
                     told.add(number)
                     self._on_signal(number)
-                if number == signal.SIGTERM and self._sigterm_s is None:
+                if number != signal.SIGTERM:
+                    continue
+                if self._sigterm_s is None:
                     self._sigterm_s = time.monotonic()
-                elif number == signal.SIGTERM and is_repeated_sigterm(self._sigterm_s):
+                elif is_repeated_sigterm(self._sigterm_s):
                     self.end("received SIGTERM a second time")
 
     def _end_unless_saving(self) -> None:

@@ -193,11 +193,11 @@ class Fp8Gemm:
         return cast_with_known_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
 
     def _supports(self, num_rows: int, weight: Tensor) -> bool:
-        """Whether a GEMM with so many rows can run in FP8."""
+        """Whether a GEMM with this number of rows can run in FP8."""
         return sizes_fit((num_rows, *weight.shape), self._recipe.size_multiple)
 
     def new_step(self, micro_batches: int) -> None:
-        """Drops the cached weight and advances the amax histories; the weight will be used in so many micro-batches."""
+        """Drops the cached weight and advances the amax histories; `micro_batches` is how many will use the weight."""
         self._input_quantizer.new_step()
         self._grad_quantizer.new_step()
         self._weight_cache.new_step(micro_batches)

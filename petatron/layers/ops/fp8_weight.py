@@ -61,7 +61,7 @@ class Fp8WeightCache:
         return self._cached
 
     def new_step(self, micro_batches: int) -> None:
-        """Drops the weight; so many micro-batches will use it."""
+        """Drops the weight; `micro_batches` is how many will use it."""
         self._micro_batches = micro_batches
         self.drop()
 

@@ -87,7 +87,7 @@ class AutoGraphedSteps:
     def __init__(
         self, run: RunStep, graphed: GraphedSteps, inputs: CaptureInputs, *, restart_step: Callable[[int], None]
     ) -> None:
-        """`run` runs a step as it is. `restart_step` starts a step of so many micro-batches again, after a failed capture."""
+        """`run` runs a step as it is. `restart_step` starts a step again after a failed capture, given its number of micro-batches."""
         self._run_plain, self._graphed, self._inputs, self._restart_step = run, graphed, inputs, restart_step
         self._run_step: RunStep = self._measure
         self._num_steps = 0

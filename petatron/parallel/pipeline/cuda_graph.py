@@ -15,7 +15,7 @@ A replay repeats kernels with the launch parameters and addresses of the capture
 - Random numbers are those of a run without graphs: a replay reads the generator's seed and offset from memory, and torch
   advances the offset. That holds for the default generator and those that are registered: the stream that tensor-parallel
   ranks share.
-- Packed documents are so many entries of one array, and how many there may be is part of a capture: missing ones are empty.
+- Packed documents are entries of one array. Its length is part of a capture, and entries beyond the documents are empty.
 - Another number of micro-batches, or another shape, is another capture. All share one memory pool: its content is needed only
   until a replay ends, but for the result, which is read before the next begins.
 - Warm-up steps run on the capture stream: autograd remembers the stream on which a parameter was first used, and a captured
@@ -115,8 +115,8 @@ class CudaGraphCapture:
         gc.collect()  # garbage collected during the capture might free what must not be freed then
         graph = torch.cuda.CUDAGraph()
         # torch 2.13 finds out by itself which generators a graph draws from.
-        register = getattr(graph, "register_generator_state", None)
-        for generator in () if register is None else self._generators:
+        register = getattr(graph, "register_generator_state", lambda generator: None)
+        for generator in self._generators:
             register(generator)
         stream = torch.cuda.current_stream(self._device)
         generators = [torch.cuda.default_generators[self._device.index or 0], *self._generators]

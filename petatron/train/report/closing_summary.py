@@ -62,12 +62,12 @@ class RunTotals:
     saved_iteration: int | None = None
     seconds: dict[Activity, float] = field(default_factory=dict)
     _last: LogRecord | None = None
-    _all: _Speed = field(default_factory=_Speed)
+    all_points: _Speed = field(default_factory=_Speed)
     _after_first: _Speed = field(default_factory=_Speed)
 
     def add_log_point(self, record: LogRecord) -> None:
         tokens = record.consumed_tokens - self.consumed_tokens
-        self._all.add(record, tokens)
+        self.all_points.add(record, tokens)
         if self._last is not None:  # the first one has compilation and allocation in it
             self._after_first.add(record, tokens)
         self._last = record
@@ -92,13 +92,9 @@ class RunTotals:
         return self.first_tokens if self._last is None else self._last.consumed_tokens
 
     @property
-    def training_s(self) -> float:
-        return self._all.seconds
-
-    @property
     def speed(self) -> _Speed:
         """The speed after the first log point, if there was another."""
-        return self._after_first if self._after_first.tokens else self._all
+        return self._after_first if self._after_first.tokens else self.all_points
 
 
 def summary_record(
@@ -125,7 +121,7 @@ def summary_record(
         "tokens": totals.consumed_tokens - totals.first_tokens,
         "consumed_tokens": totals.consumed_tokens,
         "duration_s": duration_s,
-        "training_s": totals.training_s,
+        "training_s": totals.all_points.seconds,
         "evaluation_s": totals.seconds.get("evaluation", 0.0),
         "saving_s": totals.seconds.get("saving", 0.0),
         "sampling_s": totals.seconds.get("sampling", 0.0),

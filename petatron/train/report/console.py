@@ -240,7 +240,7 @@ def _metric_table(last: LogRecord, valid: Sequence[Point], width: int) -> Table:
 
 
 def _fits(cells: Sequence[tuple[str, str]], columns: int, width: int) -> bool:
-    """Whether so many columns of cells fit, with a space between them."""
+    """Whether this number of columns of cells fits, with a space between them."""
     widths = [max(len(text) for cell in cells[column::columns] for text in cell) for column in range(columns)]
     return sum(widths) + columns - 1 <= width
 

@@ -80,7 +80,7 @@ def _resume_arguments(run: RunConfig, folder: str, log_dir: Path, train_iters: i
 
 
 def _start_command(arguments: Sequence[str], environment: RankEnvironment) -> str:
-    """Returns the command line that starts as many ranks in the same way, on the machine of rank 0."""
+    """Returns the command line that starts the same number of ranks in the same way, on the machine of rank 0."""
     local, nodes = environment.local_world_size, _num_nodes(environment)
     sizes = [f"--nproc-per-node={local}"]
     if nodes > 1:
