@@ -112,32 +112,25 @@ class Fp8Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Fp8WeightGrad:
-    """dw = g8 transposed . x8 transposed."""
+    """dw = g8 transposed . x8 transposed; `x` is the quantized input, or the cast of an input that is available in backward."""
 
     grad: Fp8Operand
-    x: Fp8Operand
+    x: Fp8Operand | Callable[[Tensor], Fp8Operand]
     kernels: Fp8Kernels
-    needs_input: bool = False
+
+    @property
+    def needs_input(self) -> bool:
+        return not isinstance(self.x, Fp8Operand)
 
     def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
+        x = self.x
+        if not isinstance(x, Fp8Operand):
+            assert x_RD is not None
+            x = x(x_RD)
         if accumulate:
-            out.add_(self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False))
+            out.add_(self.kernels.gemm(self.grad, x, dtype=out.dtype, fast=False))
         else:
-            self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False, out=out)
-
-
-@dataclass(frozen=True, slots=True)
-class _RequantizedInputWeightGrad:
-    """dw = g8 transposed . cast(x) transposed."""
-
-    grad: Fp8Operand
-    cast: Callable[[Tensor], Fp8Operand]
-    kernels: Fp8Kernels
-    needs_input: bool = True
-
-    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
-        assert x_RD is not None
-        Fp8WeightGrad(self.grad, self.cast(x_RD), self.kernels).write(None, out, accumulate)
+            self.kernels.gemm(self.grad, x, dtype=out.dtype, fast=False, out=out)
 
 
 class Fp8Gemm:
@@ -178,9 +171,10 @@ class Fp8Gemm:
         w = self._weight_cache.get(weight, "columns", num_rows=grad_RO.shape[0])
         x_grad = self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False)
         if requantizes:
-            cast = partial(self._requantize_input, saved=saved)
-            return x_grad, _RequantizedInputWeightGrad(grad.columns, cast, self._kernels)
-        return x_grad, Fp8WeightGrad(grad.columns, Fp8Operand(saved[0], saved[1], self._recipe.scaling), self._kernels)
+            x = partial(self._requantize_input, saved=saved)
+        else:
+            x = Fp8Operand(saved[0], saved[1], self._recipe.scaling)
+        return x_grad, Fp8WeightGrad(grad.columns, x, self._kernels)
 
     def requantizing(self) -> Gemm:
         """Returns the same GEMMs for an input that is available in backward: they save none of it, and cast it again."""

@@ -12,7 +12,7 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
-from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, Tensors
+from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, SavedViewFunction, Tensors
 from petatron.layers.token_layout import TokenRows, is_batch_first
 
 QKNorms = tuple[RMSNorm, RMSNorm]
@@ -82,10 +82,8 @@ def split_qkv_rope(
     return _SplitQKVRope.apply(qkv, split, rope_cos_sin) if torch.is_grad_enabled() else split(qkv, rope_cos_sin)
 
 
-class _MergedHeads:
+class _MergedHeads(SavedViewFunction):
     """Heads [S, B, H, E] as rows [R, H E]; a view, which the GEMM that takes it saves."""
-
-    requantized_in_backward = True
 
     __slots__ = ("_num_heads", "_rows")
 
@@ -99,14 +97,9 @@ class _MergedHeads:
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
     ) -> tuple[MaybeTensors, Tensor | None]:
-        (grad,), merged = grads, saved[0]
+        (grad,), merged = grads, saved[0] if recompute_output else None
         assert grad is not None
-        return (
-            self._rows.unflatten(grad.view(grad.shape[0], self._num_heads, -1)),
-        ), merged if recompute_output else None
-
-    def recompute(self, saved: Tensors) -> Tensor:
-        return saved[0]
+        return (self._rows.unflatten(grad.view(grad.shape[0], self._num_heads, -1)),), merged
 
 
 def merge_heads(y_SBHE: Tensor, rows: TokenRows) -> DeferredOutput:

@@ -189,10 +189,12 @@ class DeferredOutput(RecomputableOutput):
         self.others, self.inputs = others, ()
 
 
-class _Identity:
-    """The identity: its output is its input, which is saved."""
+class SavedViewFunction:
+    """A function whose output is a view of its input, and is saved; by itself the identity."""
 
     requantized_in_backward = True
+
+    __slots__ = ()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         (x,) = inputs
@@ -207,7 +209,7 @@ class _Identity:
         return saved[0]
 
 
-_IDENTITY = _Identity()
+_IDENTITY = SavedViewFunction()
 
 
 def as_recomputable(x: Tensor | RecomputableOutput) -> RecomputableOutput:
