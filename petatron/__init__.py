@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from petatron.train.own_loop import restore, save_checkpoint
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
-    from petatron.train.state.alternative_weights import AlternativeWeights
+    from petatron.train.state.components import AlternativeWeights
     from petatron.train.state.run_components import register_component
     from petatron.train.state.train_state import TrainState
     from petatron.validate import load_config
 
 _HOMES = {
-    "AlternativeWeights": "petatron.train.state.alternative_weights",
+    "AlternativeWeights": "petatron.train.state.components",
     "Batch": "petatron.models.batch",
     "Chunk": "petatron.checkpoint.state",
     "ConfigError": "petatron.base.errors",

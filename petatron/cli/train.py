@@ -89,6 +89,6 @@ def train_rank(argv: list[str]) -> int:
     environment = read_environment()
     configure_logging(rank=environment.rank)
     loaded = load_checked(argv, world_size=environment.world_size)
-    run_training(loaded, verbs=VERBS)
+    run_training(loaded, subcommands=VERBS)
     stop_process_group()
     return 0

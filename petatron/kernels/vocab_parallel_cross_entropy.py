@@ -10,13 +10,13 @@ so a chunk of C tokens goes through all of it while its logits exist once:
     z = x W^T          [C, V], a GEMM
     z <- gradient      one kernel in place: the row's maximum and sum of exponentials, then w (p - onehot)
     dx = z W           a GEMM
-    dW += z^T x        a GEMM that accumulates in float32, submitted to the sink, which runs it at once
+    dW += z^T x        a GEMM that accumulates in float32, submitted to the target, which runs it at once
     z is freed
 
 That is three GEMMs, the fewest possible: nothing is recomputed in backward, because the gradient is computed in forward. Hence two
 contracts. A token's weight in the final scalar (mask, 1 / number of tokens, loss scale) is given beforehand, as a tensor on the
 device; the gradient that autograd later passes for the weighted sum of losses is one by contract and is never read, which would
-cost a pass or a synchronization. And the weight's gradient is submitted during forward: the sink must compute it before it
+cost a pass or a synchronization. And the weight's gradient is submitted during forward: the target must compute it before it
 returns, since the next chunk reuses the memory.
 
 Where the vocabulary is sharded over ranks, no rank has all of a token's logits. With m the maximum over the whole vocabulary,
@@ -58,7 +58,7 @@ AllReduce = Callable[[Tensor], Tensor]
 WriteWeightGrad = Callable[[Tensor, bool], None]
 """write(out, accumulate): writes a weight's gradient to `out`, or adds it."""
 
-ChunkGradSink = Callable[[WriteWeightGrad], None]
+ChunkGradTarget = Callable[[WriteWeightGrad], None]
 """Receives the computation of a part of the weight's gradient, and runs it before returning."""
 
 
@@ -77,10 +77,10 @@ class VocabColumns:
 
 @dataclass(frozen=True, slots=True)
 class GradRequest:
-    """Requests gradients: the weight of every token in the final scalar, and the sink of the weight's gradient."""
+    """Requests gradients: the weight of every token in the final scalar, and the target of the weight's gradient."""
 
     loss_weights_T: Tensor
-    weight_grad_sink: ChunkGradSink | None
+    weight_grad_target: ChunkGradTarget | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +212,9 @@ def _chunk_losses(
     return losses
 
 
-def _submit_weight_grad(weight_grad: WeightGrad, x_CD: Tensor, sink: ChunkGradSink) -> None:
+def _submit_weight_grad(weight_grad: WeightGrad, x_CD: Tensor, target: ChunkGradTarget) -> None:
     inputs = x_CD if weight_grad.needs_input else None
-    sink(partial(weight_grad.write, inputs))
+    target(partial(weight_grad.write, inputs))
 
 
 def _write_zero_grad(out: Tensor, accumulate: bool) -> None:
@@ -237,7 +237,7 @@ def linear_cross_entropy(
     """Returns each token's loss, not weighted, and the gradient of the weighted sum of losses with respect to x.
 
     Targets are ids of the whole vocabulary; one that is no id needs a weight of zero. `grad_request` None evaluates: the gradient
-    is None. The weight's gradient goes to `grad_request.weight_grad_sink` chunk by chunk before this returns; that of no tokens is
+    is None. The weight's gradient goes to `grad_request.weight_grad_target` chunk by chunk before this returns; that of no tokens is
     zero, and goes there too.
     """
     tokens = chunk_size or chunk_tokens(x_TD.shape[0], weight_VD.shape[0], x_TD.element_size())
@@ -253,13 +253,13 @@ def linear_cross_entropy(
         losses_T[part] = _chunk_losses(logits_CV, targets_T[part], weights_C, columns, kernels)
         if grad_request is not None and grad_x_TD is not None:
             grad_x_TD[part], weight_grad = gemm.backward(logits_CV, weight_VD, saved)
-            if grad_request.weight_grad_sink is not None:
-                _submit_weight_grad(weight_grad, x_CD, grad_request.weight_grad_sink)
+            if grad_request.weight_grad_target is not None:
+                _submit_weight_grad(weight_grad, x_CD, grad_request.weight_grad_target)
 
     for start in range(0, x_TD.shape[0], tokens):
         run_chunk(slice(start, start + tokens))
-    if not x_TD.shape[0] and grad_request is not None and grad_request.weight_grad_sink is not None:
-        grad_request.weight_grad_sink(_write_zero_grad)
+    if not x_TD.shape[0] and grad_request is not None and grad_request.weight_grad_target is not None:
+        grad_request.weight_grad_target(_write_zero_grad)
     return losses_T, grad_x_TD
 
 

@@ -22,7 +22,7 @@ from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, Atten
 from petatron.layers.core_attention import AttentionSinks, CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.norm import NormSpec, NormWeights, RMSNorm
+from petatron.layers.norm import NormSpec, NormWeights, ProjectionRMSNorm, RMSNorm
 from petatron.layers.ops.qkv_split import (
     QKNormRopeKernels,
     QKNorms,
@@ -32,10 +32,9 @@ from petatron.layers.ops.qkv_split import (
     split_qkv_rope,
 )
 from petatron.layers.ops.recompute_output import RecomputableOutput
-from petatron.layers.projection_norm import ProjectionRMSNorm
 from petatron.layers.rope import RopeSpec, pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_layout import is_batch_first
@@ -43,7 +42,7 @@ from petatron.sharding.shard_spec import Section, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec(BranchSpec):
+class AttentionSpec(SoftmaxAttentionSpec):
     """Self-attention.
 
     visibility: what a token sees (`kernels/visibility.py`), documents aside. Its bias may be ALiBi's (`attention_positions.py`).
@@ -55,13 +54,9 @@ class AttentionSpec(BranchSpec):
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
-    output_gate: whether the output's channels are multiplied by sigmoids of as many more rows of the first GEMM.
+    output_gate: whether the output's channels are multiplied by sigmoids, for which the first GEMM has one more row per channel.
     std, out_std: of the initial weights of the first and of the last GEMM.
     """
-
-    name = "attention"
-    region = "attention"
-    inner_regions = ("core_attn",)
 
     hidden_size: int
     num_heads: int
@@ -97,19 +92,11 @@ class AttentionSpec(BranchSpec):
         return self.visibility.bias == "alibi"
 
     @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "zigzag"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def can_generate(self) -> bool:
+    def can_generate(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.visibility.is_causal
 
     @property
-    def decode_is_capturable(self) -> bool:
+    def decode_is_capturable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What the kernels of pages lack is computed in plain PyTorch, which reads lengths."""
         ruled = self.softcap is not None or self.sinks is not None or self.alibi
         return paged.VISIBILITY.includes(self.visibility, score_rules=ruled)
@@ -153,7 +140,7 @@ class AttentionSpec(BranchSpec):
         return {name: replace(param, shape=(width,), shard=shard) for name, param in self.qk_norm.params().items()}
 
     def build_qk_norm(self, heads: int) -> NormWeights | None:
-        """Builds the norm of queries or of keys, of so many heads."""
+        """Builds the norm of queries or of keys, given the number of their heads."""
         if self.qk_norm is None or self.qk_norm_scope == "head":
             return None if self.qk_norm is None else self.qk_norm.build()
         gamma = self.qk_norm.zero_centered_gamma
@@ -229,25 +216,19 @@ class AttentionSpec(BranchSpec):
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
         return shape.activation_bytes(shape.gathered_tokens, 2 * self.kv_dim(shape.tp))
 
-    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
-        if region == "core_attn":
-            return self._core_flops(shape)
-        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self._out_flops(shape))
-
     def forward_flops(self, shape: ActivationShape) -> float:
         width = self.q_dim(shape.tp) + 2 * self.kv_dim(shape.tp) + self.gate_dim(shape.tp)
         qkv = 2.0 * shape.gathered_tokens * self.hidden_size * width
-        return self.norm_flops(shape) + qkv + self._core_flops(shape) + self._out_flops(shape)
+        return self.norm_flops(shape) + qkv + self.core_flops(shape) + self.out_flops(shape)
 
-    def _core_flops(self, shape: ActivationShape) -> float:
-        window, chunk, whole = self.visibility.window, self.visibility.chunk, shape.whole_sequence
-        visible = min(window or chunk or whole, whole)
+    def core_flops(self, shape: ActivationShape) -> float:
+        window, chunk, length = self.visibility.window, self.visibility.chunk, shape.whole_sequence
+        visible = min(window or chunk or length, length)
         if self.visibility.kind == "full":
-            visible = 2 * self._seen_on_both_sides(whole)
+            visible = 2 * self._seen_on_both_sides(length)
         return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * visible
 
-    def _out_flops(self, shape: ActivationShape) -> float:
+    def out_flops(self, shape: ActivationShape) -> float:
         return 2.0 * shape.gathered_tokens * self.q_dim(shape.tp) * self.hidden_size
 
 

@@ -23,7 +23,7 @@ TensorSlot = Literal[
     "summed output",
     "tensor rank",
     "shared generator",
-    "weight-gradient sink",
+    "weight-gradient target",
     "vocabulary shard",
 ]
 """What tensor parallelism puts into a slot:
@@ -35,11 +35,11 @@ sequence shard: a `CommSlot` from a whole sequence to this rank's part of it, wh
 summed output: a `CommSlot` that adds what the ranks have, and returns this rank's part of the sequence where sequences are sharded.
 tensor rank: this rank and the number of ranks, `TensorRank`.
 shared generator: the RNG stream of what all ranks have, where they have the same activations; else it stays as it is.
-weight-gradient sink: where the gradient of a weight goes instead of autograd, if there is one.
+weight-gradient target: where the gradient of a weight goes instead of autograd, if there is one.
 vocabulary shard: the rows of the vocabulary of this rank.
 
-`group_sum_slots` are a mapping of their own, of slots to numbers: a `CommSlot` that adds, in place, what ranks have of each of so many
-groups of channels.
+`group_sum_slots` are a mapping of their own, of slots to numbers: a `CommSlot` adds, in place, what ranks have of each group of
+channels, and the number is how many groups there are.
 """
 
 ContextSlot = Literal["attention", "sequence parts"]

@@ -5,8 +5,7 @@ S sequence, B batch, H query heads, K kv heads, E head dim; H and K count the he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +16,8 @@ from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.visibility import Visibility
 from petatron.layers.comm_slot import ContextSlot
 
-
-class AttentionOp(Protocol):
-    """Attention over sequences that are whole (`kernels/attention`), or that context-parallel ranks share."""
-
-    def __call__(
-        self,
-        q_SBHE: Tensor,
-        k_SBKE: Tensor,
-        v_SBKE: Tensor,
-        visibility: Visibility,
-        *,
-        dropout: float,
-        packing_kernels: PackingKernels,
-        rules: ScoreRules | None,
-    ) -> Tensor: ...
+AttentionOp = Callable[..., Tensor]
+"""Attention over sequences that are whole, or that context-parallel ranks share; called as `kernels/attention`'s `attention` is."""
 
 
 class CoreAttention(nn.Module):

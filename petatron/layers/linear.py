@@ -16,7 +16,7 @@ from petatron.layers.ops.linear_op import local_linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 
 LinearOp = Callable[[Tensor | RecomputableOutput, Tensor], Tensor]
-"""(x, weight) to x W^T: the slot for tensor parallelism, FP8 and the weight-gradient sink."""
+"""(x, weight) to x W^T: the slot for tensor parallelism, FP8 and the weight-gradient target."""
 
 
 class Linear(nn.Module):

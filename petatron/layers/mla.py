@@ -39,14 +39,14 @@ from petatron.layers.ops.latent_heads import LatentHeadKernels, interleaved_rope
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import FULL, BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.sharding.shard_spec import Section, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlaSpec(BranchSpec):
+class MlaSpec(SoftmaxAttentionSpec):
     """Multi-head latent attention.
 
     q_rank: the width of the query latent; None: queries come from the hidden state.
@@ -59,10 +59,8 @@ class MlaSpec(BranchSpec):
     std, out_std: of the initial weights of the first GEMMs and of the last one.
     """
 
-    name = "attention"
     title = "multi-head latent attention"
-    region = "attention"
-    inner_regions = ("core_attn",)
+    can_generate = True
 
     hidden_size: int
     num_heads: int
@@ -81,16 +79,7 @@ class MlaSpec(BranchSpec):
     out_std: float
 
     @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "zigzag"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
     def qk_dim(self) -> int:
-        """The width of a query or key head."""
         return self.nope_dim + self.rotary_dim
 
     @property
@@ -104,12 +93,8 @@ class MlaSpec(BranchSpec):
         assert paged_latent.VISIBILITY.includes(self.visibility), "latent attention is causal, with or without a window"
 
     @property
-    def can_generate(self) -> bool:
-        return True
-
-    @property
     def prompt_is_capturable(self) -> bool:
-        """Keys of a prompt are made of latents for as many tokens as the host knows."""
+        """Keys of a prompt are made of latents, and the host must know for how many tokens."""
         return False
 
     def generation_state(self, tp: int) -> PagedState | None:
@@ -126,9 +111,8 @@ class MlaSpec(BranchSpec):
         if self.q_rank is not None:
             down = linear_params(self.hidden_size, self.q_rank, REPLICATED, bias=False, std=self.std)
             params |= with_prefix("q_down", down) | with_prefix("q_norm", _norm_params(self.q_norm))
-        params |= with_prefix(
-            "q_up", self._up_params("q" if self.q_rank is None else "q_up", self.q_input_size, q_rows)
-        )
+        q_name = "q" if self.q_rank is None else "q_up"
+        params |= with_prefix("q_up", self._up_params(q_name, self.q_input_size, q_rows))
         down = linear_params(self.hidden_size, self.kv_rank + rotary, REPLICATED, bias=False, std=self.std)
         params |= with_prefix("kv_down", down) | with_prefix("kv_norm", _norm_params(self.kv_norm))
         params |= with_prefix("kv_up", self._up_params("kv_up", self.kv_rank, kv_rows))
@@ -176,25 +160,19 @@ class MlaSpec(BranchSpec):
         width = self.num_heads // shape.tp * (self.qk_dim + self.v_dim)
         return shape.activation_bytes(shape.gathered_tokens, width)
 
-    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
-        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
-        if region == "core_attn":
-            return self._core_flops(shape)
-        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self._out_flops(shape))
-
     def forward_flops(self, shape: ActivationShape) -> float:
         heads, rows = self.num_heads // shape.tp, shape.gathered_tokens
         down = self.hidden_size * ((self.q_rank or 0) + self.kv_rank + self.rotary_dim)
         up = heads * (self.q_input_size * self.qk_dim + self.kv_rank * (self.nope_dim + self.v_dim))
         gemms = 2.0 * (shape.tokens * down + rows * up)
-        return self.norm_flops(shape) + gemms + self._core_flops(shape) + self._out_flops(shape)
+        return self.norm_flops(shape) + gemms + self.core_flops(shape) + self.out_flops(shape)
 
-    def _core_flops(self, shape: ActivationShape) -> float:
+    def core_flops(self, shape: ActivationShape) -> float:
         visible = min(self.visibility.window or shape.whole_sequence, shape.whole_sequence)
         heads = self.num_heads // shape.tp
         return float(shape.gathered_tokens * heads * (self.qk_dim + self.v_dim) * visible)
 
-    def _out_flops(self, shape: ActivationShape) -> float:
+    def out_flops(self, shape: ActivationShape) -> float:
         return 2.0 * shape.gathered_tokens * (self.num_heads // shape.tp) * self.v_dim * self.hidden_size
 
 
@@ -245,7 +223,9 @@ class MultiLatentAttention(BranchModule):
 
     def _queries(self, x_SBD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> Tensor:
         latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
-        q_SBHE = _batch_of_one(self.q_up(latent)).unflatten(-1, (-1, self.spec.qk_dim))
+        q = self.q_up(latent)
+        q = q.unsqueeze(1) if q.dim() == 2 else q  # the packed rows of a generation step as a batch of one sequence
+        q_SBHE = q.unflatten(-1, (-1, self.spec.qk_dim))
         return self._rotated(q_SBHE, cos_sin, scale=self.spec.query_scale)
 
     def _rotated(self, x_SBHE: Tensor, cos_sin: RopeCosSin | None, *, scale: float = 1.0) -> Tensor:
@@ -260,8 +240,8 @@ class MultiLatentAttention(BranchModule):
         spec, pages = self.spec, step.pages[self.layer_index]
         latent_TC, rotary_TR = self.kv_down(x_TD).split((spec.kv_rank, spec.rotary_dim), dim=-1)
         normed = as_recomputable(_normed(self.kv_norm, latent_TC)).value
-        whole = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
-        latent_TC, rotary_TR = whole.split((spec.kv_rank, spec.rotary_dim), dim=-1)
+        gathered = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
+        latent_TC, rotary_TR = gathered.split((spec.kv_rank, spec.rotary_dim), dim=-1)
         return paged_latent.paged_latent_attention(
             self._queries(x_TD, cos_sin).squeeze(1),
             latent_TC,
@@ -281,11 +261,6 @@ class MultiLatentAttention(BranchModule):
         if cos_sin is None:
             return _join_shared_key(kv, rotary_SBR, nope_dim=spec.nope_dim)
         return join_rope_key(kv, rotary_SBR, cos_sin, nope_dim=spec.nope_dim, kernels=self.head_kernels)
-
-
-def _batch_of_one(x: Tensor) -> Tensor:
-    """The packed rows of a generation step as a batch of one sequence; a batch is returned as it is."""
-    return x.unsqueeze(1) if x.dim() == 2 else x
 
 
 def _join_shared_key(kv_SBHM: Tensor, shared_SBR: Tensor, *, nope_dim: int) -> tuple[Tensor, Tensor]:

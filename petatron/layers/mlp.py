@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,28 +81,12 @@ def mlp_flops(rows: int, *, width: int, inner: int, gated: bool) -> tuple[float,
 
 
 class ActivationKernels(Protocol):
-    """The interface of `kernels/activation.py` and its faster implementations."""
+    """See `kernels/activation.py`."""
 
-    def activation(self, x_RF: Tensor, name: str) -> Tensor: ...
-
-    def activation_backward(
-        self, grad_RF: Tensor, x_RF: Tensor, name: str, *, recompute_output: bool
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def gated_activation(
-        self, gate_up_RG: Tensor, name: str, variant: GluVariant | None = None, *, amax: Tensor | None = None
-    ) -> Tensor: ...
-
-    def gated_activation_backward(
-        self,
-        grad_RF: Tensor,
-        gate_up_RG: Tensor,
-        name: str,
-        variant: GluVariant | None = None,
-        *,
-        recompute_output: bool,
-        amax: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]: ...
+    activation: Callable[..., Tensor]
+    activation_backward: Callable[..., tuple[Tensor, Tensor | None]]
+    gated_activation: Callable[..., Tensor]
+    gated_activation_backward: Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class _RecomputableActivation:

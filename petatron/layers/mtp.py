@@ -29,7 +29,7 @@ from petatron.layers.transformer_layer import LayerSpec, Residual, TransformerLa
 
 
 def embedding_name(depth: int) -> str:
-    """Returns the name of the embeddings of tokens so many positions ahead, between stages and in the forward context.
+    """Returns the name of the embeddings of the tokens `depth` positions ahead, between stages and in the forward context.
 
     >>> embedding_name(1)
     'mtp 1 embedding'

@@ -1,4 +1,15 @@
-"""Normalization over the last dimension, fused with the residual addition before it."""
+"""Normalization over the last dimension, fused with the residual addition before it, and RMSNorm over all heads of a projection.
+
+That one (OLMo 2) is over the heads of whichever ranks have them. With N channels over all tensor-parallel ranks, s the sum of their squares
+and r = (s / N + eps)^(-1/2):
+
+    y = x r w        dx = r w dy - x r^3 / N sum(w dy x)        dw = sum over tokens of x r dy
+
+The two sums over channels are all-reduced, one number per token each. A kv head that several ranks share is counted by each of them,
+so both sums are divided by how many they are; its gradient is then a partial sum on each, as everything of a shared head is.
+
+S sequence, B batch, H heads of this rank, E head dim.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +22,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels import norm as reference
+from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.fp8.amax import attach_amax, new_amax
-from petatron.layers.comm_slot import TensorSlot
-from petatron.layers.ops.linear_op import WeightGradSink
+from petatron.layers.comm_slot import CommSlot, TensorRank, TensorSlot, identity
+from petatron.layers.ops.linear_op import WeightGradTarget
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
     MaybeTensors,
@@ -104,12 +117,12 @@ class _RecomputableNorm:
 
 
 def submit_norm_grad(norm: NormWeights, weight: Tensor, grad: Tensor | None) -> Tensor | None:
-    """Submits a norm weight's gradient to the norm's sink, in the precision it was computed in; without a sink, returns it to autograd."""
+    """Submits a norm weight's gradient to its target, in the precision it was computed in; returns it to autograd where there is none."""
     if grad is None or not weight.requires_grad:
         return None
-    if norm.weight_grad_sink is None:
+    if norm.weight_grad_target is None:
         return grad.to(weight.dtype)
-    norm.weight_grad_sink.submit(
+    norm.weight_grad_target.submit(
         weight, lambda out, accumulate: out.add_(grad) if accumulate else out.copy_(grad), now=True
     )
     return None
@@ -118,13 +131,13 @@ def submit_norm_grad(norm: NormWeights, weight: Tensor, grad: Tensor | None) -> 
 class NormWeights(nn.Module):
     """What every norm has; with `zero_centered_gamma` the weight is stored as an offset from one."""
 
-    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_sink": "weight-gradient sink"}
+    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_target": "weight-gradient target"}
 
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(width))
-        self.weight_grad_sink: WeightGradSink | None = None
+        self.weight_grad_target: WeightGradTarget | None = None
 
     def weights(self) -> tuple[nn.Parameter, ...]:
         """Returns the weight, and the bias if there is one."""
@@ -173,7 +186,7 @@ class Norm(NormWeights):
 
     def _function_and_inputs(self, x: Tensor, branch: Tensor | None) -> tuple[_RecomputableNorm, Tensors]:
         function, inputs = (self._norm_of_input, (x,)) if branch is None else (self._norm_of_sum, (x, branch))
-        if self.weight_grad_sink is None or not x.requires_grad:
+        if self.weight_grad_target is None or not x.requires_grad:
             inputs += self.weights()
         return function, inputs
 
@@ -184,10 +197,10 @@ class RMSNorm(Norm):
     operation, backward_operation = "rms_norm", "rms_norm_backward"
 
     def run_backward(self, *args: Any, **options: Any) -> tuple[Tensor, MaybeTensors, Tensor | None]:
-        (weight,), sink = self.weights(), self.weight_grad_sink
-        if sink is None or not weight.requires_grad:
+        (weight,), target = self.weights(), self.weight_grad_target
+        if target is None or not weight.requires_grad:
             return super().run_backward(*args, **options)
-        submit = partial(sink.submit, weight, now=True)
+        submit = partial(target.submit, weight, now=True)
         x_grad, _, normed = self.kernels.rms_norm_backward(*args, **options, submit_weight_grad=submit)
         return x_grad, (None,), normed
 
@@ -200,6 +213,53 @@ class LayerNorm(Norm):
     def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False, bias: bool = True) -> None:
         super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+
+class _ProjectionNorm(AutogradOp):
+    @staticmethod
+    def forward(ctx: Any, x_SBHE: Tensor, weight: Tensor, norm: ProjectionRMSNorm) -> Tensor:
+        wide = x_SBHE.to(compute_dtype(x_SBHE.dtype))
+        scale_SB = (norm.sum_over_ranks(wide.square().sum((-2, -1))) / norm.width + norm.eps).rsqrt()
+        ctx.save_for_backward(x_SBHE, weight, scale_SB)
+        ctx.norm = norm
+        return (wide * scale_SB[..., None, None] * norm.effective_weight_HE(weight, wide)).to(x_SBHE.dtype)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_SBHE, weight, scale_SB = ctx.saved_tensors
+        norm: ProjectionRMSNorm = ctx.norm
+        x = x_SBHE.to(scale_SB.dtype)
+        grad, scale = grads[0].to(x.dtype), scale_SB[..., None, None]
+        weight_grad = (grad * x * scale).flatten(0, -3).sum(0).flatten()
+        grad = grad * norm.effective_weight_HE(weight, x)
+        dot = norm.sum_over_ranks((grad * x).sum((-2, -1)))[..., None, None]
+        x_grad = scale * grad - x * scale.pow(3) * dot / norm.width
+        return x_grad.to(x_SBHE.dtype), submit_norm_grad(norm, norm.weight, weight_grad), None
+
+
+class ProjectionRMSNorm(NormWeights):
+    """x / rms(x) * weight for x [S, B, H, E], the mean square being over all heads of all ranks; `width` counts their channels."""
+
+    tensor_slots: Mapping[str, TensorSlot] = {**NormWeights.tensor_slots, "tensor_rank": "tensor rank"}
+    group_sum_slots: Mapping[str, int] = {"all_reduce": 1}
+
+    def __init__(self, width: int, *, eps: float, zero_centered_gamma: bool = False) -> None:
+        super().__init__(width, eps=eps, zero_centered_gamma=zero_centered_gamma)
+        self.width = width
+        self.all_reduce: CommSlot = identity
+        self.tensor_rank: TensorRank = (0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ProjectionNorm.apply(x, self.weight, self)  # pyright: ignore[reportReturnType]
+
+    def effective_weight_HE(self, weight: Tensor, like_SBHE: Tensor) -> Tensor:
+        effective = weight.to(like_SBHE.dtype).view(like_SBHE.shape[-2:])
+        return effective + 1.0 if self.zero_centered_gamma else effective
+
+    def sum_over_ranks(self, partial_sum_SB: Tensor) -> Tensor:
+        replicas = self.tensor_rank[1] * self.weight.numel() / self.width
+        return self.all_reduce(partial_sum_SB.contiguous()) / replicas
 
 
 @dataclass(frozen=True, slots=True)

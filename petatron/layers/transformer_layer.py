@@ -148,7 +148,7 @@ class TransformerLayer(nn.Module):
             if branch.name in spec.output_norms:
                 self.add_module(f"{branch.name}_post_norm", spec.norm.build())
             self.add_module(f"{branch.name}_dropout", Dropout(spec.dropout))
-        self._branches = tuple(_BranchParts.of(each, spec, self._modules[each.name]) for each in spec.branches)
+        self._branches = tuple(_BranchParts.of(b, spec, self._modules[b.name]) for b in spec.branches)
         branches = self.branches()
         self.takes_rows = len(branches) == len(spec.branches) and all(branch.takes_rows for branch in branches)
 
@@ -207,9 +207,9 @@ class TransformerLayer(nn.Module):
         total, normed = first.add_and_norm(*((x_SBD,) if residual is None else (residual.x_SBD, x_SBD)))
         out: Tensor | None = None
         for number, names in enumerate(self._branches):
-            own = self._modules.get(names.norm)
-            if number > 0 and isinstance(own, Norm):
-                total, normed = own.add_and_norm(total)
+            norm = self._modules.get(names.norm)
+            if number > 0 and isinstance(norm, Norm):
+                total, normed = norm.add_and_norm(total)
             y_SBD = self._run_branch(names, normed, context)
             out = y_SBD if out is None else out + y_SBD
         assert out is not None

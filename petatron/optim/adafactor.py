@@ -15,27 +15,24 @@ scalar: then g counts as zero, and state and weights stay as they are, bit for b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from petatron.config.schema.optimizers.adafactor import AdafactorSpec
-from petatron.optim.update_rules import RuleContext, StepScalars, TensorElements
+from petatron.optim.update_rules import CountedRule, RuleContext, StepScalars, TensorElements
 
 _SQUARE_EPS = 1e-30
 _WEIGHT_EPS = 1e-3
 
 
-class AdafactorRule:
-    """Updates are counted on the device, since only the device knows which were skipped."""
+class AdafactorRule(CountedRule):
+    """The parts of an Adafactor step: on elements, and from sums over rows, columns and whole tensors."""
 
     def __init__(self, spec: AdafactorSpec, context: RuleContext) -> None:
+        super().__init__(context, dtype=torch.float64)
         self._settings = spec.settings
-        self._num_updates = torch.zeros((), dtype=torch.float64, device=context.device)
 
-    def start_step(self, step: StepScalars) -> None:
-        self._num_updates += 1.0 - step.skipped
+    start_step = CountedRule.count_update
 
     def _new_weight(self, step: StepScalars, dtype: torch.dtype) -> Tensor:
         """Returns the weight of this step in the second moment: t^-c, and 0 where it is skipped."""
@@ -77,9 +74,3 @@ class AdafactorRule:
             update = average * kept
         master.mul_(1.0 - step.weight_decay * lr * kept)
         master.sub_(update)
-
-    def scalar_state(self) -> dict[str, float]:
-        return {"updates": float(self._num_updates)}
-
-    def load_scalar_state(self, state: Mapping[str, float]) -> None:
-        self._num_updates.fill_(state["updates"])

@@ -26,9 +26,7 @@ class GlobalNorm:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """`dtype` is the precision of the model, which a rank without any of the tensors sums in too."""
-        self._world = world
-        self._device = device
-        self._kernel = kernel
+        self._world, self._device, self._kernel = world, device, kernel
         self._dtype = torch.promote_types(dtype, torch.float32)
         self._primary_ranges = [flat_shard.primary_ranges() for flat_shard in flat_shards]
 

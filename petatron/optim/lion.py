@@ -6,13 +6,11 @@ With g the gradient times the factor that unscales and clips,
     w = w - lr (sign(c) + decay w)
     m = beta2 m + (1 - beta2) g
 
-Every element moves by the learning rate, so that this is a third to a tenth of AdamW's, and weight decay larger by as much. Whether
+Every element moves by the learning rate, so the rate is a third to a tenth of AdamW's, and weight decay three to ten times larger. Whether
 the update is skipped is a device scalar: then g counts as zero, and momentum and weights stay as they are, bit for bit.
 """
 
 from __future__ import annotations
-
-from torch import Tensor
 
 from petatron.config.schema.optimizers.lion import LionSpec
 from petatron.optim.update_rules import ParamSlice, RuleContext, StepScalars, UncountedRule, UpdateFunction
@@ -32,16 +30,13 @@ class LionRule(UncountedRule):
             group = step.of_group(spec)
             for begin in range(0, elements.grad.numel(), _CHUNK):
                 part = elements.slice_range((begin, begin + _CHUNK))
-                self._update(part.grad, part.master, part.moments[0], group)
+                master, momentum, kept = part.master, part.moments[0], step.kept(part.master.dtype)
+                grad = step.scaled_grad(part.grad, master.dtype)
+                sign = grad.lerp(momentum, self._beta1).sign_()
+                master.mul_(1.0 - group.lr * group.weight_decay * kept)
+                master.sub_(sign.mul_(group.lr * kept))
+                momentum.lerp_(grad, (1.0 - self._beta2) * kept)
                 if part.model_weight is not None:
                     part.model_weight.copy_(part.master)
 
         return update
-
-    def _update(self, grad: Tensor, master: Tensor, momentum: Tensor, step: StepScalars) -> None:
-        kept = step.kept(master.dtype)
-        grad = step.scaled_grad(grad, master.dtype)
-        sign = grad.lerp(momentum, self._beta1).sign_()
-        master.mul_(1.0 - step.lr * step.weight_decay * kept)
-        master.sub_(sign.mul_(step.lr * kept))
-        momentum.lerp_(grad, (1.0 - self._beta2) * kept)

@@ -16,7 +16,7 @@ that shard state, and on all its tensor-parallel ranks. Matrices of one shape in
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,37 +110,40 @@ class MatrixUpdate:
         self._dtype = rule.exchange_dtype(self._main_dtype)
         matrices = [matrix for placement in placements for matrix in split_into_matrices(placement, group.spec.unit)]
         owners = assign_matrices(matrices, group, self._shard_axis.size, rule_spec.matrix_flops)
-        boxes = _OwnedBoxes(group, segments)
-        self._rounds = [self._plan_round(chosen, group, boxes) for chosen in plan_rounds(matrices, owners)]
+        boxes_of = _owned_boxes(group, segments)
+        self._rounds = [self._plan_round(chosen, group, boxes_of) for chosen in plan_rounds(matrices, owners)]
 
     def _plan_round(
-        self, chosen: Sequence[tuple[int, LogicalMatrix]], group: ParameterGroup, boxes: _OwnedBoxes
+        self,
+        chosen: Sequence[tuple[int, LogicalMatrix]],
+        group: ParameterGroup,
+        boxes_of: Callable[[LogicalMatrix], Iterator[_OwnedBox]],
     ) -> _Round:
-        size, own = self._shard_axis.size, self._shard_axis.rank
+        size = self._shard_axis.size
         send: list[list[_OwnedBox]] = [[] for _ in range(size)]
         incoming: list[list[tuple[int, LogicalMatrix, TensorShard]]] = [[] for _ in range(size)]
         assigned, exchanged = [], False
         for owner, matrix in chosen:
-            send[owner] += boxes.of(matrix)
+            send[owner] += boxes_of(matrix)
             ranges = group.owned_ranges(matrix.parameter)
             exchanged = exchanged or matrix.owners(ranges) != {owner}
-            if owner == own:
-                for one in ranges:
-                    incoming[one.rank] += [(len(assigned), matrix, box) for box in _boxes_in_range(matrix, one)]
+            if owner == self._shard_axis.rank:
+                for owned in ranges:
+                    boxes_in_range = _boxes_in_range(matrix, owned)
+                    incoming[owned.rank] += [(len(assigned), matrix, box) for box in boxes_in_range]
                 assigned.append(matrix)
         received, at = [], 0
-        for found in incoming:
-            for index, matrix, box in found:
-                tensor = [shard.name for shard in matrix.shards].index(box.name)
-                received.append(_received_box(index, tensor, matrix.shards[tensor], box, at))
-                at += math.prod(box.shape)
+        for index, matrix, box in (entry for entries in incoming for entry in entries):
+            tensor = [shard.name for shard in matrix.shards].index(box.name)
+            received.append(_received_box(index, tensor, matrix.shards[tensor], box, at))
+            at += math.prod(box.shape)
         return _Round(
             [box for destination in send for box in destination],
             assigned,
             self._allocate_state(assigned),
             received,
             [sum(box.grad.numel() for box in destination) for destination in send],
-            [sum(math.prod(box.shape) for _, _, box in found) for found in incoming],
+            [sum(math.prod(box.shape) for _, _, box in entries) for entries in incoming],
             exchanged,
         )
 
@@ -185,9 +188,8 @@ class MatrixUpdate:
         """Updates all matrices but those of parameters in `frozen`, the identities of placements; `step` has the rates of their group."""
         for planned in self._rounds:
             sizes = [box.grad.numel() for box in planned.owned]
-            message = torch.zeros(
-                (sum(planned.send_sizes), self._rule.num_inputs), dtype=self._dtype, device=self._device
-            )
+            size = (sum(planned.send_sizes), self._rule.num_inputs)
+            message = torch.zeros(size, dtype=self._dtype, device=self._device)
             for box, part in zip(planned.owned, message.split(sizes)):
                 if id(box.parameter) not in frozen:
                     directions = self._rule.directions(box.grad, box.moments, step)
@@ -264,27 +266,30 @@ class MatrixUpdate:
         return [torch.cat([next(stacked) for _ in matrix.shards]) for matrix in matrices]
 
 
-class _OwnedBoxes:
-    """Finds the boxes of a matrix that this rank owns. Views are made once: gradients and state never move in memory."""
+def _owned_boxes(
+    group: ParameterGroup, segments: Mapping[int, StateSegment]
+) -> Callable[[LogicalMatrix], Iterator[_OwnedBox]]:
+    """Returns a function that yields a matrix's boxes that this rank owns, in the order of the parameter's elements.
 
-    def __init__(self, group: ParameterGroup, segments: Mapping[int, StateSegment]) -> None:
-        self._segments = segments
-        self._grads, self._weights = group.grads(), group.weights()
-        self._parts: dict[int, list[tuple[ParamRange, int]]] = {}
-        for index, flat_shard in enumerate(group.flat_shards):
-            for part in flat_shard.param_ranges:
-                self._parts.setdefault(id(part.placement), []).append((part, index))
+    Views are made once: gradients and state never move in memory.
+    """
+    grads, weights = group.grads(), group.weights()
+    parts: dict[int, list[tuple[ParamRange, int]]] = {}
+    for index, flat_shard in enumerate(group.flat_shards):
+        for part in flat_shard.param_ranges:
+            parts.setdefault(id(part.placement), []).append((part, index))
 
-    def of(self, matrix: LogicalMatrix) -> Iterator[_OwnedBox]:
-        """Yields a matrix's owned boxes in the order of the parameter's elements."""
-        for part, index in sorted(self._parts.get(id(matrix.parameter), []), key=lambda found: found[0].begin):
-            segment = self._segments[index]
+    def boxes_of(matrix: LogicalMatrix) -> Iterator[_OwnedBox]:
+        for part, index in sorted(parts.get(id(matrix.parameter), []), key=lambda entry: entry[0].begin):
+            segment = segments[index]
             alone = FlatShard(segment.range.length, (replace(part, placement=matrix.placement),), (0, 0))
-            quantities = (self._grads[index], segment.master, self._weights[index], *segment.moments)
+            quantities = (grads[index], segment.master, weights[index], *segment.moments)
             for views in zip(*(alone.tensor_shards(flat) for flat in quantities)):
                 grad, master, weight, *moments = (view for _, view in views)
                 model_weight = weight if segment.has_master_weights else None
                 yield _OwnedBox(matrix.parameter, grad, tuple(moments), master, model_weight, matrix.shape)
+
+    return boxes_of
 
 
 def plan_rounds(
@@ -322,14 +327,14 @@ def _received_box(matrix: int, tensor: int, shard: TensorShard, box: TensorShard
 
 def _cut_dim(shard: TensorShard) -> int | None:
     """Returns the dimension along which tensor-parallel ranks shard a matrix."""
-    here, whole = matrix_shape(shard.shape), matrix_shape(shard.logical_shape)
-    return next((dim for dim in (0, 1) if here[dim] != whole[dim]), None)
+    here, logical = matrix_shape(shard.shape), matrix_shape(shard.logical_shape)
+    return next((dim for dim in (0, 1) if here[dim] != logical[dim]), None)
 
 
-def _local_parts(matrix: LogicalMatrix, whole: Tensor) -> list[Tensor]:
+def _local_parts(matrix: LogicalMatrix, update: Tensor) -> list[Tensor]:
     """Returns this rank's shard of each tensor of a whole matrix."""
     rows = [matrix_shape(shard.logical_shape)[0] for shard in matrix.shards]
     return [
         part[tuple(slice(at, at + size) for at, size in zip(shard.start[-2:], shard.shape[-2:]))]
-        for shard, part in zip(matrix.shards, whole.split(rows))
+        for shard, part in zip(matrix.shards, update.split(rows))
     ]

@@ -32,13 +32,7 @@ from petatron.optim.gradient_norm import GlobalNorm
 from petatron.optim.matrix_update import MatrixUpdate
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import SegmentRange, StateSegment, plan_ranges, slice_flat_shard
-from petatron.optim.state_storage import (
-    DeviceStorage,
-    DiskStorage,
-    PinnedHostStorage,
-    StateStorage,
-    describe_offload_target,
-)
+from petatron.optim.state_storage import AllocateZeros, DiskStorage, describe_offload_target
 from petatron.optim.tensor_update import TensorUpdate
 from petatron.optim.update_rules import (
     TORCH_KERNELS,
@@ -105,11 +99,10 @@ class MixedPrecisionOptimizer:
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
         self._unit_updates = list(self._build_unit_updates(mesh))
-        flat_shards = [flat_shard for group in self._param_groups for flat_shard in group.flat_shards]
-        self._grad_norm = self._global_norm(flat_shards, mesh, kernels)
-        own = [segment.flat_shard for segment in self._segments]
+        self._grad_norm = self._global_norm([flat_shard for _, flat_shard in self._owners()], mesh, kernels)
+        trained = [segment.flat_shard for segment in self._segments]
         frozen = [flat_shard for group in self._frozen_groups for flat_shard in group.flat_shards]
-        self._weight_norm = self._global_norm([*own, *frozen], mesh, kernels)
+        self._weight_norm = self._global_norm([*trained, *frozen], mesh, kernels)
 
     def _global_norm(self, flat_shards: list[FlatShard], mesh: ParallelMesh, kernels: OptimizerKernels) -> GlobalNorm:
         # A rank whose parameters are all frozen has no tensors to tell the precision that all ranks sum in.
@@ -130,46 +123,26 @@ class MixedPrecisionOptimizer:
         away = memory.optimizer_cpu_offload or folder is not None
         fraction = memory.optimizer_offload_fraction if away else 0.0
         ranges = list(plan_ranges([weight.numel() for weight in weights], fraction))
-        elsewhere: StateStorage = PinnedHostStorage(self._device)
+        # Page-locked where a CUDA device copies from it, since only then copies overlap other work.
+        elsewhere: AllocateZeros = partial(torch.zeros, pin_memory=self._device.type == "cuda")
         if folder is not None:
-            owners = self._owners()
-            num_bytes = sum(
-                DiskStorage.required_bytes(
-                    [one.length],
-                    self._state_dtypes(owners[one.flat_shard_index][0], weights[one.flat_shard_index]),
-                )
-                for one in ranges
-                if one.offloaded
-            )
-            elsewhere = DiskStorage(folder, num_bytes)
-        here = DeviceStorage(self._device)
-        return [self._build_segment(one, weights, elsewhere if one.offloaded else here) for one in ranges]
+            offloaded = [(part.length, part.flat_shard_index) for part in ranges if part.offloaded]
+            sizes = (([length], self._state_dtypes(index, weights[index])) for length, index in offloaded)
+            elsewhere = DiskStorage(folder, sum(DiskStorage.required_bytes(*size) for size in sizes)).zeros
+        here = partial(torch.zeros, device=self._device)
+        return [self._build_segment(part, weights, elsewhere if part.offloaded else here) for part in ranges]
 
-    def _build_segment(
-        self, segment_range: SegmentRange, weights: Sequence[Tensor], storage: StateStorage
-    ) -> StateSegment:
-        group, flat_shard = self._owners()[segment_range.flat_shard_index]
-        weight = weights[segment_range.flat_shard_index][segment_range.begin : segment_range.end]
+    def _build_segment(self, part: SegmentRange, weights: Sequence[Tensor], zeros: AllocateZeros) -> StateSegment:
+        owners = self._owners()
+        group, flat_shard = owners[part.flat_shard_index]
+        weight = weights[part.flat_shard_index][part.begin : part.end]
         wide = torch.promote_types(weight.dtype, torch.float32)
         apart = weight.dtype != wide
-        master = storage.zeros(segment_range.length, wide).copy_(weight) if apart else weight.detach()
-        moments = tuple(
-            storage.zeros(segment_range.length, _state_dtype(state, wide)) for state in self._element_state(group)
-        )
-        return StateSegment(
-            segment_range,
-            group,
-            slice_flat_shard(flat_shard, segment_range.begin, segment_range.end),
-            master,
-            moments,
-            apart,
-            self._flat_shard_start(segment_range.flat_shard_index) + segment_range.begin,
-        )
-
-    def _flat_shard_start(self, index: int) -> int:
-        """Returns how many elements of its group on this rank are before those of a flat shard."""
-        owners = self._owners()
-        return sum(flat_shard.length for group, flat_shard in owners[:index] if group is owners[index][0])
+        master = zeros(part.length, dtype=wide).copy_(weight) if apart else weight.detach()
+        moments = (zeros(part.length, dtype=_state_dtype(state, wide)) for state in self._element_state(group))
+        before = sum(shard.length for other, shard in owners[: part.flat_shard_index] if other is group)
+        flat_shard = slice_flat_shard(flat_shard, part.begin, part.end)
+        return StateSegment(part, group, flat_shard, master, tuple(moments), apart, before + part.begin)
 
     def _owners(self) -> list[tuple[ParameterGroup, FlatShard]]:
         return [(group, flat_shard) for group in self._param_groups for flat_shard in group.flat_shards]
@@ -182,8 +155,9 @@ class MixedPrecisionOptimizer:
             rule, spec = self._rules[group.spec.rule], self._rule_specs[group.spec.rule]
             if spec.unit == "element":
                 continue
-            segments = {one.range.flat_shard_index - first: one for one in self._segments if one.group is group}
-            assert not any(one.range.offloaded for one in segments.values()), f"state of {spec.name} is offloaded"
+            owned = [segment for segment in self._segments if segment.group is group]
+            assert not any(segment.range.offloaded for segment in owned), f"state of {spec.name} is offloaded"
+            segments = {segment.range.flat_shard_index - first: segment for segment in owned}
             for expert in (False, True):
                 placements = [placement for placement in group.placements if placement.expert is expert]
                 if not placements:
@@ -196,7 +170,7 @@ class MixedPrecisionOptimizer:
     def _element_state(self, group: ParameterGroup) -> list[RuleStateTensor]:
         """Returns the state of a group with a value for each element, in the order of `StateSegment.moments`."""
         spec = self._rule_specs[group.spec.rule]
-        shapes = {one.shape[1:] if one.expert else one.shape for one in group.placements}
+        shapes = {placement.shape[1:] if placement.expert else placement.shape for placement in group.placements}
         states = {spec.element_state(shape) for shape in shapes}
         if len(states) > 1:
             raise TrainError(
@@ -205,14 +179,15 @@ class MixedPrecisionOptimizer:
             )
         return list(*states)
 
-    def _state_dtypes(self, group: ParameterGroup, weight: Tensor) -> list[torch.dtype]:
+    def _state_dtypes(self, flat_shard_index: int, weight: Tensor) -> list[torch.dtype]:
         """Returns the dtypes of an element's state besides the model's weight, in the order of `StateSegment.state`."""
         wide = torch.promote_types(weight.dtype, torch.float32)
+        group, _ = self._owners()[flat_shard_index]
         moments = [_state_dtype(state, wide) for state in self._element_state(group)]
         return moments if weight.dtype == wide else [wide, *moments]
 
     def _log_offloaded(self, folder: str | None) -> None:
-        away = sum(state.nbytes for one in self._segments if one.range.offloaded for state in one.state)
+        away = sum(state.nbytes for part in self._segments if part.range.offloaded for state in part.state)
         if away:
             where = describe_offload_target(folder, self._device)
             _log.info("offload: %s GB of this rank's optimizer state wait in %s", gigabytes(away), where)
@@ -264,14 +239,15 @@ class MixedPrecisionOptimizer:
     def _update(self, step: StepScalars, grads: Sequence[Tensor]) -> None:
         weights = self.trained_weights()
         frozen = {id(placement) for group in self._param_groups for placement in group.frozen()}
-        updates = self._start_step(step)
+        started = {name: cast(ElementRule, rule).start_step(step) for name, rule in self._rules.items()}
+        updates = {name: update for name, update in started.items() if self._rule_specs[name].unit == "element"}
         visits: list[SwapTask] = []
         for segment in self._segments:
             update = updates.get(segment.group.spec.rule)
             if update is None:
                 continue
-            own = segment.slice_of(grads), segment.slice_of(weights)
-            work = partial(_update_segment, update, segment, frozen, *own)
+            grad, weight = segment.slice_of(grads), segment.slice_of(weights)
+            work = partial(_update_segment, update, segment, frozen, grad, weight)
             if self._state_swapper is not None and segment.range.offloaded:
                 visits.append(SwapTask(segment.state, work))
             else:
@@ -280,15 +256,6 @@ class MixedPrecisionOptimizer:
             self._state_swapper.run(visits)
         for group, units in self._unit_updates:
             units.run(step.of_group(group.spec), frozen=frozen)
-
-    def _start_step(self, step: StepScalars) -> dict[str, UpdateFunction]:
-        """Starts the step of every rule; returns the updates of those that update elements by themselves."""
-        updates = {}
-        for name, rule in self._rules.items():
-            update = cast(ElementRule, rule).start_step(step)
-            if self._rule_specs[name].unit == "element":
-                updates[name] = update
-        return updates
 
     def _wait_for_state(self) -> None:
         """Waits until swapped state is back in its storage, before it is read."""

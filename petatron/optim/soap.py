@@ -27,28 +27,23 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.optimizers.soap import SoapSpec
-from petatron.optim.update_rules import MatrixBatch, RuleContext, StepScalars
+from petatron.optim.update_rules import CountedRule, MatrixBatch, RuleContext, StepScalars
 
 _DAMPING = 1e-6
 
 
-class SoapRule:
+class SoapRule(CountedRule):
     """Moments of elements before, everything in the basis of eigenvectors on whole matrices, and the update of elements after."""
 
     num_inputs = 2
 
     def __init__(self, spec: SoapSpec, context: RuleContext) -> None:
-        self._settings = spec.settings
-        self._num_updates = torch.zeros((), dtype=torch.float32, device=context.device)
-        self._num_steps = 0
+        super().__init__(context)
+        self._settings, self._num_steps = spec.settings, 0
 
     def start_step(self, step: StepScalars) -> None:
-        self._num_updates += 1.0 - step.skipped
+        self.count_update(step)
         self._num_steps += 1
-
-    @property
-    def _basis_is_due(self) -> bool:
-        return (self._num_steps - 1) % self._settings.soap_precondition_frequency == 0
 
     def exchange_dtype(self, master_dtype: torch.dtype) -> torch.dtype:
         return master_dtype
@@ -78,7 +73,7 @@ class SoapRule:
 
     def _update_side(self, covariance: Tensor, basis: Tensor, grad: Tensor, kept: Tensor) -> None:
         covariance.lerp_(grad @ grad.mT, (1.0 - self._settings.soap_shampoo_beta) * kept)
-        if self._basis_is_due:
+        if (self._num_steps - 1) % self._settings.soap_precondition_frequency == 0:  # the basis is due
             damping = covariance.diagonal(dim1=-2, dim2=-1).mean(-1).mul(_DAMPING)[:, None, None]
             rotated, _ = torch.linalg.qr(covariance @ basis + damping * basis)
             basis.copy_(torch.where(kept.bool(), rotated, basis))
@@ -89,10 +84,10 @@ class SoapRule:
         master.sub_(update * (step.lr * kept))
 
     def scalar_state(self) -> dict[str, float]:
-        return {"updates": float(self._num_updates), "soap_steps": float(self._num_steps)}
+        return {**super().scalar_state(), "soap_steps": float(self._num_steps)}
 
     def load_scalar_state(self, state: Mapping[str, float]) -> None:
-        self._num_updates.fill_(state["updates"])
+        super().load_scalar_state(state)
         self._num_steps = int(state["soap_steps"])
 
 

@@ -40,18 +40,18 @@ class SwapStream:
         self._device = device
         self._stream = stream
 
-    def _own(self) -> torch.cuda.Stream:
+    def _cuda_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device) if self._stream is None else self._stream
 
     def run(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._own()):
+        with torch.cuda.stream(self._cuda_stream()):
             work()
 
     def record(self) -> torch.cuda.Event:
-        return self._own().record_event()
+        return self._cuda_stream().record_event()
 
     def wait(self, event: torch.cuda.Event) -> None:
-        self._own().wait_event(event)
+        self._cuda_stream().wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,30 +18,8 @@ from petatron.base.text import format_bytes
 _ALIGNMENT = 4096  # bytes; a page
 
 
-class StateStorage(Protocol):
-    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Allocates a flat tensor of this length in this storage."""
-        ...
-
-
-class DeviceStorage:
-    """Memory of the device that computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(length, dtype=dtype, device=self._device)
-
-
-class PinnedHostStorage:
-    """Host memory; page-locked where a CUDA device copies from it, since only then copies overlap other work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-
-    def zeros(self, length: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(length, dtype=dtype, pin_memory=self._pinned)
+AllocateZeros = Callable[..., Tensor]
+"""(length, dtype=...): allocates a flat tensor of zeros in a storage, as `torch.zeros` does on a device."""
 
 
 class DiskStorage:

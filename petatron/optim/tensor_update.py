@@ -146,9 +146,11 @@ class TensorUpdate:
         kinds = {state.shape: state.kind for state in rule_spec.state(shape) if state.shape != "element"}
         assert set(kinds) in (set(), {"row", "column"}), "state of a tensor is of rows and columns, or of elements"
         self._kinds = kinds
-        self._sums = _ReducedSums(self._vectors(), dtype, device)
+        vectors = [(t.vector_shape(kind), t.is_split_along(kind), 1.0 / t.copies) for t, kind in self._keys()]
+        self._sums = _ReducedSums(vectors, dtype, device)
         self._state = torch.zeros_like(self._sums.flat)
-        self._inverse_counts = self._sums.fill([1.0 / self._num_summed(tensor, kind) for tensor, kind in self._keys()])
+        num_summed = (t.logical_shape[-1 if kind == "row" else -2] for t, kind in self._keys())
+        self._inverse_counts = self._sums.fill([1.0 / count for count in num_summed])
         self._means = [torch.zeros(tensor.shape[:-2], dtype=dtype, device=device) for tensor in self._tensors]
         scalars = [
             ((tensor.shape[0] if tensor.stack_dims else 1,), tensor.parameter.cut_dim is not None, 1.0 / tensor.copies)
@@ -170,17 +172,6 @@ class TensorUpdate:
 
     def _keys(self) -> Iterator[tuple[_LocalTensor, str]]:
         return ((tensor, kind) for tensor in self._tensors for kind in self._kinds)
-
-    def _vectors(self) -> list[tuple[tuple[int, ...], bool, float]]:
-        return [
-            (tensor.vector_shape(kind), tensor.is_split_along(kind), 1.0 / tensor.copies)
-            for tensor, kind in self._keys()
-        ]
-
-    @staticmethod
-    def _num_summed(tensor: _LocalTensor, kind: str) -> int:
-        """Returns how many elements the sum of a row or column has."""
-        return tensor.logical_shape[-1 if kind == "row" else -2]
 
     def _build_boxes(
         self, group: ParameterGroup, placements: Sequence[Placement], segments: Mapping[int, StateSegment]

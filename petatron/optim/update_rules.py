@@ -17,15 +17,8 @@ from torch import Tensor
 
 from petatron.config.schema.optimizers.adam import AdamSpec
 from petatron.config.schema.optimizers.sgd import SgdSpec
-from petatron.kernels.optimizer.adam import (
-    AdamKernel,
-    AdamRates,
-    AdamState,
-    SquaresKernel,
-    adam_scalars,
-    adamw_fused,
-    sum_of_squares,
-)
+from petatron.kernels.optimizer import adam
+from petatron.kernels.optimizer.adam import AdamKernel, AdamRates, AdamState, SquaresKernel, adam_scalars
 from petatron.kernels.optimizer.sgd import SgdRates, sgd
 from petatron.kernels.registry import KernelChoice
 from petatron.sharding.group_spec import GroupSpec
@@ -35,8 +28,8 @@ from petatron.sharding.group_spec import GroupSpec
 class OptimizerKernels:
     """The implementations that an optimizer works with."""
 
-    adamw: AdamKernel = adamw_fused
-    sum_of_squares: SquaresKernel = sum_of_squares
+    adamw: AdamKernel = adam.adamw_fused
+    sum_of_squares: SquaresKernel = adam.sum_of_squares
 
     @classmethod
     def from_choice(cls, choice: KernelChoice) -> OptimizerKernels:
@@ -72,12 +65,12 @@ class ParamSlice:
 
     def slice_range(self, bounds: tuple[int, int]) -> ParamSlice:
         """Returns the elements from the first of `bounds` to the second."""
-        part = slice(*bounds)
+        part, weight = slice(*bounds), self.model_weight
         return ParamSlice(
             grad=self.grad[part],
             master=self.master[part],
             moments=tuple(moment[part] for moment in self.moments),
-            model_weight=None if self.model_weight is None else self.model_weight[part],
+            model_weight=None if weight is None else weight[part],
             start=self.start + bounds[0],
         )
 
@@ -211,39 +204,42 @@ class TensorRule(UpdateRule, Protocol):
         ...
 
 
-class AdamRule:
-    """AdamW. Updates are counted on the device, since only the device knows which were skipped."""
+class CountedRule:
+    """A rule that counts its updates, on the device, since only the device knows which were skipped."""
 
-    def __init__(self, spec: AdamSpec, context: RuleContext) -> None:
-        self._settings = spec.settings
-        self._kernel = context.kernels.adamw
-        self._num_updates = torch.zeros((), dtype=torch.float32, device=context.device)
+    def __init__(self, context: RuleContext, *, dtype: torch.dtype = torch.float32) -> None:
+        self._num_updates = torch.zeros((), dtype=dtype, device=context.device)
 
-    def start_step(self, step: StepScalars) -> UpdateFunction:
-        settings = self._settings
+    def count_update(self, step: StepScalars) -> None:
         self._num_updates += 1.0 - step.skipped
-        beta1, beta2 = settings.adam_beta1, settings.adam_beta2
-        scalars = adam_scalars(self._num_updates, step.grad_factor, step.skipped, beta1=beta1, beta2=beta2)
-
-        def update(elements: ParamSlice, spec: GroupSpec) -> None:
-            own = step.of_group(spec)
-            rates = AdamRates(
-                lr=own.lr,
-                weight_decay=own.weight_decay,
-                beta1=beta1,
-                beta2=beta2,
-                eps=settings.adam_eps,
-            )
-            state = AdamState(elements.master, *elements.moments, weight=elements.model_weight)
-            self._kernel(elements.grad, state, scalars, rates=rates, start=elements.start)
-
-        return update
 
     def scalar_state(self) -> dict[str, float]:
         return {"updates": float(self._num_updates)}
 
     def load_scalar_state(self, state: Mapping[str, float]) -> None:
         self._num_updates.fill_(state["updates"])
+
+
+class AdamRule(CountedRule):
+    """AdamW."""
+
+    def __init__(self, spec: AdamSpec, context: RuleContext) -> None:
+        super().__init__(context)
+        self._settings, self._kernel = spec.settings, context.kernels.adamw
+
+    def start_step(self, step: StepScalars) -> UpdateFunction:
+        self.count_update(step)
+        settings = self._settings
+        betas = {"beta1": settings.adam_beta1, "beta2": settings.adam_beta2}
+        scalars = adam_scalars(self._num_updates, step.grad_factor, step.skipped, **betas)
+
+        def update(elements: ParamSlice, spec: GroupSpec) -> None:
+            group = step.of_group(spec)
+            rates = AdamRates(lr=group.lr, weight_decay=group.weight_decay, eps=settings.adam_eps, **betas)
+            state = AdamState(elements.master, *elements.moments, weight=elements.model_weight)
+            self._kernel(elements.grad, state, scalars, rates=rates, start=elements.start)
+
+        return update
 
 
 class UncountedRule:
@@ -264,15 +260,9 @@ class SgdRule(UncountedRule):
 
     def start_step(self, step: StepScalars) -> UpdateFunction:
         def update(elements: ParamSlice, spec: GroupSpec) -> None:
-            own = step.of_group(spec)
-            sgd(
-                elements.grad,
-                elements.master,
-                elements.moments[0] if elements.moments else None,
-                elements.model_weight,
-                factor=step.grad_factor,
-                skipped=step.skipped,
-                rates=SgdRates(lr=own.lr, weight_decay=own.weight_decay, momentum=self._momentum),
-            )
+            group, momentum = step.of_group(spec), elements.moments[0] if elements.moments else None
+            rates = SgdRates(lr=group.lr, weight_decay=group.weight_decay, momentum=self._momentum)
+            scalars = {"factor": step.grad_factor, "skipped": step.skipped}
+            sgd(elements.grad, elements.master, momentum, elements.model_weight, **scalars, rates=rates)
 
         return update

@@ -76,19 +76,14 @@ class HostBufferPool:
     """A pool of host buffers in few sizes, reused when free.
 
     torch's own cache of pinned memory rounds every tensor up to a power of two. Here only slabs are so large; buffers are cut from
-    them, at most an eighth larger than asked.
+    them, at most an eighth larger than asked. `slabs` are all host memory of the pool.
     """
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._slabs: list[Tensor] = []
+        self.slabs: list[Tensor] = []
         self._used: list[int] = []
         self._free: dict[int, list[Tensor]] = {}
-
-    @property
-    def slabs(self) -> Sequence[Tensor]:
-        """All host memory of the pool."""
-        return self._slabs
 
     def allocate(self, size: int) -> Tensor:
         step = 1 << max((size - 1).bit_length() - 4, 9)
@@ -100,14 +95,14 @@ class HostBufferPool:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def _allocate_from_slab(self, size: int) -> Tensor:
-        for index, (slab, used) in enumerate(zip(self._slabs, self._used)):
+        for index, (slab, used) in enumerate(zip(self.slabs, self._used)):
             if slab.numel() - used >= size:
                 self._used[index] += size
                 return slab[used : used + size]
         length = max(_SLAB_BYTES, 1 << (size - 1).bit_length()) if self._pinned else size
-        self._slabs.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._pinned))
+        self.slabs.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._pinned))
         self._used.append(size)
-        return self._slabs[-1][:size]
+        return self.slabs[-1][:size]
 
 
 class HostLink:
@@ -160,7 +155,8 @@ class _OffloadGroup:
         offloaded = _OffloadedStorage(buffer[:size], link.buffers, buffer)
         # The buffer's previous content may still be being reloaded, if nothing has waited for it.
         link.to_host.wait_event(link.to_device.record_event())
-        link.to_host.copy(offloaded.on_host, _bytes_of(storage))
+        as_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
+        link.to_host.copy(offloaded.on_host, as_bytes)
         link.offloaded_bytes += size
         self._offloading[storage._cdata] = storage, offloaded
         self._offloaded.append(weakref.ref(offloaded))
@@ -197,10 +193,6 @@ class _OffloadGroup:
             self._link.wait_event(self._reload_event)
             if self._previous is not None:
                 self._previous.start_reload()
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)

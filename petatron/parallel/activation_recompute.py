@@ -65,22 +65,24 @@ class _SaveArguments(torch.autograd.Function):
         raise AssertionError("nothing depends on this node")
 
 
+_SAVED = object()
+"""In place of an argument that `_SaveArguments` saves."""
+
+
+def _without_value(value: Any) -> Any:
+    """Returns what a region keeps of an argument: nothing of a tensor, and the handle of an output that has one."""
+    if isinstance(value, RecomputableOutput) and value.handle is not None:
+        return value.handle
+    return _SAVED if isinstance(value, Tensor) else value
+
+
 class RecomputeRegion:
     """One call of a function, of which only the arguments are saved for backward.
 
     An argument with a recompute handle is not saved either.
     """
 
-    __slots__ = (
-        "_handles",
-        "_holder",
-        "_other_args",
-        "_recomputed",
-        "_rng_snapshot",
-        "_rng_streams",
-        "_run",
-        "_saved_shapes",
-    )
+    __slots__ = ("_args", "_holder", "_recomputed", "_rng_snapshot", "_rng_streams", "_run", "_saved_shapes")
 
     def __init__(self, run: ForwardFunction, rng_streams: RandomStreams) -> None:
         self._run, self._rng_streams = run, rng_streams
@@ -89,16 +91,7 @@ class RecomputeRegion:
 
     def __call__(self, *args: Any) -> Tensor:
         tensors = [value for value in args if isinstance(value, Tensor)]
-        self._handles = {
-            position: value.handle
-            for position, value in enumerate(args)
-            if isinstance(value, RecomputableOutput) and value.handle is not None
-        }
-        self._other_args = {
-            position: value
-            for position, value in enumerate(args)
-            if not isinstance(value, Tensor) and position not in self._handles
-        }
+        self._args = [_without_value(value) for value in args]
         device = next(value for value in args if isinstance(value, Tensor | RecomputableOutput))
         device = device.device if isinstance(device, Tensor) else device.value.device
         anchor = torch.empty(0, device=device, requires_grad=True)
@@ -122,14 +115,10 @@ class RecomputeRegion:
         saved = self._holder.grad_fn.saved_tensors  # unpacked once: it may run other regions
         tensors = iter([x.detach().requires_grad_(x.requires_grad) for x in saved])
         args = []
-        for position in range(len(saved) + len(self._other_args) + len(self._handles)):
-            if position in self._other_args:
-                args.append(self._other_args[position])
-            elif position in self._handles:
-                handle = self._handles[position]
-                args.append(RecomputableOutput(handle.recompute().detach().requires_grad_(), handle))
-            else:
-                args.append(next(tensors))
+        for value in self._args:
+            if isinstance(value, RecomputeHandle):
+                value = RecomputableOutput(value.recompute().detach().requires_grad_(), value)
+            args.append(next(tensors) if value is _SAVED else value)
         return args
 
     def _recompute(self) -> None:
@@ -137,11 +126,8 @@ class RecomputeRegion:
         recomputed_tensors: list[Tensor] = []
 
         def collect(saved: Tensor) -> None:
-            expected = (
-                self._saved_shapes[len(recomputed_tensors)]
-                if len(recomputed_tensors) < len(self._saved_shapes)
-                else None
-            )
+            index = len(recomputed_tensors)
+            expected = self._saved_shapes[index] if index < len(self._saved_shapes) else None
             assert saved.shape == expected, f"the second run saved {saved.shape} where the first saved {expected}"
             recomputed_tensors.append(saved.detach())  # with its graph, the whole second run would stay in memory
             if len(recomputed_tensors) == len(self._saved_shapes):

@@ -138,15 +138,12 @@ class AllToAllDispatcher:
         """Exchanges counts and orders received rows, sorted by expert within each rank, by expert first, then rank."""
         ranks = self.axis.size
         if isinstance(counts, int):
-            each = [num_local_experts * counts] * ranks
+            sizes = [num_local_experts * counts] * ranks
             numbers = torch.arange(ranks * num_local_experts * counts, device=device)
             order = numbers.view(ranks, num_local_experts, counts).transpose(0, 1).flatten()
-            return _DispatchPlan(each, each, ranks * counts, order if num_local_experts > 1 else None)
-        send_counts = (
-            counts.view(self.ep_size, 1, num_local_experts)
-            .expand(-1, self.etp_size, -1)
-            .reshape(ranks, num_local_experts)
-        )
+            return _DispatchPlan(sizes, sizes, ranks * counts, order if num_local_experts > 1 else None)
+        by_ep_rank = counts.view(self.ep_size, 1, num_local_experts)
+        send_counts = by_ep_rank.expand(-1, self.etp_size, -1).reshape(ranks, num_local_experts)
         ones = [1] * ranks
         receive_counts = collectives.all_to_all(send_counts, self.axis, send=ones, receive=ones)
         send, receive = torch.stack([send_counts.sum(1), receive_counts.sum(1)]).tolist()
@@ -160,12 +157,10 @@ class AllToAllDispatcher:
         """Returns the permutation with each ep rank's rows repeated etp times; each repetition is a choice of its own."""
         device, etp = permutation.choice_R.device, self.etp_size
         # Equal lengths, as of padded inputs, need no copy from the host, which a CUDA graph could not capture.
-        each = set(send)
-        lengths = (
-            torch.full((self.ep_size,), send[0], device=device)
-            if len(each) == 1
-            else torch.tensor(send[::etp], device=device)
-        )
+        if len(set(send)) == 1:
+            lengths = torch.full((self.ep_size,), send[0], device=device)
+        else:
+            lengths = torch.tensor(send[::etp], device=device)
         starts = lengths.cumsum(0) - lengths
         rows = permutation.choice_R.shape[0]
         block_R = torch.arange(self.ep_size, device=device).repeat_interleave(lengths, output_size=rows)
@@ -176,13 +171,14 @@ class AllToAllDispatcher:
         choice_RC = permutation.choice_R[:, None] * etp + copy
         row = row_RC.flatten()
         valid, kept = permutation.valid_R, permutation.kept_TK
+        if valid is not None:
+            unfilled = torch.empty(row.shape, dtype=torch.bool, device=device)
+            valid = unfilled.scatter_(0, row, valid.repeat_interleave(etp))
         return Permutation(
             choice_R=torch.empty_like(row).scatter_(0, row, choice_RC.flatten()),
             row_TK=row_RC[permutation.row_TK.clamp(max=rows - 1)].flatten(1),
             counts=permutation.counts,
-            valid_R=None
-            if valid is None
-            else torch.empty(row.shape, dtype=torch.bool, device=device).scatter_(0, row, valid.repeat_interleave(etp)),
+            valid_R=valid,
             kept_TK=None if kept is None else kept.repeat_interleave(etp, dim=1),
         )
 

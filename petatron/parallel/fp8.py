@@ -39,7 +39,7 @@ class Fp8GemmSet:
     fp8_gather_scalings: Mapping[str, Scaling] = field(default_factory=dict)
 
     def new_step(self, micro_batches: int) -> None:
-        """Starts a step of so many micro-batches: weights have changed."""
+        """Starts a step with this number of micro-batches: weights have changed."""
         for gemm in (*self.linears.values(), *self.experts):
             gemm.new_step(micro_batches)
 

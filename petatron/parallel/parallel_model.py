@@ -78,9 +78,9 @@ class ParallelModel:
         self.router_statistics = router_statistics
         self.dtype = dtype
         self._pipeline = PipelineExecutor(
-            stages,
-            mesh.pp,
-            io,
+            stages=stages,
+            axis=mesh.pp,
+            io=io,
             objective=self.objective,
             dtype=dtype,
             device=mesh.device,
@@ -100,22 +100,22 @@ class ParallelModel:
         self.has_gradients = True
         """Whether it can be trained: whether anything of it is."""
 
-    def use_cuda_graphs(self, graph_capture: CudaGraphCapture, facts: CaptureInputs | None = None) -> None:
+    def use_cuda_graphs(self, graph_capture: CudaGraphCapture, inputs: CaptureInputs | None = None) -> None:
         """Captures and replays training steps as CUDA graphs from now on (`parallel/pipeline/cuda_graph.py`).
 
-        With `facts` they decide, after some steps, whether anything is captured (`parallel/pipeline/auto_cuda_graphs.py`).
+        With `inputs` they decide, after some steps, whether anything is captured (`parallel/pipeline/auto_cuda_graphs.py`).
         """
         reducer = self.gradient_reducer
         assert isinstance(reducer, GradientReducer), "fully_shard communicates inside a step"
         options: dict[str, Any] = {"prepare": self._prepare_graph}
-        if facts is not None:
+        if inputs is not None:
             options |= {"undo_point": self._undo_point, "warm_up_steps": 1}
-            options |= {"any_rank": lambda here: facts.max_over_ranks([float(here)]) == [1.0]}
+            options |= {"any_rank": lambda here: inputs.max_over_ranks([float(here)]) == [1.0]}
         # Reductions that overlap the backward pass are in the graph; others follow it, over any backend.
         run = self._run_and_reduce if reducer.overlap else self._run_passes
         steps = GraphedSteps(run, reducer, graph_capture, **options)
-        if facts is not None:
-            steps = AutoGraphedSteps(run, steps, facts, restart_step=self._start_step)
+        if inputs is not None:
+            steps = AutoGraphedSteps(run, steps, inputs, restart_step=self._start_step)
         self._run_evaluation = partial(steps.run_evaluation, self._pipeline.run)
         self._run_step = steps.run if reducer.overlap else partial(self._run_and_reduce, run=steps.run)
 
@@ -138,16 +138,13 @@ class ParallelModel:
     @property
     def named_losses(self) -> dict[str, Tensor]:
         """The mean of each loss in the last training step, before its weight, on the device."""
-        if self._means is None:
-            return {}
-        return {loss.name: mean for loss, mean in zip(self.objective.losses, self._means)}
+        means = () if self._means is None else self._means
+        return {loss.name: mean for loss, mean in zip(self.objective.losses, means)}
 
     @property
     def named_metrics(self) -> dict[str, Tensor]:
         """The mean of each metric of the objective in the last training step, on the device."""
-        if self._means is None:
-            return {}
-        means = self._means[len(self.objective.losses) :]
+        means = () if self._means is None else self._means[len(self.objective.losses) :]
         return {metric.name: mean for metric, mean in zip(self.objective.metric_specs, means)}
 
     @property
@@ -287,15 +284,13 @@ class ParallelModel:
         self._set_mode(training=False)
         self.fp8_gemms.end_step()
         schedule = self.plan.evaluation_schedule(len(batches), rank=self.mesh.pp.rank)
-        return (
-            self._pipeline.run(schedule, batches, collect=collect)
-            if collect
-            else self._run_evaluation(schedule, batches)
-        )
+        if collect:
+            return self._pipeline.run(schedule, batches, collect=collect)
+        return self._run_evaluation(schedule, batches)
 
     def _split(self, batches: Sequence[Batch]) -> list[Batch]:
-        whole = batches if self.io.extend_batch is None else map(self.io.extend_batch, batches)
-        return [split_batch(batch, self.mesh.cp, order=self.io.sequence_order) for batch in whole]
+        batches = batches if self.io.extend_batch is None else [self.io.extend_batch(batch) for batch in batches]
+        return [split_batch(batch, self.mesh.cp, order=self.io.sequence_order) for batch in batches]
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
         """Splits whole batches, and adds what the objective reads: outputs of its models, and what it prepares of them."""

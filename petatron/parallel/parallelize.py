@@ -20,6 +20,7 @@ from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.kernels.registry import KernelContext, choose_kernel
+from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
@@ -34,13 +35,12 @@ from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
 from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
 from petatron.parallel.fp8 import Fp8GemmSet, apply_fp8
-from petatron.parallel.layers_without_backward import run_without_backward
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.select_kernels import select_kernels
 from petatron.parallel.tensor_parallel import (
     apply_tensor_parallel,
-    set_weight_grad_sink,
+    set_weight_grad_target,
     shard_params,
     shard_vocabulary,
 )
@@ -111,7 +111,7 @@ def parallelize(
         placements |= _shard_stage(stage, stage_params, mesh, run, rng_streams)
         _freeze(stage, stage_params, dtype)
         if not fully_sharded:  # fully_shard gets gradients from autograd
-            set_weight_grad_sink(stage, weight_grad_queue)
+            set_weight_grad_target(stage, weight_grad_queue)
     _tie_params(stages, spec)
     kernel_context = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile)
     for choice in {str(c) for stage in stages.values() for c in select_kernels(stage, kernel_context)}:
@@ -130,12 +130,14 @@ def parallelize(
             stage, spec, mesh, run, recompute_plans[index], rng_streams=rng_streams, link=link, combined=combined
         )
     weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
+    shards = ((name, shard) for name, placement in placements.items() for shard in placement.tensor_shards)
+    initial_values = {shard.name: params[name].init for name, shard in shards}
     param_facts = _ParamFacts(
         placements,
         groups={
             name: optimizer_group(name, param) if param.trainable else FROZEN_GROUP for name, param in params.items()
         },
-        initial_values=_logical_initial_values(params, placements) if init_weights else None,
+        initial_values=initial_values if init_weights else None,
     )
     if fully_sharded:
         without_backward = [recompute_plans[stage_index].num_without_backward for stage_index in stages]
@@ -145,12 +147,8 @@ def parallelize(
         weight_grad_queue.accumulate = gradient_reducer.write_grad
     updated = (group for group in groups if group.spec.trainable)
     length = sum(flat_shard.length for group in updated for flat_shard in group.flat_shards)
-    _log.debug(
-        "rank %d updates %s elements of parameters, padding included, %s",
-        mesh.rank,
-        f"{length:,}",
-        str(dtype)[6:],
-    )
+    text = "rank %d updates %s elements of parameters, padding included, %s"
+    _log.debug(text, mesh.rank, f"{length:,}", str(dtype)[6:])
     return ParallelizeResult(placements, groups, gradient_reducer, weight_grad_queue, fp8_gemms, combined)
 
 
@@ -178,7 +176,25 @@ def _apply_to_stage(
     offloaded = apply_activation_offload(stage, run.memory, link, num_without_backward=plan.num_without_backward)
     if offloaded is not None:
         _log.info("%s", offloaded)
-    run_without_backward(stage, plan.num_without_backward)
+    _run_without_backward(stage, plan.num_without_backward)
+
+
+def _run_without_backward(stage: StageModule, num_layers: int) -> None:
+    """Makes the first layers of a stage, below every trainable parameter, run without gradients: they save nothing, and have no autograd
+    nodes. As long as nothing they take requires a gradient; called last, around recompute and offload.
+    """
+    first, run_layers = set(list(stage.layers.values())[:num_layers]), stage.run_layers
+
+    def run(layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
+        if torch.is_grad_enabled() and not any(x.requires_grad for x in (x_SBD, *context.tensors.values())):
+            count = sum(layer in first for layer in layers)
+            with torch.no_grad():
+                x_SBD = run_layers(layers[:count], x_SBD, context) if count else x_SBD
+            layers = layers[count:]
+        return run_layers(layers, x_SBD, context) if layers else x_SBD
+
+    if num_layers:
+        stage.run_layers = run
 
 
 def _freeze(stage: StageModule, params: Mapping[str, ParamSpec], dtype: torch.dtype) -> None:
@@ -329,13 +345,10 @@ def _materialize(stages: Mapping[int, StageModule], mesh: ParallelMesh, *, alloc
                         materialized[parameter] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
                     module._parameters[name] = materialized[parameter]
             for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = _zeros(buffer, mesh.device)
-
-
-def _zeros(x: Tensor, device: torch.device) -> Tensor:
-    """Returns zeros of a tensor's shape. `zeros_like` of a meta tensor imports sympy, which takes a second in every rank."""
-    return torch.zeros(x.shape, dtype=x.dtype, device=device)
+                if (
+                    buffer is not None
+                ):  # `zeros_like` of a meta tensor imports sympy, which takes a second in every rank
+                    module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=mesh.device)
 
 
 def _param_tensor_shards(
@@ -360,11 +373,3 @@ def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_facts: _Pa
         if view.device.type == "meta":
             return
         param_facts.initial_values[shard.name].fill(view, shard, seed=seed)
-
-
-def _logical_initial_values(
-    params: Mapping[str, ParamSpec], placements: Mapping[str, Placement]
-) -> dict[str, InitialValues]:
-    return {
-        shard.name: params[name].init for name, placement in placements.items() for shard in placement.tensor_shards
-    }

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.gemm import ChunkedGemm, Gemm, Tensors
-from petatron.layers.comm_slot import CommSlot, TensorSlot
-from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradSink
+from petatron.layers.comm_slot import TensorSlot
+from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradTarget
 from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
@@ -59,9 +59,8 @@ def shard_params(
         assert tuple(parameter.shape) == param.shape, f"{name} is {tuple(parameter.shape)}, its spec says {param.shape}"
         placement = compute_placement(name, param.shape, param.shard, coordinate)
         placements[name] = placement
-        setattr(
-            module, leaf, nn.Parameter(torch.empty(placement.shape, dtype=parameter.dtype, device=parameter.device))
-        )
+        shard = torch.empty(placement.shape, dtype=parameter.dtype, device=parameter.device)
+        setattr(module, leaf, nn.Parameter(shard))
         if leaf == "weight" and param.shard.tp == 0:
             for slot in slots_of(module, "sections"):
                 setattr(module, slot, placement.section_rows)
@@ -84,12 +83,12 @@ class AllGatherInput:
         return collectives.all_gather(x, self.axis)
 
     def start_gather_input(self, x: Tensor) -> PendingTensor:
-        shard, whole = x.contiguous(), x.new_empty((x.shape[0] * self.axis.size, *x.shape[1:]))
-        return partial(_wait_for, collectives.start_all_gather(whole, shard, self.axis), whole, shard)
+        shard, gathered = x.contiguous(), x.new_empty((x.shape[0] * self.axis.size, *x.shape[1:]))
+        return partial(_wait_for, collectives.start_all_gather(gathered, shard, self.axis), gathered, shard)
 
     def start_reduce_input_grad(self, grad: Tensor) -> PendingTensor:
-        whole, shard = grad.contiguous(), grad.new_empty((grad.shape[0] // self.axis.size, *grad.shape[1:]))
-        return partial(_wait_for, collectives.start_reduce_scatter(shard, whole, self.axis), shard, whole)
+        grad, shard = grad.contiguous(), grad.new_empty((grad.shape[0] // self.axis.size, *grad.shape[1:]))
+        return partial(_wait_for, collectives.start_reduce_scatter(shard, grad, self.axis), shard, grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +106,8 @@ class ReplicatedInput:
     def start_reduce_input_grad(self, grad: Tensor) -> PendingTensor:
         batch_first = is_batch_first(grad)
         rows = to_rows(grad, batch_first=batch_first)
-        whole = from_rows(rows, grad, batch_first=batch_first)
-        return partial(_wait_for, collectives.start_all_reduce(rows, self.axis), whole, rows)
+        reduced = from_rows(rows, grad, batch_first=batch_first)
+        return partial(_wait_for, collectives.start_all_reduce(rows, self.axis), reduced, rows)
 
 
 def _wait_for(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
@@ -118,28 +117,48 @@ def _wait_for(handle: Handle, received: Tensor, sent: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class AllGatherOverlap:
-    """All-gathers the sequence in chunks, each overlapped with the GEMM of rows received before."""
+class _ChunkOverlap:
+    """A forward GEMM whose sequence is communicated in chunks. A chunk has `x[:, start:stop]` of x [ranks, part, ...]."""
 
     axis: Axis
     num_chunks: int
 
-    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
+    def slices(self, length: int) -> list[tuple[int, int]]:
+        """Returns at most `num_chunks` consecutive slices (start, stop) of nearly equal length; the longer ones come first.
+
+        >>> overlap = _ChunkOverlap(axis=None, num_chunks=3)
+        >>> overlap.slices(8), overlap.slices(2)
+        ([(0, 3), (3, 6), (6, 8)], [(0, 1), (1, 2)])
+        """
+        count = min(self.num_chunks, length)
+        stops = [length * number // count + (length * number % count > 0) for number in range(1, count + 1)]
+        return list(zip([0, *stops], stops))
+
+    @staticmethod
+    def multiply(gemm: Gemm, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Multiplies blocks [N, S, ..., D], whose tokens are adjacent in memory, as they always are in outputs."""
         assert isinstance(gemm, ChunkedGemm)
+        gemm.forward_into(x.flatten(1, -2), weight, out.flatten(1, -2))
+
+
+class AllGatherOverlap(_ChunkOverlap):
+    """All-gathers the sequence in chunks, each overlapped with the GEMM of rows received before."""
+
+    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
         ranks, rank, part = self.axis.size, self.axis.rank, x.contiguous()
-        slices = _slices(part.shape[0], self.num_chunks)
+        slices = self.slices(part.shape[0])
         gathered = [x.new_empty((ranks, stop - start, *x.shape[1:])) for start, stop in slices]
         handles = [
             collectives.start_all_gather(chunk.flatten(0, 1), part[start:stop], self.axis)
             for chunk, (start, stop) in zip(gathered, slices)
         ]
         y = x.new_empty((ranks, *x.shape[:-1], weight.shape[0]))
-        gemm.forward_into(_row_blocks(part.unsqueeze(0)), weight, _row_blocks(y[rank : rank + 1]))
+        self.multiply(gemm, part.unsqueeze(0), weight, y[rank : rank + 1])
         others = [block for block in (slice(0, rank), slice(rank + 1, ranks)) if block.start < block.stop]
         for chunk, handle, (start, stop) in zip(gathered, handles, slices):
             handle.wait()
             for block in others:
-                gemm.forward_into(_row_blocks(chunk[block]), weight, _row_blocks(y[block, start:stop]))
+                self.multiply(gemm, chunk[block], weight, y[block, start:stop])
         return GemmResult(y.flatten(0, 1), tuple(gathered))
 
     def input_rows(self, gemm_input: Tensors) -> Tensor:
@@ -149,22 +168,17 @@ class AllGatherOverlap:
         return grad
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceScatterOverlap:
+class ReduceScatterOverlap(_ChunkOverlap):
     """Reduce-scatters the output in chunks, each overlapped with the GEMM of the next."""
 
-    axis: Axis
-    num_chunks: int
-
     def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
-        assert isinstance(gemm, ChunkedGemm)
         ranks, width = self.axis.size, weight.shape[0]
         parts = x.unflatten(0, (ranks, -1))
         y = x.new_empty((*parts.shape[1:-1], width))
         started: list[tuple[Handle, Tensor]] = []  # with the tensor being sent, which must live until then
-        for start, stop in _slices(parts.shape[1], self.num_chunks):
+        for start, stop in self.slices(parts.shape[1]):
             sent = x.new_empty((ranks, stop - start, *x.shape[1:-1], width))
-            gemm.forward_into(_row_blocks(parts[:, start:stop]), weight, _row_blocks(sent))
+            self.multiply(gemm, parts[:, start:stop], weight, sent)
             started.append((collectives.start_reduce_scatter(y[start:stop], sent.flatten(0, 1), self.axis), sent))
         for handle, _ in started:
             handle.wait()
@@ -176,22 +190,6 @@ class ReduceScatterOverlap:
 
     def output_grad(self, grad: Tensor) -> Tensor:
         return collectives.all_gather(grad, self.axis)
-
-
-def _slices(length: int, num_chunks: int) -> list[tuple[int, int]]:
-    """Returns at most `num_chunks` consecutive slices (start, stop) of nearly equal length; the longer ones come first.
-
-    >>> _slices(8, 3), _slices(2, 4)
-    ([(0, 3), (3, 6), (6, 8)], [(0, 1), (1, 2)])
-    """
-    count = min(num_chunks, length)
-    stops = [length * number // count + (length * number % count > 0) for number in range(1, count + 1)]
-    return list(zip([0, *stops], stops))
-
-
-def _row_blocks(x: Tensor) -> Tensor:
-    """[N, S, ..., D] as [N, R, D]; a view where a block's tokens are adjacent in memory, as they always are in outputs."""
-    return x.flatten(1, -2)
 
 
 def _gemm_input(x: Tensor | RecomputableOutput, *, save_first: bool) -> RecomputableOutput:
@@ -225,12 +223,11 @@ class ColumnParallelOp:
             return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
         if not self.sequence_parallel:
             return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
-        local_input = (
-            as_recomputable(x)
-            if self.regather
-            else RecomputableOutput(x.value if isinstance(x, RecomputableOutput) else x, None)
-        )
-        return self.gemm_op(local_input, weight, input_comm=AllGatherInput(self.axis), gemm_forward=self.overlap)
+        if self.regather:
+            x = as_recomputable(x)
+        else:
+            x = RecomputableOutput(x.value if isinstance(x, RecomputableOutput) else x, None)
+        return self.gemm_op(x, weight, input_comm=AllGatherInput(self.axis), gemm_forward=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +261,7 @@ class ReplicatedOp:
     save_first: bool = False
 
     def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
-        x = _gemm_input(x, save_first=self.save_first)
-        return self.gemm_op(x, weight)
+        return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
 
 
 def apply_tensor_parallel(
@@ -281,9 +277,9 @@ def apply_tensor_parallel(
     """Fills the slots that modules declare. `sequence_parallel` shards activations along the sequence; `shared_generator` is the axis's
     dropout stream.
 
-    `overlap_chunks`: linears overlap their forward communication in so many chunks; the output head does not, since its loss
+    `overlap_chunks`: the number of chunks in which linears overlap their forward communication; the output head does not, since its loss
     already works chunk by chunk on its gathered input.
-    `blocks`: returns the axis of this rank's block of so many adjacent ranks; needed by layers whose groups some ranks share.
+    `blocks`: returns the axis of this rank's block of adjacent ranks, given their number; needed by layers whose groups some ranks share.
     """
     column, row = ColumnParallelOp(axis, sequence_parallel), RowParallelOp(axis, sequence_parallel)
     linears = {None: ReplicatedOp(), 0: column, 1: row}
@@ -320,18 +316,18 @@ def _fill_group_sums(module: nn.Module, axis: Axis, blocks: Callable[[int], Axis
             setattr(module, slot, partial(collectives.all_reduce, axis=group_axis))
 
 
-def set_weight_grad_sink(model: nn.Module, sink: WeightGradSink) -> None:
-    """Makes every linear, the embedding and norms submit their weight gradients to a sink instead of autograd.
+def set_weight_grad_target(model: nn.Module, target: WeightGradTarget) -> None:
+    """Makes every linear, the embedding and norms submit their weight gradients to a target instead of autograd.
 
     Called after `apply_tensor_parallel`, whose linear ops keep their communication, and before recompute, which wraps modules.
     """
     for module in model.modules():
         for slot in slots_of(module, "linear", "column linear"):
             linear_op = _parallel_op(module, slot)
-            gemm_op = replace(linear_op.gemm_op, weight_grad_sink=sink)
+            gemm_op = replace(linear_op.gemm_op, weight_grad_target=target)
             setattr(module, slot, replace(linear_op, gemm_op=gemm_op))
-        for slot in slots_of(module, "weight-gradient sink"):
-            setattr(module, slot, sink)
+        for slot in slots_of(module, "weight-gradient target"):
+            setattr(module, slot, target)
 
 
 def set_gemm(module: nn.Module, gemm: Gemm, *, requantizing_gemm: Gemm | None = None) -> None:
@@ -361,6 +357,7 @@ def shard_vocabulary(model: nn.Module, params: Mapping[str, ParamSpec], axis: Ax
     """Sets the vocabulary shard of embedding and output head; a shard may be all padding."""
     tables = {name: param for name, param in params.items() if param.role == "vocabulary"}
     coordinate = ModelParallelCoordinate(tp_size=axis.size, tp_rank=axis.rank)
+    max_and_sum = partial(collectives.all_reduce, axis=axis, op="max"), partial(collectives.all_reduce, axis=axis)
     for name, module in model.named_modules():
         for slot in slots_of(module, "vocabulary shard"):
             size = getattr(module, slot).vocab_size
@@ -371,11 +368,7 @@ def shard_vocabulary(model: nn.Module, params: Mapping[str, ParamSpec], axis: Ax
                 vocab_size=size,
                 first_id=shards[0].start[0] if shards else size,
                 num_ids=shards[0].shape[0] if shards else 0,
-                all_reduce_max_sum=_max_and_sum(axis) if axis.size > 1 else None,
+                all_reduce_max_sum=max_and_sum if axis.size > 1 else None,
                 all_gather_logits=partial(collectives.all_gather, axis=axis),
             )
             setattr(module, slot, vocab_shard)
-
-
-def _max_and_sum(axis: Axis) -> tuple[CommSlot, CommSlot]:
-    return partial(collectives.all_reduce, axis=axis, op="max"), partial(collectives.all_reduce, axis=axis)

@@ -61,19 +61,19 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 def tiling_problem(logical_shape: Shape, boxes: Sequence[Box]) -> str | None:
     """Returns why these boxes do not hold every element of a tensor exactly once; None when they do."""
-    whole = Box((0,) * len(logical_shape), logical_shape)
+    tensor = Box((0,) * len(logical_shape), logical_shape)
     for box in boxes:
-        if len(box.shape) != len(logical_shape) or (box.volume and overlap(box, whole) != box):
+        if len(box.shape) != len(logical_shape) or (box.volume and overlap(box, tensor) != box):
             return f"the box at {list(box.start)} of shape {list(box.shape)} reaches outside {list(logical_shape)}"
     held = sum(box.volume for box in boxes)
-    if held == whole.volume and _covers_exactly_once(logical_shape, boxes):
+    if held == tensor.volume and _covers_exactly_once(logical_shape, boxes):
         return None
     twice = _find_overlapping_pair(boxes) if len(boxes) <= _MAX_COMPARED_BOXES else None
     if twice is not None:
         return f"the box at {list(twice.start)} of shape {list(twice.shape)} is there twice"
-    if held >= whole.volume:
+    if held >= tensor.volume:
         return "some of its elements are there twice"
-    return f"{whole.volume - held} of {whole.volume} elements are missing"
+    return f"{tensor.volume - held} of {tensor.volume} elements are missing"
 
 
 def _covers_exactly_once(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
@@ -93,26 +93,21 @@ def _covers_exactly_once(logical_shape: Shape, boxes: Sequence[Box]) -> bool:
         return len(kept) <= 1
     # Coordinates along a dimension are indexed, and a corner is one integer: unlike hashes of tuples, these cannot be made to collide.
     kept.append(Box((0,) * len(logical_shape), logical_shape))
-    numbers = [
-        _coordinate_index({end for box in kept for end in (box.start[d], box.start[d] + box.shape[d])}) for d in cut
-    ]
+    bounds = [sorted({end for box in kept for end in (box.start[d], box.start[d] + box.shape[d])}) for d in cut]
+    numbers = [{place: number for number, place in enumerate(places)} for places in bounds]
     corners: dict[int, int] = {}
     for at, box in enumerate(kept):
-        found = [(0, -1 if at == len(kept) - 1 else 1)]
+        signed = [(0, -1 if at == len(kept) - 1 else 1)]
         for dim, number in zip(cut, numbers):
             first, last = number[box.start[dim]], number[box.start[dim] + box.shape[dim]]
-            found = [
+            signed = [
                 place
-                for base, sign in found
+                for base, sign in signed
                 for place in ((base * len(number) + first, sign), (base * len(number) + last, -sign))
             ]
-        for corner, sign in found:
+        for corner, sign in signed:
             corners[corner] = corners.get(corner, 0) + sign
     return not any(corners.values())
-
-
-def _coordinate_index(coordinates: set[int]) -> dict[int, int]:
-    return {place: number for number, place in enumerate(sorted(coordinates))}
 
 
 def _find_overlapping_pair(boxes: Sequence[Box]) -> Box | None:
@@ -158,5 +153,5 @@ class BoxIndex:
         if self._dim is not None:
             first = bisect_right(self._furthest, box.start[self._dim])
             numbers = sorted(numbers[first : bisect_left(self._starts, box.stop[self._dim])])
-        found = ((number, overlap(self._boxes[number], box)) for number in numbers)
-        return [(number, common) for number, common in found if common is not None]
+        overlaps = ((number, overlap(self._boxes[number], box)) for number in numbers)
+        return [(number, common) for number, common in overlaps if common is not None]

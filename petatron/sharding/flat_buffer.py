@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,7 @@ from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.sharding.bucket import Bucket, BucketGrads, BucketParam
-from petatron.sharding.flat_shard import (
-    ALIGNMENT,
-    FlatShard,
-    OwnedRange,
-    ParamRange,
-    assign_whole_blocks,
-    rank_share,
-)
+from petatron.sharding.flat_shard import ALIGNMENT, FlatShard, OwnedRange, ParamRange, assign_whole_blocks, rank_share
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
 from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
@@ -60,8 +53,8 @@ class DataParallelAxes:
 
     @classmethod
     def from_mesh(cls, mesh: ParallelMesh, *, expert: bool, sharded: bool) -> DataParallelAxes:
-        whole, shard = ("edp", "edp_shard") if expert else ("dp_cp", "shard")
-        return cls(mesh[whole], mesh["dp_outer"], mesh[shard], sharded)
+        data_parallel, shard = ("edp", "edp_shard") if expert else ("dp_cp", "shard")
+        return cls(mesh[data_parallel], mesh["dp_outer"], mesh[shard], sharded)
 
 
 class FlatParamGroup:
@@ -73,38 +66,33 @@ class FlatParamGroup:
         axes: DataParallelAxes,
         *,
         spec: GroupSpec,
-        virtual_stage: int = 0,
-        overlap_param_gather: bool = False,
-        grad_dtype: torch.dtype | None = None,
-        fp8_weights: Fp8Weights | None = None,
+        virtual_stage: int,
+        options: FlatBufferOptions,
     ) -> None:
-        """`virtual_stage` counts the stages of this rank; `grad_dtype` None means at least float32.
+        """`virtual_stage` counts the stages of this rank. With `options.fp8_weights`, all parameters are weights of FP8 GEMMs.
 
-        `fp8_weights`: all parameters of the group are weights of FP8 GEMMs. The gradients of frozen ones are on the meta device.
+        The gradients of frozen ones are on the meta device.
         """
         first, size = buckets[0].params[0].parameter, buckets[-1].end
-        self.buckets = buckets
-        self.axes = axes
-        self.spec = spec
-        self.virtual_stage = virtual_stage
+        self.buckets, self.axes, self.spec, self.virtual_stage = buckets, axes, spec, virtual_stage
         self.replica_axis = axes.outer if axes.sharded else axes.data_parallel
         self._shard_axis = axes.shard if axes.sharded else axes.shard.alone()
         self._places = {
             id(slot.placement): (index, slot) for index, bucket in enumerate(buckets) for slot in bucket.params
         }
         self.flat_weights = torch.zeros(size, dtype=first.dtype, device=first.device)
-        grad_dtype = grad_dtype or torch.promote_types(first.dtype, torch.float32)
+        grad_dtype = options.grad_dtype or torch.promote_types(first.dtype, torch.float32)
         device = first.device if spec.trainable else "meta"
         self.bucket_grads = [BucketGrads(bucket, grad_dtype, device) for bucket in buckets]
         self.flat_shards = [self._flat_shard(begin, end) for begin, end in self._owned_ranges()]
-        self._overlap_param_gather = overlap_param_gather
+        self._overlap_param_gather = options.overlap_param_gather
         self._gather_handles: dict[int, Handle] = {}
         self._gather_due = self._gathers_in_step = False
         for slot in self.params:
             view = self.param_view(self.flat_weights, slot)
             view.copy_(slot.parameter.detach())
             slot.parameter.data = view
-        self._fp8_gather = self._build_fp8_gather(fp8_weights) if fp8_weights is not None else None
+        self._fp8_gather = None if options.fp8_weights is None else self._build_fp8_gather(options.fp8_weights)
         self._scales: Tensor | None = None
         self._owned_weights = [self.flat_weights[begin:end] for begin, end in self._owned_ranges()]
         if self._fp8_gather is not None:
@@ -162,12 +150,12 @@ class FlatParamGroup:
         bucket = self.buckets[index]
         length = (bucket.end - bucket.begin) // self._shard_axis.size
         first, last = (slot.start - bucket.begin) // length, (slot.end - 1 - bucket.begin) // length
-        found = []
+        ranges = []
         for rank in range(first, last + 1):
             begin = bucket.begin + rank * length
             low, high = max(begin, slot.start), min(begin + length, slot.end)
-            found.append(OwnedRange(rank, low - slot.start, high - slot.start))
-        return found
+            ranges.append(OwnedRange(rank, low - slot.start, high - slot.start))
+        return ranges
 
     def _owned_ranges(self) -> list[tuple[int, int]]:
         return [self.owned_range(bucket) for bucket in self.buckets]
@@ -184,10 +172,8 @@ class FlatParamGroup:
         return list(self._owned_weights)
 
     def grads(self) -> list[Tensor]:
-        found = []
-        for bucket, grads, (begin, end) in zip(self.buckets, self.bucket_grads, self._owned_ranges(), strict=True):
-            found.append(grads.flat[begin - bucket.begin : end - bucket.begin])
-        return found
+        owned = zip(self.buckets, self.bucket_grads, self._owned_ranges(), strict=True)
+        return [grads.flat[begin - bucket.begin : end - bucket.begin] for bucket, grads, (begin, end) in owned]
 
     def sync_fp8_scales(self) -> None:
         """Reduces the scales of weights that are gathered in FP8, over all ranks."""
@@ -209,13 +195,13 @@ class FlatParamGroup:
         self._gather_due = False
         self.wait_for_params()
         for index in reversed(range(len(self.buckets))):
-            bucket, own = self.buckets[index], self._owned_weights[index]
+            bucket, owned = self.buckets[index], self._owned_weights[index]
             out = self.flat_weights[bucket.begin : bucket.end]
             if self._fp8_gather is None:
-                self._gather_handles[index] = collectives.start_all_gather(out, own, self.axes.shard)
+                self._gather_handles[index] = collectives.start_all_gather(out, owned, self.axes.shard)
             else:
                 assert self._scales is not None, "nothing was agreed on"
-                self._gather_handles[index] = self._fp8_gather.start_all_gather(index, out, own, self._scales)
+                self._gather_handles[index] = self._fp8_gather.start_all_gather(index, out, owned, self._scales)
         self._scales = None
 
     def gather_in_step(self, *, captured: bool) -> None:
@@ -265,7 +251,7 @@ def flatten_parameters(
 ) -> list[FlatParamGroup]:
     """Moves the parameters of a rank's stages into flat buffers.
 
-    `grads_per_micro_batch` is how many gradients each gets per micro-batch; by default as many as there are stages that have it.
+    `grads_per_micro_batch` is how many gradients each gets per micro-batch; by default the number of stages that have it.
 
     A buffer holds one dtype, one of the `group_specs`, one stage, and dense or expert
     parameters. The order inside is that of the backward pass, last layer first. A parameter whose gradient is summed
@@ -273,10 +259,8 @@ def flatten_parameters(
     FP8 GEMMs, whether they are gathered in FP8 or not: sums are then the same, in the same order. Frozen parameters have buffers of
     weights alone.
     """
-    members: dict[tuple, list[tuple[str, nn.Parameter, int, int]]] = {}
-    grads_per_micro_batch = grads_per_micro_batch or Counter(
-        parameter for stage in stages for parameter in stage.parameters()
-    )
+    members: dict[tuple, list[BucketParam]] = {}
+    uses = grads_per_micro_batch or Counter(parameter for stage in stages for parameter in stage.parameters())
     eight_bits = options.fp8_weights if options.sharded else None
     seen: set[nn.Parameter] = set()
     for number, stage in enumerate(stages):
@@ -288,7 +272,7 @@ def flatten_parameters(
             tied = any(piece.grad_reduce_axis == "ends" for piece in placement.tensor_shards)
             eight = eight_bits is not None and name in eight_bits.scalings and group_specs[name].trainable
             key = (number, parameter.dtype, group_specs[name], placement.expert, tied, eight)
-            members.setdefault(key, []).append((name, parameter, grad_order, grads_per_micro_batch[parameter]))
+            members.setdefault(key, []).append(BucketParam(name, parameter, placement, 0, grad_order, uses[parameter]))
     groups = []
     for (number, _, spec, expert, _, eight), entries in members.items():
         # Frozen weights have no state to shard: every rank has them, and they are never gathered.
@@ -296,36 +280,21 @@ def flatten_parameters(
         axes = DataParallelAxes.from_mesh(mesh, expert=expert, sharded=sharded)
         num_shards = axes.shard.size if sharded else 1
         if spec.needs_whole_matrices and num_shards > 1:
-            buckets = _build_matrix_buckets(entries, placements, options.bucket_size, num_shards)
+            buckets = _build_matrix_buckets(entries, options.bucket_size, num_shards)
         else:
-            buckets = _build_buckets(entries, placements, options.bucket_size, num_shards)
-        groups.append(
-            FlatParamGroup(
-                buckets,
-                axes,
-                spec=spec,
-                virtual_stage=number,
-                overlap_param_gather=options.overlap_param_gather,
-                grad_dtype=options.grad_dtype,
-                fp8_weights=eight_bits if eight else None,
-            )
-        )
+            buckets = _build_buckets(entries, options.bucket_size, num_shards)
+        group_options = replace(options, fp8_weights=eight_bits if eight else None)
+        groups.append(FlatParamGroup(buckets, axes, spec=spec, virtual_stage=number, options=group_options))
     return groups
 
 
-def _build_buckets(
-    params: Sequence[tuple[str, nn.Parameter, int, int]],
-    placements: Mapping[str, Placement],
-    bucket_size: int,
-    num_shards: int,
-    begin: int = 0,
-) -> list[Bucket]:
+def _build_buckets(params: Sequence[BucketParam], bucket_size: int, num_shards: int, begin: int = 0) -> list[Bucket]:
     """Builds buckets of at least `bucket_size` elements; sharded ones are padded so that they divide into aligned shards."""
     multiple = num_shards * ALIGNMENT if num_shards > 1 else 1
     buckets: list[Bucket] = []
     at, slots = begin, []
-    for index, (name, parameter, grad_order, uses) in enumerate(params):
-        slots.append(BucketParam(name, parameter, placements[name], at, grad_order, uses))
+    for index, param in enumerate(params):
+        slots.append(replace(param, start=at))
         at = slots[-1].end
         if at - begin >= bucket_size or index == len(params) - 1:
             at = begin + -(-(at - begin) // multiple) * multiple
@@ -334,44 +303,29 @@ def _build_buckets(
     return buckets
 
 
-def _build_matrix_buckets(
-    params: Sequence[tuple[str, nn.Parameter, int, int]],
-    placements: Mapping[str, Placement],
-    bucket_size: int,
-    num_shards: int,
-) -> list[Bucket]:
+def _build_matrix_buckets(params: Sequence[BucketParam], bucket_size: int, num_shards: int) -> list[Bucket]:
     """Builds buckets whose shards are whole parameters, where that needs little padding."""
     buckets: list[Bucket] = []
-    rest, whole = list(params), 0
+    rest, num_whole = list(params), 0
     while rest:
         begin = buckets[-1].end if buckets else 0
         count, starts, length = _whole_param_shards(rest, bucket_size, num_shards)
         if length:
-            slots = (
-                BucketParam(name, parameter, placements[name], begin + start, grad_order, uses)
-                for (name, parameter, grad_order, uses), start in zip(rest[:count], starts)
-            )
+            slots = (replace(param, start=begin + start) for param, start in zip(rest[:count], starts))
             buckets.append(Bucket(begin, begin + length, tuple(slots)))
-            whole += 1
+            num_whole += 1
         else:
-            buckets += _build_buckets(rest[:count], placements, bucket_size, num_shards, begin)
+            buckets += _build_buckets(rest[:count], bucket_size, num_shards, begin)
         rest = rest[count:]
-    held = sum(parameter.numel() for _, parameter, _, _ in params)
-    _log.debug(
-        "matrices are whole on one of %d ranks in %d of %d buckets; %.1f %% of these buckets is padding",
-        num_shards,
-        whole,
-        len(buckets),
-        100 * (1 - held / buckets[-1].end),
-    )
+    held = sum(param.parameter.numel() for param in params)
+    text = "matrices are whole on one of %d ranks in %d of %d buckets; %.1f %% of these buckets is padding"
+    _log.debug(text, num_shards, num_whole, len(buckets), 100 * (1 - held / buckets[-1].end))
     return buckets
 
 
-def _whole_param_shards(
-    params: Sequence[tuple[str, nn.Parameter, int, int]], bucket_size: int, num_shards: int
-) -> tuple[int, list[int], int]:
+def _whole_param_shards(params: Sequence[BucketParam], bucket_size: int, num_shards: int) -> tuple[int, list[int], int]:
     """Returns the parameter count of the next bucket, where each starts, and its length: 0 if no shards of whole parameters fit."""
-    sizes = [parameter.numel() for _, parameter, _, _ in params]
+    sizes = [param.parameter.numel() for param in params]
     first, total = 0, 0
     for count, size in enumerate(sizes, start=1):
         total += size

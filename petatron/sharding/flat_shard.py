@@ -68,10 +68,9 @@ class FlatShard:
                 at = part.offset + skipped
                 box = flat[at : at + math.prod(shape)].view(shape)
                 for piece in pieces:
-                    found = _intersect(piece, start, shape)
-                    if found is not None:
-                        narrowed, inside = found
-                        yield narrowed, box[inside]
+                    common = _intersect(piece, start, shape)
+                    if common is not None:
+                        yield common[0], box[common[1]]
 
     def primary_ranges(self) -> list[tuple[int, int]]:
         """Returns the ranges of the flat shard that this rank is primary for: primary shards, no padding, in its share."""

@@ -110,7 +110,7 @@ class BucketFp8Gather:
 
     def compute_scales(self, owned: Sequence[Tensor]) -> Tensor:
         """Returns the scales of all buckets, from the shards that this rank owns."""
-        parts = [part for index, own in enumerate(owned) for _, part in self._owned_shards(index, own)]
+        parts = [part for index, values in enumerate(owned) for _, part in self._owned_shards(index, values)]
         return all_reduce_scales(parts, self._num_scales, self._axis, self._kernels, owned[0].device)
 
     def start_all_gather(self, index: int, out: Tensor, owned: Tensor, scales: Tensor) -> Handle:

@@ -40,9 +40,9 @@ class LogicalMatrix:
 
     def owners(self, owned: Iterable[OwnedRange]) -> set[int]:
         """Returns the ranks that own some of its elements."""
-        inside = [one for shard in self.shards for one in element_ranges(shard, self.parameter.shape)]
+        inside = [bounds for shard in self.shards for bounds in element_ranges(shard, self.parameter.shape)]
         begin, end = min(first for first, _ in inside), max(last for _, last in inside)
-        return {one.rank for one in owned if one.begin < end and one.end > begin}
+        return {part.rank for part in owned if part.begin < end and part.end > begin}
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
@@ -54,7 +54,7 @@ def split_into_matrices(placement: Placement, unit: Unit) -> list[LogicalMatrix]
     """Returns the matrices of a parameter; with the unit `fused_matrix`, all its tensors are one."""
     shards = [part for shard in placement.tensor_shards for part in _unstack(shard)]
     sets = [tuple(shards)] if unit == "fused_matrix" else [(shard,) for shard in shards]
-    return [LogicalMatrix(placement, replace(placement, tensor_shards=one)) for one in sets]
+    return [LogicalMatrix(placement, replace(placement, tensor_shards=tensors)) for tensors in sets]
 
 
 def _unstack(shard: TensorShard) -> list[TensorShard]:
@@ -83,7 +83,7 @@ def assign_matrices(
     load = [0] * num_ranks
     costs = [cost(*matrix.shape) for matrix in matrices]
     holders = [matrix.owners(group.owned_ranges(matrix.parameter)) for matrix in matrices]
-    chosen = [next(iter(own)) if len(own) == 1 else -1 for own in holders]
+    chosen = [next(iter(ranks)) if len(ranks) == 1 else -1 for ranks in holders]
     for index, rank in enumerate(chosen):
         if rank >= 0:
             load[rank] += costs[index]

@@ -10,8 +10,8 @@ from typing import Protocol
 from petatron.base.log import get_logger
 from petatron.config import RunConfig, parse_split
 from petatron.config.required_settings import required
-from petatron.data.batch_loader import BatchLoader, Collate, LoaderOptions
-from petatron.data.build_datasets import SplitDatasets, build_datasets, chosen_kind, vocab_size
+from petatron.data.batch_loader import BatchLoader, LoaderOptions
+from petatron.data.build_datasets import build_datasets, chosen_kind, vocab_size
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
@@ -162,14 +162,7 @@ def build_loaders(
     )
     # What a model takes that is not text it makes of samples itself; else the kind of dataset knows what they are.
     collate = model_spec(run).collate or chosen_kind(run).collate
-    return _build_batch_loaders(datasets, options, collate, mesh)
-
-
-def _build_batch_loaders(
-    datasets: SplitDatasets, options: LoaderOptions, collate: Collate, mesh: ParallelMesh
-) -> DataLoaders:
     make = partial(BatchLoader, options=options, collate=collate, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
-    assert datasets.train is not None
     return DataLoaders(
         train=make(datasets.train),
         valid={name: make(dataset) for name, dataset in datasets.valid_sets.items()},
@@ -184,13 +177,13 @@ def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
     As many validation samples as Megatron builds, enough for other ones in every evaluation of the run. Here all evaluate the first
     ones, but how many are shuffled together decides which those are.
     """
-    each = run.train.eval_iters * run.train.global_batch_size
+    samples = run.train.eval_iters * run.train.global_batch_size
     interval = run.train.eval_interval
     evaluations = RunLength.from_config(run).iterations // interval + 1 if interval else 1
     shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)
     if run.data.train_data_path:
         shares = (1.0, float(bool(run.data.valid_data_path)), float(bool(run.data.test_data_path)))
-    return evaluations * each if shares[1] else 0, each if shares[2] else 0
+    return evaluations * samples if shares[1] else 0, samples if shares[2] else 0
 
 
 class HasPosition(Protocol):
@@ -220,8 +213,18 @@ def build_loader(
     """
     config = config_of(run)
     tokenizer = None if isinstance(run, RunConfig) else run.tokenizer
-    if state is None and consumed_samples is None:
-        _warn_of_forgotten_position(config, mesh)
+    if (
+        state is None
+        and consumed_samples is None
+        and (position := saved_position(config.checkpoint, mesh))
+        and mesh.rank == 0
+    ):
+        _log.warning(
+            "the data begins at the first sample again, and the run in --load %s has consumed %s. Give build_loader "
+            "state=petatron.restore(run, model, optimizer), or consumed_samples=0 if that is meant.",
+            config.checkpoint.load,
+            f"{position:,}",
+        )
     consumed, iterations = consumed_samples or 0, RunLength.from_config(config).iterations
     if state is not None:
         consumed = state.progress.consumed_samples if consumed_samples is None else consumed_samples
@@ -239,14 +242,3 @@ def build_loader(
             return
         consumed += size
         yield [batch.to(mesh.device) for batch in batches]
-
-
-def _warn_of_forgotten_position(config: RunConfig, mesh: ParallelMesh) -> None:
-    position = saved_position(config.checkpoint, mesh)
-    if position and mesh.rank == 0:
-        _log.warning(
-            "the data begins at the first sample again, and the run in --load %s has consumed %s. Give build_loader "
-            "state=petatron.restore(run, model, optimizer), or consumed_samples=0 if that is meant.",
-            config.checkpoint.load,
-            f"{position:,}",
-        )

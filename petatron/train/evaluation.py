@@ -17,7 +17,7 @@ from petatron.train.state.train_state import TrainState
 
 @dataclass(frozen=True, slots=True)
 class InterruptedEvaluation:
-    """An evaluation that was stopped after so many batches."""
+    """An evaluation that was stopped, and the number of batches it completed."""
 
     reason: str
     completed_batches: int
@@ -42,7 +42,7 @@ def evaluate(
 
     Other weights that the run has (an average) are evaluated after the trained ones.
     """
-    result: EvaluatedLosses | None = None
+    results: dict[str, EvaluatedLosses] = {}
     contexts: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
     contexts |= {component.title: component.in_model() for component in state.alternative_weights()}
     for number, (title, weights) in enumerate(contexts.items()):
@@ -50,23 +50,18 @@ def evaluate(
             losses = _evaluate_weights(state, loader, stop_check, first_batch=number * state.run.train.eval_iters)
         if isinstance(losses, InterruptedEvaluation):
             return losses
-        if result is None:
-            result = losses
-        else:
-            result = replace(result, loss_by_weights={**result.loss_by_weights, title: losses.loss})
-    assert result is not None
-    return result
+        results[title] = losses
+    trained = results.pop("")
+    return replace(trained, loss_by_weights={title: losses.loss for title, losses in results.items()})
 
 
 def _evaluate_weights(
     state: TrainState, loader: BatchLoader, stop_check: EvaluationStopCheck | None, *, first_batch: int
 ) -> EvaluatedLosses | InterruptedEvaluation:
     """Evaluates the weights that the model has now; `first_batch` counts the batches of other weights before."""
-    size = state.run.train.global_batch_size
-    model = state.model
-    objective = model.objective
-    num_means = len(objective.losses) + len(objective.metric_specs)
-    total = torch.zeros(num_means, dtype=torch.float64, device=state.mesh.device)
+    size, model, objective = state.run.train.global_batch_size, state.model, state.model.objective
+    names = [spec.name for spec in (*objective.losses, *objective.metric_specs)]
+    total = torch.zeros(len(names), dtype=torch.float64, device=state.mesh.device)
     counts = torch.zeros_like(total)
     for index in range(state.run.train.eval_iters):
         why = stop_check.stop_reason(first_batch + index) if stop_check is not None else None
@@ -75,12 +70,10 @@ def _evaluate_weights(
         batches = loader.next_step(size, index * size)
         sums, valid = model.evaluate_objective([batch.to(state.mesh.device) for batch in batches])
         total, counts = total + sums, counts + valid
-    means = total / counts
-    loss = model.total_loss(means[: len(objective.losses)])
+    means, split = total / counts, len(objective.losses)
+    loss = model.total_loss(means[:split])
     minimized, *by_name = torch.cat([loss.reshape(1), means]).tolist()
-    names = [spec.name for spec in (*objective.losses, *objective.metric_specs)]
     named = list(zip(names, by_name, strict=True))
-    split = len(objective.losses)
     return EvaluatedLosses(minimized, dict(named[:split]), dict(named[split:]))
 
 

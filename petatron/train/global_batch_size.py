@@ -73,9 +73,7 @@ class BatchSizeSchedule:
             num_batches = fitting if batches is None else min(fitting, batches)
             iterations += num_batches
             samples -= num_batches * batch
-            if (
-                num_batches == fitting
-            ):  # the remaining samples do not fit one more batch of this size, nor of a larger one
+            if num_batches == fitting:  # the remaining samples fit no more batch of this size, nor of a larger one
                 break
         return iterations
 

@@ -26,7 +26,7 @@ from petatron.train.report.closing_summary import Activity, RunTotals
 from petatron.train.report.metrics import (
     IntervalMeter,
     MetricRecord,
-    MetricSink,
+    MetricWriter,
     StepMetrics,
     event_record,
     sample_record,
@@ -58,7 +58,7 @@ class TrainLoop:
         self,
         state: TrainState,
         loaders: DataLoaders,
-        sinks: Sequence[MetricSink],
+        writers: Sequence[MetricWriter],
         device: DeviceInfo,
         *,
         started_s: float | None = None,
@@ -69,7 +69,7 @@ class TrainLoop:
         self._state = state
         self._run = state.run
         self._loaders = loaders
-        self._sinks = sinks
+        self._writers = writers
         self._run_length = state.run_length()
         self._started_s = time.monotonic() if started_s is None else started_s
         self._sampler, self._task_evaluator = sampler, task_evaluator
@@ -114,15 +114,11 @@ class TrainLoop:
         try:
             return self._train()
         except Exception:
-            self._finish_pending_save_after_failure()
+            try:  # the next run resumes from an async save that the failure interrupted
+                self._finish_save_or_log()
+            except Exception:  # ranks may be gone; the original failure is the one to report
+                _log.exception("a checkpoint that was being written was lost")
             raise
-
-    def _finish_pending_save_after_failure(self) -> None:
-        """Finishes an async save that a failure interrupted: the next run resumes from it."""
-        try:
-            self._finish_save_or_log()
-        except Exception:  # ranks may be gone; the original failure is the one to report
-            _log.exception("a checkpoint that was being written was lost")
 
     def train_interval(self, last_iteration: int) -> str | None:
         """Trains to the next log point, at most to an iteration, for a caller that iterates; returns why to stop early, if so.
@@ -147,11 +143,10 @@ class TrainLoop:
 
     def _stop_monitor(self) -> StopMonitor:
         saver = self._state.checkpoint_manager
-        saves = saver is not None
         return StopMonitor(
             self._run.train,
             self._state.mesh.control,
-            will_save=saves,
+            will_save=saver is not None,
             started_s=self._started_s,
             is_saving=lambda: self._saving or (saver is not None and saver.is_saving),
             on_forced_end=self._log_forced_end,
@@ -185,7 +180,9 @@ class TrainLoop:
             stopped = self._validate(stopping, will_save=saves)
         stopped = stopped or self._evaluate_tasks(stopping, will_save=saves)
         if self._sampler is not None and self._sampler.is_due(iteration):
-            self._write_samples(self._sampler)
+            with self._not_training("sampling"):
+                samples = self._sampler.sample()
+            self._write_record(sample_record(samples, iteration=iteration))
         if config.checkpoint.save_interval and iteration % config.checkpoint.save_interval == 0:
             self._save()
         self._poll_async_save()
@@ -196,9 +193,8 @@ class TrainLoop:
         stopped: str | None = None
         began_at = state.progress.iteration
         if began_at >= self._run_length.iterations:
-            self._log_event(
-                f"nothing left to train: the run is at iteration {began_at} of {self._run_length.iterations}"
-            )
+            end = self._run_length.iterations
+            self._log_event(f"nothing left to train: the run is at iteration {began_at} of {end}")
         with self._stop_monitor() as stopping:
             with self._profiler:
                 while state.progress.iteration < self._run_length.iterations and stopped is None:
@@ -211,19 +207,19 @@ class TrainLoop:
                 if stopped is not None:
                     stopping.lift_deadline()
             if stopped is None:
-                stopped = self._validate(stopping, will_save=False)
+                stopped = self._evaluate_complete_run(stopping)
                 self._log_stop(stopped)
-            if stopped is None and self._loaders.test is not None:
-                result = self._evaluate(self._loaders.test, "test", stopping, will_save=False)
-                stopped = result if isinstance(result, str) else None
-                self.totals.test_loss = self.totals.test_loss if isinstance(result, str) else result
-                self._log_stop(stopped)
-            if stopped is None:
-                stopped = self._evaluate_tasks(stopping, will_save=False, last=True)
-                self._log_stop(stopped)
-        return TrainingResult(
-            state.progress.iteration, stopped, self._last_validation[1] if self._last_validation else None
-        )
+        loss = self._last_validation[1] if self._last_validation else None
+        return TrainingResult(state.progress.iteration, stopped, loss)
+
+    def _evaluate_complete_run(self, stopping: StopMonitor) -> str | None:
+        stopped = self._validate(stopping, will_save=False)
+        if stopped is None and self._loaders.test is not None:
+            result = self._evaluate(self._loaders.test, "test", stopping, will_save=False)
+            if isinstance(result, str):
+                return result
+            self.totals.test_loss = result
+        return stopped or self._evaluate_tasks(stopping, will_save=False, last=True)
 
     def _next_batches(self) -> list[Batch]:
         progress = self._state.progress
@@ -314,17 +310,12 @@ class TrainLoop:
         if evaluator is None or not evaluator.due(iteration, last=last):
             return None
         with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
-            found = evaluator.evaluate(iteration, watch, last=last)
-        for task, result in found.results.items():
+            evaluation = evaluator.evaluate(iteration, watch, last=last)
+        for task, result in evaluation.results.items():
             self._write_record(task_record(task, result, iteration=iteration))
-        if found.interrupted is not None:
-            self._log_event(f"the task {found.interrupted} was interrupted and reports nothing")
-        return found.stop_reason
-
-    def _write_samples(self, sampler: TextSampler) -> None:
-        with self._not_training("sampling"):
-            samples = sampler.sample()
-        self._write_record(sample_record(samples, iteration=self._state.progress.iteration))
+        if evaluation.interrupted is not None:
+            self._log_event(f"the task {evaluation.interrupted} was interrupted and reports nothing")
+        return evaluation.stop_reason
 
     @contextmanager
     def _not_training(self, activity: Activity) -> Iterator[None]:
@@ -362,11 +353,8 @@ class TrainLoop:
 
     def _poll_async_save(self) -> None:
         """Reports an async save that has finished."""
-        if (
-            self._pending_save_iteration is not None
-            and self._state.checkpoint_manager is not None
-            and not self._state.checkpoint_manager.is_saving
-        ):
+        saver = self._state.checkpoint_manager
+        if self._pending_save_iteration is not None and saver is not None and not saver.is_saving:
             self._finish_save_or_log()
 
     def _finish_save_or_log(self) -> None:
@@ -393,9 +381,9 @@ class TrainLoop:
         )
 
     def _log_event(self, message: str, *, detail: bool = False) -> None:
-        facts = {"detail": True} if detail else {}
-        self._write_record(event_record(message, iteration=self._state.progress.iteration, **facts))
+        fields = {"detail": True} if detail else {}
+        self._write_record(event_record(message, iteration=self._state.progress.iteration, **fields))
 
     def _write_record(self, record: MetricRecord) -> None:
-        for sink in self._sinks:
-            sink.write(record)
+        for writer in self._writers:
+            writer.write(record)

@@ -20,9 +20,8 @@ from petatron.mesh.object_collectives import all_gather_objects
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import DataLoaders, build_loaders
 from petatron.train.loop import TrainLoop
-from petatron.train.report.memory_capacity import check_memory_capacity
-from petatron.train.report.metrics import MetricSink
-from petatron.train.report.out_of_memory import report_out_of_memory
+from petatron.train.report.metrics import MetricWriter
+from petatron.train.report.out_of_memory import check_memory_capacity, report_out_of_memory
 from petatron.train.report.run_header import RunHeader
 from petatron.train.report.task_evaluation import TaskEvaluator, read_eval_tasks
 from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts
@@ -62,11 +61,11 @@ class OpenedRun:
     task_evaluator: TaskEvaluator | None
     header_lines: list[str]
 
-    def build_loop(self, sinks: Sequence[MetricSink], *, started_s: float | None = None) -> TrainLoop:
+    def build_loop(self, writers: Sequence[MetricWriter], *, started_s: float | None = None) -> TrainLoop:
         return TrainLoop(
             self.state,
             self.loaders,
-            sinks,
+            writers,
             self.device,
             started_s=started_s,
             sampler=self.sampler,
@@ -118,30 +117,21 @@ def open_run(start: RunStart, mesh: ParallelMesh) -> OpenedRun:
         headline.append(f"first weights from {pretrained}")
     headline += state.record_data_fingerprint(loaders.train.dataset.fingerprint)
     device = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
-    return OpenedRun(
-        state, loaders, device, _build_sampler(start, state), _build_task_evaluator(start, state), headline
-    )
-
-
-def _build_sampler(start: RunStart, state: TrainState) -> TextSampler | None:
-    if not start.prompts or start.tokenizer is None:
-        return None
-    return TextSampler(state.model, start.tokenizer, start.prompts, state.run.log, seed=state.run.train.seed)
-
-
-def _build_task_evaluator(start: RunStart, state: TrainState) -> TaskEvaluator | None:
-    interval = state.run.train.eval_tasks_interval or state.run.train.eval_interval
-    if not start.eval_tasks or start.tokenizer is None or interval is None:
-        return None
-    return TaskEvaluator(state.model, start.tokenizer, start.eval_tasks, interval=interval)
+    sampler, task_evaluator = None, None
+    interval = run.train.eval_tasks_interval or run.train.eval_interval
+    if start.prompts and tokenizer is not None:
+        sampler = TextSampler(state.model, tokenizer, start.prompts, run.log, seed=run.train.seed)
+    if start.eval_tasks and tokenizer is not None and interval is not None:
+        task_evaluator = TaskEvaluator(state.model, tokenizer, start.eval_tasks, interval=interval)
+    return OpenedRun(state, loaders, device, sampler, task_evaluator, headline)
 
 
 def _check_shared_device(run: RunConfig) -> None:
     """Checks that ranks sharing a GPU on purpose fit into it, and warns that their speed is not representative."""
-    facts, ranks = detect_device(run.train.device), run.launch.ranks_per_device
-    if ranks == 1 or facts.kind != "cuda":
+    device, ranks = detect_device(run.train.device), run.launch.ranks_per_device
+    if ranks == 1 or device.kind != "cuda":
         return
-    problem = shared_device_problem(run, memory_bytes=facts.memory_bytes)
+    problem = shared_device_problem(run, memory_bytes=device.memory_bytes)
     if problem is not None:
         raise ConfigError([problem])
     _log.info("note: %d ranks share each GPU (--ranks-per-device): results are real, speed means nothing", ranks)

@@ -66,16 +66,15 @@ def restore(
     1
     """
     config = config_of(run)
-    own = model if isinstance(model, Model) else None
-    tokenizer = own.saved_companions() if own is not None else None
+    tokenizer = model.saved_companions() if isinstance(model, Model) else None
     state = TrainState.of(config, model, optimizer, tokenizer)
     for component in components:
         state.add(component)
     load = config.checkpoint.load
     if load is not None and not config.checkpoint.finetune and has_weights(load, model.mesh):
         state.load(load)
-    if own is not None:
-        own.unrestored_notice = None
+    if isinstance(model, Model):
+        model.unrestored_notice = None
     return state
 
 
@@ -108,13 +107,13 @@ def save_checkpoint(
     >>> petatron.load_checkpoint(folder, model=model)
     {'note': 'first'}
     """
-    mesh, own = model.mesh, model if isinstance(model, Model) else None
+    mesh, built = model.mesh, model if isinstance(model, Model) else None
     recorded = dict(facts or {})
     position: list[Stateful] = []
     if state is not None:
         recorded, position = {**run_settings(state.run), LOOP_FACTS: recorded}, state.own_components()
-    elif own is not None and own.run is not None and _can_train(own.run):
-        recorded, position = {**run_settings(own.run), LOOP_FACTS: recorded}, _position_after(own.run, step)
+    elif built is not None and built.run is not None and _can_train(built.run):
+        recorded, position = {**run_settings(built.run), LOOP_FACTS: recorded}, _position_after(built.run, step)
     if tokenizer is not None and "config" in recorded:  # the settings of the run say nothing about this one
         recorded["config"] = {**recorded["config"], "tokenizer": asdict(TokenizerConfig())}
     saved = [
@@ -129,12 +128,12 @@ def save_checkpoint(
         step=step,
         model=model,
         facts=recorded,
-        tokenizer=tokenizer if tokenizer is not None or own is None else own.saved_companions(),
+        tokenizer=tokenizer if tokenizer is not None or built is None else built.saved_companions(),
     )
 
 
 def _position_after(run: RunConfig, step: int) -> list[Stateful]:
-    """Returns the state of a run that has trained on so many global batches and skipped none."""
+    """Returns the state of a run that has trained on `step` global batches and skipped none."""
     return [
         ProgressState(TrainProgress.after_steps(run, step)),
         LossScaleState(build_loss_scaler(run.precision)),

@@ -19,7 +19,6 @@ from typing import Literal
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.imports import IMPORT_FLAG
-from petatron.data.tokenizer import Tokenizer
 from petatron.infer.generate import generate
 from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.pretrained.open_settings import read_checkpoint_args
@@ -29,9 +28,9 @@ from petatron.train.build_run import launch
 from petatron.train.evaluation import EvaluatedLosses, InterruptedEvaluation, evaluate
 from petatron.train.loop import TrainLoop
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
-from petatron.train.report.metrics import MetricRecord, MetricSink
+from petatron.train.report.metrics import MetricRecord, MetricWriter
 from petatron.train.report.out_of_memory import report_out_of_memory
-from petatron.train.run_training import close_sinks, log_directory, open_sinks
+from petatron.train.run_training import close_writers, log_directory, open_writers
 from petatron.train.state.run_dirs import lock_save_dir
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
@@ -40,7 +39,7 @@ from petatron.validate import load_config
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> Run:
     """Returns a validated run of a preset, or of a run's config.yaml, and flags; nothing is built yet.
 
-    It is for as many ranks as the launcher started.
+    It is for the ranks that the launcher started.
 
     >>> load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"]).config.model.hidden_size
     128
@@ -99,15 +98,15 @@ class Run:
 
     @cached_property
     def _loop(self) -> TrainLoop:
-        sinks: list[MetricSink] = [_RecordList(self.records)]
+        writers: list[MetricWriter] = [_RecordList(self.records)]
         log = self.config.log
         if log.log_dir or self.config.checkpoint.save or log.tensorboard_dir or log.wandb_project:
-            sinks += open_sinks(self._start, self._opened, log_directory(self.config), console=False)
-        self._close = weakref.finalize(self, close_sinks, sinks)  # also when the process ends
-        return self._opened.build_loop(sinks)
+            writers += open_writers(self._start, self._opened, log_directory(self.config), console=False)
+        self._close = weakref.finalize(self, close_writers, writers)  # also when the process ends
+        return self._opened.build_loop(writers)
 
     def train(self, steps: int | None = None) -> Iterator[MetricRecord]:
-        """Trains so many steps, or to the end of the run, and yields the metrics of each log interval as it ends.
+        """Trains this number of steps, or to the end of the run, and yields the metrics of each log interval as it ends.
 
         The interval is `--log-interval`; what is left when the steps are over is an interval too. Evaluation and saving
         happen where the flags say so. Training stops where the caller stops iterating, and goes on with the next call.
@@ -139,9 +138,9 @@ class Run:
         if loader is None:
             named = f"{split} data" if dataset is None else f"validation set {dataset!r}"
             raise DataError(f"This run has no {named}. Give --eval-iters, and data that has such a split (--split).")
-        found = evaluate(self.state, loader)
-        assert not isinstance(found, InterruptedEvaluation), "nothing can stop it here"
-        return found
+        losses = evaluate(self.state, loader)
+        assert not isinstance(losses, InterruptedEvaluation), "nothing can stop it here"
+        return losses
 
     def generate(
         self,
@@ -154,7 +153,10 @@ class Run:
         seed: int = 0,
     ) -> str:
         """Returns the model's continuation of a text or of token ids, as text."""
-        tokenizer = self._required_tokenizer()
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            rule = "is not set, so this run knows token ids only, no text"
+            raise ConfigError([Problem("--tokenizer-type", "", rule, "Give a tokenizer, or use petatron.generate.")])
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         new_ids = generate(
             self.state.model,
@@ -174,15 +176,9 @@ class Run:
         assert isinstance(model, Model)
         model.save_pretrained(folder, tokenizer=self.tokenizer, overwrite=overwrite)
 
-    def _required_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            rule = "is not set, so this run knows token ids only, no text"
-            raise ConfigError([Problem("--tokenizer-type", "", rule, "Give a tokenizer, or use petatron.generate.")])
-        return self.tokenizer
 
-
-class _RecordList(MetricSink):
-    """A sink that keeps records in memory."""
+class _RecordList(MetricWriter):
+    """A writer that keeps records in memory."""
 
     def __init__(self, records: list[MetricRecord]) -> None:
         self._records = records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,22 +27,22 @@ from petatron.train.build_run import launch
 from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.closing_summary import summary_record
-from petatron.train.report.environment_facts import environment_facts
-from petatron.train.report.metrics import MetricSink, event_record
+from petatron.train.report.metric_writers import build_writers
+from petatron.train.report.metrics import MetricWriter, event_record
 from petatron.train.report.next_commands import next_commands
 from petatron.train.report.out_of_memory import report_out_of_memory
+from petatron.train.report.run_header import environment_versions
 from petatron.train.report.run_history import read_history
-from petatron.train.report.sinks import build_sinks
 from petatron.train.state.run_dirs import lock_save_dir
 
 _log = get_logger(__name__)
 Result = TypeVar("Result")
 
 
-def run_training(loaded: LoadedConfig, *, verbs: Collection[str] = ()) -> TrainingResult:
+def run_training(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> TrainingResult:
     """Trains as configured; every rank calls it. Nothing is computed before files, folders and data are checked.
 
-    `verbs` are those of the command line, which the closing summary may advise.
+    `subcommands` are those of the command line, which the closing summary may advise.
 
     >>> import contextlib, io, tempfile
     >>> from petatron.validate import load_config
@@ -59,7 +59,7 @@ def run_training(loaded: LoadedConfig, *, verbs: Collection[str] = ()) -> Traini
     with lock_save_dir(run.checkpoint.save, rank=read_environment().rank):
         mesh = launch(run)
         with build_watchdog(mesh, timeout_minutes=run.parallel.distributed_timeout_minutes):
-            return _run_loop(start, open_run(start, mesh), verbs)
+            return _run_loop(start, open_run(start, mesh), subcommands)
 
 
 def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
@@ -71,29 +71,44 @@ def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
     return Watchdog(mesh.record, timeout_s=60 * timeout_minutes, device_busy=busy, connect_peers=peers)
 
 
-def _run_loop(start: RunStart, opened: OpenedRun, verbs: Collection[str]) -> TrainingResult:
-    """Opens the sinks, writes the settings next to the metrics, trains, and writes the closing summary."""
+def _run_loop(start: RunStart, opened: OpenedRun, subcommands: Collection[str]) -> TrainingResult:
+    """Opens the writers, writes the settings next to the metrics, trains, and writes the closing summary, however it ends.
+
+    Of a failure the summary is written only to the log, since its own report follows on the console.
+    """
     run, state, directory = opened.state.run, opened.state, log_directory(opened.state.run)
-    sinks = open_sinks(start, opened, directory)
+    writers = open_writers(start, opened, directory)
     try:
-        loop = opened.build_loop(sinks, started_s=start.started_s)
+        loop = opened.build_loop(writers, started_s=start.started_s)
+        write_summary = partial(_write_summary, start, loop, writers, directory, subcommands)
         with report_out_of_memory(run, state.mesh.device, phase=lambda: f"iteration {state.progress.iteration + 1}"):
-            return _run_to_summary(start, loop, sinks, directory, verbs)
+            try:
+                result = loop.run()
+            except BaseException as error:
+                with contextlib.suppress(Exception):  # the original failure is the one to report
+                    if isinstance(error, KeyboardInterrupt):
+                        write_summary("interrupted")
+                    else:
+                        write_summary(f"failed: {type(error).__name__}", detail=True)
+                raise
+        write_summary(result.stop_reason or "complete")
+        return result
     finally:
-        close_sinks(sinks)
+        close_writers(writers)
 
 
-def open_sinks(start: RunStart, opened: OpenedRun, directory: Path, *, console: bool = True) -> list[MetricSink]:
-    """Opens the sinks of a run folder, with the settings beside them, and writes the first records.
+def open_writers(start: RunStart, opened: OpenedRun, directory: Path, *, console: bool = True) -> list[MetricWriter]:
+    """Opens the writers of a run folder, with the settings beside them, and writes the first records.
 
     The first one has the origins of settings and the environment, for whoever reads the run later.
     """
     run, iteration = opened.state.run, opened.state.progress.iteration
-    sinks = build_sinks(
+    settings = asdict(without_private_paths(run))
+    writers = build_writers(
         run.log,
         directory,
         opened.state.mesh.rank,
-        config_values=_config_values(run),
+        config_values={key: value for section in settings.values() for key, value in section.items()},
         on_gpu=opened.device.kind == "cuda",
         resumed_iteration=iteration,
         console=console,
@@ -101,64 +116,45 @@ def open_sinks(start: RunStart, opened: OpenedRun, directory: Path, *, console: 
     try:
         if opened.state.mesh.rank == 0:
             _write_config(directory / CONFIG_FILE, saved_yaml(start.loaded))
-        _write_header(start, sinks, opened, iteration=iteration)
+        _write_header(start, writers, opened, iteration=iteration)
     except BaseException:
-        close_sinks(sinks)
+        close_writers(writers)
         raise
-    return sinks
+    return writers
 
 
-def close_sinks(sinks: Sequence[MetricSink]) -> None:
-    for sink in sinks:
-        sink.close()
+def close_writers(writers: Sequence[MetricWriter]) -> None:
+    for writer in writers:
+        writer.close()
 
 
-def _write_header(start: RunStart, sinks: Sequence[MetricSink], opened: OpenedRun, *, iteration: int) -> None:
+def _write_header(start: RunStart, writers: Sequence[MetricWriter], opened: OpenedRun, *, iteration: int) -> None:
     origins = {path: str(origin) for path, origin in start.loaded.origins.items() if origin.is_explicit}
-    facts: Mapping[str, Any] = {"environment": environment_facts(opened.device), "origins": origins}
     # The console has shown warnings of the data when the data was opened.
     details = [*start.header.details(), *(f"WARNING: {text}" for text in opened.loaders.warnings)]
     records = [event_record(text, iteration=iteration) for text in opened.header_lines]
     records += [event_record(text, iteration=iteration, detail=True) for text in details]
-    records[0] |= facts
-    for sink in sinks:
+    records[0] |= {"environment": environment_versions(opened.device), "origins": origins}
+    for writer in writers:
         for record in records:
-            sink.write(record)
-
-
-def _run_to_summary(
-    start: RunStart, loop: TrainLoop, sinks: Sequence[MetricSink], directory: Path, verbs: Collection[str]
-) -> TrainingResult:
-    """Trains, and writes the summary however it ends; of a failure only to the log, since its own report follows on the console."""
-    write_summary = partial(_write_summary, start, loop, sinks, directory, verbs)
-    try:
-        result = loop.run()
-    except BaseException as error:
-        with contextlib.suppress(Exception):  # the original failure is the one to report
-            if isinstance(error, KeyboardInterrupt):
-                write_summary("interrupted")
-            else:
-                write_summary(f"failed: {type(error).__name__}", detail=True)
-        raise
-    write_summary(result.stop_reason or "complete")
-    return result
+            writer.write(record)
 
 
 def _write_summary(
     start: RunStart,
     loop: TrainLoop,
-    sinks: Sequence[MetricSink],
+    writers: Sequence[MetricWriter],
     directory: Path,
-    verbs: Collection[str],
+    subcommands: Collection[str],
     outcome: str,
-    **facts: Any,
+    **fields: Any,
 ) -> None:
-    if not sinks:
+    if not writers:
         return
     run, totals, environment = start.loaded.config, loop.totals, read_environment()
     commands = next_commands(
         run,
-        verbs=verbs,
+        subcommands=subcommands,
         log_dir=directory,
         train_iters=loop.train_iters,
         complete=totals.iteration >= loop.train_iters,
@@ -176,8 +172,8 @@ def _write_summary(
         earlier_validations=earlier.valid,
         next_commands=commands,
     )
-    for sink in sinks:
-        sink.write({**record, **facts})
+    for writer in writers:
+        writer.write({**record, **fields})
 
 
 def _write_config(path: Path, config_yaml: str) -> None:
@@ -194,7 +190,3 @@ def log_directory(run: RunConfig) -> Path:
     """Returns the folder of metrics and the resolved config."""
     chosen = run.log.log_dir or run.checkpoint.save
     return Path(chosen) if chosen else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-
-
-def _config_values(run: RunConfig) -> Mapping[str, Any]:
-    return {key: value for section in asdict(without_private_paths(run)).values() for key, value in section.items()}

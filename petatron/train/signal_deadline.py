@@ -31,7 +31,7 @@ from petatron.mesh.launch.received_signals import is_repeated_sigterm
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OTHER_RANKS_DELAY_S = 1.0
 """Rank 0 speaks for the run, and would fail in communication if its peers ended first."""
-_LAST_WORDS_S = 2.0
+_REPORT_S = 2.0
 _SAVE_POLL_S = 0.1
 _log = get_logger(__name__)
 
@@ -80,9 +80,9 @@ class SignalThread:
     def end(self, reason: str) -> None:
         """Reports on rank 0, and ends the process; a report that blocks (a full pipe, a lock of the main thread) is left behind."""
         if self._rank == 0:
-            words = threading.Thread(target=self._report, args=(reason,), daemon=True)
-            words.start()
-            words.join(_LAST_WORDS_S)
+            reporting = threading.Thread(target=self._report, args=(reason,), daemon=True)
+            reporting.start()
+            reporting.join(_REPORT_S)
         self._exit_process(128 + signal.SIGTERM, f"rank {self._rank}: {reason}")
 
     def _report(self, reason: str) -> None:
@@ -111,14 +111,12 @@ class SignalThread:
                 if number in SIGNALS and number not in told:
                     told.add(number)
                     self._on_signal(number)
-                if number == signal.SIGTERM:
-                    self._note_sigterm()
-
-    def _note_sigterm(self) -> None:
-        if self._sigterm_s is None:
-            self._sigterm_s = time.monotonic()
-        elif is_repeated_sigterm(self._sigterm_s):
-            self.end("received SIGTERM a second time")
+                if number != signal.SIGTERM:
+                    continue
+                if self._sigterm_s is None:
+                    self._sigterm_s = time.monotonic()
+                elif is_repeated_sigterm(self._sigterm_s):
+                    self.end("received SIGTERM a second time")
 
     def _end_unless_saving(self) -> None:
         if not self._is_saving():

@@ -104,7 +104,7 @@ class StopMonitor:
     def stop_reason(self, iteration: int) -> str | None:
         """Returns why to stop after this iteration, or None; every rank must call it."""
         interval = self._config.exit_interval
-        early = self._describe_stop(self._all_reduce_requests(0)[:2])
+        early, _ = self._poll(0)
         if early is None and interval and iteration % interval == 0:
             return f"--exit-interval {interval}"
         return early
@@ -120,30 +120,21 @@ class StopMonitor:
             self._stop_point, self._will_save = before
 
     def _poll(self, elapsed_ms: int) -> tuple[str | None, int]:
-        number, late, slowest_ms = self._all_reduce_requests(elapsed_ms)
-        return self._describe_stop((number, late)), slowest_ms
-
-    def _describe_stop(self, reduced: tuple[int, int]) -> str | None:
-        number, late = reduced
-        if number:
-            return f"received {signal.Signals(number).name}"
-        return f"--exit-duration-in-mins {self._config.exit_duration_in_mins:g} is over" if late else None
-
-    def _all_reduce_requests(self, elapsed_ms: int) -> tuple[int, int, int]:
-        """Returns the all-reduced requests of the previous call, and starts the all-reduce of the current ones."""
+        """Returns why to stop, by the all-reduced requests of the previous call, and the slowest rank's time; starts those of this one."""
         left_s = time_limit_left_s(self._config, self._started_s)
         overtime = left_s is not None and left_s < 0
         wishes = torch.tensor([self._received_signal, int(overtime), elapsed_ms])
-        agreed = torch.zeros_like(wishes)
-        if self._control.size == 1:
-            agreed = wishes
-        else:
+        agreed = wishes if self._control.size == 1 else torch.zeros_like(wishes)
+        if self._control.size > 1:
             if self._pending_all_reduce is not None:
                 agreed, handle = self._pending_all_reduce
                 handle.wait()
             self._pending_all_reduce = wishes, collectives.start_all_reduce(wishes, self._control, op="max")
         number, late, slowest_ms = agreed.tolist()
-        return number, late, slowest_ms
+        if number:
+            return f"received {signal.Signals(number).name}", slowest_ms
+        limit = f"--exit-duration-in-mins {self._config.exit_duration_in_mins:g} is over" if late else None
+        return limit, slowest_ms
 
 
 class EvaluationStopCheck:

@@ -1,4 +1,4 @@
-"""One optimizer step."""
+"""One optimizer step, and the timeline of the one that is measured."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from petatron.base.errors import DataError
+from petatron.base.log import get_logger
+from petatron.mesh.object_collectives import gather_objects_to_first
 from petatron.models.batch import Batch
 from petatron.models.objective import names_losses
 from petatron.optim.loss_scaler import DynamicLossScaler
-from petatron.schedule.actions import TimedAction
+from petatron.parallel.parallel_model import ParallelModel
+from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
+from petatron.schedule.measured_timeline import timed_action_from_json, timed_action_to_json, write_measured
 from petatron.train.report.metrics import StepMetrics
-from petatron.train.report.timeline import write_timeline
 from petatron.train.state.train_state import TrainState
+
+_log = get_logger(__name__)
 
 
 def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
@@ -51,4 +57,21 @@ def _timeline_writer(state: TrainState) -> Callable[[list[TimedAction]], None] |
     log, next_iteration = state.run.log, state.progress.iteration + 1
     if log.pipeline_timeline is None or next_iteration != log.pipeline_timeline_step:
         return None
-    return partial(write_timeline, Path(log.pipeline_timeline), state.model)
+    return partial(_write_timeline, Path(log.pipeline_timeline), state.model)
+
+
+def _write_timeline(path: Path, model: ParallelModel, timed_actions: Sequence[TimedAction]) -> None:
+    """Writes the actions of every rank of the pipeline of rank 0, as one file; every rank calls it."""
+    computed = [timed_action_to_json(t) for t in timed_actions if t.action.kind in COMPUTE_KINDS]
+    gathered = gather_objects_to_first(computed, model.mesh.control)
+    if gathered is None:
+        return
+    ranks = [[timed_action_from_json(record) for record in gathered[rank]] for rank in model.mesh.pp.ranks]
+    start = min(t.start for rank in ranks for t in rank)
+    from_zero = [[TimedAction(t.action, t.start - start, t.end - start) for t in rank] for rank in ranks]
+    try:
+        write_measured(path, model.plan.name, from_zero)
+    except DataError as error:  # a picture is no reason to lose a run
+        _log.warning("no timeline: %s", error)
+    else:
+        _log.info("wrote the measured timeline of one step to %s", path)

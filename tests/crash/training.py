@@ -31,7 +31,7 @@ TINY = (
 
 @dataclass(slots=True)
 class Events:
-    """A sink that keeps the messages of a run."""
+    """A writer that keeps the messages of a run."""
 
     messages: list[str]
 

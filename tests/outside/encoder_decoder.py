@@ -26,7 +26,7 @@ from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec, SequenceSharding
+from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.layers.vocabulary.embedding import TokenEmbedding
@@ -46,14 +46,11 @@ ENCODED, SOURCE, TARGET = "encoded", "source", "target"
 class CrossAttentionSpec(BranchSpec):
     name = "cross_attention"
     region = "cross_attention"
+    sequence_sharding = "zigzag"
 
     hidden_size: int
     num_heads: int
     std: float
-
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "zigzag"
 
     def build(self, layer_index: int) -> CrossAttention:
         return CrossAttention(self)

@@ -23,8 +23,8 @@ from petatron.optim.state_storage import DiskStorage
 from petatron.pretrained.convert_model import ConversionOptions, convert
 from petatron.pretrained.open_weights import open_model_source
 from petatron.quickstart.stages import STAGES_FILE, Workspace
+from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.report.profiler import StepProfiler
-from petatron.train.report.sinks import JsonlSink
 from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import lock_save_dir
 from petatron.verify.matrix_run import record_failure
@@ -200,7 +200,7 @@ def _data(folder: Path) -> None:
 
 
 def _others(folder: Path) -> None:
-    JsonlSink(folder / "deep" / "metrics.jsonl").close()
+    JsonlWriter(folder / "deep" / "metrics.jsonl").close()
     write_error_file(str(folder / "error.json"), message="m", text="t", echo=False)
     with lock_save_dir(str(folder), rank=0):
         pass

@@ -20,7 +20,7 @@ from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
-from petatron.train.report.sinks import JsonlSink
+from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
 from petatron.validate import load_config
@@ -206,7 +206,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path):
     with lock_save_dir(str(folder), rank=0):
         for step in (10, 20, 20):
             save(folder, step, keep=1)
-    JsonlSink(folder / "metrics.jsonl").close()
+    JsonlWriter(folder / "metrics.jsonl").close()
     assert verify_checkpoint(folder / "step-00000020").findings == () and folder.is_symlink()
     found = sorted(path.name for path in (tmp_path / "scratch" / "mine").iterdir())
     assert found == [".lock", "latest", "metrics.jsonl", "step-00000020"]
@@ -253,7 +253,7 @@ def test_what_is_no_file_is_no_lock_and_no_log(tmp_path: Path, make: Callable[[P
     with pytest.raises(CheckpointError, match=r"\.lock .*Remove it"), lock_save_dir(str(tmp_path), rank=0):
         pass
     with pytest.raises(TrainError, match=r"metrics\.jsonl.*--log-dir"):
-        JsonlSink(tmp_path / "metrics.jsonl")
+        JsonlWriter(tmp_path / "metrics.jsonl")
 
 
 def test_a_lock_keeps_its_content(tmp_path: Path):

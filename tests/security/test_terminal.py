@@ -30,9 +30,9 @@ from petatron.cli.data import _progress_display
 from petatron.cli.main import main
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.launch.local_launcher import run_ranks
-from petatron.train.report.console import LiveSink, build_console_sink
+from petatron.train.report.console import LiveWriter, build_console_writer
+from petatron.train.report.metric_writers import WandbWriter
 from petatron.train.report.metrics import event_record
-from petatron.train.report.sinks import WandbSink
 from tests.unit.checkpoint.megatron.megatron_files import Case, write_legacy
 
 ROOT = Path(__file__).parent.parent.parent
@@ -308,12 +308,12 @@ def test_the_live_view_is_drawn_and_foreign_words_in_it_are_not(monkeypatch: pyt
     with escaped_output():
         before = sys.stdout, sys.stderr
         configure_logging()
-        sink = build_console_sink("auto")
-        assert isinstance(sink, LiveSink)
-        sink.write(event_record(f"saved {EVIL}", iteration=1))
+        writer = build_console_writer("auto")
+        assert isinstance(writer, LiveWriter)
+        writer.write(event_record(f"saved {EVIL}", iteration=1))
         get_logger("test").warning("logged %s", EVIL)
         print(f"printed {EVIL}")
-        sink.close()
+        writer.close()
         assert (sys.stdout, sys.stderr) == before
         get_logger("test").warning("later")
     drawn = terminal.getvalue()
@@ -333,7 +333,7 @@ def test_a_library_that_draws_by_itself_is_let_through(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=draw))
     with escaped_output():
-        WandbSink("p", name=None, directory=tmp_path).close()
+        WandbWriter("p", name=None, directory=tmp_path).close()
         print("\x1b", end="", file=sys.stderr)
     assert terminal.getvalue() == "\x1b[34mwandb\x1b[0m" * 2 + r"\u001b"
 
@@ -363,7 +363,7 @@ def test_only_who_draws_goes_around_the_door() -> None:
         "serve/isolation/limited_jobs.py",  # its standard output is a pipe to the server
         "mesh/launch/local_launcher.py",
         "train/report/console.py",
-        "train/report/sinks.py",
+        "train/report/metric_writers.py",
         "base/terminal_escape.py",
     }
     behind = re.compile(r"\b(unescaped|drawn_output|__stdout__|__stderr__)\b|std(out|err)\.buffer|os\.write\([12],")

@@ -106,7 +106,7 @@ _FUSED = "kernels are not chosen by flags; results are the same"
 _ATTENTION = "attention always uses the fastest kernel the device offers"
 _MODEL = "there is one model implementation"
 _TRANSFERS = "transfers between pipeline stages always overlap with computing"
-_SINKS = "every logged value goes to every sink"
+_EVERY_WRITER = "every logged value goes to every writer"
 
 NO_OP_FLAGS: Mapping[str, NoOpFlag] = {
     "--use-mcore-models": NoOpFlag(_MODEL),
@@ -151,9 +151,9 @@ NO_OP_FLAGS: Mapping[str, NoOpFlag] = {
     "--use-precision-aware-optimizer": NoOpFlag("formats of optimizer state need no other optimizer"),
     "--overlap-cpu-optimizer-d2h-h2d": NoOpFlag("copies in both directions and updates always overlap"),
     "--cpu-optimizer-type": NoOpFlag("the optimizer is the one named by --optimizer", takes_value=True),
-    "--log-loss-scale-to-tensorboard": NoOpFlag(_SINKS),
-    "--log-validation-ppl-to-tensorboard": NoOpFlag(_SINKS),
-    "--log-learning-rate-to-tensorboard": NoOpFlag(_SINKS),
+    "--log-loss-scale-to-tensorboard": NoOpFlag(_EVERY_WRITER),
+    "--log-validation-ppl-to-tensorboard": NoOpFlag(_EVERY_WRITER),
+    "--log-learning-rate-to-tensorboard": NoOpFlag(_EVERY_WRITER),
     "--use-pytorch-profiler": NoOpFlag("--profile always uses PyTorch's profiler"),
     "--local-rank": NoOpFlag("the rank is read from the launcher's environment", takes_value=True),
 }

@@ -23,7 +23,7 @@ from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGr
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
 from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.mlp import Activation
-from petatron.layers.ops.linear_op import GemmOp, WeightGradSink
+from petatron.layers.ops.linear_op import GemmOp, WeightGradTarget
 from petatron.layers.ops.recompute_output import (
     MaybeTensors,
     RecomputableOutput,
@@ -34,12 +34,12 @@ from petatron.layers.ops.recompute_output import (
 
 
 class GroupedLinear(nn.Module):
-    """x W^T + b with a W and b per expert; `grouped_gemm`, `kernels` and `weight_grad_sink` are slots.
+    """x W^T + b with a W and b per expert; `grouped_gemm`, `kernels` and `weight_grad_target` are slots.
 
     `bias_scale` multiplies the bias: 0 on all but one of the ranks whose partial outputs are summed.
     """
 
-    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_sink": "weight-gradient sink"}
+    tensor_slots: Mapping[str, TensorSlot] = {"weight_grad_target": "weight-gradient target"}
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class GroupedLinear(nn.Module):
         self.bias_scale = 1.0
         self.grouped_gemm: Callable[[ExpertCounts, WriteGrad], Gemm] = GroupedGemm
         self.kernels: MoEKernels = REFERENCE
-        self.weight_grad_sink: WeightGradSink | None = None
+        self.weight_grad_target: WeightGradTarget | None = None
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "expert permutation"}
 
     def forward(self, x_RD: Tensor | RecomputableOutput, counts: ExpertCounts) -> Tensor:
         gemm = self.grouped_gemm(counts, self.kernels.write_grad)
-        y_RO = GemmOp(gemm, self.weight_grad_sink)(as_recomputable(x_RD), self.weight)
+        y_RO = GemmOp(gemm, self.weight_grad_target)(as_recomputable(x_RD), self.weight)
         if self.bias is None:
             return y_RO
         bias = self.bias if self.bias_scale == 1.0 else self.bias * self.bias_scale
@@ -63,8 +63,8 @@ class GroupedLinear(nn.Module):
             return (y_RO.unflatten(0, (-1, counts)) + bias[:, None]).flatten(0, 1)
         rows = y_RO.shape[0]
         # Rows of no expert (padding) get a zero bias of their own: their gradients may be anything.
-        each = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
-        return y_RO + F.pad(bias, (0, 0, 0, 1)).repeat_interleave(each, dim=0, output_size=rows)
+        sizes = torch.cat([counts, rows - counts.sum(0, keepdim=True)])
+        return y_RO + F.pad(bias, (0, 0, 0, 1)).repeat_interleave(sizes, dim=0, output_size=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,6 @@ class RoutedExperts(nn.Module):
         inner = self.get_submodule(self.first_linear_name)(x_RD, counts)
         if weight_R is None:
             return self.down(self.act(inner), counts)
-        (value,), handle = apply_recomputable(
-            _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.variant), inner, weight_R
-        )
+        activation = _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.variant)
+        (value,), handle = apply_recomputable(activation, inner, weight_R)
         return self.down(RecomputableOutput(value, handle), counts)

@@ -67,11 +67,8 @@ def load_balancing_loss(
         sums_GE, counts_GE = sums_GE.sum(0, keepdim=True), counts_BE.sum(0, keepdim=True)
     groups = counts_GE.shape[0]
     counted = stage_group if kind == "global_aux_loss" else sequence_group
-    share_GE = (
-        counted.all_reduce(counts_GE.clone()).to(scores_SBE.dtype)
-        * groups
-        / (tokens * counted.num_ranks * moe.moe_router_topk)
-    )
+    total_GE = counted.all_reduce(counts_GE.clone()).to(scores_SBE.dtype)
+    share_GE = total_GE * groups / (tokens * counted.num_ranks * moe.moe_router_topk)
     mean_GE = sums_GE * groups / (tokens * sequence_group.num_ranks)
     return moe.moe_aux_loss_coeff * experts * (share_GE * mean_GE).sum() / groups
 

@@ -75,7 +75,7 @@ class MoESpec(ChannelMixerSpec):
         return self.latent_size or self.hidden_size
 
     @property
-    def decode_is_capturable(self) -> bool:
+    def decode_is_capturable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether grouped GEMMs run all experts, and no choice is dropped: the host need not know how many rows an expert has."""
         routing = self.routing
         supported = grouped_gemm_supports(self.expert_hidden_size, self.width)

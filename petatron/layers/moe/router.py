@@ -65,13 +65,8 @@ class Routing:
     def permutation(self) -> Permutation:
         """Returns the choices sorted by expert. Where some may be dropped, only a capacity avoids reading their number from the device."""
         max_rows = None if self.capacity is None else self.num_experts * self.capacity
-        return build_permutation(
-            self.experts_TK,
-            self.num_experts,
-            may_drop=self.may_drop,
-            capacity=self.capacity if self.pad_to_capacity else None,
-            max_rows=max_rows,
-        )
+        sizes = {"capacity": self.capacity if self.pad_to_capacity else None, "max_rows": max_rows}
+        return build_permutation(self.experts_TK, self.num_experts, may_drop=self.may_drop, **sizes)
 
 
 class Router(nn.Module):
@@ -114,12 +109,12 @@ class Router(nn.Module):
         loss = None
         if with_loss:
             scores_SBE = from_rows(scores_TE, x_SBD, batch_first=batch_first)
-            balance = load_balancing_loss(
-                moe, scores_SBE, counts_BE, sequence_group=self.sequence_group, stage_group=self.stage_group
+            group = self.sequence_group
+            losses = (
+                load_balancing_loss(moe, scores_SBE, counts_BE, sequence_group=group, stage_group=self.stage_group),
+                z_loss(moe, z_T, sequence_group=group),
             )
-            parts = [
-                part for part in (balance, z_loss(moe, z_T, sequence_group=self.sequence_group)) if part is not None
-            ]
+            parts = [part for part in losses if part is not None]
             loss = torch.stack(parts).sum() if parts else None
         statistics = router_statistics(
             scores_TE,
@@ -184,8 +179,8 @@ class Router(nn.Module):
         if moe.moe_router_num_groups is not None and moe.moe_router_group_topk is not None:
             groups_TGE = ranking_TE.unflatten(-1, (moe.moe_router_num_groups, -1))
             # By default the sum of the experts it would contribute if choices were spread evenly over the top groups.
-            each = moe.moe_router_group_score_topk or max(1, k // moe.moe_router_group_topk)
-            best = groups_TGE.topk(each, dim=-1).values.sum(-1).topk(moe.moe_router_group_topk, dim=-1).indices
+            count = moe.moe_router_group_score_topk or max(1, k // moe.moe_router_group_topk)
+            best = groups_TGE.topk(count, dim=-1).values.sum(-1).topk(moe.moe_router_group_topk, dim=-1).indices
             selected_TG = torch.zeros_like(groups_TGE[..., 0], dtype=torch.bool).scatter_(1, best, True)
             ranking_TE = groups_TGE.masked_fill(~selected_TG[..., None], float("-inf")).flatten(1)
         return ranking_TE.topk(k, dim=-1).indices

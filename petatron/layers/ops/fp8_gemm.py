@@ -41,25 +41,12 @@ from torch import Tensor
 
 from petatron.base.log import get_logger
 from petatron.config.schema.parallel import PrecisionConfig
-from petatron.kernels.fp8.cast_and_gemm import (
-    E4M3,
-    E5M2,
-    Fp8Kernels,
-    Fp8Matrix,
-    Fp8Operand,
-    Orientation,
-)
+from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation
 from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.limits import FP8_SIZE_MULTIPLE, SCALINGS, Scaling, fp8_size_multiple
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
 from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling, Quantizer, StatelessScaling
-from petatron.layers.ops.fp8_weight import (
-    Fp8WeightCache,
-    StatelessWeightCast,
-    TensorwiseWeightCast,
-    WeightCast,
-    cast_with_known_scale,
-)
+from petatron.layers.ops.fp8_weight import Fp8WeightCache, cast_with_known_scale
 
 _log = get_logger(__name__)
 
@@ -110,10 +97,11 @@ class Fp8Recipe:
             return CurrentTensorwiseScaling(kernels, dtype)
         return StatelessScaling(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_1x128, dtype)
 
-    def weight_cast(self, kernels: Fp8Kernels) -> WeightCast:
+    def weight_cache(self, kernels: Fp8Kernels, *, keep: bool) -> Fp8WeightCache:
         if self.scaling == "tensorwise":
-            return TensorwiseWeightCast(CurrentTensorwiseScaling(kernels, E4M3), kernels)
-        return StatelessWeightCast(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_128x128)
+            return Fp8WeightCache(CurrentTensorwiseScaling(kernels, E4M3), keep=keep, tensorwise_kernels=kernels)
+        cast = kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_128x128
+        return Fp8WeightCache(StatelessScaling(cast, E4M3), keep=keep)
 
     def param_gather_scaling(self, shape: torch.Size) -> Scaling | None:
         """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantized."""
@@ -124,32 +112,25 @@ class Fp8Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Fp8WeightGrad:
-    """dw = g8 transposed . x8 transposed."""
+    """dw = g8 transposed . x8 transposed; `x` is the quantized input, or the cast of an input that is available in backward."""
 
     grad: Fp8Operand
-    x: Fp8Operand
+    x: Fp8Operand | Callable[[Tensor], Fp8Operand]
     kernels: Fp8Kernels
-    needs_input: bool = False
+
+    @property
+    def needs_input(self) -> bool:
+        return not isinstance(self.x, Fp8Operand)
 
     def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
+        x = self.x
+        if not isinstance(x, Fp8Operand):
+            assert x_RD is not None
+            x = x(x_RD)
         if accumulate:
-            out.add_(self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False))
+            out.add_(self.kernels.gemm(self.grad, x, dtype=out.dtype, fast=False))
         else:
-            self.kernels.gemm(self.grad, self.x, dtype=out.dtype, fast=False, out=out)
-
-
-@dataclass(frozen=True, slots=True)
-class _RequantizedInputWeightGrad:
-    """dw = g8 transposed . cast(x) transposed."""
-
-    grad: Fp8Operand
-    cast: Callable[[Tensor], Fp8Operand]
-    kernels: Fp8Kernels
-    needs_input: bool = True
-
-    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
-        assert x_RD is not None
-        Fp8WeightGrad(self.grad, self.cast(x_RD), self.kernels).write(None, out, accumulate)
+            self.kernels.gemm(self.grad, x, dtype=out.dtype, fast=False, out=out)
 
 
 class Fp8Gemm:
@@ -167,57 +148,50 @@ class Fp8Gemm:
         self._recipe, self._kernels, self._fallback, self._report = recipe, kernels, fallback, report
         self._input_quantizer = recipe.quantizer(kernels, E4M3)
         self._grad_quantizer = recipe.quantizer(kernels, recipe.grad_dtype)
-        self._weight_cache = Fp8WeightCache(recipe.weight_cast(kernels), keep=cache_weights)
+        self._weight_cache = recipe.weight_cache(kernels, keep=cache_weights)
 
-    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        if not self.supports(x_RD.shape[0], weight):
+    def forward(self, x_RD: Tensor, weight: Tensor, *, requantizes: bool = False) -> tuple[Tensor, Tensors]:
+        """Multiplies, and saves the quantized input. If it `requantizes`, only the scale of a second cast, if it needs one."""
+        if not self._supports(x_RD.shape[0], weight):
             self._report(fallback_message(x_RD.shape[0], weight.shape, self._recipe.size_multiple))
             return self._fallback.forward(x_RD, weight)
-        x = self._input_quantizer(x_RD)
+        x = self._input_quantizer(x_RD, orientation="rows" if requantizes else "both")
         w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
         y = self._kernels.gemm(x.rows, w.rows, dtype=x_RD.dtype, fast=True)
+        if requantizes:
+            return y, (x.rows.scale,) if x.rows.scaling == "tensorwise" else ()
         return y, (x.columns.values, x.columns.scale)
 
-    def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
-        if not saved:
+    def backward(
+        self, grad_RO: Tensor, weight: Tensor, saved: Tensors, *, requantizes: bool = False
+    ) -> tuple[Tensor, WeightGrad]:
+        if not self._supports(grad_RO.shape[0], weight):
             return self._fallback.backward(grad_RO, weight, saved)
-        values, scale = saved
-        x_grad, grad = self._input_grad(grad_RO, weight)
-        return x_grad, Fp8WeightGrad(grad, Fp8Operand(values, scale, self._recipe.scaling), self._kernels)
-
-    def _input_grad(self, grad_RO: Tensor, weight: Tensor) -> tuple[Tensor, Fp8Operand]:
-        """Returns the gradient of the input, and the quantized gradient of the output as the weight gradient reads it."""
         grad = self._grad_quantizer(grad_RO)
         w = self._weight_cache.get(weight, "columns", num_rows=grad_RO.shape[0])
-        return self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False), grad.columns
+        x_grad = self._kernels.gemm(grad.rows, w.columns, dtype=grad_RO.dtype, fast=False)
+        if requantizes:
+            x = partial(self._requantize_input, saved=saved)
+        else:
+            x = Fp8Operand(saved[0], saved[1], self._recipe.scaling)
+        return x_grad, Fp8WeightGrad(grad.columns, x, self._kernels)
 
     def requantizing(self) -> Gemm:
         """Returns the same GEMMs for an input that is available in backward: they save none of it, and cast it again."""
         return _RequantizingGemm(self)
 
-    def forward_without_saving_input(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        """Multiplies; saves the scale that a second cast of the input needs, if it needs one."""
-        x = self._input_quantizer(x_RD, orientation="rows").rows
-        w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
-        y = self._kernels.gemm(x, w.rows, dtype=x_RD.dtype, fast=True)
-        return y, (x.scale,) if x.scaling == "tensorwise" else ()
-
-    def requantize_input(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
+    def _requantize_input(self, x_RD: Tensor, saved: Tensors) -> Fp8Operand:
         """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
         if not saved:
             return self._input_quantizer(x_RD, orientation="columns").columns
         return cast_with_known_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
 
-    def backward_requantizing_input(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
-        x_grad, grad = self._input_grad(grad_RO, weight)
-        return x_grad, _RequantizedInputWeightGrad(grad, partial(self.requantize_input, saved=saved), self._kernels)
-
-    def supports(self, num_rows: int, weight: Tensor) -> bool:
-        """Whether a GEMM with so many rows can run in FP8."""
+    def _supports(self, num_rows: int, weight: Tensor) -> bool:
+        """Whether a GEMM with this number of rows can run in FP8."""
         return sizes_fit((num_rows, *weight.shape), self._recipe.size_multiple)
 
     def new_step(self, micro_batches: int) -> None:
-        """Drops the cached weight and advances the amax histories; the weight will be used in so many micro-batches."""
+        """Drops the cached weight and advances the amax histories; `micro_batches` is how many will use the weight."""
         self._input_quantizer.new_step()
         self._grad_quantizer.new_step()
         self._weight_cache.new_step(micro_batches)
@@ -249,14 +223,10 @@ class _RequantizingGemm:
     gemm: Fp8Gemm
 
     def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        if not self.gemm.supports(x_RD.shape[0], weight):
-            return self.gemm.forward(x_RD, weight)
-        return self.gemm.forward_without_saving_input(x_RD, weight)
+        return self.gemm.forward(x_RD, weight, requantizes=True)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
-        if not self.gemm.supports(grad_RO.shape[0], weight):
-            return self.gemm.backward(grad_RO, weight, saved)
-        return self.gemm.backward_requantizing_input(grad_RO, weight, saved)
+        return self.gemm.backward(grad_RO, weight, saved, requantizes=True)
 
 
 def fp8_gemm_factory(
@@ -277,7 +247,7 @@ class Fp8ExpertGemms:
 
     def __init__(self, kernels: Fp8Kernels, *, cache_weights: bool = True) -> None:
         self._kernels = kernels
-        self._weight_cache = Fp8WeightCache(StatelessWeightCast(self._cast_weight), keep=cache_weights)
+        self._weight_cache = Fp8WeightCache(StatelessScaling(self._cast_weight, E4M3), keep=cache_weights)
 
     def __call__(self, counts: ExpertCounts, write_grad: WriteGrad = write_grad) -> Gemm:
         """Returns the grouped GEMM for rows sorted by expert, with their counts."""

@@ -79,10 +79,10 @@ class DelayedScaling:
         if self._scale is not None:
             return kernels.cast_with_scale(x_RC, self._dtype, scale=self._scale, amax=amax, orientation=orientation)
         # Its own amax, not that of all micro-batches so far: one that is recomputed after others is cast to the same bits.
-        own = new_amax(x_RC)
-        kernels.update_amax(x_RC, own)
-        torch.maximum(amax, own, out=amax)
-        return kernels.cast_tensor(x_RC, self._dtype, amax=own, orientation=orientation)
+        current = new_amax(x_RC)
+        kernels.update_amax(x_RC, current)
+        torch.maximum(amax, current, out=amax)
+        return kernels.cast_tensor(x_RC, self._dtype, amax=current, orientation=orientation)
 
     def _current_amax(self, device: torch.device) -> Tensor:
         """Returns the history entry of this step's amax."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,21 +14,12 @@ from petatron.layers.forward_context import RopeCosSin
 
 
 class LatentHeadKernels(Protocol):
-    """The interface of `kernels/attention/latent_heads.py` and its faster implementations."""
+    """See `kernels/attention/latent_heads.py`."""
 
-    def interleaved_rope(self, x_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0) -> Tensor: ...
-
-    def interleaved_rope_backward(
-        self, grad_SBHE: Tensor, cos: Tensor, sin: Tensor, *, scale: float = 1.0
-    ) -> Tensor: ...
-
-    def join_rope_key(
-        self, kv_SBHM: Tensor, rotary_SBR: Tensor, cos: Tensor, sin: Tensor, *, nope_dim: int
-    ) -> TensorPair: ...
-
-    def join_rope_key_backward(
-        self, grad_k_SBHE: Tensor, grad_v_SBHV: Tensor, cos: Tensor, sin: Tensor
-    ) -> TensorPair: ...
+    interleaved_rope: Callable[..., Tensor]
+    interleaved_rope_backward: Callable[..., Tensor]
+    join_rope_key: Callable[..., TensorPair]
+    join_rope_key_backward: Callable[..., TensorPair]
 
 
 class _InterleavedRope(AutogradOp):

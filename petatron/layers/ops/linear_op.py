@@ -3,7 +3,7 @@
 Autograd would produce a weight's gradient in the weight's precision, and a second pass would add it to the wider buffer that
 sums a step's micro-batches. Here the weight-gradient GEMM writes or adds to that buffer itself. The GEMM is a `Gemm` (plain
 here, FP8 in `fp8_gemm.py`, experts in `kernels/moe/grouped_gemm.py`); `recompute_output.py` recomputes its input in backward; the
-gradient sink is a slot. Without a sink autograd gets the gradients.
+weight-gradient target is a slot. Without a target autograd gets the gradients.
 
 A GEMM may have an `InputComm`: its input is all-gathered along the sequence, or is the same on all ranks. Then backward
 recomputes only the rank's shard of the input and gathers it again. The gradient of that shard is needed at once by the layer
@@ -14,7 +14,7 @@ before, the weight's is not; so with m the function that computes the input, com
 
 If the weight's gradient waited for the backward of m, as it does without input communication, both would be exposed, one before
 and one after m. Recomputing the shard by itself costs one more read of m's inputs: where a rank has 1 / ranks of the rows, 1 to
-3 % of the time of one of the GEMMs. A sink that defers weight gradients (zero-bubble schedules) changes that: then the shard is
+3 % of the time of one of the GEMMs. A target that defers weight gradients (zero-bubble schedules) changes that: then the shard is
 recomputed within the backward of m, is held with g, and is gathered while the preceding weight gradient is computed.
 
 The forward pass of a GEMM is a `GemmForward`. `GatherThenGemm` gathers the whole input, then multiplies it. Tensor parallelism
@@ -51,7 +51,7 @@ PendingTensor = Callable[[], Tensor]
 """Waits for pending communication and returns its result."""
 
 
-class WeightGradSink(Protocol):
+class WeightGradTarget(Protocol):
     """Receives weight gradients: accumulates them into `main_grad`, or queues them."""
 
     @property
@@ -64,7 +64,7 @@ class WeightGradSink(Protocol):
     ) -> None:
         """Calls `write` with the weight's gradient buffer, at once (always if `now`) or later.
 
-        `start_comm` starts communication that `write` waits for; the sink may call it before `write`, or not at all.
+        `start_comm` starts communication that `write` waits for; the target may call it before `write`, or not at all.
         """
         ...
 
@@ -143,13 +143,13 @@ LOCAL_GEMM = GatherThenGemm()
 
 @dataclass(frozen=True, slots=True)
 class GemmOp:
-    """A GEMM as an autograd op; `weight_grad_sink` None leaves weight gradients to autograd.
+    """A GEMM as an autograd op; `weight_grad_target` None leaves weight gradients to autograd.
 
     requantizing_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
     """
 
     gemm: Gemm = PLAIN_GEMM
-    weight_grad_sink: WeightGradSink | None = None
+    weight_grad_target: WeightGradTarget | None = None
     requantizing_gemm: Gemm | None = None
 
     def __call__(
@@ -162,7 +162,9 @@ class GemmOp:
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
         if isinstance(x, DeferredOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
-            return self._apply_with_function(x, weight)
+            *others, y = _FusedFunctionGemm.apply((x.function, weight, self.gemm, self.weight_grad_target), *x.inputs)
+            x.mark_applied(tuple(others))
+            return y
         if gemm_forward is None:
             gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
         value, handle = x.value, x.handle
@@ -171,11 +173,13 @@ class GemmOp:
         gemm = self.gemm
         if self.requantizing_gemm is not None and input_comm is None and handle is not None:
             gemm = self.requantizing_gemm if handle.function.requantized_in_backward else gemm
-        # Autograd visits every parameter that is an input, also where its gradient goes to a sink: then it is none, unless it alone
+        # Autograd visits every parameter that is an input, also where its gradient goes to a target: then it is none, unless it alone
         # makes the output require a gradient.
-        sink = self.weight_grad_sink
-        node_weight = weight if sink is None or not value.requires_grad else None
-        return _GemmFunction.apply(value, node_weight, _GemmCall(weight, gemm, sink, handle, input_comm, gemm_forward))
+        target = self.weight_grad_target
+        node_weight = weight if target is None or not value.requires_grad else None
+        return _GemmFunction.apply(
+            value, node_weight, _GemmCall(weight, gemm, target, handle, input_comm, gemm_forward)
+        )
 
     def _fuses(self, x: DeferredOutput) -> bool:
         """Whether a function and the GEMM of its output are one node: it has no weight for autograd, and there is a node.
@@ -183,17 +187,12 @@ class GemmOp:
         Not in FP8, where the GEMM may cast its input a second time: the input is saved, or recomputed, by a node of its own.
         """
         return (
-            self.weight_grad_sink is not None
+            self.weight_grad_target is not None
             and self.requantizing_gemm is None
             and x.others is None
             and x.inputs[0].requires_grad
             and torch.is_grad_enabled()
         )
-
-    def _apply_with_function(self, x: DeferredOutput, weight: Tensor) -> Tensor:
-        *others, y = _FusedFunctionGemm.apply((x.function, weight, self.gemm, self.weight_grad_sink), *x.inputs)
-        x.mark_applied(tuple(others))
-        return y
 
 
 class _GemmCall(NamedTuple):
@@ -201,13 +200,13 @@ class _GemmCall(NamedTuple):
 
     weight: Tensor
     gemm: Gemm
-    sink: WeightGradSink | None
+    target: WeightGradTarget | None
     handle: RecomputeHandle | None
     input_comm: InputComm | None
     gemm_forward: GemmForward
 
 
-_FusedCall = tuple[RecomputableFunction, Tensor, Gemm, WeightGradSink]
+_FusedCall = tuple[RecomputableFunction, Tensor, Gemm, WeightGradTarget]
 
 
 class _GemmFunction(AutogradOp):
@@ -221,14 +220,14 @@ class _GemmFunction(AutogradOp):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, gemm, sink, handle, input_comm, gemm_forward = ctx.call
+        weight, gemm, target, handle, input_comm, gemm_forward = ctx.call
         batch_first, saved, rows = ctx.batch_first, ctx.saved_tensors, None
         grad = gemm_forward.output_grad(grads[0])
         if ctx.saves_input:
             rows, saved = gemm_forward.input_rows(saved), ()
         gemm_input = _GemmInput(rows, handle, input_comm, batch_first)
         if input_comm is not None and weight.requires_grad and not saved:
-            gemm_input.start_gather(sink)
+            gemm_input.start_gather(target)
         if grad.dim() == 2:
             x_grad, job = gemm.backward(grad.contiguous(), weight, saved)
         else:
@@ -237,7 +236,7 @@ class _GemmFunction(AutogradOp):
         pending_grad = None
         if input_comm is not None and ctx.needs_input_grad[0]:
             pending_grad = input_comm.start_reduce_input_grad(x_grad)
-        weight_grad = _submit_weight_grad(job, weight, sink, gemm_input) if weight.requires_grad else None
+        weight_grad = _submit_weight_grad(job, weight, target, gemm_input) if weight.requires_grad else None
         return x_grad if pending_grad is None else pending_grad(), weight_grad, None
 
 
@@ -259,7 +258,7 @@ class _FusedFunctionGemm(AutogradOp):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[-1] is None and all(grad is None for grad in grads):  # what comes after has no gradient either
             return (None,) * (1 + ctx.num_inputs)
-        function, weight, gemm, sink = ctx.call
+        function, weight, gemm, target = ctx.call
         *other_grads, grad = grads
         saved, count, batch_first = ctx.saved_tensors, ctx.num_saved, ctx.batch_first
         weight_grad, output = None, None
@@ -271,7 +270,7 @@ class _FusedFunctionGemm(AutogradOp):
         input_grads, output = function.backward(saved[:count], (*other_grads, grad), recompute_output=recompute)
         if weight_grad is not None and weight.requires_grad:
             rows = output if output is None or output.dim() == 2 else to_rows(output, batch_first=batch_first)
-            _submit_rows(weight_grad, weight, sink, rows)
+            _submit(weight_grad, weight, target, rows)
         return None, *input_grads[: ctx.num_inputs]
 
 
@@ -306,12 +305,18 @@ class _GemmInput:
     batch_first: bool
     gather: _InputGather | None = None
 
-    def start_gather(self, sink: WeightGradSink | None) -> None:
+    def start_gather(self, target: WeightGradTarget | None) -> None:
         """Recomputes and starts to gather the input, if it is used in this backward pass."""
-        if self.saved is None and self.input_comm is not None and not (sink is not None and sink.defers):
+        if self.saved is None and self.input_comm is not None and not (target is not None and target.defers):
             assert self.handle is not None
             self.gather = _InputGather(self.handle.recompute(), self.input_comm, batch_first=self.batch_first)
             self.gather.start()
+
+    def of_value(self, value: Tensor) -> Tensor | _InputGather:
+        """Returns the rows of a recomputed input, or the gather of them, which has not started."""
+        if self.input_comm is None:
+            return to_rows(value, batch_first=self.batch_first)
+        return _InputGather(value, self.input_comm, batch_first=self.batch_first)
 
     def rows(self) -> Tensor:
         if self.saved is not None:
@@ -323,43 +328,35 @@ class _GemmInput:
 
 
 def _submit_weight_grad(
-    weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink | None, gemm_input: _GemmInput
+    weight_grad: WeightGrad, weight: Tensor, target: WeightGradTarget | None, gemm_input: _GemmInput
 ) -> Tensor | None:
-    """Submits a weight's gradient to its sink, once the input is available; without a sink, returns it to autograd."""
-    if sink is None:
+    """Submits a weight's gradient to its target, once the input is available; without a target, returns it to autograd."""
+    if target is None:
         out = torch.empty_like(weight)
         weight_grad.write(gemm_input.rows() if weight_grad.needs_input else None, out, False)
         return out
+    submit = partial(_submit, weight_grad, weight, target)
     if gemm_input.gather is not None:
-        _submit_gathered(weight_grad, weight, sink, gemm_input.gather)
+        submit(gemm_input.gather)
     elif weight_grad.needs_input and gemm_input.saved is None:
         assert gemm_input.handle is not None
-        gemm_input.handle.on_recomputed(partial(_submit_recomputed, weight_grad, weight, sink, gemm_input))
+        gemm_input.handle.on_recomputed(lambda value: submit(gemm_input.of_value(value)))
     else:
-        _submit_rows(weight_grad, weight, sink, gemm_input.saved)
+        submit(gemm_input.saved)
     return None
 
 
-def _submit_recomputed(
-    weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink, gemm_input: _GemmInput, value: Tensor
+def _submit(
+    weight_grad: WeightGrad, weight: Tensor, target: WeightGradTarget, rows: Tensor | _InputGather | None
 ) -> None:
-    if gemm_input.input_comm is None:
-        _submit_rows(weight_grad, weight, sink, to_rows(value, batch_first=gemm_input.batch_first))
-    else:
-        _submit_gathered(
-            weight_grad, weight, sink, _InputGather(value, gemm_input.input_comm, batch_first=gemm_input.batch_first)
-        )
+    if not isinstance(rows, _InputGather):
+        target.submit(weight, partial(weight_grad.write, rows))
+        return
 
-
-def _submit_rows(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink, rows: Tensor | None) -> None:
-    sink.submit(weight, partial(weight_grad.write, rows))
-
-
-def _submit_gathered(weight_grad: WeightGrad, weight: Tensor, sink: WeightGradSink, gather: _InputGather) -> None:
     def write(out: Tensor, accumulate: bool) -> None:
-        weight_grad.write(gather.rows(), out, accumulate)
+        weight_grad.write(rows.rows(), out, accumulate)
 
-    sink.submit(weight, write, start_comm=gather.start)
+    target.submit(weight, write, start_comm=rows.start)
 
 
 def local_linear(x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
-from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, Tensors
+from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, SavedViewFunction, Tensors
 from petatron.layers.token_layout import TokenRows, is_batch_first
 
 QKNorms = tuple[RMSNorm, RMSNorm]
@@ -19,46 +20,21 @@ QKNorms = tuple[RMSNorm, RMSNorm]
 
 
 class RopeKernels(Protocol):
-    """The interface of `kernels/rope.py` and its faster implementations."""
+    """See `kernels/rope.py`."""
 
-    def split_qkv_rope(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        batch_first: bool,
-        batch: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def split_qkv_rope_backward(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, batch_first: bool = False
-    ) -> Tensor: ...
+    split_qkv_rope: Callable[..., TensorTriple]
+    split_qkv_rope_backward: Callable[..., Tensor]
 
 
 class QKNormRopeKernels(Protocol):
-    """The interface of `kernels/qk_norm_rope.py` and its faster implementations."""
+    """See `kernels/qk_norm_rope.py`."""
 
-    def split_qkv_norm_rope(
-        self, qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
-    ) -> TensorTriple: ...
-
-    def split_qkv_norm_rope_backward(
-        self,
-        grads: TensorTriple,
-        qkv: Tensor,
-        weights: TensorPair,
-        rope_cos_sin: TensorPair,
-        norm: QKNormSpec,
-        *,
-        out: Tensor,
-    ) -> TensorPair: ...
+    split_qkv_norm_rope: Callable[..., TensorTriple]
+    split_qkv_norm_rope_backward: Callable[..., TensorPair]
 
 
 class _RopeSplit(NamedTuple):
-    """The facts of one split. batch: the number of sequences whose rows qkv is; None: it is [S, B, ...]."""
+    """One split. batch: the number of sequences whose rows qkv is; None: it is [S, B, ...]."""
 
     kernels: RopeKernels
     num_heads: int
@@ -66,22 +42,15 @@ class _RopeSplit(NamedTuple):
     batch: int | None
     batch_first: bool
 
-    def __call__(self, qkv: Tensor, rope_cos_sin: RopeCosSin) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin = rope_cos_sin
-        return self.kernels.split_qkv_rope(
-            qkv,
-            cos,
-            sin,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            batch_first=self.batch_first,
-            batch=self.batch,
-        )
+    def __call__(self, qkv: Tensor, rope_cos_sin: RopeCosSin) -> TensorTriple:
+        kernels, num_heads, num_kv_heads, batch, batch_first = self
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "batch": batch, "batch_first": batch_first}
+        return kernels.split_qkv_rope(qkv, *rope_cos_sin, **sizes)
 
 
 class _SplitQKVRope(AutogradOp):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, split: _RopeSplit, rope_cos_sin: RopeCosSin) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, qkv: Tensor, split: _RopeSplit, rope_cos_sin: RopeCosSin) -> TensorTriple:
         # All layers share cos and sin, which no hook need offload or recompute.
         ctx.split, ctx.rope_cos_sin = split, rope_cos_sin
         ctx.shape, ctx.stride = qkv.shape, qkv.stride()
@@ -90,14 +59,9 @@ class _SplitQKVRope(AutogradOp):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out = grads[0].new_empty_strided(ctx.shape, ctx.stride)
-        return (
-            ctx.split.kernels.split_qkv_rope_backward(
-                *grads, *ctx.rope_cos_sin, out=out, batch_first=ctx.split.batch_first
-            ),
-            None,
-            None,
-        )
+        out, split = grads[0].new_empty_strided(ctx.shape, ctx.stride), ctx.split
+        backward = split.kernels.split_qkv_rope_backward
+        return backward(*grads, *ctx.rope_cos_sin, out=out, batch_first=split.batch_first), None, None
 
 
 def split_qkv_rope(
@@ -108,7 +72,7 @@ def split_qkv_rope(
     num_kv_heads: int,
     kernels: RopeKernels,
     rows: TokenRows | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> TensorTriple:
     """Returns q [S, B, H, E], k and v [S, B, K, E] as new tensors in the memory order of `qkv`; q and k have rope applied.
 
     `rows` says how `qkv` is flattened, if it is.
@@ -118,10 +82,8 @@ def split_qkv_rope(
     return _SplitQKVRope.apply(qkv, split, rope_cos_sin) if torch.is_grad_enabled() else split(qkv, rope_cos_sin)
 
 
-class _MergedHeads:
+class _MergedHeads(SavedViewFunction):
     """Heads [S, B, H, E] as rows [R, H E]; a view, which the GEMM that takes it saves."""
-
-    requantized_in_backward = True
 
     __slots__ = ("_num_heads", "_rows")
 
@@ -135,14 +97,9 @@ class _MergedHeads:
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
     ) -> tuple[MaybeTensors, Tensor | None]:
-        (grad,), merged = grads, saved[0]
+        (grad,), merged = grads, saved[0] if recompute_output else None
         assert grad is not None
-        return (
-            self._rows.unflatten(grad.view(grad.shape[0], self._num_heads, -1)),
-        ), merged if recompute_output else None
-
-    def recompute(self, saved: Tensors) -> Tensor:
-        return saved[0]
+        return (self._rows.unflatten(grad.view(grad.shape[0], self._num_heads, -1)),), merged
 
 
 def merge_heads(y_SBHE: Tensor, rows: TokenRows) -> DeferredOutput:
@@ -186,6 +143,6 @@ def split_qkv_norm_rope(
     kernels: QKNormRopeKernels,
 ) -> TensorTriple:
     """Returns q [S, B, H, E] and k [S, B, K, E], normalized and with rope, in the memory order of `qkv`; v is a view of it."""
-    norm = QKNormSpec(num_heads, num_kv_heads, norms[0].eps, norms[0].zero_centered_gamma)
-    weights = (each.weight for each in norms)
-    return _SplitQKVNormRope.apply(norms, norm, kernels, qkv, *weights, *rope_cos_sin)  # pyright: ignore[reportReturnType]
+    spec = QKNormSpec(num_heads, num_kv_heads, norms[0].eps, norms[0].zero_centered_gamma)
+    weights = (norm.weight for norm in norms)
+    return _SplitQKVNormRope.apply(norms, spec, kernels, qkv, *weights, *rope_cos_sin)  # pyright: ignore[reportReturnType]

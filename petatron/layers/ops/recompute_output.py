@@ -65,7 +65,7 @@ class RecomputeHandle:
 
     def __init__(self, function: RecomputableFunction) -> None:
         self.function = function
-        self._node: Callable[[], Any] = _no_node
+        self._node: Callable[[], Any] = lambda: None
         self._consumers: list[Callable[[Tensor], None]] = []
         self._saved: Tensors | None = None
         self._output: Tensor | None = None
@@ -81,16 +81,11 @@ class RecomputeHandle:
 
     def recompute(self) -> Tensor:
         """Recomputes the output now."""
-        return self.function.recompute(self._load_saved())
-
-    def _load_saved(self) -> Tensors:
-        """Unpacks the saved tensors, once: in a recomputed region unpacking runs the region."""
-        if self._saved is None:
+        if self._saved is None:  # unpacked once: in a recomputed region unpacking runs the region
             node = self._node()
             assert node is not None, "the graph that the value belongs to is gone"
             self._saved = node.saved_tensors
-        assert self._saved is not None
-        return self._saved
+        return self.function.recompute(self._saved)  # pyright: ignore[reportArgumentType]
 
     def retain_output(self) -> None:
         """Announces one `take_output` in backward, in place of saving the output."""
@@ -115,10 +110,6 @@ class RecomputeHandle:
             assert output is not None
             consumer(output)
         return inputs
-
-
-def _no_node() -> None:
-    return None
 
 
 class RecomputableOutput:
@@ -198,10 +189,12 @@ class DeferredOutput(RecomputableOutput):
         self.others, self.inputs = others, ()
 
 
-class _Identity:
-    """The identity: its output is its input, which is saved."""
+class SavedViewFunction:
+    """A function whose output is a view of its input, and is saved; by itself the identity."""
 
     requantized_in_backward = True
+
+    __slots__ = ()
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
         (x,) = inputs
@@ -216,7 +209,7 @@ class _Identity:
         return saved[0]
 
 
-_IDENTITY = _Identity()
+_IDENTITY = SavedViewFunction()
 
 
 def as_recomputable(x: Tensor | RecomputableOutput) -> RecomputableOutput:

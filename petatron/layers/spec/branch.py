@@ -1,4 +1,4 @@
-"""What a layer kind is: a frozen spec with the facts of one residual branch, and the module that it builds.
+"""What a layer kind is: a frozen spec with the properties of one residual branch, and the module that it builds.
 
 A layer is a chain of residual branches, x + f(norm(x)): usually a mixer over the sequence (attention, a scan) and a channel mixer (an
 MLP, experts). A kind of branch is one file: a `BranchSpec` with the resolved numbers of one layer beside the `BranchModule` it
@@ -47,7 +47,7 @@ class BackwardMoment:
 class BranchModule(nn.Module):
     """A residual branch, called as (normed input, ForwardContext); the input may be a tensor or `RecomputableOutput`.
 
-    Its linears are `Linear`s, so that tensor parallelism, FP8 and the weight-gradient sink can fill their slots. Modules inside
+    Its linears are `Linear`s, so that tensor parallelism, FP8 and the weight-gradient target can fill their slots. Modules inside
     may declare `fp8_linears`, the names of their children that may run in FP8, `absorbed_linears`, those of them whose weights they
     multiply themselves while they generate, `tensor_slots` and `context_slots`, the attributes that tensor and context parallelism fill
     (`layers/comm_slot.py`), `group_sum_slots`, those of `CommSlot`s that add, in place, what ranks have of each of some groups of
@@ -80,6 +80,10 @@ class BranchSpec(ABC):
     hidden_size: the width of the residual stream.
     output_multiplier: the factor on what the branch adds to it.
     region: the name of the whole branch in `--recompute-modules`; `inner_regions` are parts of it.
+    sequence_sharding: how context parallelism may shard the sequence.
+    separates_documents: whether tokens of one packed document do not see those of another.
+    can_generate: whether a token can be computed from its own input and what `generation_state` keeps of those before.
+    decode_is_capturable: whether a step of decoding needs nothing of the host, so that it may be in a CUDA graph.
     """
 
     name: ClassVar[str]
@@ -88,26 +92,10 @@ class BranchSpec(ABC):
     inner_regions: ClassVar[tuple[str, ...]] = ()
     hidden_size: int
     output_multiplier: float = 1.0
-
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        """How context parallelism may shard the sequence."""
-        return "whole"
-
-    @property
-    def separates_documents(self) -> bool:
-        """Whether tokens of one packed document do not see those of another."""
-        return False
-
-    @property
-    def can_generate(self) -> bool:
-        """Whether a token can be computed from its own input and what `generation_state` keeps of those before."""
-        return False
-
-    @property
-    def decode_is_capturable(self) -> bool:
-        """Whether a step of decoding needs nothing of the host, so that it may be in a CUDA graph."""
-        return True
+    sequence_sharding: ClassVar[SequenceSharding] = "whole"
+    separates_documents: ClassVar[bool] = False
+    can_generate: ClassVar[bool] = False
+    decode_is_capturable: ClassVar[bool] = True
 
     @property
     def prompt_is_capturable(self) -> bool:
@@ -173,6 +161,29 @@ class BranchSpec(ABC):
         return float(ELEMENTWISE_FLOPS * shape.tokens * self.hidden_size)
 
 
+class SoftmaxAttentionSpec(BranchSpec):
+    """Softmax attention between two projections, the last of which is one GEMM."""
+
+    name = region = "attention"
+    inner_regions = ("core_attn",)
+    sequence_sharding = "zigzag"
+    separates_documents = True
+
+    @abstractmethod
+    def core_flops(self, shape: ActivationShape) -> float:
+        """Returns the operations of one micro-batch's forward between the projections."""
+
+    @abstractmethod
+    def out_flops(self, shape: ActivationShape) -> float:
+        """Returns the operations of the last GEMM."""
+
+    def recompute_flops(self, shape: ActivationShape, region: str) -> float:
+        """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
+        if region == "core_attn":
+            return self.core_flops(shape)
+        return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self.out_flops(shape))
+
+
 class ChannelMixerSpec(BranchSpec):
     """A branch that computes each token by itself (an MLP, experts), so sequences and documents may be split in any way.
 
@@ -180,19 +191,9 @@ class ChannelMixerSpec(BranchSpec):
     """
 
     name = "mlp"
+    sequence_sharding = "any"
+    separates_documents = can_generate = True
     activation: str
-
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "any"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def can_generate(self) -> bool:
-        return True
 
     @property
     def gated(self) -> bool:

@@ -61,7 +61,7 @@ class RecurrentState:
         >>> RecurrentState((StateTensor("conv", (3, 8)), StateTensor("ssm", (2, 4), wide=True))).bytes_per_sequence(torch.bfloat16)
         80
         """
-        return sum(math.prod(each.shape) * each.dtype(model_dtype).itemsize for each in self.tensors)
+        return sum(math.prod(tensor.shape) * tensor.dtype(model_dtype).itemsize for tensor in self.tensors)
 
 
 GenerationState = PagedState | RecurrentState

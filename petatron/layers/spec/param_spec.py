@@ -1,4 +1,4 @@
-"""`ParamSpec`: the facts of one parameter that everyone else adds up."""
+"""`ParamSpec`: the properties of one parameter that everyone else adds up."""
 
 from __future__ import annotations
 

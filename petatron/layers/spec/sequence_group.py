@@ -46,7 +46,7 @@ class _PaddedChunks:
         tokens_S1 = torch.arange(int(lengths.max()))[:, None]
         rows = starts + torch.minimum(tokens_S1, lengths - 1)
         kept = (tokens_S1 < lengths).flatten().nonzero().flatten()
-        return cls(*(each.to(device) for each in (rows, kept, lengths, fresh)))
+        return cls(*(x.to(device) for x in (rows, kept, lengths, fresh)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,12 +88,12 @@ class SequenceGroup:
 
     def last_tokens(self, window_LB: Tensor, x_SB: Tensor) -> Tensor:
         """Returns the last L tokens [L, B, ...] of each sequence, given the L before these: what a convolution sees next."""
-        whole = torch.cat((window_LB, x_SB))
+        tokens = torch.cat((window_LB, x_SB))
         if self.chunks is None:
-            return whole[x_SB.shape[0] :]
+            return tokens[x_SB.shape[0] :]
         tokens_LB = self.chunks.lengths_B + torch.arange(window_LB.shape[0], device=x_SB.device)[:, None]
         index = tokens_LB.view(*tokens_LB.shape, *(1,) * (x_SB.dim() - 2)).expand_as(window_LB)
-        return whole.gather(0, index)
+        return tokens.gather(0, index)
 
     def scatter(self, y_SB: Tensor, out_T: Tensor) -> None:
         """Writes the outputs [S, B, ...] of these sequences to their rows."""

@@ -12,20 +12,6 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.ssm.norm_then_gate import NormGate
-from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
-
-
-class DeltaKernels(Protocol):
-    """See `kernels/ssm/chunk_delta_rule.py`."""
-
-    chunk_delta_rule: Callable[..., tuple[Tensor, Tensor]]
-    chunk_delta_rule_backward: Callable[..., tuple[Tensor | None, ...]]
-
-
-class DeltaStepKernels(Protocol):
-    """See `kernels/ssm/decode/delta_step.py`."""
-
-    delta_step: Callable[..., Tensor]
 
 
 class NormThenGateKernels(Protocol):
@@ -36,36 +22,19 @@ class NormThenGateKernels(Protocol):
 
 
 class DeltaInputs(NamedTuple):
-    """What the gated delta rule takes of every token and head, besides the state before.
+    """What the gated delta rule takes of every token and head, besides the state before [B, H, N, P].
 
     g: the log decay [S, B, H] of a head, or [S, B, H, N] of each of its key channels.
     """
+
+    operation = "chunk_delta_rule"
+    values = 2
 
     q_SBGN: Tensor
     k_SBGN: Tensor
     v_SBHP: Tensor
     g: Tensor
     beta_SBH: Tensor
-
-
-def delta_rule(
-    inputs: DeltaInputs,
-    *,
-    kernels: DeltaKernels,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the outputs [S, B, H, P] and the final state [B, H, N, P]."""
-    return chunked_recurrence(
-        inputs,
-        forward=kernels.chunk_delta_rule,
-        backward=kernels.chunk_delta_rule_backward,
-        values=DeltaInputs._fields.index("v_SBHP"),
-        chunk_size=chunk_size,
-        starts_SB=starts_SB,
-        initial_state=initial_state,
-    )
 
 
 def norm_then_gate(

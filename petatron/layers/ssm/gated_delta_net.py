@@ -13,7 +13,7 @@ Tensor parallelism shares out heads: v, z, b and a by value head, q and k by key
 than key heads), the convolution, A_log and dt_bias with them, W_out by rows.
 
 Context parallelism gives each rank one contiguous part: the convolution takes the last tokens of the part before, and the
-delta rule the state after it (`delta_over_parts.py`). Packed documents reset both.
+delta rule the state after it (`recurrence_over_parts.py`). Packed documents reset both.
 
 S sequence, B batch, D hidden, C channels of the convolution, H value heads, P value head dim, G key heads, N key head dim; those of
 this rank.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,27 +34,19 @@ from petatron.kernels.ssm.decode import delta_step as step_reference
 from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.delta_recurrence import delta_gates
 from petatron.kernels.ssm.norm_then_gate import NormGate
-from petatron.layers.comm_slot import ContextSlot, SequenceParts
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule
-from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
-from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
-from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
-from petatron.layers.ssm.delta_ops import (
-    DeltaInputs,
-    DeltaKernels,
-    DeltaStepKernels,
-    NormThenGateKernels,
-    delta_rule,
-    norm_then_gate,
-)
-from petatron.layers.ssm.delta_over_parts import delta_rule_over_parts
+from petatron.layers.spec.generation_state import StateSlots, StateTensor
+from petatron.layers.spec.param_spec import ParamSpec
+from petatron.layers.spec.sequence_group import SequenceGroup
+from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
+from petatron.layers.ssm.delta_ops import DeltaInputs, NormThenGateKernels, norm_then_gate
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
-from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec
+from petatron.layers.ssm.recurrence_over_parts import delta_rule_over_parts
+from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec, RecurrentBranch
 from petatron.sharding.initial_values import ONES, NormalValues
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -106,13 +99,11 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
         return GatedDeltaNet(self, layer_index)
 
     def sections(self) -> dict[str, tuple[int, int]]:
-        """Returns the rows of each part of the first GEMM, and between how many units they may be cut."""
         keys = self.num_key_heads * self.key_head_dim, self.num_key_heads
         values, heads = (self.inner_size, self.num_value_heads), (self.num_value_heads, self.num_value_heads)
         return {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
 
     def params(self) -> Mapping[str, ParamSpec]:
-        inputs = tuple(Section(f"in_{name}", *rows) for name, rows in self.sections().items())
         channels = tuple(Section(f"conv_{name}", *self.sections()[name]) for name in ("q", "k", "v"))
         conv = ParamSpec(
             shape=(sum(section.rows for section in channels), 1, self.conv_width),
@@ -120,23 +111,16 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
             init=NormalValues(self.std),
             weight_decay=True,
         )
-        rows = {section.name: section.rows for section in inputs}
         by_head, one_for_all_heads = Shard(tp=0), Shard(partial_grad="always")
-        in_proj = linear_params(self.hidden_size, rows, Shard(tp=0, sections=inputs), bias=False, std=self.std)
-        out_proj = linear_params(self.inner_size, self.hidden_size, Shard(tp=1), bias=False, std=self.out_std)
         decay = LogDecayValues(low=LOWEST_DECAY)
-        return (
-            {
-                "A_log": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=decay),
-                "dt_bias": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=ONES),
-            }
-            | with_prefix("in_proj", in_proj)
-            | {
-                "conv.weight": conv,
-                "norm.weight": ParamSpec(shape=(self.value_head_dim,), shard=one_for_all_heads, init=ONES),
-            }
-            | with_prefix("out_proj", out_proj)
-        )
+        return {
+            "A_log": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=decay),
+            "dt_bias": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=ONES),
+            **self.in_proj_params(),
+            "conv.weight": conv,
+            "norm.weight": ParamSpec(shape=(self.value_head_dim,), shard=one_for_all_heads, init=ONES),
+            **self.out_proj_params(),
+        }
 
     def conv_channels(self, tp: int) -> int:
         """The channels of one rank's convolution; ranks beyond the number of key heads have replicas of q and k."""
@@ -173,34 +157,11 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
         return self.halo_bytes(shape) + shape.batch * heads * keys * (self.value_head_dim + keys) * shape.compute_bytes
 
 
-class DeltaRule(nn.Module):
-    """The gated delta rule over whole sequences of this rank's heads, or over contiguous parts of them.
+class DeltaRule(ChunkedRecurrence):
+    """The gated delta rule of this rank's heads; kernels of one `operation` do not take the decays of another."""
 
-    operation: what the registry calls the kernels; those of one do not take the decays of another.
-    """
-
-    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
-
-    def __init__(
-        self, chunk_size: int, *, operation: str = "gated delta rule", kernels: DeltaKernels = delta_reference
-    ) -> None:
-        super().__init__()
-        self.chunk_size, self.operation = chunk_size, operation
-        self.kernels = kernels
-        self.parts: SequenceParts | None = None
-
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": self.operation}
-
-    def forward(self, inputs: DeltaInputs, starts_SB: Tensor | None) -> Tensor:
-        sizes = {"kernels": self.kernels, "chunk_size": self.chunk_size, "starts_SB": starts_SB}
-        if self.parts is not None:
-            return delta_rule_over_parts(inputs, self.parts, **sizes)
-        return delta_rule(inputs, **sizes)[0]
-
-    def after_state(self, inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of tokens after a state [B, H, N, P], and the state after them."""
-        return delta_rule(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
+    def __init__(self, chunk_size: int, *, operation: str = "gated delta rule", kernels: Any = delta_reference) -> None:
+        super().__init__(chunk_size, operation=operation, kernels=kernels, over_parts=delta_rule_over_parts)
 
 
 class HeadNormThenGate(nn.Module):
@@ -220,49 +181,32 @@ class HeadNormThenGate(nn.Module):
         return norm_then_gate(o, z, self.weight, eps=self.eps, gate=self.gate, kernels=self.kernels)
 
 
-class GatedDeltaNet(BranchModule):
+class GatedDeltaNet(RecurrentBranch):
     """out_proj(norm(delta(conv(q | k | v))) silu(z)); all inputs are one GEMM, stored as six logical tensors."""
 
-    fp8_linears = ("in_proj", "out_proj")
-    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
+    step_operation = "gated delta rule step"
 
     def __init__(self, spec: GatedDeltaNetSpec, layer_index: int) -> None:
-        super().__init__()
-        self.spec, self.layer_index = spec, layer_index
+        super().__init__(spec, layer_index, step_kernels=step_reference)
+        self.spec = spec
         self.A_log, self.dt_bias = (nn.Parameter(torch.empty(spec.num_value_heads)) for _ in range(2))
-        rows = [rows for rows, _ in spec.sections().values()]
-        self.in_proj = Linear(spec.hidden_size, rows, bias=False)
         self.conv = CausalConv(spec.conv_channels(1), spec.conv_width, bias=False)
         self.delta = DeltaRule(spec.chunk_size)
-        self.step_kernels: DeltaStepKernels = step_reference
         self.norm = HeadNormThenGate(spec.value_head_dim, eps=spec.norm_eps)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
-        self.parts: SequenceParts | None = None
-
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"step_kernels": "gated delta rule step"}
-
-    def recompute_regions(self) -> Mapping[str, nn.Module]:
-        return {"delta": self}
 
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
-        if context.generation is not None:
-            return self._generate(x_SBD, context.generation)
         channels_SBC, z_SBHP, b_SBH, a_SBH = self._project(x_SBD)
+        if context.generation is not None:
+            o_THP = self.generated_outputs(context.generation, channels_SBC, b_SBH, a_SBH, like_T=z_SBHP)
+            return self.out_proj(self.norm(o_THP, z_SBHP).flatten(-2))
         starts_SB = document_starts(context.documents, self.parts)
         o_SBHP = self.delta(self._delta_inputs(self.conv(channels_SBC, starts_SB), b_SBH, a_SBH), starts_SB)
         return self.out_proj(self.norm(o_SBHP, z_SBHP).flatten(-2))
 
-    def _generate(self, x_TD: Tensor | RecomputableOutput, step: GenerationStep) -> Tensor:
-        channels_TC, z_THP, b_TH, a_TH = self._project(x_TD)
-        slots = step.states[self.layer_index]
-        outputs = [self._advance(group, channels_TC, b_TH, a_TH, slots) for group in step.groups]
-        return self.out_proj(self.norm(group_outputs(step.groups, outputs, like_T=z_THP), z_THP).flatten(-2))
-
-    def _advance(
-        self, group: SequenceGroup, channels_TC: Tensor, b_TH: Tensor, a_TH: Tensor, slots: StateSlots
+    def advance(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, group: SequenceGroup, slots: StateSlots, channels_TC: Tensor, b_TH: Tensor, a_TH: Tensor
     ) -> Tensor:
-        """Takes the tokens of some sequences into their states, and returns the delta rule's outputs [S, B, H, P]."""
         if group.decodes:
             return self._decode(group, channels_TC, b_TH, a_TH, slots)
         channels_SBC, window = group.gather(channels_TC), group.read(slots["conv"]).transpose(0, 1)
@@ -280,7 +224,7 @@ class GatedDeltaNet(BranchModule):
         self, group: SequenceGroup, channels_TC: Tensor, b_TH: Tensor, a_TH: Tensor, slots: StateSlots
     ) -> Tensor:
         """Takes one token of each sequence into its state, in place, and returns the delta rule's outputs [1, B, H, P]."""
-        [channels_BC], [b_BH], [a_BH] = (group.gather(each) for each in (channels_TC, b_TH, a_TH))
+        [channels_BC], [b_BH], [a_BH] = (group.gather(x_T) for x_T in (channels_TC, b_TH, a_TH))
         q, k, v = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
         gates = DeltaGateInputs(b_BH, a_BH, *self._decay_params())
         o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)

@@ -13,7 +13,7 @@ This is the recurrence of Mamba-2 with x = v, B = k, C = q, dt = 1, A = -r, D = 
 share the group: the width of heads that the kernels keep in registers.
 
 Tensor parallelism shares out heads; the norm needs two sums over the ranks per token, one in each direction. Context parallelism gives
-each rank one contiguous part, and passes states between the parts (`scan_over_parts.py`). Packed documents reset states.
+each rank one contiguous part, and passes states between the parts (`recurrence_over_parts.py`). Packed documents reset states.
 
 S sequence, B batch, D hidden, C channels of all heads, H heads of the kernels, P their width, G heads, N head dim; those of this rank.
 """
@@ -27,26 +27,25 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.ssm.decode import scan_step as scan_step_reference
 from petatron.kernels.ssm.decode.scan_step import ScanParams
-from petatron.layers.comm_slot import ContextSlot, SequenceParts, TensorRank, TensorSlot
+from petatron.layers.comm_slot import TensorRank, TensorSlot
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule
-from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
-from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
-from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
+from petatron.layers.spec.generation_state import StateSlots, StateTensor
+from petatron.layers.spec.param_spec import ParamSpec
+from petatron.layers.spec.sequence_group import SequenceGroup
 from petatron.layers.ssm.mamba2 import SelectiveScan, document_starts
-from petatron.layers.ssm.ops import ScanInputs, ScanStepKernels
+from petatron.layers.ssm.ops import ScanInputs
 from petatron.layers.ssm.output_gate import GroupedRMSNorm
-from petatron.layers.ssm.recurrent_branch import RecurrentBranchSpec
+from petatron.layers.ssm.recurrent_branch import RecurrentBranch, RecurrentBranchSpec
 from petatron.sharding.initial_values import ONES
-from petatron.sharding.shard_spec import Section, Shard
+from petatron.sharding.shard_spec import Shard
 
 KERNEL_HEAD_DIM = 64
 NORM_EPS = 1e-6
@@ -102,13 +101,12 @@ class LightningSpec(RecurrentBranchSpec):
         factor = 1.0 - layer / (self.num_layers - 1 + 1e-5) + 1e-5
         return [factor * 2.0 ** (-8.0 * (head + 1) / self.num_heads) for head in range(self.num_heads)]
 
+    def sections(self) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(("q", "k", "v", "z"), (self.inner_size, self.num_heads))
+
     def params(self) -> Mapping[str, ParamSpec]:
-        inputs = tuple(Section(f"in_{name}", self.inner_size, self.num_heads) for name in ("q", "k", "v", "z"))
-        rows = {section.name: section.rows for section in inputs}
-        in_proj = linear_params(self.hidden_size, rows, Shard(tp=0, sections=inputs), bias=False, std=self.std)
-        out_proj = linear_params(self.inner_size, self.hidden_size, Shard(tp=1), bias=False, std=self.out_std)
         norm_weight = ParamSpec(shape=(self.inner_size,), shard=Shard(tp=0), init=ONES)
-        return with_prefix("in_proj", in_proj) | {"norm.weight": norm_weight} | with_prefix("out_proj", out_proj)
+        return self.in_proj_params() | {"norm.weight": norm_weight} | self.out_proj_params()
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
         """Counts the scan in its chunked form: inside chunks, into the states and out of them."""
@@ -141,52 +139,35 @@ class _FixedHeads(NamedTuple):
     def build(cls, slopes: list[float], dtype: torch.dtype, device: torch.device) -> _FixedHeads:
         rates = torch.tensor(slopes, dtype=torch.float64, device="cpu")
         steps, skips = torch.full_like(rates, _UNIT_STEP), torch.zeros_like(rates)
-        A, step, *decode = (
-            each.to(device, dtype) for each in (-rates, torch.ones_like(rates[:1]), rates.log(), steps, skips)
-        )
+        tensors = (-rates, torch.ones_like(rates[:1]), rates.log(), steps, skips)
+        A, step, *decode = (x.to(device, dtype) for x in tensors)
         return cls(A, step, ScanParams(*decode))
 
 
-class LightningAttention(BranchModule):
+class LightningAttention(RecurrentBranch):
     """out_proj(norm(scan(silu(q | k | v))) sigmoid(z)); q, k, v and z are one GEMM, stored as four logical tensors."""
 
-    fp8_linears = ("in_proj", "out_proj")
-    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
+    step_operation = "selective scan step"
     tensor_slots: Mapping[str, TensorSlot] = {"tensor_rank": "tensor rank"}
 
     def __init__(self, spec: LightningSpec, layer_index: int) -> None:
-        super().__init__()
-        self.spec, self.layer_index = spec, layer_index
-        self.in_proj = Linear(spec.hidden_size, (spec.inner_size,) * 4, bias=False)
+        super().__init__(spec, layer_index, step_kernels=scan_step_reference)
+        self.spec = spec
         self.scan = SelectiveScan(spec.chunk_size)
-        self.step_kernels: ScanStepKernels = scan_step_reference
         self.norm = GroupedRMSNorm(spec.inner_size, num_groups=1, eps=NORM_EPS)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
-        self.parts: SequenceParts | None = None
         self.tensor_rank: TensorRank = (0, 1)
         self._heads_for: tuple[TensorRank, torch.device, torch.dtype] | None = None
         self._heads = self._fixed_heads(torch.empty(0, dtype=torch.float32, device="cpu"))
 
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"step_kernels": "selective scan step"}
-
-    def recompute_regions(self) -> Mapping[str, nn.Module]:
-        return {"attention": self}
-
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
-        if context.generation is not None:
-            return self._generate(x_SBD, context.generation)
         qkv_SBC, z_SBC = self._project(x_SBD)
+        if context.generation is not None:
+            return self._gated_output(self.generated_outputs(context.generation, qkv_SBC, like_T=z_SBC), z_SBC)
         starts_SB = document_starts(context.documents, self.parts)
         return self._gated_output(self.scan(self._scan_inputs(qkv_SBC), starts_SB).flatten(-2), z_SBC)
 
-    def _generate(self, x_TD: Tensor | RecomputableOutput, step: GenerationStep) -> Tensor:
-        qkv_TC, z_TC = self._project(x_TD)
-        outputs = [self._advance(group, qkv_TC, step.states[self.layer_index]) for group in step.groups]
-        return self._gated_output(group_outputs(step.groups, outputs, like_T=z_TC), z_TC)
-
-    def _advance(self, group: SequenceGroup, qkv_TC: Tensor, slots: StateSlots) -> Tensor:
-        """Takes the tokens of some sequences into their states, and returns the scan's outputs [S, B, C]."""
+    def advance(self, group: SequenceGroup, slots: StateSlots, qkv_TC: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         states = slots["kv"]
         if group.decodes:
             [qkv_BC] = group.gather(qkv_TC)

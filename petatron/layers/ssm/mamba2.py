@@ -16,7 +16,7 @@ the convolution, A_log, dt_bias, D and the norm's weight with them, W_out by row
 over them per token, one in each direction (`group_sum_slots`); nothing else is communicated besides what every branch does.
 
 Context parallelism gives each rank one contiguous part. The convolution takes the last tokens of the part before, and the
-scan the state after it (`scan_over_parts.py`). Packed documents reset both.
+scan the state after it (`recurrence_over_parts.py`). Packed documents reset both.
 
 While text is generated, a sequence has the last inputs of its convolution and h: as many bytes after a million tokens as after one.
 
@@ -43,23 +43,15 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule
-from petatron.layers.spec.generation_state import GenerationStep, StateSlots, StateTensor
-from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
-from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
+from petatron.layers.spec.generation_state import StateSlots, StateTensor
+from petatron.layers.spec.param_spec import ParamSpec, with_prefix
+from petatron.layers.spec.sequence_group import SequenceGroup
+from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
-from petatron.layers.ssm.ops import (
-    ConvKernels,
-    ConvStepKernels,
-    ScanInputs,
-    ScanKernels,
-    ScanStepKernels,
-    causal_conv,
-    selective_scan,
-)
+from petatron.layers.ssm.ops import ConvKernels, ConvStepKernels, ScanInputs, causal_conv
 from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
-from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec
-from petatron.layers.ssm.scan_over_parts import scan_over_parts
+from petatron.layers.ssm.recurrence_over_parts import scan_over_parts
+from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec, RecurrentBranch
 from petatron.sharding.initial_values import ONES, UniformValues
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -108,12 +100,10 @@ class Mamba2Spec(ConvolvedBranchSpec):
         return Mamba2(self, layer_index)
 
     def sections(self) -> dict[str, tuple[int, int]]:
-        """Returns the rows of each part of the first GEMM, and between how many units they may be cut."""
         inner, states = (self.inner_size, self.num_heads), (self.num_groups * self.state_dim, self.num_groups)
         return {"z": inner, "x": inner, "B": states, "C": states, "dt": (self.num_heads, self.num_heads)}
 
     def params(self) -> Mapping[str, ParamSpec]:
-        inputs = tuple(Section(f"in_{name}", *rows) for name, rows in self.sections().items())
         channels = tuple(Section(f"conv_{name}", *self.sections()[name]) for name in ("x", "B", "C"))
         bound = self.conv_width**-0.5
         conv = {
@@ -126,20 +116,13 @@ class Mamba2Spec(ConvolvedBranchSpec):
             for name, width in (("weight", (1, self.conv_width)), ("bias", ()))
         }
         norm_weight = ParamSpec(shape=(self.inner_size,), shard=Shard(tp=0), init=ONES)
-        rows = {section.name: section.rows for section in inputs}
-        by_head = Shard(tp=0)
-        in_proj = linear_params(self.hidden_size, rows, Shard(tp=0, sections=inputs), bias=False, std=self.std)
-        out_proj = linear_params(self.inner_size, self.hidden_size, Shard(tp=1), bias=False, std=self.out_std)
+        by_head = {"A_log": LogDecayValues(), "dt_bias": StepBiasValues(), "D": ONES}
         return (
-            {
-                "A_log": ParamSpec(shape=(self.num_heads,), shard=by_head, init=LogDecayValues()),
-                "dt_bias": ParamSpec(shape=(self.num_heads,), shard=by_head, init=StepBiasValues()),
-                "D": ParamSpec(shape=(self.num_heads,), shard=by_head, init=ONES),
-            }
-            | with_prefix("in_proj", in_proj)
+            {name: ParamSpec(shape=(self.num_heads,), shard=Shard(tp=0), init=init) for name, init in by_head.items()}
+            | self.in_proj_params()
             | with_prefix("conv", conv)
             | ({} if self.output_gate == "none" else {"norm.weight": norm_weight})
-            | with_prefix("out_proj", out_proj)
+            | self.out_proj_params()
         )
 
     def conv_channels(self, tp: int) -> int:
@@ -223,71 +206,37 @@ def window_after(x_SBC: Tensor, starts_SB: Tensor | None, length: int) -> Tensor
     return window.masked_fill((begun != begun[-1])[..., None], 0.0)
 
 
-class SelectiveScan(nn.Module):
-    """The scan over whole sequences of this rank's heads, or over contiguous parts of them."""
-
-    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
+class SelectiveScan(ChunkedRecurrence):
+    """The scan of this rank's heads."""
 
     def __init__(self, chunk_size: int) -> None:
-        super().__init__()
-        self.chunk_size = chunk_size
-        self.parts: SequenceParts | None = None
-        self.kernels: ScanKernels = scan_reference
-
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"kernels": "selective scan"}
-
-    def forward(self, inputs: ScanInputs, starts_SB: Tensor | None) -> Tensor:
-        sizes = {"kernels": self.kernels, "chunk_size": self.chunk_size, "starts_SB": starts_SB}
-        if self.parts is not None:
-            return scan_over_parts(inputs, self.parts, **sizes)
-        return selective_scan(inputs, **sizes)[0]
-
-    def after_state(self, inputs: ScanInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the outputs of tokens after a state [B, H, P, N], and the state after them."""
-        return selective_scan(inputs, kernels=self.kernels, chunk_size=self.chunk_size, initial_state=state)
+        super().__init__(chunk_size, operation="selective scan", kernels=scan_reference, over_parts=scan_over_parts)
 
 
-class Mamba2(BranchModule):
+class Mamba2(RecurrentBranch):
     """out_proj(norm(scan(conv(x | B | C)), z)); z, x, B, C and dt are one GEMM, stored as five logical tensors."""
 
-    fp8_linears = ("in_proj", "out_proj")
-    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
+    step_operation = "selective scan step"
 
     def __init__(self, spec: Mamba2Spec, layer_index: int) -> None:
-        super().__init__()
-        self.spec, self.layer_index = spec, layer_index
+        super().__init__(spec, layer_index, step_kernels=scan_step_reference)
+        self.spec = spec
         self.A_log, self.dt_bias, self.D = (nn.Parameter(torch.empty(spec.num_heads)) for _ in range(3))
-        rows = [rows for rows, _ in spec.sections().values()]
-        self.in_proj = Linear(spec.hidden_size, rows, bias=False)
         self.conv = CausalConv(spec.conv_channels(1), spec.conv_width)
         self.scan = SelectiveScan(spec.chunk_size)
-        self.step_kernels: ScanStepKernels = scan_step_reference
         self.norm = build_output_gate(spec.output_gate, spec.inner_size, num_groups=spec.norm_groups, eps=spec.norm_eps)
         self.out_proj = Linear(spec.inner_size, (spec.hidden_size,), bias=False)
-        self.parts: SequenceParts | None = None
-
-    def kernel_slots(self) -> Mapping[str, str]:
-        return {"step_kernels": "selective scan step"}
-
-    def recompute_regions(self) -> Mapping[str, nn.Module]:
-        return {"mamba": self}
 
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
-        if context.generation is not None:
-            return self._generate(x_SBD, context.generation)
         z_SBC, channels_SBC, dt_SBH = self._project(x_SBD)
+        if context.generation is not None:
+            y_TC = self.generated_outputs(context.generation, channels_SBC, dt_SBH, like_T=z_SBC)
+            return self.out_proj(self.norm(y_TC, z_SBC))
         starts_SB = document_starts(context.documents, self.parts)
         y_SBHP = self.scan(self._scan_inputs(self.conv(channels_SBC, starts_SB), dt_SBH), starts_SB)
         return self.out_proj(self.norm(y_SBHP.flatten(-2), z_SBC))
 
-    def _generate(self, x_TD: Tensor | RecomputableOutput, step: GenerationStep) -> Tensor:
-        z_TC, channels_TC, dt_TH = self._project(x_TD)
-        outputs = [self._advance(group, channels_TC, dt_TH, step.states[self.layer_index]) for group in step.groups]
-        return self.out_proj(self.norm(group_outputs(step.groups, outputs, like_T=z_TC), z_TC))
-
-    def _advance(self, group: SequenceGroup, channels_TC: Tensor, dt_TH: Tensor, slots: StateSlots) -> Tensor:
-        """Takes the tokens of some sequences into their states, and returns the scan's outputs [S, B, C]."""
+    def advance(self, group: SequenceGroup, slots: StateSlots, channels_TC: Tensor, dt_TH: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if group.decodes:
             return self._decode(group, channels_TC, dt_TH, slots)
         channels_SBC, window = group.gather(channels_TC), group.read(slots["conv"]).transpose(0, 1)

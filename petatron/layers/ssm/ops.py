@@ -12,15 +12,7 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.layers.comm_slot import CommSlot
-from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
 from petatron.layers.token_layout import from_rows
-
-
-class ScanKernels(Protocol):
-    """See `kernels/ssm/chunk_scan.py`."""
-
-    chunk_scan: Callable[..., tuple[Tensor, Tensor]]
-    chunk_scan_backward: Callable[..., tuple[Tensor | None, ...]]
 
 
 class ConvKernels(Protocol):
@@ -34,12 +26,6 @@ class ConvStepKernels(Protocol):
     """See `kernels/ssm/decode/conv_step.py`."""
 
     conv_step: Callable[..., Tensor]
-
-
-class ScanStepKernels(Protocol):
-    """See `kernels/ssm/decode/scan_step.py`."""
-
-    scan_step: Callable[..., Tensor]
 
 
 class GateThenNormKernels(Protocol):
@@ -59,7 +45,10 @@ class SiluGateKernels(Protocol):
 
 
 class ScanInputs(NamedTuple):
-    """What the selective scan takes of every token and head, besides the state before."""
+    """What the selective scan takes of every token and head, besides the state before [B, H, P, N]."""
+
+    operation = "chunk_scan"
+    values = 0
 
     x_SBHP: Tensor
     dt_SBH: Tensor
@@ -67,26 +56,6 @@ class ScanInputs(NamedTuple):
     B_SBGN: Tensor
     C_SBGN: Tensor
     D_H: Tensor
-
-
-def selective_scan(
-    inputs: ScanInputs,
-    *,
-    kernels: ScanKernels,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the outputs [S, B, H, P] and the final state [B, H, P, N]."""
-    return chunked_recurrence(
-        inputs,
-        forward=kernels.chunk_scan,
-        backward=kernels.chunk_scan_backward,
-        values=ScanInputs._fields.index("x_SBHP"),
-        chunk_size=chunk_size,
-        starts_SB=starts_SB,
-        initial_state=initial_state,
-    )
 
 
 def causal_conv(

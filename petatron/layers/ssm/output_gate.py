@@ -27,8 +27,7 @@ def build_output_gate(order: OutputGate, width: int, *, num_groups: int, eps: fl
     """Builds the module that takes y and z."""
     if order == "none":
         return SiluGate()
-    kind = GateThenRMSNorm if order == "gate_then_norm" else RMSNormThenGate
-    return kind(width, num_groups=num_groups, eps=eps)
+    return GatedRMSNorm(width, num_groups=num_groups, eps=eps, gate_first=order == "gate_then_norm")
 
 
 class SiluGate(nn.Module):
@@ -66,22 +65,18 @@ class GroupedRMSNorm(nn.Module):
         return gate_then_norm(y, z, self.weight, groups, kernels=self.kernels)
 
 
-class GateThenRMSNorm(GroupedRMSNorm):
-    """norm(y silu(z)), in one kernel."""
+class GatedRMSNorm(GroupedRMSNorm):
+    """norm(y silu(z)), in one kernel, if `gate_first`; else norm(y) silu(z), in two."""
 
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        return self.normalize(y, z)
-
-
-class RMSNormThenGate(GroupedRMSNorm):
-    """norm(y) silu(z), in two."""
-
-    def __init__(self, width: int, *, num_groups: int, eps: float) -> None:
+    def __init__(self, width: int, *, num_groups: int, eps: float, gate_first: bool) -> None:
         super().__init__(width, num_groups=num_groups, eps=eps)
+        self.gate_first = gate_first
         self.gate_kernels: SiluGateKernels = gate_reference
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {**super().kernel_slots(), "gate_kernels": "silu gate"}
+        return super().kernel_slots() if self.gate_first else {**super().kernel_slots(), "gate_kernels": "silu gate"}
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        if self.gate_first:
+            return self.normalize(y, z)
         return silu_gate(self.normalize(y, None), z, kernels=self.gate_kernels)

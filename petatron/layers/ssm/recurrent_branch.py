@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
+from torch import Tensor, nn
+
+from petatron.layers.comm_slot import ContextSlot, SequenceParts
+from petatron.layers.linear import Linear
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchSpec, SequenceSharding
-from petatron.layers.spec.generation_state import RecurrentState, StateTensor
+from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
+from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
+from petatron.sharding.shard_spec import Section, Shard
 
 
 class RecurrentBranchSpec(BranchSpec):
     """A mixer with a recurrence, which packed documents reset.
 
-    weights_formula, mixing_formula: what it adds to the FLOPs of a model, in the letters of `estimate/flops.py`, with {c} for the
+    weights_formula, mixing_formula: what it adds to the FLOPs of a model, in the symbols of `estimate/flops.py`, with {c} for the
     tokens of a chunk; None: that file has them.
     """
 
     weights_formula: ClassVar[str | None] = None
     mixing_formula: ClassVar[str | None] = None
-
-    @property
-    def sequence_sharding(self) -> SequenceSharding:
-        return "contiguous"
-
-    @property
-    def separates_documents(self) -> bool:
-        return True
-
-    @property
-    def can_generate(self) -> bool:
-        return True
+    std: float
+    out_std: float
+    sequence_sharding = "contiguous"
+    separates_documents = can_generate = True
 
     @property
     def prompt_is_capturable(self) -> bool:
@@ -45,6 +45,19 @@ class RecurrentBranchSpec(BranchSpec):
     @abstractmethod
     def recurrence_state(self, tp: int) -> StateTensor:
         """Returns the state of one rank's heads."""
+
+    @abstractmethod
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Returns the rows of each part of the first GEMM, and between how many units they may be cut."""
+
+    def in_proj_params(self) -> dict[str, ParamSpec]:
+        inputs = tuple(Section(f"in_{name}", *rows) for name, rows in self.sections().items())
+        rows, shard = {section.name: section.rows for section in inputs}, Shard(tp=0, sections=inputs)
+        return with_prefix("in_proj", linear_params(self.hidden_size, rows, shard, bias=False, std=self.std))
+
+    def out_proj_params(self) -> dict[str, ParamSpec]:
+        out_proj = linear_params(self.inner_size, self.hidden_size, Shard(tp=1), bias=False, std=self.out_std)
+        return with_prefix("out_proj", out_proj)
 
     def generation_state(self, tp: int) -> RecurrentState | None:
         return RecurrentState((self.recurrence_state(tp),))
@@ -71,3 +84,33 @@ class ConvolvedBranchSpec(RecurrentBranchSpec):
     def halo_bytes(self, shape: ActivationShape) -> int:
         """Returns the bytes of the last tokens of the part before, under context parallelism."""
         return shape.activation_bytes((self.conv_width - 1) * shape.batch, self.conv_channels(shape.tp))
+
+
+class RecurrentBranch(BranchModule):
+    """A recurrence between two projections, `in_proj` and `out_proj`; `step_kernels`, of the `step_operation`, decode one token."""
+
+    fp8_linears = ("in_proj", "out_proj")
+    context_slots: Mapping[str, ContextSlot] = {"parts": "sequence parts"}
+    step_operation: ClassVar[str]
+
+    def __init__(self, spec: RecurrentBranchSpec, layer_index: int, *, step_kernels: Any) -> None:
+        super().__init__()
+        self.region, self.layer_index, self.step_kernels = spec.region, layer_index, step_kernels
+        self.in_proj = Linear(spec.hidden_size, [rows for rows, _ in spec.sections().values()], bias=False)
+        self.parts: SequenceParts | None = None
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"step_kernels": self.step_operation}
+
+    def recompute_regions(self) -> Mapping[str, nn.Module]:
+        return {self.region: self}
+
+    def advance(self, group: SequenceGroup, slots: StateSlots, *inputs_T: Tensor) -> Tensor:
+        """Takes the tokens of some sequences into their states, and returns the recurrence's outputs [S, B, ...]."""
+        raise NotImplementedError
+
+    def generated_outputs(self, step: GenerationStep, *inputs_T: Tensor, like_T: Tensor) -> Tensor:
+        """Returns the outputs of all rows of a generation step, from what the first projection gives of them."""
+        slots = step.states[self.layer_index]
+        outputs = [self.advance(group, slots, *inputs_T) for group in step.groups]
+        return group_outputs(step.groups, outputs, like_T=like_T)

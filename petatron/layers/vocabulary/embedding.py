@@ -1,11 +1,11 @@
-"""Token and position embeddings. The token embedding's gradient is accumulated straight into its gradient sink.
+"""Token and position embeddings. The token embedding's gradient is accumulated straight into its weight-gradient target.
 
 S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (padding included).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels import embedding_grad as embedding_reference
 from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
-from petatron.layers.ops.linear_op import WeightGradSink
+from petatron.layers.ops.linear_op import WeightGradTarget
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
 
 class EmbeddingKernels(Protocol):
-    """The interface of `kernels/embedding_grad.py` and its faster implementations."""
+    """See `kernels/embedding_grad.py`."""
 
-    def embedding_grad(self, ids_T: Tensor, grad_TD: Tensor, out_VD: Tensor, *, accumulate: bool) -> None: ...
+    embedding_grad: Callable[..., None]
 
 
 class _EmbeddingLookup(AutogradOp):
@@ -42,16 +42,16 @@ class _EmbeddingLookup(AutogradOp):
         (rows_BS,) = ctx.saved_tensors
         # Ids of other ranks' vocabulary shards have row -1, which the kernel skips.
         ids_T, grad_TD = rows_BS.flatten(), grads[0].contiguous().flatten(0, 1)
-        sink, kernels = ctx.embedding.weight_grad_sink, ctx.embedding.kernels
-        if sink is None:
+        target, kernels = ctx.embedding.weight_grad_target, ctx.embedding.kernels
+        if target is None:
             out = torch.empty_like(ctx.weight, dtype=torch.promote_types(ctx.weight.dtype, torch.float32))
             kernels.embedding_grad(ids_T, grad_TD, out, accumulate=False)
             return None, None, out.to(ctx.weight.dtype), None
-        sink.submit(
-            ctx.weight,
-            lambda out, accumulate: kernels.embedding_grad(ids_T, grad_TD, out, accumulate=accumulate),
-            now=True,
-        )
+
+        def write(out: Tensor, accumulate: bool) -> None:
+            kernels.embedding_grad(ids_T, grad_TD, out, accumulate=accumulate)
+
+        target.submit(ctx.weight, write, now=True)
         return None, None, None, None
 
 
@@ -61,7 +61,7 @@ class TokenEmbedding(nn.Module):
     tensor_slots: Mapping[str, TensorSlot] = {
         "output_comm": "summed output",
         "vocab_shard": "vocabulary shard",
-        "weight_grad_sink": "weight-gradient sink",
+        "weight_grad_target": "weight-gradient target",
     }
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
@@ -69,7 +69,7 @@ class TokenEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.vocab_shard = VocabShard(vocab_size, 0, vocab_size)
         self.output_comm: CommSlot = identity
-        self.weight_grad_sink: WeightGradSink | None = None
+        self.weight_grad_target: WeightGradTarget | None = None
         self.kernels: EmbeddingKernels = embedding_reference
 
     def kernel_slots(self) -> Mapping[str, str]:
@@ -77,8 +77,8 @@ class TokenEmbedding(nn.Module):
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         rows_BS, elsewhere_BS = self.vocab_shard.to_local_ids(ids_BS)
-        found: Tensor = _EmbeddingLookup.apply(rows_BS, elsewhere_BS, self.weight, self)  # pyright: ignore[reportAssignmentType]
-        return self.output_comm(found.transpose(0, 1))
+        vectors: Tensor = _EmbeddingLookup.apply(rows_BS, elsewhere_BS, self.weight, self)  # pyright: ignore[reportAssignmentType]
+        return self.output_comm(vectors.transpose(0, 1))
 
 
 class PositionEmbedding(nn.Module):

@@ -3,7 +3,7 @@
 The last GEMM and the loss are fused, so that logits exist for a few thousand tokens at a time. A token loss's gradient, times its
 weight, needs the logits too. Where that weight is known beforehand (in training it is: the token's mask over the number of tokens,
 times the loss scale) gradients are computed in forward, with three large GEMMs; else the logits are recomputed in backward. The
-weight gradient is accumulated straight into its gradient sink (`ops/linear_op.py`).
+weight gradient is accumulated straight into its weight-gradient target (`ops/linear_op.py`).
 
 S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (padding included).
 """
@@ -31,7 +31,7 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
 )
 from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.linear import LinearOp
-from petatron.layers.ops.linear_op import WeightGradSink, WriteWeightGrad, local_linear
+from petatron.layers.ops.linear_op import WeightGradTarget, WriteWeightGrad, local_linear
 from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
@@ -44,10 +44,10 @@ class _LinearCrossEntropy(AutogradOp):
         """`loss_weights_SB` are the losses' gradients, if they are known before backward."""
         batch_first = is_batch_first(x_SBD)
         rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
-        known = loss_weights_SB is not None and ctx.needs_input_grad[0]
-        weights = (
-            to_row_order(loss_weights_SB, batch_first=batch_first) if known and loss_weights_SB is not None else None
-        )
+        weights = None
+        if loss_weights_SB is not None and ctx.needs_input_grad[0]:
+            weights = to_row_order(loss_weights_SB, batch_first=batch_first)
+        known = weights is not None
         losses, grad, weight_grad = head.losses_and_grads(rows, weight, targets, weights)
         ctx.batch_first, ctx.weights_known, ctx.weight, ctx.head = batch_first, known, weight, head
         ctx.save_for_backward(*(grad, weight_grad) if known else (rows, targets))
@@ -94,7 +94,7 @@ class OutputHead(nn.Module):
         "linear_op": "column linear",
         "input_comm": "whole sequence",
         "vocab_shard": "vocabulary shard",
-        "weight_grad_sink": "weight-gradient sink",
+        "weight_grad_target": "weight-gradient target",
     }
 
     def __init__(
@@ -112,7 +112,7 @@ class OutputHead(nn.Module):
         self.vocab_shard = VocabShard(vocab_size, 0, vocab_size)
         self.linear_op: LinearOp = local_linear
         self.input_comm: CommSlot = identity
-        self.weight_grad_sink: WeightGradSink | None = None
+        self.weight_grad_target: WeightGradTarget | None = None
         self.kernels: CrossEntropyKernels = REFERENCE
         self.make_loss_gemm: LossGemmFactory = plain_loss_gemm
         self.logits_gemm: LogitsGemm = plain_logits_gemm
@@ -151,14 +151,8 @@ class OutputHead(nn.Module):
         loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
         """Returns token losses [S, B]. With `loss_weights_SB` their gradient must be just that: it is used before backward."""
-        args = (
-            self.input_comm(self._scaled(x_SBD)),
-            self.used_weight(embedding_weight),
-            targets_SB,
-            loss_weights_SB,
-            self,
-        )
-        return _LinearCrossEntropy.apply(*args)  # pyright: ignore[reportReturnType]
+        x_SBD, weight = self.input_comm(self._scaled(x_SBD)), self.used_weight(embedding_weight)
+        return _LinearCrossEntropy.apply(x_SBD, weight, targets_SB, loss_weights_SB, self)  # pyright: ignore[reportReturnType]
 
     def losses_and_greedy(
         self, x_SBD: Tensor, embedding_weight: Tensor | None, targets_SB: Tensor
@@ -168,14 +162,14 @@ class OutputHead(nn.Module):
         batch_first = is_batch_first(x_SBD)
         rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
         weight = self.used_weight(embedding_weight)
-        found = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self._loss_kernels())
-        losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in found)
+        of_rows = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self._loss_kernels())
+        losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in of_rows)
         return losses, greedy
 
     def losses_and_grads(
         self, x_TD: Tensor, weight: Tensor, targets_T: Tensor, loss_weights_T: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the losses; with weights also the gradients of the rows and, without a gradient sink, of the weight."""
+        """Returns the losses; with weights also the gradients of the rows and, without a weight-gradient target, of the weight."""
         compute = partial(linear_cross_entropy, x_TD, weight, targets_T, self._columns(), kernels=self._loss_kernels())
         if loss_weights_T is None:
             return *compute(), None
@@ -195,17 +189,16 @@ class OutputHead(nn.Module):
             results.append(compute(grad_request=GradRequest(loss_weights_T, deliver)))
 
         weight_grad = None
-        if self.weight_grad_sink is None:
+        if self.weight_grad_target is None:
             weight_grad = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
             write(weight_grad, False)
         else:
-            self.weight_grad_sink.submit(weight, write, now=True)
+            self.weight_grad_target.submit(weight, write, now=True)
         return *results[0], weight_grad
 
     def _columns(self) -> VocabColumns:
-        return VocabColumns(
-            self.vocab_shard.num_ids, self.vocab_shard.first_id, *(self.vocab_shard.all_reduce_max_sum or ())
-        )
+        shard = self.vocab_shard
+        return VocabColumns(shard.num_ids, shard.first_id, *(shard.all_reduce_max_sum or ()))
 
     def used_weight(self, embedding_weight: Tensor | None) -> Tensor:
         """Returns the head's own weight, or that of the embedding which it is tied to."""

@@ -24,8 +24,8 @@ class _GatherLogits(AutogradOp):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shard: VocabShard = ctx.shard
-        own = grads[0][..., shard.first_id : shard.first_id + shard.num_ids]
-        return F.pad(own, (0, ctx.num_columns - shard.num_ids)), None
+        columns = grads[0][..., shard.first_id : shard.first_id + shard.num_ids]
+        return F.pad(columns, (0, ctx.num_columns - shard.num_ids)), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,18 +103,8 @@ class ContextParallelAttention:
         if self.kv_axis.size == 1:
             out = attention(q, k, v, visibility, dropout=dropout, packing_kernels=packing_kernels, rules=rules)
         else:
-            exchange, order = self.kv_exchange, self.order
-            out = context_parallel_attention(
-                q,
-                k,
-                v,
-                self.kv_axis,
-                kv_exchange=exchange,
-                order=order,
-                visibility=visibility,
-                dropout=dropout,
-                rules=rules,
-            )
+            scheme = {"kv_exchange": self.kv_exchange, "order": self.order, "visibility": visibility}
+            out = context_parallel_attention(q, k, v, self.kv_axis, **scheme, dropout=dropout, rules=rules)
         return self.ulysses.gather_heads_scatter_sequence(out)
 
 
@@ -139,12 +129,8 @@ def apply_context_parallel(
         ), (comm_type, hierarchical_sizes)
         num_head_ranks = hierarchical_sizes[0]
     kv_exchange: KvExchange = "gather" if comm_type == "all_gather" else "ring"
-    attend = ContextParallelAttention(
-        UlyssesAllToAll(mesh.blocks("cp", num_head_ranks), order),
-        mesh.strides("cp", num_head_ranks),
-        kv_exchange,
-        order,
-    )
+    ulysses = UlyssesAllToAll(mesh.blocks("cp", num_head_ranks), order)
+    attend = ContextParallelAttention(ulysses, mesh.strides("cp", num_head_ranks), kv_exchange, order)
     for module in model.modules():
         slots: Mapping[str, ContextSlot] = getattr(module, "context_slots", {})
         for slot, kind in slots.items():

@@ -14,8 +14,9 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,7 @@ class _AttentionPlan:
     """The positions of each rank's queries and keys, and what is visible. `keep_positions` is that of `BlockMask`."""
 
     axis: Axis
+    kv_exchange: KvExchange
     order: SequenceOrder
     length: int
     key_length: int
@@ -67,16 +69,20 @@ class _AttentionPlan:
         return BlockMask(queries, keys, self.visible, keep_positions=self.keep_positions)
 
 
-class _RingAttention(torch.autograd.Function):
+class _ContextParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, plan: _AttentionPlan
     ) -> Tensor:
-        rules = ScoreRules(plan.softcap, sinks, bias)
-        partial = PartialAttention(q, value_width=v.shape[-1], rules=rules)
-        for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
-            partial.attend_block(keys, values, plan.mask(source), dropout=plan.dropout)
-        return _save_for_backward(ctx, q, k, v, rules, partial, plan)
+        attention = PartialAttention(q, value_width=v.shape[-1], rules=ScoreRules(plan.softcap, sinks, bias))
+        blocks = _ring_steps(plan.axis, (k, v)) if plan.kv_exchange == "ring" else [(None, _all_gather_kv(k, v, plan))]
+        for source, (keys, values) in blocks:
+            attention.attend_block(keys, values, plan.mask(source), dropout=plan.dropout)
+        attention.add_sinks()
+        out = attention.out_SBHE.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, attention.lse_BHS, sinks, bias)
+        ctx.plan = plan
+        return out
 
     @staticmethod
     @once_differentiable
@@ -84,55 +90,34 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks, bias = ctx.saved_tensors
         plan: _AttentionPlan = ctx.plan
         rule_grads = RuleGrads(ScoreRules(plan.softcap, sinks, bias))
-        backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
-        dq, own_dk, own_dv = zero_qkv_grads(q, k, v)
-        grad_ring = _GradientRing(plan.axis)
-        for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
-            is_local = source == plan.axis.rank
-            dk, dv = (own_dk, own_dv) if is_local else (torch.zeros_like(own_dk), torch.zeros_like(own_dv))
-            grads_of_block, rules = (dq, dk, dv), {"dropout": plan.dropout, "rule_grads": rule_grads}
-            block_backward(backward_inputs, keys, values, plan.mask(source), grads=grads_of_block, **rules)
-            if not is_local:
-                grad_ring.accumulate_and_send((dk, dv), k.dtype)
-        grad_ring.receive_into((own_dk, own_dv))
-        return dq.to(q.dtype), own_dk.to(k.dtype), own_dv.to(v.dtype), *rule_grads.of_inputs(backward_inputs), None
+        inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
+        run_block = partial(block_backward, inputs, dropout=plan.dropout, rule_grads=rule_grads)
+        backward = _ring_backward if plan.kv_exchange == "ring" else _all_gather_backward
+        dq, dk, dv = backward(q, k, v, plan, run_block)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *rule_grads.of_inputs(inputs), None
 
 
-class _AllGatherAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, plan: _AttentionPlan
-    ) -> Tensor:
-        rules = ScoreRules(plan.softcap, sinks, bias)
-        partial = PartialAttention(q, value_width=v.shape[-1], rules=rules)
-        partial.attend_block(*_all_gather_kv(k, v, plan), plan.mask(None), dropout=plan.dropout)
-        return _save_for_backward(ctx, q, k, v, rules, partial, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks, bias = ctx.saved_tensors
-        plan: _AttentionPlan = ctx.plan
-        rule_grads = RuleGrads(ScoreRules(plan.softcap, sinks, bias))
-        backward_inputs = AttentionBackwardInputs.of(q, out_SBHE=out, lse_BHS=lse, grad_SBHE=grads[0])
-        keys, values = _all_gather_kv(k, v, plan)
-        qkv_grads: QKVGrads = zero_qkv_grads(q, keys, values)
-        rules = {"dropout": plan.dropout, "rule_grads": rule_grads}
-        block_backward(backward_inputs, keys, values, plan.mask(None), grads=qkv_grads, **rules)
-        kv_grads = _pack_kv(qkv_grads[1].to(k.dtype), qkv_grads[2].to(v.dtype))
-        kv_grads = sorted_by_rank(kv_grads, plan.axis.size, order=plan.order)
-        dk, dv = _unpack_kv(collectives.reduce_scatter(kv_grads, plan.axis), k, v)
-        return qkv_grads[0].to(q.dtype), dk, dv, *rule_grads.of_inputs(backward_inputs), None
+def _ring_backward(q: Tensor, k: Tensor, v: Tensor, plan: _AttentionPlan, run_block: Callable[..., None]) -> QKVGrads:
+    dq, local_dk, local_dv = zero_qkv_grads(q, k, v)
+    grad_ring = _GradientRing(plan.axis)
+    for source, (keys, values) in _ring_steps(plan.axis, (k, v)):
+        is_local = source == plan.axis.rank
+        dk, dv = (local_dk, local_dv) if is_local else (torch.zeros_like(local_dk), torch.zeros_like(local_dv))
+        run_block(keys, values, plan.mask(source), grads=(dq, dk, dv))
+        if not is_local:
+            grad_ring.accumulate_and_send((dk, dv), k.dtype)
+    grad_ring.receive_into((local_dk, local_dv))
+    return dq, local_dk, local_dv
 
 
-def _save_for_backward(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, rules: ScoreRules, partial: PartialAttention, plan: _AttentionPlan
-) -> Tensor:
-    partial.add_sinks()
-    out = partial.out_SBHE.to(q.dtype)
-    ctx.save_for_backward(q, k, v, out, partial.lse_BHS, rules.sinks_H, rules.bias_HD)
-    ctx.plan = plan
-    return out
+def _all_gather_backward(
+    q: Tensor, k: Tensor, v: Tensor, plan: _AttentionPlan, run_block: Callable[..., None]
+) -> QKVGrads:
+    keys, values = _all_gather_kv(k, v, plan)
+    dq, dk, dv = zero_qkv_grads(q, keys, values)
+    run_block(keys, values, plan.mask(None), grads=(dq, dk, dv))
+    kv_grads = sorted_by_rank(_pack_kv(dk.to(k.dtype), dv.to(v.dtype)), plan.axis.size, order=plan.order)
+    return dq, *_unpack_kv(collectives.reduce_scatter(kv_grads, plan.axis), k, v)
 
 
 def _ring_steps(axis: Axis, kv: KeyValue) -> Iterator[tuple[int, KeyValue]]:
@@ -182,8 +167,7 @@ def _empty_like(pair: KeyValue) -> KeyValue:
 def _all_gather_kv(k: Tensor, v: Tensor, plan: _AttentionPlan) -> KeyValue:
     """All-gathers keys and values of the whole sequence in one collective, and sorts them by position."""
     gathered = collectives.all_gather(_pack_kv(k, v), plan.axis)
-    whole = sorted_by_position(gathered, plan.axis.size, order=plan.order)
-    return _unpack_kv(whole, k, v)
+    return _unpack_kv(sorted_by_position(gathered, plan.axis.size, order=plan.order), k, v)
 
 
 def _pack_kv(k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
@@ -193,9 +177,6 @@ def _pack_kv(k_SBKE: Tensor, v_SBKE: Tensor) -> Tensor:
 def _unpack_kv(packed: Tensor, k_SBKE: Tensor, v_SBKE: Tensor) -> KeyValue:
     k, v = packed.split([k_SBKE[0, 0].numel(), v_SBKE[0, 0].numel()], dim=-1)
     return k.unflatten(-1, k_SBKE.shape[2:]), v.unflatten(-1, v_SBKE.shape[2:])
-
-
-_ATTENTION_FUNCTIONS = {"ring": _RingAttention, "gather": _AllGatherAttention}
 
 
 def context_parallel_attention(
@@ -211,16 +192,18 @@ def context_parallel_attention(
     rules: ScoreRules | None = None,
 ) -> Tensor:
     """Computes attention of this rank's queries over the keys and values of every rank of the axis."""
-    length, rules = q_SBHE.shape[0] * axis.size, rules or NO_RULES
+    length, key_length = q_SBHE.shape[0] * axis.size, k_SBKE.shape[0] * axis.size
+    rules, visible = rules or NO_RULES, VisibleKeys.of(visibility, length, q_SBHE.device)
     plan = _AttentionPlan(
         axis,
+        kv_exchange,
         order,
         length,
-        k_SBKE.shape[0] * axis.size,
-        VisibleKeys.of(visibility, length, q_SBHE.device),
+        key_length,
+        visible,
         AttentionDropout.draw(dropout),
         rules.softcap,
         keep_positions=rules.bias_HD is not None,
     )
     args = (q_SBHE, k_SBKE, v_SBKE, rules.sinks_H, rules.bias_HD, plan)
-    return _ATTENTION_FUNCTIONS[kv_exchange].apply(*args)  # pyright: ignore[reportReturnType]
+    return _ContextParallelAttention.apply(*args)  # pyright: ignore[reportReturnType]

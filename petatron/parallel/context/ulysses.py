@@ -62,5 +62,5 @@ class UlyssesAllToAll:
         return rows.unflatten(0, (ranks, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _all_to_all(self, rows: Tensor) -> Tensor:
-        each = [rows.shape[0] // self.axis.size] * self.axis.size
-        return collectives.differentiable_all_to_all(rows, self.axis, send=each, receive=each)
+        sizes = [rows.shape[0] // self.axis.size] * self.axis.size
+        return collectives.differentiable_all_to_all(rows, self.axis, send=sizes, receive=sizes)

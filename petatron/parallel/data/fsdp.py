@@ -27,7 +27,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -54,37 +53,32 @@ from petatron.sharding.shard_spec import Placement
 ShardingStrategy = Literal["optim_grads", "optim_grads_params"]
 
 
-@dataclass(frozen=True, slots=True)
-class _FsdpUnitWrapper:
-    """The ranks that shard units of one kind, and how."""
-
-    axis: Axis
-    device_mesh: DeviceMesh
-    mp_policy: MixedPrecisionPolicy
-    strategy: ShardingStrategy
-
-    def wrap(self, module: nn.Module, *, reshard_after_forward: bool = True) -> None:
-        """Makes a module a unit. `reshard_after_forward`: it is freed after its forward pass, and gathered again for backward."""
-        whole = self.strategy == "optim_grads"
-        # Layers return views, which torch warns about for in-place operations; there are none.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        fully_shard(
-            module,
-            mesh=self.device_mesh,
-            reshard_after_forward=reshard_after_forward and not whole,
-            shard_placement_fn=partial(_shard_placement, axis=self.axis),
-            mp_policy=self.mp_policy,
-        )
-        assert isinstance(module, FSDPModule)
-        module.set_reshard_after_backward(not whole, recurse=False)
-        module.set_custom_all_gather(RecordedAllGather(self.axis))
-        module.set_custom_reduce_scatter(RecordedReduceScatter(self.axis))
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def _shard_placement(parameter: nn.Parameter, axis: Axis) -> Shard:
-    return Shard(shard_dim(tuple(parameter.shape), axis.size))
+def _make_unit(
+    module: nn.Module,
+    axis: Axis,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    strategy: ShardingStrategy,
+    *,
+    reshard_after_forward: bool = True,
+) -> None:
+    """Makes a module a unit. `reshard_after_forward`: it is freed after its forward pass, and gathered again for backward."""
+    stays_gathered = strategy == "optim_grads"
+    # Layers return views, which torch warns about for in-place operations; there are none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    fully_shard(
+        module,
+        mesh=device_mesh,
+        reshard_after_forward=reshard_after_forward and not stays_gathered,
+        shard_placement_fn=lambda parameter: Shard(shard_dim(tuple(parameter.shape), axis.size)),
+        mp_policy=mp_policy,
+    )
+    assert isinstance(module, FSDPModule)
+    module.set_reshard_after_backward(not stays_gathered, recurse=False)
+    module.set_custom_all_gather(RecordedAllGather(axis))
+    module.set_custom_reduce_scatter(RecordedReduceScatter(axis))
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def fully_shard_stages(
@@ -109,44 +103,36 @@ def fully_shard_stages(
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype or wide, cast_forward_inputs=False
     )
-    dense, expert = (
-        _FsdpUnitWrapper(mesh[name], device_mesh(mesh[name], mesh), precision, strategy)
-        for name in ("shard", "edp_shard")
+    dense_axis, expert_axis = mesh["shard"], mesh["edp_shard"]
+    make_dense_unit, make_expert_unit = (
+        partial(_make_unit, axis=axis, device_mesh=device_mesh(axis, mesh), mp_policy=precision, strategy=strategy)
+        for axis in (dense_axis, expert_axis)
     )
     groups: list[FsdpParamGroup] = []
     every = [parameter for stage in stages for parameter in stage.parameters()]
     assert len(every) == len(set(every)), "a parameter of two stages cannot be fully sharded"
     for stage, without_backward in zip(stages, num_without_backward or [0] * len(stages), strict=True):
         for module in _expert_modules(stage, placements):
-            expert.wrap(module)
+            make_expert_unit(module)
         for block in stage.layers.values():
-            dense.wrap(block)
+            make_dense_unit(block)
         embedding = _separate_embedding(stage)
         if embedding is not None:
-            dense.wrap(embedding)
+            make_dense_unit(embedding)
             assert isinstance(embedding, FSDPModule)
             embedding.set_unshard_in_backward(False)
-        dense.wrap(stage, reshard_after_forward=False)
+        make_dense_unit(stage, reshard_after_forward=False)
         _set_backward_prefetch(stage, without_backward)
         register_fsdp_forward_method(stage, "logits")
         register_fsdp_forward_method(stage, "generation_step")
-        _CallerDicts().register_hooks(stage)
-        gathers = _use_fp8_all_gather(stage, placements, dense.axis, fp8_weights, compute_dtype)
+        _pass_dicts_of_caller(stage)
+        gathers = _use_fp8_all_gather(stage, placements, dense_axis, fp8_weights, compute_dtype)
         if mesh.device.type != "meta":
             stage.to_empty(device=mesh.device)
         present = dict.fromkeys(group_specs[name] for name, _ in stage.named_parameters())
         for spec in sorted(present, key=lambda spec: -spec.weight_decay):
             chosen = {name: p for name, p in stage.named_parameters() if group_specs[name] == spec}
-            group = _build_param_group(
-                stage,
-                chosen,
-                placements,
-                mesh,
-                spec=spec,
-                reduce_dtype=reduce_dtype,
-                fp8_gathers=gathers,
-            )
-            groups.append(group)
+            groups.append(_build_param_group(stage, chosen, placements, mesh, spec, reduce_dtype, gathers))
     return groups
 
 
@@ -161,7 +147,7 @@ def _use_fp8_all_gather(
     if fp8_weights is None or fp8_weights.kernels is None or axis.size == 1:
         return []
     names = {parameter: name for name, parameter in stage.named_parameters()}
-    found = []
+    gathers = []
     for unit in fsdp_units(stage):
         # Nothing public tells the order of parameters in a message.
         inside = unit._get_fsdp_state()._fsdp_param_group
@@ -171,15 +157,15 @@ def _use_fp8_all_gather(
             shape = placements[name].shape
             dim, scaling = shard_dim(shape, axis.size), fp8_weights.scalings.get(name)
             # Sharded along another dimension, what a rank has is no contiguous range of the matrix.
-            matrix = (
-                ScaledMatrix.from_shape(shape, scaling, first_scale=count) if scaling is not None and dim == 0 else None
-            )
-            count += 0 if matrix is None else matrix.num_scales
+            matrix = None
+            if scaling is not None and dim == 0:
+                matrix = ScaledMatrix.from_shape(shape, scaling, first_scale=count)
+                count += matrix.num_scales
             segments.append(MessageSegment(-(-shape[dim] // axis.size) * (math.prod(shape) // shape[dim]), matrix))
         if count:
-            found.append(Fp8AllGather(axis, segments, itemsize=dtype.itemsize, kernels=fp8_weights.kernels))
-            unit.set_custom_all_gather(found[-1])
-    return found
+            gathers.append(Fp8AllGather(axis, segments, itemsize=dtype.itemsize, kernels=fp8_weights.kernels))
+            unit.set_custom_all_gather(gathers[-1])
+    return gathers
 
 
 def _build_param_group(
@@ -187,7 +173,6 @@ def _build_param_group(
     parameters: Mapping[str, nn.Parameter],
     placements: Mapping[str, Placement],
     mesh: ParallelMesh,
-    *,
     spec: GroupSpec,
     reduce_dtype: torch.dtype | None,
     fp8_gathers: Sequence[Fp8AllGather],
@@ -199,10 +184,10 @@ def _build_param_group(
         flat_shards.append(owned_flat_shard(placements[name], axes[placements[name].expert], replicas))
     assert isinstance(stage, FSDPModule)
     group = FsdpParamGroup(
-        sharded,
-        [placements[name] for name in parameters],
-        flat_shards,
-        replicas,
+        parameters=sharded,
+        placements=[placements[name] for name in parameters],
+        flat_shards=flat_shards,
+        replica_axis=replicas,
         shard_axes=axes,
         spec=spec,
         stage=stage,
@@ -254,24 +239,20 @@ def _set_backward_prefetch(stage: StageModule, num_without_backward: int) -> Non
         unit.set_modules_to_backward_prefetch([following])
 
 
-class _CallerDicts:
+def _pass_dicts_of_caller(stage: nn.Module) -> None:
     """Gives a stage the caller's own dicts, which layers write their reports into.
 
     fully_shard replaces tensors among the arguments, and in torch 2.11 it hands over copies of the dicts around them.
     """
+    dicts: dict[str, dict[Any, Any]] = {}
 
-    def __init__(self) -> None:
-        self._dicts: dict[str, dict[Any, Any]] = {}
+    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        dicts.update({name: value for name, value in kwargs.items() if isinstance(value, dict)})
 
-    def register_hooks(self, stage: nn.Module) -> None:
-        stage.register_forward_pre_hook(self._remember, prepend=True, with_kwargs=True)
-        stage.register_forward_pre_hook(self._restore, with_kwargs=True)
+    def restore(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs = {**kwargs, **dicts}
+        dicts.clear()
+        return args, kwargs
 
-    def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._dicts = {name: value for name, value in kwargs.items() if isinstance(value, dict)}
-
-    def _restore(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dicts, self._dicts = self._dicts, {}
-        return args, {**kwargs, **dicts}
+    stage.register_forward_pre_hook(remember, prepend=True, with_kwargs=True)
+    stage.register_forward_pre_hook(restore, with_kwargs=True)

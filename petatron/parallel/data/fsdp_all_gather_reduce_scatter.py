@@ -88,13 +88,12 @@ class Fp8AllGather(RecordedAllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         sent = torch.empty(1, self._num_bytes, dtype=torch.uint8, device=input_tensor.device)
-        for matrix, own, message in self._segment_views(input_tensor.view(1, -1), sent):
+        for matrix, values, message in self._segment_views(input_tensor.view(1, -1), sent):
             if matrix is None:
-                message.view(own.dtype).copy_(own)
+                message.view(values.dtype).copy_(values)
             else:
-                quantize_shard(
-                    self._matrix_shard(matrix, own), self._global_scales(input_tensor), message.view(-1), self._kernels
-                )
+                shard, scales = self._matrix_shard(matrix, values), self._global_scales(input_tensor)
+                quantize_shard(shard, scales, message.view(-1), self._kernels)
         received = sent.new_empty(self._axis.size, self._num_bytes)
         collectives.start_all_gather(received, sent, self._axis).wait()
         for matrix, out, message in self._segment_views(output_tensor.view(self._axis.size, -1), received):
@@ -107,14 +106,14 @@ class Fp8AllGather(RecordedAllGather):
         """Yields for each segment its values and its part of the messages, both [ranks, ...]."""
         at, plain, eight = 0, 0, self._unquantized_bytes
         for segment in self._segments:
-            own = numbers[:, at : at + segment.length]
+            values = numbers[:, at : at + segment.length]
             at += segment.length
             if segment.matrix is None:
                 end = plain + segment.length * numbers.element_size()
-                yield None, own, messages[:, plain:end]
+                yield None, values, messages[:, plain:end]
                 plain = end
             else:
-                yield segment.matrix, own, messages[:, eight : eight + segment.length]
+                yield segment.matrix, values, messages[:, eight : eight + segment.length]
                 eight += segment.length
         assert at == numbers.shape[1], f"a message of {numbers.shape[1]} elements has a place for {at}"
 

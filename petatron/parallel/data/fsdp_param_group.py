@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ def _rank_ranges(shape: Shape, num_ranks: int, rank: int) -> Iterator[tuple[int,
             yield outer * size * inner + begin, outer * size * inner + end
 
 
+@dataclass(eq=False, kw_only=True)
 class FsdpParamGroup:
     """This rank's shards of one stage's parameters in one optimizer group; one flat shard per parameter.
 
@@ -62,35 +64,24 @@ class FsdpParamGroup:
     buffer is on the meta device. `shard_axes` are the ranks that shard dense parameters, and those that shard experts.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[DTensor],
-        placements: Sequence[Placement],
-        flat_shards: Sequence[FlatShard],
-        replica_axis: Axis,
-        *,
-        shard_axes: tuple[Axis, Axis],
-        spec: GroupSpec,
-        stage: FSDPModule,
-        reduce_dtype: torch.dtype | None,
-        fp8_gathers: Sequence[Fp8AllGather] = (),
-    ) -> None:
-        self.spec = spec
-        self._fp8_gathers = fp8_gathers
-        self.flat_shards = flat_shards
-        self.replica_axis = replica_axis
-        self.placements = placements
-        self._shard_axes = shard_axes
-        self.stage = stage
-        self.reduce_dtype = reduce_dtype
-        self._parameters = parameters
-        first = parameters[0].to_local()
+    parameters: Sequence[DTensor]
+    placements: Sequence[Placement]
+    flat_shards: Sequence[FlatShard]
+    replica_axis: Axis
+    shard_axes: tuple[Axis, Axis]
+    spec: GroupSpec
+    stage: FSDPModule
+    reduce_dtype: torch.dtype | None
+    fp8_gathers: Sequence[Fp8AllGather] = ()
+
+    def __post_init__(self) -> None:
+        first, trainable = self.parameters[0].to_local(), self.spec.trainable
         wide = torch.promote_types(first.dtype, torch.float32)
-        length, device = sum(shard.length for shard in flat_shards), first.device if spec.trainable else "meta"
+        length, device = sum(shard.length for shard in self.flat_shards), first.device if trainable else "meta"
         self.flat_grads = torch.zeros(length, dtype=wide, device=device)
-        trained = zip(parameters, self.grads()) if spec.trainable else ()
+        trained = zip(self.parameters, self.grads()) if trainable else ()
         self._grads = [self._as_dtensor(parameter, grad) for parameter, grad in trained]
-        self._units = _units_of(parameters, stage)
+        self._units = _units_of(self.parameters, self.stage)
 
     @staticmethod
     def _as_dtensor(parameter: DTensor, grad: Tensor) -> DTensor:
@@ -100,18 +91,18 @@ class FsdpParamGroup:
 
     @torch.no_grad()
     def weights(self) -> list[Tensor]:
-        return [parameter.to_local().detach().view(-1) for parameter in self._parameters]
+        return [parameter.to_local().detach().view(-1) for parameter in self.parameters]
 
     def grads(self) -> list[Tensor]:
         return list(self.flat_grads.split([shard.length for shard in self.flat_shards]))
 
     def frozen(self) -> list[Placement]:
-        pairs = zip(self.placements, self._parameters, strict=True)
+        pairs = zip(self.placements, self.parameters, strict=True)
         return [placement for placement, parameter in pairs if not parameter.requires_grad]
 
     def shard_axis(self, placement: Placement) -> Axis:
         """Returns the ranks over which a parameter is sharded."""
-        return self._shard_axes[placement.expert]
+        return self.shard_axes[placement.expert]
 
     def owned_ranges(self, placement: Placement) -> list[OwnedRange]:
         """Returns which elements of a parameter each rank of `shard_axis` owns."""
@@ -129,13 +120,13 @@ class FsdpParamGroup:
         """Frees gathered parameters, so that the next forward all-gathers the updated ones."""
         for unit in self._units:
             unit.reshard()
-        for gather in self._fp8_gathers:
+        for gather in self.fp8_gathers:
             gather.weights_changed()
 
     def reset_grads(self) -> None:
         """Sets gradients to zero, in this group's buffer."""
         self.flat_grads.zero_()
-        for parameter, grad in zip(self._parameters, self._grads):
+        for parameter, grad in zip(self.parameters, self._grads):
             parameter.grad = grad
 
 

@@ -91,7 +91,7 @@ class GradientReducer:
         self.overlap = overlap
         self._reduce_dtype = reduce_dtype
         self._keeps_allocated = False
-        self._queues: list[list[_BucketReduction]] = []
+        self._reductions: list[_BucketReduction] = []
         self._partial_groups = groups_with_partial_grads(self._param_groups)
         self._main_grads: dict[int, _MainGrad] = {}
         """By the identity of the parameter: a tensor's hash is a call of Python."""
@@ -107,7 +107,7 @@ class GradientReducer:
                 queue.append(_BucketReduction(group, bucket, grads, (order, len(queue))))
         for queue in queues.values():
             queue.sort(key=lambda send: send.order)
-            self._queues.append(queue)
+            self._reductions += queue
             for send in queue:
                 for slot in send.bucket.params:
                     self._register_grad_hook(slot, send, queue)
@@ -136,13 +136,12 @@ class GradientReducer:
         self._check_frozen()
         for main in self._main_grads.values():
             main.overwrite_next = True
-        for queue in self._queues:
-            for send in queue:
-                send.num_pending = send.grads_per_micro_batch() * micro_batches
-                if micro_batches == 1 and not self._keeps_allocated:
-                    send.grads.free()
-                else:
-                    send.grads.allocate()
+        for send in self._reductions:
+            send.num_pending = send.grads_per_micro_batch() * micro_batches
+            if micro_batches == 1 and not self._keeps_allocated:
+                send.grads.free()
+            else:
+                send.grads.allocate()
 
     def _check_frozen(self) -> None:
         buckets = [bucket for group in self._frozen_groups for bucket in group.buckets]
@@ -155,12 +154,9 @@ class GradientReducer:
 
     def keep_grads_allocated(self) -> None:
         """Keeps gradients at the same addresses from now on; between steps, or before the first gradient of one."""
-        if self._keeps_allocated:
-            return
+        for send in () if self._keeps_allocated else self._reductions:
+            send.grads.allocate()
         self._keeps_allocated = True
-        for queue in self._queues:
-            for send in queue:
-                send.grads.allocate()
 
     def let_grads_be_freed(self) -> None:
         """Lets later steps free the memory of gradients again."""
@@ -195,9 +191,8 @@ class GradientReducer:
         """
         for main in self._main_grads.values():
             main.overwrite_next = main.parameter not in parameters
-        for queue in self._queues:
-            for send in queue:
-                send.num_pending, send.handles = 0, []
+        for send in self._reductions:
+            send.num_pending, send.handles = 0, []
 
     def _start_ready_reductions(self, queue: list[_BucketReduction]) -> None:
         for send in queue:
@@ -213,39 +208,32 @@ class GradientReducer:
         grads = reduction.grads.flat
         sent = grads if self._reduce_dtype is None else grads.to(self._reduce_dtype)
         if not axes.sharded:
-            reduction.handles = [
-                collectives.start_all_reduce(sent, axes.data_parallel),
-                Handle(on_complete=_copy_back(grads, sent)),
-            ]
+            copy_back = None if sent is grads else lambda: grads.copy_(sent)
+            reduced = collectives.start_all_reduce(sent, axes.data_parallel)
+            reduction.handles = [reduced, Handle(on_complete=copy_back)]
             return
         begin, end = reduction.group.owned_range(bucket)
-        own = grads[begin - bucket.begin : end - bucket.begin]
-        part = torch.empty_like(own, dtype=sent.dtype)
+        owned = grads[begin - bucket.begin : end - bucket.begin]
+        part = torch.empty_like(owned, dtype=sent.dtype)
         scattered = collectives.start_reduce_scatter(part, sent, axes.shard)
 
         def over_replicas() -> None:
             collectives.all_reduce(part, axes.outer)
-            own.copy_(part)
+            owned.copy_(part)
 
         reduction.handles = [scattered, Handle(keep_alive=sent, on_complete=over_replicas)]
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
         """Starts the remaining reductions, waits for all, and all-reduces partial gradients inside a replica."""
-        for queue in self._queues:
-            for send in queue:
-                if send.num_pending >= 0:
-                    self._start_reduction(send)
-        for queue in self._queues:
-            for send in queue:
-                for handle in send.handles:
-                    handle.wait()
-                send.handles = []
+        for send in self._reductions:
+            if send.num_pending >= 0:
+                self._start_reduction(send)
+        for send in self._reductions:
+            for handle in send.handles:
+                handle.wait()
+            send.handles = []
         all_reduce_partial_grads(self._partial_groups, self._mesh)
-
-
-def _copy_back(grads: Tensor, reduced: Tensor):
-    return None if reduced is grads else lambda: grads.copy_(reduced)
 
 
 def groups_with_partial_grads(param_groups: Sequence[ParameterGroup]) -> list[ParameterGroup]:
@@ -253,7 +241,7 @@ def groups_with_partial_grads(param_groups: Sequence[ParameterGroup]) -> list[Pa
 
     def is_partial(group: ParameterGroup) -> bool:
         placements = (part.placement for shard in group.flat_shards for part in shard.param_ranges)
-        return any(piece.grad_reduce_axis is not None for each in placements for piece in each.tensor_shards)
+        return any(piece.grad_reduce_axis is not None for place in placements for piece in place.tensor_shards)
 
     return [group for group in param_groups if is_partial(group)]
 

@@ -30,7 +30,8 @@ def wait_for_params_before_use(stages: Sequence[StageModule], param_groups: Sequ
                 group, index = where[parameter]
                 needed.setdefault(id(group), (group, set()))[1].add(index)
             for group, indices in needed.values():
-                module.register_forward_pre_hook(partial(_wait_for_params, group=group, indices=sorted(indices)))
+                wait = partial(group.wait_for_params, sorted(indices))
+                module.register_forward_pre_hook(lambda module, args, wait=wait: wait())
 
 
 def _modules_with_params(stage: StageModule) -> Iterator[tuple[nn.Module, Iterable[nn.Parameter]]]:
@@ -39,7 +40,3 @@ def _modules_with_params(stage: StageModule) -> Iterator[tuple[nn.Module, Iterab
         yield layer, layer.parameters()
     for modules in stage.outer_modules():
         yield modules[0], [parameter for module in modules for parameter in module.parameters()]
-
-
-def _wait_for_params(module: nn.Module, args: object, *, group: FlatParamGroup, indices: list[int]) -> None:
-    group.wait_for_params(indices)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,28 +48,13 @@ _MEMORY_MARGIN = 1.25
 _GIB = 1 << 30
 
 RunStep = Callable[..., StepResult]
+StepArguments = tuple[RankSchedule, Sequence[Batch], LossScales | None]
 MaxOverRanks = Callable[[Sequence[float]], list[float]]
 """Returns the maximum of each number over all ranks."""
 
 
-class Memory(Protocol):
-    """The device's memory, in bytes."""
-
-    def allocated_bytes(self) -> int:
-        """What is allocated now."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most that was ever allocated."""
-        ...
-
-    def available_bytes(self) -> int:
-        """What could be allocated now."""
-        ...
-
-
 class CudaMemory:
-    """The memory of a CUDA device by its allocator."""
+    """The memory of a CUDA device by its allocator, in bytes: allocated now, the most that ever was, and what could be allocated now."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,7 +75,7 @@ class CaptureInputs:
     """What decides: the meter of steps, memory, the states of all random streams, and whether passes are recomputed."""
 
     meter: IdleMeter
-    memory: Memory
+    memory: CudaMemory
     random_states: Callable[[], Mapping[str, Tensor]]
     recomputes: bool
     max_over_ranks: MaxOverRanks = list
@@ -101,29 +85,22 @@ class AutoGraphedSteps:
     """Runs training steps like `PipelineExecutor.run`, and decides whether they are captured."""
 
     def __init__(
-        self, run: RunStep, graphed: GraphedSteps, facts: CaptureInputs, *, restart_step: Callable[[int], None]
+        self, run: RunStep, graphed: GraphedSteps, inputs: CaptureInputs, *, restart_step: Callable[[int], None]
     ) -> None:
-        """`run` runs a step as it is. `restart_step` starts a step of so many micro-batches again, after a failed capture."""
-        self._run_plain, self._graphed, self._facts, self._restart_step = run, graphed, facts, restart_step
+        """`run` runs a step as it is. `restart_step` starts a step again after a failed capture, given its number of micro-batches."""
+        self._run_plain, self._graphed, self._inputs, self._restart_step = run, graphed, inputs, restart_step
         self._run_step: RunStep = self._measure
         self._num_steps = 0
         self._measured: list[StepTime] = []
         self._replays: list[StepTime] = []
         self._first_replay = 0
 
-    def run(
-        self,
-        schedule: RankSchedule,
-        batches: Sequence[Batch],
-        scales: LossScales | None = None,
-        *,
-        clock: Callable[[], float] | None = None,
-    ) -> StepResult:
+    def run(self, *step: *StepArguments, clock: Callable[[], float] | None = None) -> StepResult:
         """Runs a training step; one that is timed by action runs as it is and decides nothing."""
         if clock is not None:
-            return self._run_plain(schedule, batches, scales, clock=clock)
+            return self._run_plain(*step, clock=clock)
         self._num_steps += 1
-        return self._run_step(schedule, batches, scales)
+        return self._run_step(*step)
 
     def run_evaluation(self, forward: RunStep, schedule: RankSchedule, batches: Sequence[Batch]) -> StepResult:
         """Runs the forward passes of an evaluation, captured if training steps are."""
@@ -137,16 +114,16 @@ class AutoGraphedSteps:
         gc.collect()
         return forward(schedule, batches)
 
-    def _measure(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> StepResult:
+    def _measure(self, *step: *StepArguments) -> StepResult:
         if self._num_steps <= _FIRST_STEPS:
-            return self._run_plain(schedule, batches, scales)
-        facts, before = self._facts, self._facts.random_states()
-        base_bytes = facts.memory.allocated_bytes()  # without the gradients that a step of one micro-batch frees
-        with facts.meter.measure() as measured:
-            result = self._run_plain(schedule, batches, scales)
+            return self._run_plain(*step)
+        inputs, before = self._inputs, self._inputs.random_states()
+        base_bytes = inputs.memory.allocated_bytes()  # without the gradients that a step of one micro-batch frees
+        with inputs.meter.measure() as measured:
+            result = self._run_plain(*step)
         self._measured.append(measured)
         if len(self._measured) == _MEASURED_STEPS:
-            reason = self._reason_against(before, facts.random_states(), base_bytes)
+            reason = self._reason_against(before, inputs.random_states(), base_bytes)
             if reason is None:
                 self._run_step = self._try
             else:
@@ -155,13 +132,13 @@ class AutoGraphedSteps:
 
     def _reason_against(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], base_bytes: int) -> str | None:
         """Returns why nothing should be captured, the same on all ranks."""
-        facts = self._facts
+        inputs = self._inputs
         drawn = {name for name, state in before.items() if not torch.equal(state, after[name])}
-        needed, available = _MEMORY_MARGIN * (facts.memory.peak_bytes() - base_bytes), facts.memory.available_bytes()
+        needed, available = _MEMORY_MARGIN * (inputs.memory.peak_bytes() - base_bytes), inputs.memory.available_bytes()
         idle = sum(step.idle_s for step in self._measured) / sum(step.step_s for step in self._measured)
-        on_host, set_back = float("cpu" in drawn), float(bool(drawn) and facts.recomputes)
-        found = facts.max_over_ranks([idle, needed - available, needed, on_host, set_back])
-        idle, missing, needed, on_host, set_back = found
+        on_host, set_back = float("cpu" in drawn), float(bool(drawn) and inputs.recomputes)
+        maxima = inputs.max_over_ranks([idle, needed - available, needed, on_host, set_back])
+        idle, missing, needed, on_host, set_back = maxima
         if idle <= MIN_IDLE:
             return f"the device was idle at most {100 * idle:.0f} % of a step"
         if missing > 0:
@@ -170,11 +147,11 @@ class AutoGraphedSteps:
             return "the host draws random numbers in a step"
         return "the host would set random states back to recompute" if set_back else None
 
-    def _try(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> StepResult:
+    def _try(self, *step: *StepArguments) -> StepResult:
         """Warms up, captures and times replays; keeps the graph if they are faster."""
         captured = self._graphed.num_captured
-        with self._facts.meter.time() as replayed:
-            result = self._run_graphed(schedule, batches, scales)
+        with self._inputs.meter.time() as replayed:
+            result = self._run_graphed(*step)
         if self._run_step != self._try or not self._graphed.num_captured:  # it failed, or warmed up
             return result
         if not captured:
@@ -186,7 +163,7 @@ class AutoGraphedSteps:
 
     def _decide(self) -> None:
         steps, replays = [step.step_s for step in self._measured], [step.step_s for step in self._replays[1:]]
-        step_s, replay_s = self._facts.max_over_ranks([min(steps), min(replays)])
+        step_s, replay_s = self._inputs.max_over_ranks([min(steps), min(replays)])
         idle = 1.0 - replay_s / step_s
         if idle <= MIN_IDLE:
             self._turn_off(f"the device was idle {100 * max(idle, 0.0):.0f} % of a step")
@@ -194,15 +171,15 @@ class AutoGraphedSteps:
         self._run_step = self._run_graphed
         _log.info("CUDA graphs: on from step %d: the device was idle %.0f %% of a step", self._first_replay, 100 * idle)
 
-    def _run_graphed(self, schedule: RankSchedule, batches: Sequence[Batch], scales: LossScales) -> StepResult:
+    def _run_graphed(self, *step: *StepArguments) -> StepResult:
         try:
-            return self._graphed.run(schedule, batches, scales)
+            return self._graphed.run(*step)
         except CaptureError as error:
             reason = error.reason
         self._turn_off(f"a step could not be captured: {reason.strip().splitlines()[0]}")
         gc.collect()  # the error's frames hold what the capture allocated
-        self._restart_step(len(batches))
-        return self._run_plain(schedule, batches, scales)
+        self._restart_step(len(step[1]))
+        return self._run_plain(*step)
 
     def _turn_off(self, reason: str) -> None:
         self._graphed.stop()

@@ -98,10 +98,10 @@ class _PassAlternation:
         self._stopped = False
         self.error: BaseException | None = None
 
-    def run(self, own: _PassKind, pass_function: Callable[[], None]) -> None:
+    def run(self, kind: _PassKind, pass_function: Callable[[], None]) -> None:
         """Runs one of the passes, whenever the other one yields."""
         try:
-            self._wait_for_turn(own)
+            self._wait_for_turn(kind)
             pass_function()
         except _PassStopped:
             pass
@@ -110,21 +110,21 @@ class _PassAlternation:
             self._stopped = True
         finally:
             with self._changed:
-                self._done.add(own)
-                self._turn = own.other
+                self._done.add(kind)
+                self._turn = kind.other
                 self._changed.notify_all()
 
     def switch_to_other_pass(self) -> None:
-        own = _PassKind.FORWARD if threading.get_ident() == self._forward_thread else _PassKind.BACKWARD
+        kind = _PassKind.FORWARD if threading.get_ident() == self._forward_thread else _PassKind.BACKWARD
         with self._changed:
-            if own.other not in self._done:
-                self._turn = own.other
+            if kind.other not in self._done:
+                self._turn = kind.other
                 self._changed.notify_all()
-        self._wait_for_turn(own)
+        self._wait_for_turn(kind)
 
-    def _wait_for_turn(self, own: _PassKind) -> None:
+    def _wait_for_turn(self, kind: _PassKind) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._turn is own or own.other in self._done)
+            self._changed.wait_for(lambda: self._turn is kind or kind.other in self._done)
             if self._stopped:
                 raise _PassStopped
 

@@ -15,7 +15,7 @@ A replay repeats kernels with the launch parameters and addresses of the capture
 - Random numbers are those of a run without graphs: a replay reads the generator's seed and offset from memory, and torch
   advances the offset. That holds for the default generator and those that are registered: the stream that tensor-parallel
   ranks share.
-- Packed documents are so many entries of one array, and how many there may be is part of a capture: missing ones are empty.
+- Packed documents are entries of one array. Its length is part of a capture, and entries beyond the documents are empty.
 - Another number of micro-batches, or another shape, is another capture. All share one memory pool: its content is needed only
   until a replay ends, but for the result, which is read before the next begins.
 - Warm-up steps run on the capture stream: autograd remembers the stream on which a parameter was first used, and a captured
@@ -63,6 +63,7 @@ _MIN_CAPABILITY = (8, 0)
 """Older devices have no FlashAttention, and its replacement needs the host."""
 
 StepFunction = Callable[[], StepResult]
+RunBatches = Callable[[list[Batch], LossScales | None], StepResult]
 Replay = Callable[[], None]
 _BatchShape = tuple[tuple[str, torch.Size, torch.dtype], ...]
 _StepKey = tuple[bool, tuple[_BatchShape, ...]]
@@ -71,12 +72,11 @@ _StepKey = tuple[bool, tuple[_BatchShape, ...]]
 
 def unsupported_device(device: torch.device) -> list[str]:
     """Returns why nothing can be captured on a CUDA device, if so."""
-    found, needed = torch.cuda.get_device_capability(device), _MIN_CAPABILITY
-    if found >= needed:
+    capability, needed = torch.cuda.get_device_capability(device), _MIN_CAPABILITY
+    if capability >= needed:
         return []
-    return [
-        f"it needs a GPU of compute capability {needed[0]}.{needed[1]} (Ampere) or later; this one has {found[0]}.{found[1]}"
-    ]
+    present = f"{capability[0]}.{capability[1]}"
+    return [f"it needs a GPU of compute capability {needed[0]}.{needed[1]} (Ampere) or later; this one has {present}"]
 
 
 class CaptureError(TrainError):
@@ -84,8 +84,8 @@ class CaptureError(TrainError):
 
     def __init__(self, reason: str, message: str | None = None) -> None:
         """`reason` is short; `message` says what to do, by default to leave graphs out."""
-        own = f"This step cannot be captured as a CUDA graph. Leave --cuda-graphs out, or say auto. What torch says: {reason}"
-        super().__init__(message or own)
+        default = f"This step cannot be captured as a CUDA graph. Leave --cuda-graphs out, or say auto. What torch says: {reason}"
+        super().__init__(message or default)
         self.reason = reason
 
 
@@ -114,8 +114,10 @@ class CudaGraphCapture:
         """Captures the step; returns its result tensors, and the replay that fills them: before the first one they hold nothing."""
         gc.collect()  # garbage collected during the capture might free what must not be freed then
         graph = torch.cuda.CUDAGraph()
+        # torch 2.13 finds out by itself which generators a graph draws from.
+        register = getattr(graph, "register_generator_state", lambda generator: None)
         for generator in self._generators:
-            _register_generator(graph, generator)
+            register(generator)
         stream = torch.cuda.current_stream(self._device)
         generators = [torch.cuda.default_generators[self._device.index or 0], *self._generators]
         states = [generator.clone_state() for generator in generators]
@@ -132,7 +134,8 @@ class CudaGraphCapture:
             torch.cuda.set_stream(stream)
             for generator, state in zip(generators, states, strict=True):
                 generator.graphsafe_set_state(state)
-            _end_pool_allocation(self._device, self._pool)
+            with contextlib.suppress(RuntimeError):  # torch ends it only after a capture that succeeds, or had ended it
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
             self.reset_pool()
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
@@ -222,13 +225,7 @@ class GraphedSteps:
             self._add(key, lambda batches, scales: forward(schedule, batches), batches, None)
         return self._replay(key, batches, None)
 
-    def _add(
-        self,
-        key: _StepKey,
-        run: Callable[[list[Batch], LossScales | None], StepResult],
-        batches: Sequence[Batch],
-        scales: LossScales | None,
-    ) -> None:
+    def _add(self, key: _StepKey, run: RunBatches, batches: Sequence[Batch], scales: LossScales | None) -> None:
         while len(self._captured_steps) >= MAX_GRAPHS:
             del self._captured_steps[next(iter(self._captured_steps))]
         self._captured_steps[key] = self._capture_on_all_ranks(run, batches, scales)
@@ -258,10 +255,7 @@ class GraphedSteps:
         self._graph_capture.reset_pool()
 
     def _capture_on_all_ranks(
-        self,
-        run: Callable[[list[Batch], LossScales | None], StepResult],
-        batches: Sequence[Batch],
-        scales: LossScales | None,
+        self, run: RunBatches, batches: Sequence[Batch], scales: LossScales | None
     ) -> _CapturedStep:
         if self._any_rank is None:
             return self._capture(run, batches, scales)
@@ -269,8 +263,8 @@ class GraphedSteps:
         undo = None if self._undo_point is None else self._undo_point()
         try:
             captured = self._capture(run, batches, scales)
-        except CaptureError as found:
-            error = found
+        except CaptureError as capture_error:
+            error = capture_error
         except torch.OutOfMemoryError:
             error = CaptureError("memory does not suffice")
         if self._any_rank(error is not None) or captured is None:
@@ -280,12 +274,7 @@ class GraphedSteps:
             raise error or CaptureError("another rank could not")
         return captured
 
-    def _capture(
-        self,
-        run: Callable[[list[Batch], LossScales | None], StepResult],
-        batches: Sequence[Batch],
-        scales: LossScales | None,
-    ) -> _CapturedStep:
+    def _capture(self, run: RunBatches, batches: Sequence[Batch], scales: LossScales | None) -> _CapturedStep:
         self._prepare(trains=scales is not None, captured=True)
         static_batches, static_scales = list(map(_static_batch, batches, self._shapes(batches))), None
         if scales is not None:
@@ -344,16 +333,3 @@ def _static_batch(batch: Batch, shape: _BatchShape) -> Batch:
         return batch.clone()
     _, (_, most_documents), _ = shape[-1]
     return replace(batch.clone(), documents=batch.documents.bounded(most_documents))
-
-
-def _end_pool_allocation(device: torch.device, pool: object) -> None:
-    """Ends the allocation to a pool that a failed capture began: torch does so only after one that succeeds."""
-    with contextlib.suppress(RuntimeError):  # it had been ended
-        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
-
-
-def _register_generator(graph: torch.cuda.CUDAGraph, generator: torch.Generator) -> None:
-    """Lets a replay draw new numbers from a generator. torch 2.13 finds out by itself which ones a graph draws from."""
-    register = getattr(graph, "register_generator_state", None)
-    if register is not None:
-        register(generator)

@@ -17,27 +17,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-
-
-class DeviceEvent(Protocol):
-    """A point in the device's work."""
-
-    def query(self) -> bool:
-        """Whether the device is beyond it."""
-        ...
-
-
-class MeteredDevice(Protocol):
-    """The device as the meter sees it."""
-
-    def record_event(self) -> DeviceEvent: ...
-
-    def synchronize(self) -> None: ...
 
 
 class CudaEvents:
@@ -65,45 +49,42 @@ class IdleMeter:
     """Measures steps; between marks it does nothing."""
 
     def __init__(
-        self, layers: Iterable[nn.Module], device: MeteredDevice, *, clock: Callable[[], float] = time.perf_counter
+        self, layers: Iterable[nn.Module], device: CudaEvents, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._layers, self._device, self._clock = list(layers), device, clock
 
     @contextmanager
     def measure(self) -> Iterator[StepTime]:
         """Measures a step that runs inside; the result is complete afterwards."""
-        found = StepTime()
-        self._device.synchronize()
-        start = self._clock()
-        marks = _Marks(self._device, self._clock, start)
-        hooks = [layer.register_forward_hook(marks.after_forward) for layer in self._layers]
-        try:
-            yield found
-        finally:
-            for hook in hooks:
-                hook.remove()
-            marks.remove()
-        marks.add()
-        self._device.synchronize()
-        found.step_s, found.idle_s = self._clock() - start, marks.idle_s
+        with self.time() as step:
+            marks = _Marks(self._device, self._clock)
+            hooks = [layer.register_forward_hook(marks.after_forward) for layer in self._layers]
+            try:
+                yield step
+            finally:
+                for hook in hooks:
+                    hook.remove()
+                marks.remove()
+            marks.add()
+        step.idle_s = marks.idle_s
 
     @contextmanager
     def time(self) -> Iterator[StepTime]:
         """Times a step that runs inside."""
-        found = StepTime()
+        step = StepTime()
         self._device.synchronize()
         start = self._clock()
-        yield found
+        yield step
         self._device.synchronize()
-        found.step_s = self._clock() - start
+        step.step_s = self._clock() - start
 
 
 class _Marks:
     """The marks of one step."""
 
-    def __init__(self, device: MeteredDevice, clock: Callable[[], float], start: float) -> None:
+    def __init__(self, device: CudaEvents, clock: Callable[[], float]) -> None:
         self._device, self._clock = device, clock
-        self._last_s, self._last_event = start, device.record_event()
+        self._last_s, self._last_event = clock(), device.record_event()
         self._hooks: list[RemovableHandle] = []
         self.idle_s = 0.0
 
@@ -119,10 +100,7 @@ class _Marks:
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor) and first.requires_grad:
             # The backward pass of the next layer ends where it has the gradient of this one's output.
-            self._hooks.append(first.register_hook(self._after_backward))
-
-    def _after_backward(self, grad: Tensor) -> None:
-        self.add()
+            self._hooks.append(first.register_hook(lambda grad: self.add()))
 
     def remove(self) -> None:
         for hook in self._hooks:

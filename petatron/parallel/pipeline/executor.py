@@ -40,6 +40,7 @@ StageMicroBatch = tuple[int, int]
 """stage, micro-batch"""
 Bundle = dict[str, Tensor]
 """Tensors of a boundary by name."""
+Bundles = dict[StageMicroBatch, Bundle]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,32 +80,25 @@ class _StageBoundaries:
         return cls(takes, takes_grad, gives, gives_grad, bool(takes_grad) or trains)
 
 
+@dataclass(kw_only=True)
 class PipelineExecutor:
-    """A rank's stages of the model, and the pipeline axis."""
+    """A rank's stages of the model, and the pipeline axis.
 
-    def __init__(
-        self,
-        stages: Mapping[int, StageModule],
-        axis: Axis,
-        io: ModelIO,
-        *,
-        objective: Objective,
-        dtype: torch.dtype,
-        device: torch.device,
-        sequence_shards: int = 1,
-        weight_grad_queue: WeightGradQueue,
-        combined_passes: CombinedForwardBackward | None = None,
-    ) -> None:
-        """`dtype` is that of activations; `sequence_shards` is the number of shards of sequence parallelism."""
-        self._stages = stages
-        self._axis = axis
-        self._objective = objective
-        self._dtype = dtype
-        self._device = device
-        self._sequence_shards = sequence_shards
-        self._weight_grad_queue = weight_grad_queue
-        self._combined_passes = combined_passes
-        self._boundaries = {stage: _StageBoundaries.of(io, stage, module) for stage, module in stages.items()}
+    dtype: that of activations. sequence_shards: the number of shards of sequence parallelism.
+    """
+
+    stages: Mapping[int, StageModule]
+    axis: Axis
+    io: ModelIO
+    objective: Objective
+    dtype: torch.dtype
+    device: torch.device
+    sequence_shards: int = 1
+    weight_grad_queue: WeightGradQueue
+    combined_passes: CombinedForwardBackward | None = None
+
+    def __post_init__(self) -> None:
+        self.boundaries = {index: _StageBoundaries.of(self.io, index, stage) for index, stage in self.stages.items()}
         self._checked_stages: set[int] = set()
 
     def run(
@@ -134,20 +128,20 @@ class PipelineExecutor:
 
     def empty_tensor(self, tensor: BoundaryTensor, batch: Batch) -> Tensor:
         """Allocates a boundary tensor, or its gradient, to receive."""
-        shape = tensor.shape(batch, sequence_shards=self._sequence_shards)
-        return torch.empty(shape, dtype=tensor.dtype or self._dtype, device=self._device)
+        shape = tensor.shape(batch, sequence_shards=self.sequence_shards)
+        return torch.empty(shape, dtype=tensor.dtype or self.dtype, device=self.device)
 
     def check_output(self, stage: int, given: Bundle, batch: Batch) -> None:
         """Checks the first output of a stage against what is declared: the next stage would wait for other sizes forever."""
         if stage in self._checked_stages:
             return
         self._checked_stages.add(stage)
-        for tensor in self._boundaries[stage].gives:
-            found = given[tensor.name]
-            expected = tensor.shape(batch, sequence_shards=self._sequence_shards), tensor.dtype or self._dtype
-            if (tuple(found.shape), found.dtype) != expected:
+        for tensor in self.boundaries[stage].gives:
+            y = given[tensor.name]
+            expected = tensor.shape(batch, sequence_shards=self.sequence_shards), tensor.dtype or self.dtype
+            if (tuple(y.shape), y.dtype) != expected:
                 raise TrainError(
-                    f"Stage {stage} gives {tensor.name!r} as {list(found.shape)} {found.dtype}, and stage {stage + 1} takes "
+                    f"Stage {stage} gives {tensor.name!r} as {list(y.shape)} {y.dtype}, and stage {stage + 1} takes "
                     f"{list(expected[0])} {expected[1]}. Correct the stage, or what is declared."
                 )
 
@@ -172,15 +166,15 @@ class _ScheduleExecution:
         collect: Collection[str],
     ) -> None:
         self._pipeline, self._schedule, self._batches, self._scales = pipeline, schedule, batches, scales
-        self._inputs: dict[StageMicroBatch, Bundle] = {}  # stage inputs, until their backward
+        self._inputs: Bundles = {}  # stage inputs, until their backward
         self._backward_inputs: dict[StageMicroBatch, _BackwardInput] = {}
-        self._outputs: dict[StageMicroBatch, Bundle] = {}  # to be sent
-        self._output_grads: dict[StageMicroBatch, Bundle] = {}
-        self._input_grads: dict[StageMicroBatch, Bundle] = {}  # to be sent
+        self._outputs: Bundles = {}  # to be sent
+        self._output_grads: Bundles = {}
+        self._input_grads: Bundles = {}  # to be sent
         self._receiving: dict[tuple[ActionKind, StageMicroBatch], list[Handle]] = {}
         self._sending: deque[Handle] = deque()
         self._terms = ObjectiveTerms(
-            pipeline._objective, None if scales is None else scales.token_loss, device=pipeline._device
+            pipeline.objective, None if scales is None else scales.token_loss, device=pipeline.device
         )
         self._collect = collect
         self.result = StepResult(self._terms.sums, collected=[{} for _ in batches] if collect else [])
@@ -198,8 +192,8 @@ class _ScheduleExecution:
         if len(actions) == 1:
             self._compute(actions[0])
             return
-        assert self._pipeline._combined_passes is not None, "the model was not built to run two passes combined"
-        self._pipeline._combined_passes.run(*(partial(self._compute, action) for action in actions))
+        assert self._pipeline.combined_passes is not None, "the model was not built to run two passes combined"
+        self._pipeline.combined_passes.run(*(partial(self._compute, action) for action in actions))
 
     def _compute(self, action: Action) -> None:
         key = (action.stage, action.micro_batch)
@@ -209,10 +203,10 @@ class _ScheduleExecution:
             case ActionKind.BACKWARD:
                 self._backward(key)
             case ActionKind.INPUT_GRAD:
-                with self._pipeline._weight_grad_queue.deferring(key):
+                with self._pipeline.weight_grad_queue.deferring(key):
                     self._backward(key)
             case ActionKind.WEIGHT_GRAD:
-                self._pipeline._weight_grad_queue.compute_deferred(key)
+                self._pipeline.weight_grad_queue.compute_deferred(key)
 
     def start_send_recv(self, actions: Sequence[Action]) -> None:
         """Starts transfers as one batch."""
@@ -221,7 +215,7 @@ class _ScheduleExecution:
         receive_counts: list[tuple[ActionKind, StageMicroBatch, int]] = []
         for action in actions:
             key, forward = (action.stage, action.micro_batch), action.kind in FORWARD_SEND_RECV
-            boundaries = self._pipeline._boundaries[action.stage]
+            boundaries = self._pipeline.boundaries[action.stage]
             if action.kind in SEND_KINDS:
                 to = self._schedule.rank_of(action.stage + (1 if forward else -1))
                 bundle = (self._outputs if forward else self._input_grads).pop(key)
@@ -236,10 +230,10 @@ class _ScheduleExecution:
                 receives += [(x, source) for x in bundle.values()]
                 receive_counts.append((action.kind, key, len(bundle)))
         # What is captured as a CUDA graph has not begun, and cannot be asked.
-        captured = self._pipeline._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captured = self._pipeline.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         while self._sending and not captured and self._sending[0].done():
             self._sending.popleft()
-        sent, received = collectives.start_send_recv(self._pipeline._axis, sends=sends, receives=receives)
+        sent, received = collectives.start_send_recv(self._pipeline.axis, sends=sends, receives=receives)
         self._sending += sent
         handles = iter(received)
         for kind, key, count in receive_counts:
@@ -254,22 +248,22 @@ class _ScheduleExecution:
     def _forward(self, key: StageMicroBatch) -> None:
         stage, micro_batch = key
         batch, scales = self._batches[micro_batch], self._scales
-        has_backward = scales is not None and self._pipeline._boundaries[stage].has_backward
+        has_backward = scales is not None and self._pipeline.boundaries[stage].has_backward
         inputs = self._inputs.get(key, {}) if has_backward else self._inputs.pop(key, {})
         if scales is not None:
-            for tensor in self._pipeline._boundaries[stage].takes_with_grad:
+            for tensor in self._pipeline.boundaries[stage].takes_with_grad:
                 inputs[tensor.name].requires_grad_()
         statistics: dict[int, Tensor] = {}
         edges: list[GradientEdge] = []
         with torch.set_grad_enabled(has_backward):
             weights = self._terms.known_gradients(batch)
             # `fully_shard` must see the inputs as a positional argument (`parallel/data/fsdp.py`).
-            output = self._pipeline._stages[stage](
+            output = self._pipeline.stages[stage](
                 batch,
                 inputs,
                 aux_loss_scale=None if scales is None else scales.aux_loss,
                 router_statistics=statistics,
-                loss_weights=weights if self._pipeline._objective.uses_model_losses else None,
+                loss_weights=weights if self._pipeline.objective.uses_model_losses else None,
                 collect=self._collect or self._terms.outputs,
             )
             if not self._collect:
@@ -285,7 +279,7 @@ class _ScheduleExecution:
         """Passes what the next stage takes: from this stage's output, else from its input."""
         stage, micro_batch = key
         given: Bundle = {}
-        for tensor in self._pipeline._boundaries[stage].gives:
+        for tensor in self._pipeline.boundaries[stage].gives:
             name, y = tensor.name, output.tensors.get(tensor.name)
             if y is None:
                 y = inputs.get(name)
@@ -301,14 +295,14 @@ class _ScheduleExecution:
             given[name] = y.detach()
         self._pipeline.check_output(stage, given, self._batches[micro_batch])
         if stage < self._schedule.stages - 1:
-            self._pass_to_stage(stage + 1, micro_batch, given, self._inputs, self._outputs, key)
+            self._pass_bundle(key, stage + 1, given, self._inputs, self._outputs)
         if self._collect:
             self.result.collected[micro_batch].update(output.collected)
         if self._scales is not None:
             self._backward_inputs[key] = backward_input
 
     def _backward(self, key: StageMicroBatch) -> None:
-        stage, micro_batch = key
+        stage, _ = key
         edges, names, forwarded = self._backward_inputs.pop(key)
         output_grads = self._output_grads.pop(key, {})
         if edges:
@@ -317,7 +311,7 @@ class _ScheduleExecution:
         if stage == 0:
             return
         input_grads: Bundle = {}
-        for tensor in self._pipeline._boundaries[stage].takes_with_grad:
+        for tensor in self._pipeline.boundaries[stage].takes_with_grad:
             x = inputs[tensor.name]
             grad, later = x.grad, output_grads.get(tensor.name) if tensor.name in forwarded else None
             if grad is None:
@@ -325,19 +319,11 @@ class _ScheduleExecution:
             elif later is not None:
                 grad = grad + later
             input_grads[tensor.name] = grad
-        self._pass_to_stage(stage - 1, micro_batch, input_grads, self._output_grads, self._input_grads, key)
+        self._pass_bundle(key, stage - 1, input_grads, self._output_grads, self._input_grads)
 
-    def _pass_to_stage(
-        self,
-        stage: int,
-        micro_batch: int,
-        bundle: Bundle,
-        local: dict[StageMicroBatch, Bundle],
-        to_send: dict[StageMicroBatch, Bundle],
-        key: StageMicroBatch,
-    ) -> None:
+    def _pass_bundle(self, key: StageMicroBatch, stage: int, bundle: Bundle, local: Bundles, to_send: Bundles) -> None:
         """Passes tensors to a stage of this rank, or holds them for the send to another rank."""
-        if self._schedule.rank_of(stage) == self._pipeline._axis.rank:
-            local[stage, micro_batch] = bundle
+        if self._schedule.rank_of(stage) == self._pipeline.axis.rank:
+            local[stage, key[1]] = bundle
         else:
             to_send[key] = bundle

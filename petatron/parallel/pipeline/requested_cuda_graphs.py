@@ -46,23 +46,23 @@ def enable_auto_cuda_graphs(run: RunConfig, model: ParallelModel) -> None:
         return
     layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
     memory = run.memory
-    facts = CaptureInputs(
+    inputs = CaptureInputs(
         IdleMeter(layers, CudaEvents(mesh.device)),
         CudaMemory(mesh.device),
         model.rng_streams.state,
         recomputes=memory.recompute_granularity is not None or memory.recompute_memory_budget_gb is not None,
         max_over_ranks=partial(max_over_ranks, axis=mesh.control),
     )
-    model.use_cuda_graphs(CudaGraphCapture(mesh.device, generators=[model.rng_streams.tp_shared]), facts)
+    model.use_cuda_graphs(CudaGraphCapture(mesh.device, generators=[model.rng_streams.tp_shared]), inputs)
 
 
 def reasons_against_capture(run: RunConfig, *, backend: str) -> list[str]:
     """Returns why the steps of a run cannot be captured, over the backend that its mesh has."""
     run = replace_fields(run, {"parallel.distributed_backend": backend})
-    return [f"{found}: {why}" for found, why, _ in capture_problems(run)]
+    return [f"{setting}: {why}" for setting, why, _ in capture_problems(run)]
 
 
 def max_over_ranks(numbers: Sequence[float], axis: Axis) -> list[float]:
     """Returns the maximum of each number over the ranks of an axis that moves host memory."""
-    found = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    return collectives.recursive_doubling_max(found, axis).tolist()
+    maxima = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return collectives.recursive_doubling_max(maxima, axis).tolist()

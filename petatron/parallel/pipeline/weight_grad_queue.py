@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ AccumulateWeightGrad = Callable[[Tensor, WriteWeightGrad], None]
 """(weight, write): accumulates a gradient into the weight's `main_grad`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DeferredWeightGrad:
+class _DeferredWeightGrad(NamedTuple):
     """A deferred weight gradient; `start_comm` starts the communication it waits for."""
 
     weight: Tensor
@@ -70,20 +69,15 @@ class WeightGradQueue:
     @torch.no_grad()
     def compute_deferred(self, key: Hashable) -> None:
         """Writes the gradients deferred under a key; frees each one's operands at once."""
-        deferred = self._deferred.pop(key)
-        if deferred:
-            _start_comm(deferred[-1])
-        while deferred:
-            weight_grad = deferred.pop()
-            if deferred:
-                _start_comm(deferred[-1])
-            self.accumulate(weight_grad.weight, weight_grad.write)
+        deferred, current = self._deferred.pop(key), None
+        while deferred or current is not None:
+            following = deferred.pop() if deferred else None
+            if following is not None and following.start_comm is not None:
+                following.start_comm()
+            if current is not None:
+                self.accumulate(current.weight, current.write)
+            current = following
 
 
 def _no_gradient_buffers(weight: Tensor, write: WriteWeightGrad) -> None:
-    raise AssertionError("no sink accumulates weight gradients")
-
-
-def _start_comm(deferred: _DeferredWeightGrad) -> None:
-    if deferred.start_comm is not None:
-        deferred.start_comm()
+    raise AssertionError("no target accumulates weight gradients")

@@ -1,6 +1,6 @@
 """The closing summary: what a start of a run did and cost, where its results are, and what to do next.
 
-Its facts are one record of kind `summary`, the last of a start in `metrics.jsonl`; the text for people is made of that record alone.
+It is one record of kind `summary`, the last of a start in `metrics.jsonl`; the text for people is made of that record alone.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class RunTotals:
     saved_iteration: int | None = None
     seconds: dict[Activity, float] = field(default_factory=dict)
     _last: LogRecord | None = None
-    _all: _Speed = field(default_factory=_Speed)
+    all_points: _Speed = field(default_factory=_Speed)
     _after_first: _Speed = field(default_factory=_Speed)
 
     def add_log_point(self, record: LogRecord) -> None:
         tokens = record.consumed_tokens - self.consumed_tokens
-        self._all.add(record, tokens)
+        self.all_points.add(record, tokens)
         if self._last is not None:  # the first one has compilation and allocation in it
             self._after_first.add(record, tokens)
         self._last = record
@@ -92,13 +92,9 @@ class RunTotals:
         return self.first_tokens if self._last is None else self._last.consumed_tokens
 
     @property
-    def training_s(self) -> float:
-        return self._all.seconds
-
-    @property
     def speed(self) -> _Speed:
         """The speed after the first log point, if there was another."""
-        return self._after_first if self._after_first.tokens else self._all
+        return self._after_first if self._after_first.tokens else self.all_points
 
 
 def summary_record(
@@ -112,7 +108,7 @@ def summary_record(
     earlier_validations: Sequence[Validation] = (),
     next_commands: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Any]:
-    """Returns the facts of a start. `outcome` is `complete`, or why the run ended early; each next command comes with its purpose."""
+    """Returns what a start did. `outcome` is `complete`, or why the run ended early; each next command comes with its purpose."""
     best = min((*earlier_validations, *totals.validations), key=lambda point: point[1], default=None)
     saved, save = totals.saved_iteration, run.checkpoint.save
     return {
@@ -125,7 +121,7 @@ def summary_record(
         "tokens": totals.consumed_tokens - totals.first_tokens,
         "consumed_tokens": totals.consumed_tokens,
         "duration_s": duration_s,
-        "training_s": totals.training_s,
+        "training_s": totals.all_points.seconds,
         "evaluation_s": totals.seconds.get("evaluation", 0.0),
         "saving_s": totals.seconds.get("saving", 0.0),
         "sampling_s": totals.seconds.get("sampling", 0.0),
@@ -143,21 +139,21 @@ def summary_record(
 
 
 def summary_lines(record: MetricRecord) -> str:
-    """Formats a summary for people; a fact that the run does not have is left out."""
-    done, whole = record["iteration"], record["train_iters"]
+    """Formats a summary for people; what the run does not have is left out."""
     ended = "complete" if record["outcome"] == "complete" else f"ended early: {record['outcome']}"
-    facts = {
-        "run": f"{ended}, at iteration {done:,} of {whole:,}",
+    losses = (record["first_loss"], record["last_loss"])
+    texts = {
+        "run": f"{ended}, at iteration {record['iteration']:,} of {record['train_iters']:,}",
         "duration": f"{format_duration(record['duration_s'])}{_activities(record)}",
         "steps": _steps(record),
-        "loss": _change(record["first_loss"], record["last_loss"]),
+        "loss": "" if None in losses else "{:.4f} -> {:.4f}".format(*losses),
         "validation": _validation(record),
         "speed": _speed(record),
         "checkpoint": record["checkpoint"] or "none was saved in this start",
         "metrics": f"{record['log_dir']}/metrics.jsonl, config.yaml",
     }
-    width = max(map(len, facts))
-    lines = ["summary", *(f"  {name:<{width}}  {text}" for name, text in facts.items() if text)]
+    width = max(map(len, texts))
+    lines = ["summary", *(f"  {name:<{width}}  {text}" for name, text in texts.items() if text)]
     if record["next_commands"]:
         lines.append("next")
         for entry in record["next_commands"]:
@@ -182,19 +178,10 @@ def _steps(record: MetricRecord) -> str:
     return f"{text} in this start; {record['consumed_tokens']:,} tokens since iteration 0"
 
 
-def _change(first: float | None, last: float | None) -> str:
-    return "" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
-
-
 def _validation(record: MetricRecord) -> str:
-    parts: list[str] = []
-    if record["best_validation_loss"] is not None:
-        parts.append(
-            f"best loss {record['best_validation_loss']:.4f} at iteration {record['best_validation_iteration']:,}"
-        )
-    if record["test_loss"] is not None:
-        parts.append(f"test loss {record['test_loss']:.4f}")
-    return ", ".join(parts)
+    best, test = record["best_validation_loss"], record["test_loss"]
+    parts = [] if best is None else [f"best loss {best:.4f} at iteration {record['best_validation_iteration']:,}"]
+    return ", ".join([*parts, *([] if test is None else [f"test loss {test:.4f}"])])
 
 
 def _speed(record: MetricRecord) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import escaped_stream, printable, printable_lines, raw_stream
 from petatron.history.draw.braille import BrailleCanvas
-from petatron.train.report.metrics import LogRecord, MetricRecord, MetricSink, format_duration, format_percent
+from petatron.train.report.metrics import LogRecord, MetricRecord, MetricWriter, format_duration, format_percent
 from petatron.train.report.record_text import format_record, is_for_consoles
 from petatron.train.report.run_history import RunHistory
 
@@ -41,7 +41,7 @@ _PANEL_FRAME = 4
 _NO_HISTORY = RunHistory()
 
 
-class ConsoleSink:
+class ConsoleWriter:
     """Prints each record as the line (or lines) a script can parse."""
 
     def __init__(self, stream: TextIO | None = None, *, throughput: bool = True) -> None:
@@ -57,37 +57,37 @@ class ConsoleSink:
         self._stream.flush()
 
 
-def build_console_sink(
+def build_console_writer(
     live: Literal["auto", "on", "off"],
     *,
     out: TextIO | None = None,
     err: TextIO | None = None,
     throughput: bool = True,
     read_history: Callable[[], RunHistory] = lambda: _NO_HISTORY,
-) -> MetricSink:
+) -> MetricWriter:
     """Returns the live view when requested, or when both streams are terminals and rich is installed; else plain lines on stdout.
 
     `read_history` returns the curves of earlier starts; only the live view needs them.
     """
     lines: TextIO = sys.stdout if out is None else out
     terminal: TextIO = sys.stderr if err is None else err
-    watched = lines.isatty() and terminal.isatty()
+    watched, plain = lines.isatty() and terminal.isatty(), ConsoleWriter(lines, throughput=throughput)
     if live == "off" or (live == "auto" and not watched):
-        return ConsoleSink(lines, throughput=throughput)
+        return plain
     try:
         from rich.console import Console
     except ImportError as error:
         if live == "auto":
-            return ConsoleSink(lines, throughput=throughput)
+            return plain
         problem = Problem("--live", "on", "needs rich, which is not installed", "pip install 'petatron[log]'.")
         raise ConfigError([problem]) from error
     console = Console(file=raw_stream(terminal), force_terminal=True if live == "on" else None)
     if live == "auto" and console.is_dumb_terminal:
-        return ConsoleSink(lines, throughput=throughput)
-    return LiveSink(console, history=read_history())
+        return plain
+    return LiveWriter(console, history=read_history())
 
 
-class LiveSink:
+class LiveWriter:
     """A panel that redraws itself: progress, numbers of the last log point, loss curve, last messages.
 
     What comes before the first log point, and the closing summary, are printed above and below it, in full.
@@ -105,19 +105,12 @@ class LiveSink:
         self._main_dataset: str | None = None
         self._messages: deque[str] = deque(maxlen=4)
         self._summary: str | None = None
-        self._live = Live(
-            console=console,
-            get_renderable=self.render,
-            auto_refresh=auto_refresh,
-            refresh_per_second=2,
-            transient=False,
-        )
+        refresh = {"auto_refresh": auto_refresh, "refresh_per_second": 2, "transient": False}
+        self._live = Live(console=console, get_renderable=self.render, **refresh)
         self._streams = sys.stdout, sys.stderr
         self._live.start()
-        sys.stdout, sys.stderr = (
-            escaped_stream(sys.stdout),
-            escaped_stream(sys.stderr),
-        )  # rich has replaced sys.stdout and sys.stderr
+        # rich has replaced sys.stdout and sys.stderr.
+        sys.stdout, sys.stderr = escaped_stream(sys.stdout), escaped_stream(sys.stderr)
         self._moved_handlers = _move_log_handlers(console.file)
 
     def write(self, record: MetricRecord) -> None:
@@ -247,7 +240,7 @@ def _metric_table(last: LogRecord, valid: Sequence[Point], width: int) -> Table:
 
 
 def _fits(cells: Sequence[tuple[str, str]], columns: int, width: int) -> bool:
-    """Whether so many columns of cells fit, with a space between them."""
+    """Whether this number of columns of cells fits, with a space between them."""
     widths = [max(len(text) for cell in cells[column::columns] for text in cell) for column in range(columns)]
     return sum(widths) + columns - 1 <= width
 

@@ -28,7 +28,7 @@ from petatron.layers.moe.load_balancing import router_health
 MetricRecord = Mapping[str, Any]
 
 
-class MetricSink(Protocol):
+class MetricWriter(Protocol):
     """Receives records (`kind` is train, valid, eval, sample, event or summary) and cannot call back."""
 
     def write(self, record: MetricRecord) -> None: ...
@@ -116,54 +116,41 @@ class LogRecord:
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
 
 
+@dataclass(kw_only=True)
 class IntervalMeter:
     """Accumulates steps between two log points."""
 
-    def __init__(
-        self,
-        *,
-        train_iters: int,
-        num_devices: int,
-        flops_per_token: float,
-        peak_flops: float | None = None,
-        train_samples: int | None = None,
-        consumed_tokens: int = 0,
-        read_memory_bytes: Callable[[], int] = lambda: 0,
-        router_layers: Sequence[int] = (),
-        time_limit_left_s: Callable[[], float | None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._train_iters = train_iters
-        self._train_samples = train_samples
-        self._num_devices = num_devices
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._consumed_tokens = consumed_tokens
-        self._read_memory_bytes = read_memory_bytes
-        self._router_layers = router_layers
-        self._time_limit_left_s = time_limit_left_s
-        self._clock = clock
-        self._last_step: StepMetrics | None = None
+    train_iters: int
+    num_devices: int
+    flops_per_token: float
+    peak_flops: float | None = None
+    train_samples: int | None = None
+    consumed_tokens: int = 0
+    read_memory_bytes: Callable[[], int] = lambda: 0
+    router_layers: Sequence[int] = ()
+    time_limit_left_s: Callable[[], float | None] = lambda: None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
+        self._last_step: StepMetrics | None = None
         self._sums: Tensor | None = None
         self._router_statistics: Tensor | None = None
-        self._steps = 0
-        self._tokens = 0
-        self._samples = 0
+        self._steps = self._tokens = self._samples = 0
         self._elapsed_s = 0.0
-        self._resumed_at_s: float | None = self._clock()
+        self._resumed_at_s: float | None = self.clock()
 
     def pause(self) -> None:
         """Stops the clock for work that is not training (evaluation, saving)."""
         if self._resumed_at_s is not None:
-            self._elapsed_s += self._clock() - self._resumed_at_s
+            self._elapsed_s += self.clock() - self._resumed_at_s
             self._resumed_at_s = None
 
     def resume(self) -> None:
         if self._resumed_at_s is None:
-            self._resumed_at_s = self._clock()
+            self._resumed_at_s = self.clock()
 
     @property
     def has_steps(self) -> bool:
@@ -173,32 +160,22 @@ class IntervalMeter:
     def update(self, step: StepMetrics) -> None:
         """Adds a step without waiting for the device."""
         device = torch.device("cpu") if isinstance(step.loss, int | float) else step.loss.device
-        loss, skipped, nan, *named = (
-            _on_device(value, device)
-            for value in (
-                step.loss,
-                step.skipped,
-                step.nan,
-                *(step.named_losses or {}).values(),
-                *(step.objective_metrics or {}).values(),
-            )
-        )
+        named = [*(step.named_losses or {}).values(), *(step.objective_metrics or {}).values()]
+        values = (_on_device(value, device) for value in (step.skipped, step.nan, step.loss, *named))
+        skipped, nan, *means = values
         counted = 1.0 - skipped
         # where, not a multiplication: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
-        losses = [torch.where(counted > 0, each, torch.zeros_like(each)) for each in (loss, *named)]
+        losses = [torch.where(counted > 0, mean, torch.zeros_like(mean)) for mean in means]
         added = torch.stack([losses[0], counted, skipped, nan, *losses[1:]])
         self._sums = added if self._sums is None else self._sums + added
         if step.router_statistics is not None:
-            self._router_statistics = (
-                step.router_statistics
-                if self._router_statistics is None
-                else self._router_statistics + step.router_statistics
-            )
+            total = self._router_statistics
+            self._router_statistics = step.router_statistics if total is None else total + step.router_statistics
         self._last_step = step
         self._steps += 1
         self._tokens += step.tokens
         self._samples += step.global_batch_size
-        self._consumed_tokens += step.tokens
+        self.consumed_tokens += step.tokens
 
     def report(self) -> LogRecord:
         """Reads the device once, and starts the next interval."""
@@ -216,20 +193,20 @@ class IntervalMeter:
         self.pause()
         elapsed_s = max(self._elapsed_s, 1e-9)
         tokens_per_second = self._tokens / elapsed_s
-        flops_per_device = tokens_per_second * self._flops_per_token / self._num_devices
-        eta_s, time_limit_s = self._eta_s(step, elapsed_s), self._time_limit_left_s()
+        flops_per_device = tokens_per_second * self.flops_per_token / self.num_devices
+        eta_s, time_limit_s = self._eta_s(step, elapsed_s), self.time_limit_left_s()
         is_time_limit = time_limit_s is not None and time_limit_s < eta_s
         record = LogRecord(
             time=time.time(),
             iteration=step.iteration,
-            train_iters=self._train_iters,
+            train_iters=self.train_iters,
             consumed_samples=step.consumed_samples,
-            consumed_tokens=self._consumed_tokens,
+            consumed_tokens=self.consumed_tokens,
             elapsed_ms_per_iteration=elapsed_s * 1000 / self._steps,
             tokens_per_second=tokens_per_second,
-            tokens_per_second_per_device=tokens_per_second / self._num_devices,
+            tokens_per_second_per_device=tokens_per_second / self.num_devices,
             tflops_per_device=flops_per_device / 1e12,
-            mfu=flops_per_device / self._peak_flops if self._peak_flops else None,
+            mfu=flops_per_device / self.peak_flops if self.peak_flops else None,
             lr=step.lr,
             global_batch_size=step.global_batch_size,
             lm_loss=loss_sum / counted if counted else None,
@@ -239,7 +216,7 @@ class IntervalMeter:
             num_zeros=None if step.num_zeros is None else int(num_zeros),
             skipped=int(skipped),
             nan=int(nan),
-            memory_bytes=self._read_memory_bytes(),
+            memory_bytes=self.read_memory_bytes(),
             eta_s=max(0.0, time_limit_s) if time_limit_s is not None and is_time_limit else eta_s,
             eta_is_time_limit=is_time_limit,
             decoupled_lr=step.decoupled_lr,
@@ -254,13 +231,13 @@ class IntervalMeter:
         if self._router_statistics is None:
             return None
         rows = self._router_statistics.cpu()
-        return {str(layer): asdict(router_health(row)) for layer, row in zip(self._router_layers, rows, strict=True)}
+        return {str(layer): asdict(router_health(row)) for layer, row in zip(self.router_layers, rows, strict=True)}
 
     def _eta_s(self, step: StepMetrics, elapsed_s: float) -> float:
         """Counts samples where the run is measured in samples: as the batch grows, iterations get longer."""
-        if self._train_samples is not None:
-            return max(0, self._train_samples - step.consumed_samples) * elapsed_s / max(1, self._samples)
-        return max(0, self._train_iters - step.iteration) * elapsed_s / self._steps
+        if self.train_samples is not None:
+            return max(0, self.train_samples - step.consumed_samples) * elapsed_s / max(1, self._samples)
+        return max(0, self.train_iters - step.iteration) * elapsed_s / self._steps
 
 
 def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
@@ -295,13 +272,13 @@ def validation_record(
     `named_losses` and `objective_metrics` as in a `LogRecord`; `loss_by_weights` has the loss with other weights of the run, by their
     title. `lm_loss` is what the run minimizes; its perplexity means something only if the loss of the next token is part of it.
     """
-    further = {
+    optional = {
+        "lm_loss_ppl": perplexity(lm_loss) if named_losses is None or LM_LOSS in named_losses else None,
         "dataset": dataset,
         "named_losses": named_losses,
         "objective_metrics": objective_metrics,
         "loss_by_weights": loss_by_weights,
     }
-    has_perplexity = named_losses is None or LM_LOSS in named_losses
     return {
         "kind": "valid",
         "time": time.time(),
@@ -309,14 +286,18 @@ def validation_record(
         "iteration": iteration,
         "consumed_samples": consumed_samples,
         "lm_loss": lm_loss,
-        **({"lm_loss_ppl": perplexity(lm_loss)} if has_perplexity else {}),
-        **{name: value for name, value in further.items() if value},
+        **{name: value for name, value in optional.items() if value},
     }
 
 
 def sample_record(samples: Sequence[Mapping[str, str]], *, iteration: int) -> dict[str, Any]:
     """Returns the record of text samples: for each its `prompt` and the model's `text` after it."""
-    return {"kind": "sample", "time": time.time(), "iteration": iteration, "samples": [dict(each) for each in samples]}
+    return {
+        "kind": "sample",
+        "time": time.time(),
+        "iteration": iteration,
+        "samples": [dict(sample) for sample in samples],
+    }
 
 
 def task_record(task: str, result: TaskResult, *, iteration: int) -> dict[str, Any]:
@@ -324,6 +305,6 @@ def task_record(task: str, result: TaskResult, *, iteration: int) -> dict[str, A
     return {"kind": "eval", "time": time.time(), "iteration": iteration, "task": task, **result.as_json()}
 
 
-def event_record(message: str, *, iteration: int, **facts: Any) -> dict[str, Any]:
+def event_record(message: str, *, iteration: int, **fields: Any) -> dict[str, Any]:
     """Returns the record of a single event: resumed, saved, stopped by a signal. Consoles leave out one with `detail=True`."""
-    return {"kind": "event", "time": time.time(), "iteration": iteration, "message": message, **facts}
+    return {"kind": "event", "time": time.time(), "iteration": iteration, "message": message, **fields}

@@ -1,7 +1,7 @@
 """What to do after a run: commands with the run's own paths.
 
-A verb that is added to the command line gets its line in `next_commands`; those of verbs that this installation does not have are
-left out.
+A subcommand that is added to the command line gets its line in `next_commands`; those of subcommands that this installation does not have
+are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from petatron.models.registry import model_spec
 def next_commands(
     run: RunConfig,
     *,
-    verbs: Collection[str],
+    subcommands: Collection[str],
     log_dir: Path,
     train_iters: int,
     complete: bool,
@@ -30,26 +30,26 @@ def next_commands(
 
     `saved` tells whether there is a checkpoint; `environment` is that of rank 0.
     """
-    folder = run.checkpoint.save
+    folder = run.checkpoint.save if saved else None
     resume: list[tuple[str, str]] = []
-    found: list[tuple[str, str]] = []
-    if saved and folder is not None and "train" in verbs:
-        words = _resume_words(run, folder, log_dir, train_iters if complete else None)
-        resume = [(_start_command(words, environment), _resume_purpose(complete) + _how_started(environment))]
-    if saved and folder is not None:
-        found += [
-            *_generation_commands(run, folder),
-            (f"checkpoint verify {shlex.quote(folder)}", "check every byte of the checkpoint"),
-        ]
-    if saved and folder is not None and has_hf_family(run):
-        exported = str(Path(folder).with_name(f"{Path(folder).name}-huggingface"))
-        words = f"checkpoint convert {shlex.quote(folder)} {shlex.quote(exported)} --to huggingface"
-        found.append((words, "export the model for transformers and others"))
-    found += [
+    commands: list[tuple[str, str]] = []
+    if folder is not None:
+        if "train" in subcommands:
+            arguments = _resume_arguments(run, folder, log_dir, train_iters if complete else None)
+            purpose = "train twice as long, from this checkpoint" if complete else "go on from this checkpoint"
+            resume = [(_start_command(arguments, environment), purpose + _how_started(environment))]
+        commands += _generation_commands(run, folder)
+        commands.append((f"checkpoint verify {shlex.quote(folder)}", "check every byte of the checkpoint"))
+        if has_hf_family(run):
+            exported = str(Path(folder).with_name(f"{Path(folder).name}-huggingface"))
+            command = f"checkpoint convert {shlex.quote(folder)} {shlex.quote(exported)} --to huggingface"
+            commands.append((command, "export the model for transformers and others"))
+    commands += [
         (f"plot {shlex.quote(str(log_dir))}", "draw its curves"),
         (f"report {shlex.quote(str(log_dir))}", "one HTML file to send to a colleague"),
     ]
-    return resume + [(f"petatron {words}", purpose) for words, purpose in found if words.split()[0] in verbs]
+    available = [(command, purpose) for command, purpose in commands if command.split()[0] in subcommands]
+    return resume + [(f"petatron {command}", purpose) for command, purpose in available]
 
 
 def has_hf_family(run: RunConfig) -> bool:
@@ -69,28 +69,28 @@ def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
     ]
 
 
-def _resume_words(run: RunConfig, folder: str, log_dir: Path, train_iters: int | None) -> list[str]:
+def _resume_arguments(run: RunConfig, folder: str, log_dir: Path, train_iters: int | None) -> list[str]:
     """Restarts from the saved settings; a run that is complete is made twice as long."""
-    words = ["train", str(log_dir / "config.yaml"), "--load", folder]
+    arguments = ["train", str(log_dir / "config.yaml"), "--load", folder]
     if train_iters is not None and run.train.train_samples is not None:
-        words += ["--train-samples", str(2 * run.train.train_samples), "--override-opt-param-scheduler"]
+        arguments += ["--train-samples", str(2 * run.train.train_samples), "--override-opt-param-scheduler"]
     elif train_iters is not None:
-        words += ["--train-iters", str(2 * train_iters), "--override-opt-param-scheduler"]
-    return words
+        arguments += ["--train-iters", str(2 * train_iters), "--override-opt-param-scheduler"]
+    return arguments
 
 
-def _start_command(words: Sequence[str], environment: RankEnvironment) -> str:
-    """Returns the command line that starts as many ranks in the same way, on the machine of rank 0."""
+def _start_command(arguments: Sequence[str], environment: RankEnvironment) -> str:
+    """Returns the command line that starts the same number of ranks in the same way, on the machine of rank 0."""
     local, nodes = environment.local_world_size, _num_nodes(environment)
     sizes = [f"--nproc-per-node={local}"]
     if nodes > 1:
         address = [f"--master-addr={environment.master_addr}", f"--master-port={environment.master_port}"]
         sizes = [f"--nnodes={nodes}", "--node-rank=0", *sizes, *address]
     if environment.launcher == "torchrun":
-        return shlex.join(["torchrun", *sizes, "-m", "petatron", *words])
+        return shlex.join(["torchrun", *sizes, "-m", "petatron", *arguments])
     if environment.launcher == "slurm":
-        return shlex.join(["srun", f"--nodes={nodes}", f"--ntasks-per-node={local}", "petatron", *words])
-    return shlex.join(["petatron", *words, *(sizes if environment.world_size > 1 else [])])
+        return shlex.join(["srun", f"--nodes={nodes}", f"--ntasks-per-node={local}", "petatron", *arguments])
+    return shlex.join(["petatron", *arguments, *(sizes if environment.world_size > 1 else [])])
 
 
 def _how_started(environment: RankEnvironment) -> str:
@@ -102,7 +102,3 @@ def _how_started(environment: RankEnvironment) -> str:
 
 def _num_nodes(environment: RankEnvironment) -> int:
     return max(1, environment.world_size // environment.local_world_size)
-
-
-def _resume_purpose(complete: bool) -> str:
-    return "train twice as long, from this checkpoint" if complete else "go on from this checkpoint"

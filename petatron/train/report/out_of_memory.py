@@ -1,6 +1,7 @@
-"""Explains an out-of-memory error: what held the memory, how much was requested, and the three cheapest changes that fit.
+"""Refuses a run that will not fit into memory, and explains an out-of-memory error.
 
-What fits is only predicted, and the prediction was just shown to be too low, or right. If the run was predicted to fit, the real
+It tells what held the memory, how much was requested, and the three cheapest changes that fit. What fits is only predicted, and the
+prediction was just shown to be too low, or right. If the run was predicted to fit, the real
 need exceeds the prediction by an unknown amount, so a change must free at least what was requested; if not, it must bring the
 prediction below the device's memory, less a reserve for what is not counted.
 
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from petatron.base.device import host_memory_bytes
-from petatron.base.errors import CheckpointError, TrainError
+from petatron.base.device import DeviceInfo, host_memory_bytes
+from petatron.base.errors import CheckpointError, ConfigError, Problem, TrainError
 from petatron.base.text import count_with_noun
 from petatron.config import RunConfig
 from petatron.estimate.memory.advice import SuggestedChange
@@ -30,6 +31,11 @@ from petatron.mesh.launch.environment import read_environment
 RESERVE_BYTES = 2_000_000_000
 """What no forecast counts: the CUDA context, libraries, kernels' workspaces."""
 
+OVERRIDE_FLAG = "--no-check-memory"
+_NOTHING_FITS = (
+    "No setting of this run is predicted to fit: use a shorter --seq-length, a smaller --micro-batch-size or model, "
+    "or more devices."
+)
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _REQUEST_PATTERN = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _MAX_SUGGESTIONS = 3
@@ -85,8 +91,8 @@ def requested_bytes(error: BaseException) -> int:
     >>> requested_bytes(RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."))
     2684354560
     """
-    found = _REQUEST_PATTERN.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = _REQUEST_PATTERN.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 @contextmanager
@@ -136,6 +142,33 @@ def out_of_memory_error(
     return TrainError("\n".join(lines))
 
 
+def check_memory_capacity(run: RunConfig, device: DeviceInfo, *, local_ranks: int) -> None:
+    """Raises `ConfigError` if the largest rank is predicted not to fit, before anything is allocated; `--no-check-memory` goes on anyway.
+
+    The forecast leaves out what it cannot count (workspaces, buffers of communication, the libraries themselves), so a run above the limit
+    would end in an allocation error, or be killed by the kernel, which says nothing. On a CPU all ranks of a machine share its memory.
+    """
+    sharing = run.launch.ranks_per_device if device.kind == "cuda" else local_ranks
+    limit = device.memory_bytes // sharing
+    shared_gpu = device.kind == "cuda" and sharing > 1  # has a check of its own
+    if shared_gpu or not run.memory.check_memory:
+        return
+    forecast = largest_forecast(run, device=device.kind)
+    if forecast.total <= limit:
+        return
+    where = "the GPU" if device.kind == "cuda" else "this machine"
+    share = f" that {count_with_noun(sharing, 'rank')} share" if sharing > 1 else ""
+    rule = f"per rank is more than the {format_gigabytes(device.memory_bytes)} GB of {where}{share}"
+    host = HostMemory(total_bytes=host_memory_bytes(), ranks_per_node=local_ranks)
+    changes = fitting_changes(run, limit, host, device=device.kind)
+    advice = describe_changes(changes, ranks_per_node=local_ranks)
+    lines = [f"    {number}. {line}" for number, line in enumerate(advice, start=1)]
+    fix = "\n".join(["What would fit, the cheapest first (predicted):", *lines]) if lines else _NOTHING_FITS
+    raise ConfigError(
+        [Problem("memory forecast", forecast.describe(), rule, f"{fix}\n    {OVERRIDE_FLAG} starts it anyway.")]
+    )
+
+
 def describe_changes(changes: Sequence[SuggestedChange], *, ranks_per_node: int) -> list[str]:
     """Formats changes as one line each. Times are compared with the first, which can run; the run as it is cannot."""
     lines: list[str] = []
@@ -148,8 +181,8 @@ def describe_changes(changes: Sequence[SuggestedChange], *, ranks_per_node: int)
         pinned = ""
         if change.pinned_bytes:
             node = f"{format_gigabytes(change.pinned_bytes * ranks_per_node)} GB of host memory per node"
-            each = f"{format_gigabytes(change.pinned_bytes)} GB for each of {count_with_noun(ranks_per_node, 'rank')}"
-            pinned = f", pins {node} ({each})"
+            share = f"{format_gigabytes(change.pinned_bytes)} GB for each of {count_with_noun(ranks_per_node, 'rank')}"
+            pinned = f", pins {node} ({share})"
         remark = f"; {change.remark}" if change.remark else ""
         lines.append(f"{change.flags}: frees {freed} GB, needs {total} GB{pinned}, {speed}{remark}")
     return lines

@@ -64,11 +64,8 @@ class StepProfiler:
         if self._plan_unlogged:
             self._plan_unlogged = False
             self._log_event(self._describe_plan(iteration))
-        if (
-            not self._enabled
-            or self._profiler is not None
-            or not self._first_iteration <= iteration < self._stop_iteration
-        ):
+        is_selected = self._first_iteration <= iteration < self._stop_iteration
+        if not self._enabled or self._profiler is not None or not is_selected:
             return
         self._synchronize()
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
@@ -104,11 +101,12 @@ class StepProfiler:
             running.stop()
         path = self._folder / f"iterations-{self._first_iteration}-{self._last_iteration}-rank-{self._rank}.json.gz"
         try:
-            with tempfile.TemporaryDirectory(dir=self._folder) as draft:
-                running.export_chrome_trace(str(Path(draft) / path.name))
-                (Path(draft) / path.name).replace(path)
+            with tempfile.TemporaryDirectory(dir=self._folder) as tmp_folder:
+                tmp_path = Path(tmp_folder) / path.name
+                running.export_chrome_trace(str(tmp_path))
+                tmp_path.replace(path)
         except OSError as error:
-            # Only rank 0 has sinks for events; errors of other ranks are logged.
+            # Only rank 0 has writers for events; errors of other ranks are logged.
             warn = self._log_event if self._rank == 0 else _log.error
             warn(f"WARNING: the trace could not be written to {path}: {error.strerror or error}")
         else:

@@ -65,7 +65,7 @@ def loss_values(total: float | None, named: Mapping[str, float | None] | None) -
 
 
 def _router_log_fields(layers: Sequence[Mapping[str, float]]) -> list[str]:
-    """Summarizes all layers; each layer's metrics are in the other sinks."""
+    """Summarizes all layers; each layer's metrics are in the other writers."""
 
     def mean(name: str) -> float:
         return sum(layer[name] for layer in layers) / len(layers)
@@ -79,24 +79,17 @@ def _router_log_fields(layers: Sequence[Mapping[str, float]]) -> list[str]:
     ]
 
 
-def validation_line(
-    *,
-    iteration: int,
-    lm_loss: float,
-    split: str = "valid",
-    dataset: str | None = None,
-    named_losses: Mapping[str, float] | None = None,
-    objective_metrics: Mapping[str, float] | None = None,
-    loss_by_weights: Mapping[str, float] | None = None,
-) -> str:
+def validation_line(record: MetricRecord) -> str:
     """Three lines: the result framed by dashes, as Megatron prints it; each one of several losses, of metrics, and of other weights."""
-    where = f"iteration {iteration}" + (f" on {dataset}" if dataset else " on test set" if split == "test" else "")
-    values = {f"{name} value": value for name, value in loss_values(lm_loss, named_losses).items()}
+    dataset, named_losses = record.get("dataset"), record.get("named_losses")
+    where = f" on {dataset}" if dataset else " on test set" if record["split"] == "test" else ""
+    values = {f"{name} value": value for name, value in loss_values(record["lm_loss"], named_losses).items()}
     if not named_losses:
-        values[f"{LM_LOSS} PPL"] = perplexity(lm_loss)
-    values |= objective_metrics or {}
-    values |= {f"loss with {title} value": value for title, value in (loss_by_weights or {}).items()}
-    line = f" validation loss at {where} | " + "".join(f"{name}: {value:.6E} | " for name, value in values.items())
+        values[f"{LM_LOSS} PPL"] = perplexity(record["lm_loss"])
+    values |= record.get("objective_metrics") or {}
+    values |= {f"loss with {title} value": value for title, value in (record.get("loss_by_weights") or {}).items()}
+    fields = "".join(f"{name}: {value:.6E} | " for name, value in values.items())
+    line = f" validation loss at iteration {record['iteration']}{where} | {fields}"
     frame = "-" * (len(line) + 1)
     return f"{frame}\n{line}\n{frame}"
 
@@ -112,14 +105,12 @@ def sample_lines(record: MetricRecord) -> str:
 
 def task_line(record: MetricRecord) -> str:
     """Formats the metrics of a task of `--eval-tasks`, with their intervals."""
-    fields = [f"{name}: {_with_interval(metric)}" for name, metric in record["metrics"].items()]
-    return f" {record['task']} at iteration {record['iteration']} | " + "".join(f"{each} | " for each in fields)
+    metrics = "".join(f"{name}: {_with_interval(metric)} | " for name, metric in record["metrics"].items())
+    return f" {record['task']} at iteration {record['iteration']} | {metrics}"
 
 
 def _with_interval(metric: Mapping[str, Any]) -> str:
-    value, low, high = (
-        None if each is None else float(each) for each in (metric[key] for key in ("value", "low", "high"))
-    )
+    value, low, high = (None if metric[key] is None else float(metric[key]) for key in ("value", "low", "high"))
     return format_estimate(Estimate(math.nan if value is None else value, low, high))
 
 
@@ -127,21 +118,8 @@ def format_record(record: MetricRecord, *, throughput: bool = True) -> str:
     """Formats a record for a console."""
     if record["kind"] == "train":
         return megatron_log_line(LogRecord.from_record(record), throughput=throughput)
-    if record["kind"] == "valid":
-        return validation_line(
-            iteration=record["iteration"],
-            lm_loss=record["lm_loss"],
-            split=record["split"],
-            dataset=record.get("dataset"),
-            named_losses=record.get("named_losses"),
-            loss_by_weights=record.get("loss_by_weights"),
-            objective_metrics=record.get("objective_metrics"),
-        )
-    if record["kind"] == "sample":
-        return sample_lines(record)
-    if record["kind"] == "eval":
-        return task_line(record)
-    return summary_lines(record) if record["kind"] == "summary" else str(record["message"])
+    formats = {"valid": validation_line, "sample": sample_lines, "eval": task_line, "summary": summary_lines}
+    return formats[record["kind"]](record) if record["kind"] in formats else str(record["message"])
 
 
 def is_for_consoles(record: MetricRecord) -> bool:

@@ -1,16 +1,21 @@
 """The first lines of a run: model, data, length, layout, precision and memory, in plain words.
 
 What a reader needs to see is an event for every console. Details (what each pipeline stage recomputes, the forecast by kind) are events
-that only the log keeps.
+that only the log keeps. So are the versions and the device, in the first record.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
+import torch
+
 from petatron.base.device import DeviceInfo
 from petatron.base.text import abbreviate_names, count_with_noun
+from petatron.base.version import __version__
 from petatron.config import RunConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.settings_text import precision_text
@@ -27,7 +32,7 @@ from petatron.train.global_batch_size import BatchSizeSchedule
 
 
 class RunHeader:
-    """The facts of a run that are known before the first step; computed once, since a memory plan of a large model takes a while."""
+    """What is known of a run before the first step; computed once, since a memory plan of a large model takes a while."""
 
     def __init__(self, run: RunConfig, device: DeviceInfo, plans: Sequence[RecomputePlan]) -> None:
         self._run, self._device, self._plans = run, device, plans
@@ -36,7 +41,7 @@ class RunHeader:
 
     def lines(self, length: RunLength, tokenizer: Tokenizer | None) -> list[str]:
         """Returns the lines for people."""
-        facts = {
+        lines = {
             "model": _model(self._run),
             "data": _data(self._run, tokenizer),
             "length": _length(self._run, length),
@@ -45,8 +50,8 @@ class RunHeader:
             "memory": self._memory(),
         }
         if frozen := frozen_params(self._run):
-            facts["trained"] = describe_frozen(model_spec(self._run), frozen)
-        return [f"{name + ':':<11}{text}" for name, text in facts.items()]
+            lines["trained"] = describe_frozen(model_spec(self._run), frozen)
+        return [f"{name + ':':<11}{text}" for name, text in lines.items()]
 
     def details(self) -> list[str]:
         """Returns the lines for the log alone."""
@@ -58,14 +63,35 @@ class RunHeader:
         owner = "the device" if device.kind == "cuda" else "this machine"
         state, rest = forecast.state.total, forecast.activations + forecast.logits
         parts = f"{format_gigabytes(state)} weights, gradients and optimizer; {format_gigabytes(rest)} activations"
-        needed, whole = format_gigabytes(forecast.total), format_gigabytes(device.memory_bytes)
-        return f"{needed} GB per rank forecast ({parts}); {owner} has {whole} GB{self._recompute()}"
+        needed, total = format_gigabytes(forecast.total), format_gigabytes(device.memory_bytes)
+        return f"{needed} GB per rank forecast ({parts}); {owner} has {total} GB{self._recompute()}"
 
     def _recompute(self) -> str:
         texts = dict.fromkeys(plan.describe_modules() for plan in self._plans if any(plan.modules))
         if len(texts) > 1:
             return "; recompute differs by pipeline stage, see the log"
         return "".join(f"; recompute: {text}" for text in texts)
+
+
+def environment_versions(device: DeviceInfo) -> dict[str, str]:
+    """Returns versions and device by name; nothing that tells who ran it, or where.
+
+    >>> from petatron.base.device import detect_device
+    >>> sorted(environment_versions(detect_device("cpu")))
+    ['device', 'device memory', 'numpy', 'petatron', 'python', 'system', 'torch']
+    """
+    versions = {
+        "petatron": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device.name,
+        "device memory": f"{device.memory_bytes / 1e9:.1f} GB",
+    }
+    if device.kind == "cuda" and torch.version.cuda is not None:
+        versions["CUDA"] = torch.version.cuda
+    return versions
 
 
 def _model(run: RunConfig) -> str:
@@ -76,11 +102,8 @@ def _model(run: RunConfig) -> str:
     else:
         size = f"{count():,} parameters, {count(active=True):,} of them active per token"
         experts = f", {moe.num_experts} experts of which a token uses {moe.moe_router_topk}"
-    groups = (
-        ""
-        if model.num_query_groups == model.num_attention_heads
-        else f" ({count_with_noun(model.num_query_groups, 'kv head')})"
-    )
+    grouped = model.num_query_groups != model.num_attention_heads
+    groups = f" ({count_with_noun(model.num_query_groups, 'kv head')})" if grouped else ""
     shape = f"{count_with_noun(model.num_layers, 'layer')} of width {model.hidden_size:,}"
     if model.hybrid_layer_pattern is not None:
         shape += f" ({model.hybrid_layer_pattern})"
@@ -105,10 +128,11 @@ def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
 def _length(run: RunConfig, length: RunLength) -> str:
     samples = BatchSizeSchedule.from_config(run).samples_after(length.iterations)
     tokens = count_with_noun(samples * run.model.seq_length, "token")
-    batch = (
-        f"{count_with_noun(run.train.global_batch_size, 'sample')} of {count_with_noun(run.model.seq_length, 'token')}"
+    batch, length_text = (
+        count_with_noun(run.train.global_batch_size, "sample"),
+        count_with_noun(run.model.seq_length, "token"),
     )
-    return f"{count_with_noun(length.iterations, 'iteration')} of {batch}, {tokens} in all"
+    return f"{count_with_noun(length.iterations, 'iteration')} of {batch} of {length_text}, {tokens} in all"
 
 
 def _layout(run: RunConfig, device: DeviceInfo) -> str:

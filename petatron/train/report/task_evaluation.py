@@ -62,20 +62,20 @@ class TaskEvaluator:
         """Returns the tasks to run after an iteration: after the last one all that have not run there."""
         number, left = divmod(iteration, self._interval)
         return [
-            each.label
-            for each in self._settings
-            if (last or (left == 0 and number % each.every == 0)) and (iteration, each.label) not in self._done
+            task.label
+            for task in self._settings
+            if (last or (left == 0 and number % task.every == 0)) and (iteration, task.label) not in self._done
         ]
 
     def evaluate(
         self, iteration: int, stop_check: EvaluationStopCheck | None = None, *, last: bool = False
     ) -> TaskEvaluation:
-        found, due, batches = TaskEvaluation(), self.due(iteration, last=last), count()
+        evaluation, due, batches = TaskEvaluation(), self.due(iteration, last=last), count()
 
         def check_stop(*_: int) -> None:
             reason = None if stop_check is None else stop_check.stop_reason(next(batches))
             if reason is not None:
-                found.stop_reason = reason
+                evaluation.stop_reason = reason
                 raise _Stopped
 
         for settings, task in zip(self._settings, self._tasks, strict=True):
@@ -83,9 +83,9 @@ class TaskEvaluator:
                 continue
             try:
                 check_stop()
-                found.results[settings.label] = task.run(self._model, on_progress=check_stop)
+                evaluation.results[settings.label] = task.run(self._model, on_progress=check_stop)
             except _Stopped:
-                found.interrupted = settings.label
-                return found
+                evaluation.interrupted = settings.label
+                return evaluation
             self._done = {done for done in self._done if done[0] == iteration} | {(iteration, settings.label)}
-        return found
+        return evaluation

@@ -46,7 +46,7 @@ def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SampleProm
         raise DataError(
             f"--sample-prompts {path} has {len(numbered):,} prompts. Give it 1 to {_MAX_PROMPTS}, one on each line."
         )
-    found: list[SamplePrompt] = []
+    prompts: list[SamplePrompt] = []
     problems: list[str] = []
     for number, line in numbered:
         try:
@@ -60,10 +60,10 @@ def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SampleProm
         except DataError as error:
             problems.append(f"--sample-prompts {path}, line {number}: {error}")
         else:
-            found.append(SamplePrompt(line, tuple(ids)))
+            prompts.append(SamplePrompt(line, tuple(ids)))
     if problems:
         raise DataError("\n".join(problems))
-    return found
+    return prompts
 
 
 class TextSampler:

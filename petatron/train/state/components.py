@@ -1,12 +1,13 @@
-"""The components of a run's state besides those of its model: how far it is, its loss scale, its data."""
+"""The components of a run's state besides those of its model: how far it is, its loss scale, its data, other weights."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from petatron.base.untrusted_files import is_count
-from petatron.checkpoint.stateful import FixedPlace, SavedState
+from petatron.checkpoint.stateful import FixedPlace, SavedState, Stateful
 from petatron.optim.loss_scaler import LossScaler
 from petatron.train.state.run_facts import TrainProgress
 
@@ -73,3 +74,20 @@ class DataOrderState(_ValueState):
 
     def restore(self, saved: SavedState) -> None:
         self._order.fingerprint = saved.values
+
+
+class AlternativeWeights(Stateful):
+    """A component with weights of its own for the whole model, which evaluations measure beside the trained ones.
+
+    >>> AlternativeWeights().is_ready
+    True
+    """
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its weights differ from the trained ones by now."""
+        return True
+
+    def in_model(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model computes with these weights; afterwards it has its own again, bit for bit."""
+        raise NotImplementedError

@@ -13,10 +13,10 @@ def open_frozen_models(model: Model) -> None:
         if wanted.folder is None:  # the model itself
             continue
         frozen = from_pretrained(wanted.folder, model.mesh, dtype=model.dtype, gradients=False)
-        ids, own = frozen.spec.vocab_size, model.spec.vocab_size
-        if ids != own:
+        ids, expected = frozen.spec.vocab_size, model.spec.vocab_size
+        if ids != expected:
             raise CheckpointError(
-                f"The {role} in {wanted.folder} has {ids} token ids, and the model that is trained has {own}: a token means something "
+                f"The {role} in {wanted.folder} has {ids} token ids, and the model that is trained has {expected}: a token means something "
                 f"else to each. Choose a {role} with the same tokenizer."
             )
         if frozen.io.sequence_order != model.io.sequence_order:

@@ -17,43 +17,30 @@ from petatron.config.saved_config import without_private_paths
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.unused_flags import unused_settings
 
-# The effect of a changed setting, by path, by the name of its feature, or by section; the first of them that is there counts.
-_DATA_ORDER_CHANGES = (
+_SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
     "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen "
-    "again, others never"
-)
-_BATCH_SIZE_CHANGES = "the next global batch begins at sample {samples:,}; none is lost or repeated"
-_RUN_LENGTH_CHANGES = "the run now ends there; it continues at iteration {iteration:,}"
-_LAYOUT_CHANGES = "weights, optimizer state and data order continue; random states (dropout) start anew"
-_PRECISION_CHANGES = "weights continue from the widest precision that was saved"
-_FP8_CHANGES = "matrix products are done so from iteration {iteration:,} on; weights and optimizer state are not in FP8 and continue"
-_FP8_GATHER_CHANGES = "weights travel so from iteration {iteration:,} on; no product in FP8 depends on it"
-_INITIAL_LOSS_SCALE_UNUSED = "a dynamic loss scale goes on where the checkpoint's stood"
-_TAKES_EFFECT_NOW = "takes effect from iteration {iteration:,} on"
-_EFFECTS: Mapping[str, str] = {
-    "model.seq_length": _DATA_ORDER_CHANGES,
-    "train.seed": _DATA_ORDER_CHANGES,
-    "data": _DATA_ORDER_CHANGES,
-    "train.train_iters": _RUN_LENGTH_CHANGES,
-    "train.train_samples": _RUN_LENGTH_CHANGES,
-    "train.global_batch_size": _BATCH_SIZE_CHANGES,
-    "train.micro_batch_size": _BATCH_SIZE_CHANGES,
-    "train.rampup_batch_size": _BATCH_SIZE_CHANGES,
-    "parallel": _LAYOUT_CHANGES,
-    "precision.fp16": _PRECISION_CHANGES,
-    "precision.bf16": _PRECISION_CHANGES,
-    "precision.fp64": _PRECISION_CHANGES,
-    "precision.initial_loss_scale": _INITIAL_LOSS_SCALE_UNUSED,
-    "precision.fp8_param_gather": _FP8_GATHER_CHANGES,
-    "FP8": _FP8_CHANGES,
-    "precision": _TAKES_EFFECT_NOW,
-    "model": _TAKES_EFFECT_NOW,
-    "moe": _TAKES_EFFECT_NOW,
-    "optim": _TAKES_EFFECT_NOW,
-    "schedule": _TAKES_EFFECT_NOW,
-    "memory": _TAKES_EFFECT_NOW,
-    "train": _TAKES_EFFECT_NOW,
+    "again, others never": ("model.seq_length", "train.seed", "data"),
+    "the run now ends there; it continues at iteration {iteration:,}": ("train.train_iters", "train.train_samples"),
+    "the next global batch begins at sample {samples:,}; none is lost or repeated": (
+        "train.global_batch_size",
+        "train.micro_batch_size",
+        "train.rampup_batch_size",
+    ),
+    "weights, optimizer state and data order continue; random states (dropout) start anew": ("parallel",),
+    "weights continue from the widest precision that was saved": ("precision.fp16", "precision.bf16", "precision.fp64"),
+    "a dynamic loss scale goes on where the checkpoint's stood": ("precision.initial_loss_scale",),
+    "weights travel so from iteration {iteration:,} on; no product in FP8 depends on it": (
+        "precision.fp8_param_gather",
+    ),
+    "matrix products are done so from iteration {iteration:,} on; weights and optimizer state are not in FP8 and continue": (
+        "FP8",
+    ),
+    "takes effect from iteration {iteration:,} on": (
+        *("precision", "model", "moe", "optim", "schedule", "memory", "train"),
+    ),
 }
+_EFFECTS = {setting: effect for effect, settings in _SETTINGS_BY_EFFECT.items() for setting in settings}
+"""The effect of a changed setting, by its path, by the name of its feature, or by its section; the first of them that is there counts."""
 _IGNORED_SETTINGS = (
     "checkpoint",
     "log",
@@ -90,7 +77,7 @@ def resume_changes(
     'train_iters 10 -> 20: the run now ends there; it continues at iteration 5'
     """
     now, unused = config_for_checkpoint(run), unused_settings(run)
-    found: dict[str, list[str]] = {}
+    by_effect: dict[str, list[str]] = {}
     for section in sorted(saved_config.keys() & now.keys()):
         for name in sorted(saved_config[section].keys() | now[section].keys()):
             known = fields_by_path().get(f"{section}.{name}")
@@ -98,15 +85,14 @@ def resume_changes(
             default = None if known is None else json.loads(json.dumps(known.default))
             before, after = saved_config[section].get(name, default), now[section].get(name)
             if known is not None and "path" in known.marks:
-                before = json.loads(
-                    json.dumps(absolute_value(known, before))
-                )  # older checkpoints have paths as they were typed
+                # Older checkpoints have paths as they were typed.
+                before = json.loads(json.dumps(absolute_value(known, before)))
             effect = _effect(section, name)
             if before != after and effect is not None and f"{section}.{name}" not in unused:
-                found.setdefault(effect, []).append(f"{name} {before} -> {after}")
+                by_effect.setdefault(effect, []).append(f"{name} {before} -> {after}")
     return [
         f"{', '.join(settings)}: {effect.format(iteration=iteration, samples=consumed_samples)}"
-        for effect, settings in found.items()
+        for effect, settings in by_effect.items()
     ]
 
 

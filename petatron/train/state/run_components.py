@@ -19,16 +19,12 @@ from petatron.train.state.weight_average import build_weight_average, weight_ave
 ComponentBuilder = Callable[[RunConfig, ParallelModel, MixedPrecisionOptimizer], Stateful | None]
 
 
-def _no_problems(run: RunConfig) -> Sequence[Problem]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class ComponentKind:
     """How a component is built, and which settings it cannot go with."""
 
     build: ComponentBuilder
-    problems: Callable[[RunConfig], Sequence[Problem]] = _no_problems
+    problems: Callable[[RunConfig], Sequence[Problem]] = lambda run: ()
 
 
 _KINDS: list[ComponentKind] = [ComponentKind(build_weight_average, weight_average_problems)]

@@ -45,9 +45,9 @@ def check_run_dirs(config: CheckpointConfig) -> None:
         if latest.is_dir() and not latest.is_symlink():
             raise CheckpointError(f"{latest} is a folder, and a save names its step in a file there. Move it away.")
         check_writable(config.save)
-        found = list_steps(Path(config.save))
-        if found and not (continues and not config.finetune):
-            raise CheckpointError(_occupied_save_text(config, newest=max(found), continues=continues))
+        steps = list_steps(Path(config.save))
+        if steps and not (continues and not config.finetune):
+            raise CheckpointError(_occupied_save_text(config, newest=max(steps), continues=continues))
 
 
 def _occupied_save_text(config: CheckpointConfig, *, newest: int, continues: bool) -> str:

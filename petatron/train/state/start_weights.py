@@ -51,11 +51,6 @@ def find_start_folder(config: CheckpointConfig, mesh: ParallelMesh) -> StartFold
     return None
 
 
-def load_start_weights(run: RunConfig, model: ParallelModel, start: StartFolder) -> LoadedState:
-    """Fills a model with the weights of the folder; every rank calls it."""
-    return _load(run, model, None, start)
-
-
 @torch.no_grad()
 def load_master_weights(
     run: RunConfig, model: ParallelModel, optimizer: MixedPrecisionOptimizer, start: StartFolder
@@ -68,16 +63,17 @@ def load_master_weights(
     narrow = [
         (view, view.to(next(iter(group.weights())).dtype, copy=True)) for group, _, view in optimizer.master_weights()
     ]
-    _load(run, model, optimizer, start)
+    load_start_weights(run, model, start, optimizer)
     for view, weights in narrow:
         changed = view.to(weights.dtype) != weights
         view.copy_(torch.where(changed, weights.to(view.dtype), view))
     optimizer.copy_master_to_model_weights()
 
 
-def _load(
-    run: RunConfig, model: ParallelModel, optimizer: MixedPrecisionOptimizer | None, start: StartFolder
+def load_start_weights(
+    run: RunConfig, model: ParallelModel, start: StartFolder, optimizer: MixedPrecisionOptimizer | None = None
 ) -> LoadedState:
+    """Fills a model, and the master weights of its optimizer, with the weights of the folder; every rank calls it."""
     config, resumes = run.checkpoint, start.resumes(run.checkpoint)
     of_load = start.flag == "--load"
 

@@ -30,8 +30,7 @@ from petatron.pretrained.model_state import Fp8HistoryState, MomentState, Random
 from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state, save_with_manager
 from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.global_batch_size import BatchSizeSchedule
-from petatron.train.state.alternative_weights import AlternativeWeights
-from petatron.train.state.components import DataOrder, DataOrderState, LossScaleState, ProgressState
+from petatron.train.state.components import AlternativeWeights, DataOrder, DataOrderState, LossScaleState, ProgressState
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.resume_diff import resume_changes
 from petatron.train.state.run_components import build_components
@@ -167,8 +166,8 @@ class TrainState:
 
     def alternative_weights(self) -> list[AlternativeWeights]:
         """Returns the components whose weights are evaluated beside the trained ones now."""
-        found = (component for component in self.added_components if isinstance(component, AlternativeWeights))
-        return [component for component in found if component.is_ready]
+        components = (component for component in self.added_components if isinstance(component, AlternativeWeights))
+        return [component for component in components if component.is_ready]
 
     def add(self, component: Stateful) -> None:
         """Adds state of your own, which checkpoints save and restore from then on; before `load`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from petatron.kernels.ssm import norm_then_gate as norm_kernels
 from petatron.kernels.ssm.chunk_delta_rule import chunk_delta_rule
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, delta_rule_by_token, delta_update
 from petatron.layers.ssm import delta_ops as ops
-from petatron.layers.ssm.delta_ops import DeltaInputs, DeltaKernels
+from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
+from petatron.layers.ssm.delta_ops import DeltaInputs
 from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
 from tests.longform import later
 
@@ -38,11 +40,11 @@ def initial(inputs: DeltaInputs) -> Tensor:
     return torch.randn(*inputs.v_SBHP.shape[1:3], N, P, dtype=torch.float64)
 
 
-def delta_recurrence(kernels: DeltaKernels, draw: Callable[..., DeltaInputs]) -> Recurrence:
+def delta_recurrence(kernels: Any, draw: Callable[..., DeltaInputs]) -> Recurrence:
     return Recurrence(
         by_token=delta_rule_by_token,
         chunked=kernels.chunk_delta_rule,
-        operation=partial(ops.delta_rule, kernels=kernels),
+        operation=partial(chunked_recurrence, kernels=kernels),
         update=delta_update,
         draw=draw,
         initial=initial,

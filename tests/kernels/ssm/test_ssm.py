@@ -18,6 +18,7 @@ from petatron.kernels.ssm.chunk_scan import chunk_scan
 from petatron.kernels.ssm.recurrence import scan_by_token, state_update
 from petatron.layers.comm_slot import identity
 from petatron.layers.ssm import ops
+from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
 from petatron.layers.ssm.ops import NormGroups, ScanInputs
 from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
 from tests.longform import later
@@ -44,7 +45,7 @@ def initial(inputs: ScanInputs) -> Tensor:
 SCAN = Recurrence(
     by_token=scan_by_token,
     chunked=chunk_scan,
-    operation=partial(ops.selective_scan, kernels=scan_kernels),
+    operation=partial(chunked_recurrence, kernels=scan_kernels),
     update=state_update,
     draw=scan_inputs,
     initial=initial,

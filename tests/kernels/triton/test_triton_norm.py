@@ -106,7 +106,7 @@ def test_backward(shape: tuple[int, int], dtype: torch.dtype, joined: bool, agai
 @pytest.mark.parametrize("kernels", [norm, plain], ids=["triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [96, 2 * norm.MAX_ROW_WIDTH])
-def test_a_sink_gets_the_gradient_of_the_weight(kernels: Any, dtype: torch.dtype, width: int):
+def test_a_target_gets_the_gradient_of_the_weight(kernels: Any, dtype: torch.dtype, width: int):
     """Written to its buffer, or added: the bits of a copy and of a sum."""
     (x, grad), weight = sample((6, width), torch.bfloat16, 2)
     _, _, rstd = kernels.rms_norm(x, weight, eps=1e-5, zero_centered_gamma=False)
@@ -115,10 +115,10 @@ def test_a_sink_gets_the_gradient_of_the_weight(kernels: Any, dtype: torch.dtype
         buffer = torch.randn(width, device=x.device).to(dtype)
         true = buffer.clone().add_(want[1]) if accumulate else want[1].to(dtype)
 
-        def sink(write: Any, buffer: Tensor = buffer, accumulate: bool = accumulate) -> None:
+        def target(write: Any, buffer: Tensor = buffer, accumulate: bool = accumulate) -> None:
             write(buffer, accumulate)
 
-        found = kernels.rms_norm_backward(grad, x, rstd, weight, zero_centered_gamma=False, submit_weight_grad=sink)
+        found = kernels.rms_norm_backward(grad, x, rstd, weight, zero_centered_gamma=False, submit_weight_grad=target)
         assert torch.equal(found[0], want[0]) and found[1] is None and torch.equal(found[2], want[2])
         assert torch.equal(buffer, true) if DEVICE == "cuda" or dtype == torch.float32 else far(buffer, true) < 8e-3
 

@@ -34,7 +34,7 @@ DELAYED = "--fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax
 
 
 class Losses:
-    """A sink that keeps every step's loss."""
+    """A writer that keeps every step's loss."""
 
     def __init__(self) -> None:
         self.values: dict[int, float] = {}

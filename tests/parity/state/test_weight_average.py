@@ -224,14 +224,14 @@ def test_training_is_the_same_to_the_bit_with_an_average_that_is_evaluated():
         run = run_of(f"{flags} {more}", dtype="float32")
         losses: list[float] = []
 
-        class Sink:
+        class Writer:
             def write(self, record, losses=losses) -> None:
                 losses.extend(record[name] for name in ("lm_loss", "grad_norm") if name in record)
 
             def close(self) -> None: ...
 
         state = TrainState.build(run, ParallelMesh.single())
-        TrainLoop(state, build_loaders(run, state.mesh), [Sink()], detect_device("cpu")).run()
+        TrainLoop(state, build_loaders(run, state.mesh), [Writer()], detect_device("cpu")).run()
         records.append(losses)
     assert records[0] == records[1] and len(records[0]) > 2 * STEPS
 
@@ -256,13 +256,13 @@ def test_the_log_has_both_losses_and_inspect_and_convert_the_weights(tmp_path: P
     state, average = build(run)
     records: list[dict] = []
 
-    class Sink:
+    class Writer:
         def write(self, record) -> None:
             records.append(dict(record))
 
         def close(self) -> None: ...
 
-    TrainLoop(state, build_loaders(run, state.mesh), [Sink()], detect_device("cpu")).run()
+    TrainLoop(state, build_loaders(run, state.mesh), [Writer()], detect_device("cpu")).run()
     losses = [record for record in records if record["kind"] == "valid" and record["split"] == "valid"]
     assert [record["iteration"] for record in losses] == [2, 4]
     assert all(record["loss_by_weights"]["averaged weights"] != record["lm_loss"] for record in losses)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.config.saved_config import saved_yaml
+from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.report.metrics import event_record, validation_record
-from petatron.train.report.sinks import JsonlSink
 from petatron.validate import load_config
 from tests.unit.train.report.records import log_record
 
@@ -55,10 +55,10 @@ def finished_run(train_iters: int = 100, step: int = 5) -> list[dict[str, Any]]:
 
 def write_run(folder: Path, records: Iterable[Mapping[str, Any]], *flags: str, raw: bytes = b"") -> Path:
     """Writes records as a run does, then `raw` bytes, and the settings that flags give."""
-    sink = JsonlSink(folder / "metrics.jsonl")
+    writer = JsonlWriter(folder / "metrics.jsonl")
     for record in records:
-        sink.write(record)
-    sink.close()
+        writer.write(record)
+    writer.close()
     if raw:
         with (folder / "metrics.jsonl").open("ab") as file:
             file.write(raw)

@@ -48,12 +48,18 @@ def losses_and_grads(gemm: Gemm, *, chunk: int) -> tuple[Tensor, Tensor, Tensor]
     x, weight, targets, loss_weights = inputs()
     weight_grad, written = torch.full_like(weight, float("nan")), []
 
-    def sink(write: WriteWeightGrad) -> None:
+    def target(write: WriteWeightGrad) -> None:
         write(weight_grad, bool(written))
         written.append(write)
 
     losses, x_grad = linear_cross_entropy(
-        x, weight, targets, VocabColumns(IDS), grad_request=GradRequest(loss_weights, sink), gemm=gemm, chunk_size=chunk
+        x,
+        weight,
+        targets,
+        VocabColumns(IDS),
+        grad_request=GradRequest(loss_weights, target),
+        gemm=gemm,
+        chunk_size=chunk,
     )
     assert x_grad is not None and len(written) == TOKENS // chunk
     return losses, x_grad, weight_grad

@@ -12,7 +12,7 @@ from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.tensor_parallel import set_weight_grad_sink
+from petatron.parallel.tensor_parallel import set_weight_grad_target
 from petatron.train.build_run import build_model
 from petatron.validate import load_config
 from tests.run_stage import run_stage
@@ -61,9 +61,9 @@ def test_a_function_and_the_gemm_of_its_output_are_one_node(flags: str, fused: i
         assert found[FUSED] + found[GEMM] == 4, found
 
 
-def test_without_a_sink_autograd_sees_every_gemm():
+def test_without_a_target_autograd_sees_every_gemm():
     model = model_of("")
-    set_weight_grad_sink(model.module, None)
+    set_weight_grad_target(model.module, None)
     found = nodes_of(model)
     assert found[FUSED] == 0 and found[GEMM] == 4, found
 

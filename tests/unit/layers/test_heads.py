@@ -130,7 +130,7 @@ def test_weight_gradients_go_to_their_taker_unrounded():
     qkv, passing = drawn(torch.bfloat16, batch_first=True), rotation_of(attention, torch.bfloat16)
     assert attention.qk_rms_norms is not None
     for norm in attention.qk_rms_norms:
-        norm.weight_grad_sink = taker
+        norm.weight_grad_target = taker
     made = attention._split_qkv(qkv, passing)
     grads = tuple(torch.randn_like(part) for part in made)
     torch.autograd.backward(made, grads)

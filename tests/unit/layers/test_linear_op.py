@@ -74,7 +74,7 @@ def test_a_product_and_its_gradients(case: str, takes: bool):
     shape, batch_first = SHAPES[case]
     x, weight = leaf(*shape, batch_first=batch_first), leaf(OUT, D)
     buffers = Buffers(weight)
-    multiply = GemmOp(weight_grad_sink=buffers.queue() if takes else None)
+    multiply = GemmOp(weight_grad_target=buffers.queue() if takes else None)
     for found in (multiply(as_recomputable(x), weight), multiply(RecomputableOutput(x, None), weight)):
         wanted = F.linear(x, weight)
         torch.testing.assert_close(found, wanted)
@@ -117,7 +117,7 @@ def test_rows_and_back(shape: list[int], memory_by_batch: bool, batch_first: boo
 def test_the_first_gradient_overwrites_and_later_ones_add():
     x, weight = leaf(S, B, D), leaf(OUT, D)
     buffers = Buffers(weight)
-    multiply = GemmOp(weight_grad_sink=buffers.queue())
+    multiply = GemmOp(weight_grad_target=buffers.queue())
     for _ in range(2):  # two steps
         buffers.fresh.add(weight)
         wanted = torch.zeros_like(weight)
@@ -133,7 +133,7 @@ def test_gradients_of_half_precision_add_up_in_float32(dtype: torch.dtype):
     """Their sum is that of exact products: nothing is rounded to the weight's precision on the way."""
     weight = leaf(OUT, D, dtype=dtype)
     buffers = Buffers(weight)
-    multiply, wanted = GemmOp(weight_grad_sink=buffers.queue()), torch.zeros(OUT, D, dtype=torch.float64)
+    multiply, wanted = GemmOp(weight_grad_target=buffers.queue()), torch.zeros(OUT, D, dtype=torch.float64)
     for _ in range(3):
         x, grad = leaf(40, D, dtype=dtype), torch.randn(40, OUT).to(dtype)
         multiply(as_recomputable(x), weight).backward(grad)
@@ -158,7 +158,7 @@ def two_layers(takes: WeightGradQueue | None) -> tuple[Callable[[Tensor], Tensor
     """norm, product, activation, product; and its weights."""
     norm, act, weights = RMSNorm(D, eps=1e-5).double(), Activation("swiglu"), [leaf(2 * OUT, D), leaf(D, OUT)]
     torch.nn.init.normal_(norm.weight)
-    multiply = GemmOp(weight_grad_sink=takes)
+    multiply = GemmOp(weight_grad_target=takes)
 
     def run(x: Tensor) -> Tensor:
         total, normal = norm.add_and_norm(x)
@@ -238,7 +238,7 @@ def test_a_queue_that_is_open_takes_what_cannot_wait():
 
 def test_without_anybody_to_accumulate_a_gradient_is_an_error():
     weight = leaf(2, 2)
-    with pytest.raises(AssertionError, match="no sink accumulates"):
+    with pytest.raises(AssertionError, match="no target accumulates"):
         WeightGradQueue().submit(weight, lambda out, accumulate: None)
 
 
@@ -246,7 +246,7 @@ def test_without_anybody_to_accumulate_a_gradient_is_an_error():
 def test_weights_that_are_frozen_get_no_gradient(takes: bool):
     x, weight = leaf(S, D), leaf(OUT, D).detach()
     buffers = Buffers(weight)
-    y = GemmOp(weight_grad_sink=buffers.queue() if takes else None)(as_recomputable(x), weight)
+    y = GemmOp(weight_grad_target=buffers.queue() if takes else None)(as_recomputable(x), weight)
     (found,) = grads_of(y.square().sum(), x)
     torch.testing.assert_close(found, grads_of(F.linear(x, weight).square().sum(), x)[0])
     assert buffers.order == []
@@ -256,7 +256,7 @@ def test_weights_that_are_frozen_get_no_gradient(takes: bool):
 def test_a_graph_may_be_used_twice(takes: bool):
     x, weight = leaf(S, D), leaf(OUT, D)
     buffers = Buffers(weight)
-    loss = GemmOp(weight_grad_sink=buffers.queue() if takes else None)(as_recomputable(x), weight).square().sum()
+    loss = GemmOp(weight_grad_target=buffers.queue() if takes else None)(as_recomputable(x), weight).square().sum()
     true = grads_of(F.linear(x, weight).square().sum(), weight)[0]
     loss.backward(retain_graph=True)
     loss.backward()
@@ -285,7 +285,7 @@ def test_the_loss_at_the_end(known: bool, takes: bool, batch_first: bool):
     assert head.weight is not None
     torch.nn.init.normal_(head.weight)
     buffers = Buffers(head.weight)
-    head.weight_grad_sink = buffers.queue() if takes else None
+    head.weight_grad_target = buffers.queue() if takes else None
     x, targets, weights = (
         leaf(S, B, D, batch_first=batch_first),
         torch.randint(0, 11, (S, B)),
@@ -309,7 +309,7 @@ def test_the_table_of_tokens(takes: bool):
     table = TokenEmbedding(7, D).double()
     torch.nn.init.normal_(table.weight)
     buffers = Buffers(table.weight)
-    table.weight_grad_sink = buffers.queue() if takes else None
+    table.weight_grad_target = buffers.queue() if takes else None
     ids, grad = torch.randint(0, 7, (B, S)), torch.randn(S, B, D, dtype=torch.float64)
     found = table(ids)
     assert is_batch_first(found) and torch.equal(found, table.weight[ids].transpose(0, 1))
@@ -336,7 +336,7 @@ def test_an_input_that_needs_no_gradient_is_kept_for_the_weight(taken: bool):
             write(found[-1], False)
 
     if taken:
-        how = GemmOp(weight_grad_sink=Taker())
+        how = GemmOp(weight_grad_target=Taker())
         linear.linear_op = lambda x, weight: how(as_recomputable(x), weight)
     x = torch.randn(4, 2, 5, dtype=torch.float64)
     linear(x).square().sum().backward()

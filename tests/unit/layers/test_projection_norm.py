@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from petatron.layers.projection_norm import ProjectionRMSNorm
+from petatron.layers.norm import ProjectionRMSNorm
 
 
 def norm_of(heads: int, *, zero_centered: bool = False) -> ProjectionRMSNorm:

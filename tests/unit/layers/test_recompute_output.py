@@ -120,7 +120,7 @@ def test_an_unused_value_costs_nothing():
 def test_one_value_into_several_products(takes: bool, batch_first: bool):
     """It is made once for all of them in passing; for autograd, which cannot wait, once for each."""
     taker = Taker() if takes else None
-    multiply, maker = GemmOp(weight_grad_sink=taker), Sine()
+    multiply, maker = GemmOp(weight_grad_target=taker), Sine()
     x, y = leaf(S, B, D, batch_first=batch_first), leaf(S, B, D, batch_first=batch_first)
     weights = [leaf(OUT, D) for _ in range(3)]
     (total, value), source = apply_recomputable(maker, x, y)
@@ -136,7 +136,7 @@ def test_a_value_that_others_use_too(takes: bool):
     taker = Taker() if takes else None
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     (total, value), source = apply_recomputable(Sine(), x, y)
-    product = GemmOp(weight_grad_sink=taker)(RecomputableOutput(value, source), weight)
+    product = GemmOp(weight_grad_target=taker)(RecomputableOutput(value, source), weight)
     wanted = F.linear((x + y).sin(), weight)
     ours, theirs = (
         torch.cat([p, 2 * v, 3 * t], -1) for p, v, t in ((product, value, total), (wanted, (x + y).sin(), x + y))
@@ -154,14 +154,14 @@ def test_a_deferred_output_is_made_with_its_product(takes: bool, batch_first: bo
         x, y = (each.detach().requires_grad_() for each in inputs)
         if pending:
             value = DeferredOutput(maker, x, y)
-            product = GemmOp(weight_grad_sink=taker)(value, weight)
+            product = GemmOp(weight_grad_target=taker)(value, weight)
             assert value.others is not None
             (total,) = value.others
             nodes = (product.grad_fn, total.grad_fn)
             assert (nodes[0] is nodes[1]) == takes
         else:
             (total, made), source = apply_recomputable(maker, x, y)
-            product = GemmOp(weight_grad_sink=taker)(RecomputableOutput(made, source), weight)
+            product = GemmOp(weight_grad_target=taker)(RecomputableOutput(made, source), weight)
         grads = torch.autograd.grad(product.square().sum() + total.pow(3).sum(), [x, y] if takes else [x, y, weight])
         assert (maker.made, maker.made_in_passing) == ((0, 1) if takes else (1, 0))
         found.append([product.detach(), total.detach(), *grads, *([] if taker is None else taker.grads.values())])
@@ -173,13 +173,13 @@ def test_a_deferred_output_that_somebody_asks_for_is_made_by_itself():
     x, y, weight, taker = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
     value = DeferredOutput(Sine(), x, y)
     assert isinstance(value.handle, RecomputeHandle) and value.value is value.value
-    product = GemmOp(weight_grad_sink=taker)(value, weight) + value.value.sum()
+    product = GemmOp(weight_grad_target=taker)(value, weight) + value.value.sum()
     check(product, F.linear((x + y).sin(), weight) + (x + y).sin().sum(), [x, y, weight], taker.grads)
 
 
 def test_a_deferred_output_is_gone_with_its_product():
     value = DeferredOutput(Sine(), leaf(S, D), leaf(S, D))
-    GemmOp(weight_grad_sink=Taker())(value, leaf(OUT, D))
+    GemmOp(weight_grad_target=Taker())(value, leaf(OUT, D))
     assert value.inputs == ()
     with pytest.raises(AssertionError, match="its output is gone"):
         value.apply()
@@ -188,21 +188,23 @@ def test_a_deferred_output_is_gone_with_its_product():
 def test_a_deferred_output_without_gradients():
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     with torch.no_grad():
-        product = GemmOp(weight_grad_sink=Taker())(DeferredOutput(Sine(), x, y), weight)
+        product = GemmOp(weight_grad_target=Taker())(DeferredOutput(Sine(), x, y), weight)
     assert product.grad_fn is None
     torch.testing.assert_close(product, F.linear((x + y).sin(), weight).detach())
 
 
 def test_a_frozen_weight_of_a_deferred_output_makes_nothing_again():
     x, y, weight, maker, taker = leaf(S, D), leaf(S, D), leaf(OUT, D).detach(), Sine(), Taker()
-    check(GemmOp(weight_grad_sink=taker)(DeferredOutput(maker, x, y), weight), F.linear((x + y).sin(), weight), [x, y])
+    check(
+        GemmOp(weight_grad_target=taker)(DeferredOutput(maker, x, y), weight), F.linear((x + y).sin(), weight), [x, y]
+    )
     assert (maker.made, maker.made_in_passing) == (0, 0) and not taker.grads
 
 
 def test_a_product_that_nobody_uses_leaves_the_others_of_a_deferred_output():
     x, y, weight, taker = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
     value = DeferredOutput(Sine(), x, y)
-    GemmOp(weight_grad_sink=taker)(value, weight)
+    GemmOp(weight_grad_target=taker)(value, weight)
     assert value.others is not None
     check(value.others[0], x + y, [x, y])
     assert not taker.grads
@@ -220,17 +222,17 @@ class _NoGradient(torch.autograd.Function):
 
 def test_a_gemm_whose_consumer_returns_no_gradient_passes_none_on():
     """Neither is a weight's gradient submitted; what else the inputs feed has its own."""
-    x, y, weight, sink = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
-    product = GemmOp(weight_grad_sink=sink)(DeferredOutput(Sine(), x, y), weight)
+    x, y, weight, target = leaf(S, D), leaf(S, D), leaf(OUT, D), Taker()
+    product = GemmOp(weight_grad_target=target)(DeferredOutput(Sine(), x, y), weight)
     (_NoGradient.apply(product).sum() + 2 * x.sum()).backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2.0)) and y.grad is None and not sink.grads
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2.0)) and y.grad is None and not target.grads
 
 
 def test_a_value_is_let_go_after_the_forward_pass():
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     (_, value), source = apply_recomputable(Sine(), x, y)
     memory = value.untyped_storage()._weak_ref()
-    product = GemmOp(weight_grad_sink=Taker())(RecomputableOutput(value, source), weight)
+    product = GemmOp(weight_grad_target=Taker())(RecomputableOutput(value, source), weight)
     del value
     assert torch.UntypedStorage._expired(memory)
     product.sum().backward()
@@ -252,7 +254,7 @@ def test_layers_let_their_values_go(kind: str):
     memory = out.value.untyped_storage()._weak_ref()
     wanted = F.linear(out.value.detach().clone(), weight)
     taker = Taker()
-    product = GemmOp(weight_grad_sink=taker)(out, weight)
+    product = GemmOp(weight_grad_target=taker)(out, weight)
     del out
     assert torch.UntypedStorage._expired(memory)
     torch.testing.assert_close(product, wanted)
@@ -265,7 +267,7 @@ def test_nothing_outlives_the_graph():
     """No cycle holds it, so memory is free at once and not when garbage is collected."""
     x, y, weight, maker = leaf(S, D), leaf(S, D), leaf(OUT, D), Sine()
     (total, value), source = apply_recomputable(maker, x, y)
-    loss = GemmOp(weight_grad_sink=Taker())(RecomputableOutput(value, source), weight).sum() + total.sum()
+    loss = GemmOp(weight_grad_target=Taker())(RecomputableOutput(value, source), weight).sum() + total.sum()
     alive = weakref.ref(maker)
     loss.backward()
     del loss, value, total, source, maker
@@ -277,7 +279,7 @@ def test_a_graph_may_be_used_twice(takes: bool):
     taker = Taker() if takes else None
     x, y, weight = leaf(S, D), leaf(S, D), leaf(OUT, D)
     (_, value), source = apply_recomputable(Sine(), x, y)
-    loss = GemmOp(weight_grad_sink=taker)(RecomputableOutput(value, source), weight).square().sum()
+    loss = GemmOp(weight_grad_target=taker)(RecomputableOutput(value, source), weight).square().sum()
     (true,) = torch.autograd.grad(F.linear((x + y).sin(), weight).square().sum(), weight)
     loss.backward(retain_graph=True)
     first = x.grad
@@ -343,7 +345,7 @@ def test_norms_join_a_residual_stream(
     for added in (branch, None):
         taker = Taker()
         total, normal = layer.add_and_norm(x, added)
-        product = GemmOp(weight_grad_sink=taker)(normal, weight)
+        product = GemmOp(weight_grad_target=taker)(normal, weight)
         sum_ = x if added is None else x + branch
         if isinstance(layer, LayerNorm):
             true = F.layer_norm(sum_, (D,), scale, layer.bias, eps=1e-5)
@@ -363,5 +365,5 @@ def test_activations_before_a_product(name: str, batch_first: bool):
     out = Activation(name)(x)
     inner = activation.ACTIVATIONS[activation.GATE_ACTIVATIONS.get(name, name)]
     gate, up = x.chunk(2, -1) if gated else (x, torch.ones(()))
-    product = GemmOp(weight_grad_sink=taker)(out, weight)
+    product = GemmOp(weight_grad_target=taker)(out, weight)
     check(product, F.linear(inner(gate) * up, weight), [x, weight], taker.grads)

@@ -17,7 +17,7 @@ from petatron.layers.vocabulary.embedding import TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 from petatron.models.batch import Batch
-from petatron.parallel.tensor_parallel import set_weight_grad_sink
+from petatron.parallel.tensor_parallel import set_weight_grad_target
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.kernels.loss_cases import Ranks
 from tests.run_stage import run_stage
@@ -130,7 +130,7 @@ def test_the_gradient_of_a_table_over_ranks(takes: bool):
         embedding.vocab_shard = vocabulary(ranks, rank, size, pad_to=5)
         embedding.kernels = watched = Watched()
         buffers = Buffers(embedding.weight)
-        embedding.weight_grad_sink = buffers.queue() if takes else None
+        embedding.weight_grad_target = buffers.queue() if takes else None
         first, second = embedding(ids), embedding(ids)
         for found in (first, second):
             found.backward(grad.transpose(0, 1))
@@ -163,7 +163,7 @@ def test_chunks_of_two_micro_batches(monkeypatch: pytest.MonkeyPatch, sizes: lis
 
     head.kernels = replace(linear_cross_entropy.REFERENCE, losses_and_gradient_=watched)
     buffers = Buffers(weight)
-    head.weight_grad_sink = buffers.queue() if takes else None
+    head.weight_grad_target = buffers.queue() if takes else None
     true_total = torch.zeros_like(weight)
     for _ in range(2):
         x, targets, weights = leaf(S, B, D), torch.randint(11, (S, B)), torch.rand(S, B).double()
@@ -185,7 +185,7 @@ def test_no_tokens_have_a_gradient_of_zero(known: bool, takes: bool):
     head = OutputHead(11, D, tied=False).double()
     assert head.weight is not None
     buffers = Buffers(nn.init.normal_(head.weight))
-    head.weight_grad_sink = buffers.queue() if takes else None
+    head.weight_grad_target = buffers.queue() if takes else None
     weights = torch.ones(0, B).double() if known else None
     head.losses(leaf(0, B, D), None, torch.zeros(0, B, dtype=torch.int64), loss_weights_SB=weights).sum().backward()
     found = buffers.out[head.weight] if takes else head.weight.grad
@@ -202,7 +202,7 @@ def test_chunks_change_no_gradient_of_a_model(monkeypatch: pytest.MonkeyPatch, f
 
     def train() -> dict[str, Tensor]:
         buffers = Buffers(*model.parameters())
-        set_weight_grad_sink(model, buffers.queue())
+        set_weight_grad_target(model, buffers.queue())
         model.zero_grad()
         for batch in batches:
             (run_stage(model, batch, loss_weights_SB=weights) * weights).sum().backward()

@@ -32,7 +32,7 @@ from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.tensor_parallel import (
     ColumnParallelOp,
     apply_tensor_parallel,
-    set_weight_grad_sink,
+    set_weight_grad_target,
     shard_params,
     shard_vocabulary,
 )
@@ -145,7 +145,7 @@ def take_gradients(model: Decoder) -> list[Tensor]:
     buffers = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
     queue = WeightGradQueue()
     queue.accumulate = lambda weight, write: write(buffers[weight], True)
-    set_weight_grad_sink(model, queue)
+    set_weight_grad_target(model, queue)
     return list(buffers.values())
 
 

@@ -233,7 +233,7 @@ def test_parameter_that_is_frozen_later_holds_up_no_reduction():
     finish = reducer.finish_grad_sync
 
     def count_then_finish() -> None:
-        started.extend(send.num_pending for queue in reducer._queues for send in queue)
+        started.extend(send.num_pending for send in reducer._reductions)
         finish()
 
     reducer.finish_grad_sync = count_then_finish

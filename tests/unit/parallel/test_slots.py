@@ -24,7 +24,7 @@ from petatron.parallel.tensor_parallel import (
     ColumnParallelOp,
     RowParallelOp,
     apply_tensor_parallel,
-    set_weight_grad_sink,
+    set_weight_grad_target,
     shard_params,
     shard_vocabulary,
 )
@@ -85,13 +85,13 @@ def test_a_linear_follows_the_shard_of_its_weight():
     assert isinstance(slot(module, "linear"), RowParallelOp) and slot(module, "sections") is None
 
 
-def test_gradients_of_weights_go_to_the_sink():
+def test_gradients_of_weights_go_to_the_target():
     module, _ = filled(sequence_parallel=False, shard=Shard(tp=0, sections=SECTIONS))
-    sink = object()
-    set_weight_grad_sink(module, sink)  # pyright: ignore[reportArgumentType]
+    target = object()
+    set_weight_grad_target(module, target)  # pyright: ignore[reportArgumentType]
     linear_op = slot(module, "linear")
-    assert isinstance(linear_op, ColumnParallelOp) and linear_op.gemm_op.weight_grad_sink is sink
-    assert slot(module, "weight-gradient sink") is sink
+    assert isinstance(linear_op, ColumnParallelOp) and linear_op.gemm_op.weight_grad_target is target
+    assert slot(module, "weight-gradient target") is target
 
 
 class Recurrence(nn.Module):

@@ -36,7 +36,7 @@ SMALL = "--num-layers 1 --seq-length 8 --vocab-size 37 --log-interval 1"
 
 
 class Memory:
-    """A sink that keeps what it is told."""
+    """A writer that keeps what it is told."""
 
     def __init__(self) -> None:
         self.records: list[MetricRecord] = []
@@ -53,13 +53,13 @@ class Memory:
 
 def start(run: RunConfig) -> tuple[TrainState, TrainLoop, Memory]:
     mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank() if dist.is_initialized() else 0)
-    state, sink = TrainState.build(run, mesh), Memory()
-    return state, TrainLoop(state, build_loaders(run, mesh), [sink], detect_device("cpu")), sink
+    state, writer = TrainState.build(run, mesh), Memory()
+    return state, TrainLoop(state, build_loaders(run, mesh), [writer], detect_device("cpu")), writer
 
 
 def finish(flags: str) -> tuple[TrainState, TrainingResult, Memory]:
-    state, loop, sink = start(tiny_run(f"{SMALL} {flags}"))
-    return state, loop.run(), sink
+    state, loop, writer = start(tiny_run(f"{SMALL} {flags}"))
+    return state, loop.run(), writer
 
 
 def weights(state: TrainState) -> torch.Tensor:
@@ -75,94 +75,94 @@ def sampled_run(flags: str) -> RunConfig:
 
 
 def test_plain_run_reports_and_ends():
-    state, outcome, sink = finish("--train-iters 4")
+    state, outcome, writer = finish("--train-iters 4")
     assert outcome == TrainingResult(4, None, None)
-    assert sink.column("iteration") == [1, 2, 3, 4] and sink.column("consumed_samples") == [8, 16, 24, 32]
-    assert sink.column("consumed_tokens") == [64, 128, 192, 256]
-    losses = sink.column("lm_loss")
+    assert writer.column("iteration") == [1, 2, 3, 4] and writer.column("consumed_samples") == [8, 16, 24, 32]
+    assert writer.column("consumed_tokens") == [64, 128, 192, 256]
+    losses = writer.column("lm_loss")
     assert losses[-1] < losses[0]
     progress = state.progress
     assert (progress.iteration, progress.updates, progress.update_samples, progress.consumed_tokens) == (4, 4, 32, 256)
 
 
 def test_learning_rate_follows_the_schedule():
-    state, _, sink = finish("--train-iters 6")
-    assert sink.column("lr") == [state.lr_schedule.at(step, 8 * step) for step in range(6)]
-    assert len(set(sink.column("lr"))) > 3 and not any("decoupled_lr" in record for record in sink.records)
+    state, _, writer = finish("--train-iters 6")
+    assert writer.column("lr") == [state.lr_schedule.at(step, 8 * step) for step in range(6)]
+    assert len(set(writer.column("lr"))) > 3 and not any("decoupled_lr" in record for record in writer.records)
 
 
 def test_decoupled_learning_rate_is_reported():
-    state, _, sink = finish("--train-iters 4 --decoupled-lr 1e-3 --decoupled-min-lr 1e-5")
+    state, _, writer = finish("--train-iters 4 --decoupled-lr 1e-3 --decoupled-min-lr 1e-5")
     schedule = state.decoupled_lr_schedule
     assert schedule is not None
-    assert sink.column("decoupled_lr") == [schedule.at(step, 8 * step) for step in range(4)]
-    assert not set(sink.column("decoupled_lr")[1:]) & set(sink.column("lr"))
+    assert writer.column("decoupled_lr") == [schedule.at(step, 8 * step) for step in range(4)]
+    assert not set(writer.column("decoupled_lr")[1:]) & set(writer.column("lr"))
 
 
 def test_log_interval_and_optional_numbers():
-    state, _, sink = finish("--train-iters 5 --log-interval 2 --log-params-norm --log-num-zeros-in-grad")
-    assert sink.column("iteration") == [1, 2, 4, 5], "the first and the last iteration are always logged"
-    assert sink.column("params_norm")[-1] == pytest.approx(float(state.optimizer.weight_norm()))
-    assert all(count > 0 for count in sink.column("num_zeros"))
+    state, _, writer = finish("--train-iters 5 --log-interval 2 --log-params-norm --log-num-zeros-in-grad")
+    assert writer.column("iteration") == [1, 2, 4, 5], "the first and the last iteration are always logged"
+    assert writer.column("params_norm")[-1] == pytest.approx(float(state.optimizer.weight_norm()))
+    assert all(count > 0 for count in writer.column("num_zeros"))
 
 
 def test_batch_ramp():
     """2, then 4, then 6 over 16 samples, then 8."""
     run = tiny_run(f"{SMALL} --train-iters 8 --rampup-batch-size 2 2 18 --micro-batch-size 1")
-    state, loop, sink = start(run)
+    state, loop, writer = start(run)
     seen: list[int] = []
     inner = state.model.train_step
     state.model.train_step = lambda batches, **more: (
         seen.append(sum(len(b.tokens) for b in batches)) or inner(batches, **more)
     )
     loop.run()
-    assert seen == sink.column("global_batch_size") == [2, 2, 2, 4, 4, 6, 8, 8]
-    assert sink.column("consumed_samples") == [2, 4, 6, 10, 14, 20, 28, 36]
+    assert seen == writer.column("global_batch_size") == [2, 2, 2, 4, 4, 6, 8, 8]
+    assert writer.column("consumed_samples") == [2, 4, 6, 10, 14, 20, 28, 36]
     assert state.progress.update_samples == RunLength.from_config(run).samples == 36
 
 
 def test_run_measured_in_samples():
     run = sampled_run("--train-samples 44 --lr-decay-samples 44 --lr-warmup-samples 16")
     assert RunLength.from_config(run) == RunLength(iterations=5, samples=44)
-    state, loop, sink = start(run)
+    state, loop, writer = start(run)
     assert loop.run() == TrainingResult(5, None, None)
-    assert sink.column("consumed_samples") == [8, 16, 24, 32, 40], "a last short batch is left out"
-    assert sink.column("lr") == [state.lr_schedule.at(step, 8 * step) for step in range(5)]
-    assert sink.column("lr")[2] == max(sink.column("lr")), "warm-up ends after 16 samples"
+    assert writer.column("consumed_samples") == [8, 16, 24, 32, 40], "a last short batch is left out"
+    assert writer.column("lr") == [state.lr_schedule.at(step, 8 * step) for step in range(5)]
+    assert writer.column("lr")[2] == max(writer.column("lr")), "warm-up ends after 16 samples"
 
 
 def test_exit_interval_saves_and_resumes(tmp_path: Path):
     flags = f"--train-iters 5 --hidden-dropout 0.1 --save {tmp_path}"
     whole, _, _ = finish(f"--train-iters 5 --hidden-dropout 0.1 --save {tmp_path / 'whole'}")
-    state, outcome, sink = finish(f"{flags} --exit-interval 3")
+    state, outcome, writer = finish(f"{flags} --exit-interval 3")
     assert (outcome.iteration, outcome.stop_reason) == (3, "--exit-interval 3")
     assert CheckpointManager(str(tmp_path), state.mesh.world).latest() == 3
-    memory, *messages = sink.column("message", "event")
+    memory, *messages = writer.column("message", "event")
     assert memory.startswith("memory: predicted")
     assert (
         messages[0] == "stopping at iteration 3: --exit-interval 3" and "saved checkpoint of iteration 3" in messages[1]
     )
 
-    resumed, loop, sink = start(tiny_run(f"{SMALL} {flags} --load {tmp_path}"))
+    resumed, loop, writer = start(tiny_run(f"{SMALL} {flags} --load {tmp_path}"))
     assert resumed.load(str(tmp_path))
     assert loop.run() == TrainingResult(5, None, None)
-    assert sink.column("iteration") == [4, 5]
+    assert writer.column("iteration") == [4, 5]
     assert torch.equal(weights(resumed), weights(whole))
 
 
 def test_save_interval_saves_each_iteration_once(tmp_path: Path):
-    _, _, sink = finish(f"--train-iters 4 --save {tmp_path} --save-interval 2")
-    saved = [message.split(" to ")[0] for message in sink.column("message", "event")[1:]]
+    _, _, writer = finish(f"--train-iters 4 --save {tmp_path} --save-interval 2")
+    saved = [message.split(" to ")[0] for message in writer.column("message", "event")[1:]]
     assert saved == ["saved checkpoint of iteration 2", "saved checkpoint of iteration 4"]
 
 
 def test_what_is_removed_is_named(tmp_path: Path):
     flags = f"--train-iters 4 --save {tmp_path} --save-interval 1"
     finish(f"{flags} --exit-interval 2")
-    state, loop, sink = start(tiny_run(f"{SMALL} {flags} --load {tmp_path} --save-total-limit 1"))
+    state, loop, writer = start(tiny_run(f"{SMALL} {flags} --load {tmp_path} --save-total-limit 1"))
     assert state.load(str(tmp_path))
     loop.run()
-    removed = [message for message in sink.column("message", "event") if message.startswith("removed")]
+    removed = [message for message in writer.column("message", "event") if message.startswith("removed")]
     assert removed == ["removed the checkpoints of iterations 1, 2", "removed the checkpoint of iteration 3"]
 
 
@@ -223,11 +223,11 @@ def spoil(state: TrainState, iteration: int, value: float = float("nan")) -> Non
 
 @pytest.mark.parametrize(("log_interval", "noticed"), [(1, 3), (4, 4), (100, 6)])
 def test_not_a_number_names_the_iteration(log_interval: int, noticed: int):
-    state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 6 --log-interval {log_interval}"))
+    state, loop, writer = start(tiny_run(f"{SMALL} --train-iters 6 --log-interval {log_interval}"))
     spoil(state, 3)
     with pytest.raises(TrainError, match=r"first at iteration 3\..*--no-check-for-nan-in-loss-and-grad"):
         loop.run()
-    assert state.progress.iteration == noticed == sink.column("iteration")[-1]
+    assert state.progress.iteration == noticed == writer.column("iteration")[-1]
 
 
 def test_an_infinite_step_is_noticed_at_the_next_one():
@@ -239,10 +239,10 @@ def test_an_infinite_step_is_noticed_at_the_next_one():
 
 
 def test_going_on_regardless_skips_the_updates():
-    state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 4 --no-check-for-nan-in-loss-and-grad"))
+    state, loop, writer = start(tiny_run(f"{SMALL} --train-iters 4 --no-check-for-nan-in-loss-and-grad"))
     spoil(state, 3)
     assert loop.run().iteration == 4
-    assert sink.column("skipped") == [0, 0, 1, 1] and sink.column("nan") == [0, 0, 1, 1]
+    assert writer.column("skipped") == [0, 0, 1, 1] and writer.column("nan") == [0, 0, 1, 1]
     assert int(torch.isnan(weights(state)).sum()) == 1, "bad gradients must not spread"
 
 
@@ -263,11 +263,11 @@ def _mean_loss(state: TrainState, loader: BatchLoader) -> float:
 
 
 def _evaluated(run: RunConfig) -> tuple[float, list[float], torch.Tensor]:
-    state, loop, sink = start(run)
+    state, loop, writer = start(run)
     loop.run()
     return (
         _mean_loss(state, loop._loaders.valid[None]) if loop._loaders.valid else 0.0,
-        sink.column("lm_loss", "valid"),
+        writer.column("lm_loss", "valid"),
         weights(state),
     )
 
@@ -333,7 +333,7 @@ def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch
         publish(*args, **more)
 
     monkeypatch.setattr(step_folder, "publish_step", late)
-    state, loop, sink = start(
+    state, loop, writer = start(
         tiny_run(f"{SMALL} --train-iters 6 --log-interval 1 --save {tmp_path} --save-interval 2 --async-save")
     )
     spoil(state, 3)
@@ -341,7 +341,7 @@ def test_a_save_that_was_begun_survives_the_end_of_the_run(tmp_path, monkeypatch
     with pytest.raises(TrainError, match="first at iteration 3"):
         loop.run()
     assert list(step_folder.list_steps(tmp_path)) == [2]
-    assert f"saved checkpoint of iteration 2 to {tmp_path}" in sink.column("message", "event")
+    assert f"saved checkpoint of iteration 2 to {tmp_path}" in writer.column("message", "event")
 
 
 def test_a_model_with_two_losses_reports_both(monkeypatch: pytest.MonkeyPatch):
@@ -361,10 +361,10 @@ def test_a_model_with_two_losses_reports_both(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Decoder, "forward", forward)
     monkeypatch.setattr(DecoderSpec, "io", io)
-    state, _, sink = finish("--train-iters 3 --eval-interval 3 --eval-iters 2")
+    state, _, writer = finish("--train-iters 3 --eval-interval 3 --eval-iters 2")
     for kind, count in (("train", 3), ("valid", 2)):
-        total, named = sink.column("lm_loss", kind), sink.column("named_losses", kind)
+        total, named = writer.column("lm_loss", kind), writer.column("named_losses", kind)
         assert len(total) == count and all(losses.keys() == {"lm loss", "size loss"} for losses in named)
         assert total == pytest.approx([losses["lm loss"] + 0.5 * losses["size loss"] for losses in named], rel=1e-12)
-    sizes = [losses["size loss"] for losses in sink.column("named_losses")]
+    sizes = [losses["size loss"] for losses in writer.column("named_losses")]
     assert sizes[2] < sizes[0] and state.model.named_losses["size loss"].item() == sizes[2]

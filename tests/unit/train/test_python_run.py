@@ -95,7 +95,7 @@ def test_a_trained_run_opens_by_its_settings(tmp_path: Path):
     assert again.state.progress.iteration == 2
 
 
-def test_every_sink_of_the_flags_gets_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_writer_of_the_flags_gets_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(tmp_path)
     run = _load(f"--tensorboard-dir {tmp_path / 'tb'} --train-iters 2 --rotary-base 500 --position-embedding-type none")

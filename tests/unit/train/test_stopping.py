@@ -47,11 +47,11 @@ def test_one_rank_stops_after_the_step_that_a_signal_came_in(
         return step(state, batches)
 
     monkeypatch.setattr(loop_module, "train_step", interrupted)
-    _, loop, sink = start(tiny_run(f"{SMALL} --train-iters 5 --save {tmp_path}"))
+    _, loop, writer = start(tiny_run(f"{SMALL} --train-iters 5 --save {tmp_path}"))
     outcome = loop.run()
     assert (outcome.iteration, outcome.stop_reason) == (2, "received SIGINT")
-    assert sink.column("iteration") == [1, 2]
-    messages = sink.column("message", "event")
+    assert writer.column("iteration") == [1, 2]
+    messages = writer.column("message", "event")
     assert "stopping at iteration 2: received SIGINT" in messages and "saved checkpoint of iteration 2" in messages[-1]
     assert told.count(_PROMISE) == 1
 
@@ -125,7 +125,9 @@ def test_several_ranks_agree_one_step_later(ranks: RankPool):
 
 
 def test_one_rank_stops_an_evaluation_at_the_next_batch_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 9 --eval-interval 2 --eval-iters 50 --save {tmp_path}"))
+    state, loop, writer = start(
+        tiny_run(f"{SMALL} --train-iters 9 --eval-interval 2 --eval-iters 50 --save {tmp_path}")
+    )
     look, seen = state.model.evaluate_objective, []
 
     def interrupted(batches):
@@ -137,8 +139,8 @@ def test_one_rank_stops_an_evaluation_at_the_next_batch_and_saves(tmp_path: Path
     monkeypatch.setattr(state.model, "evaluate_objective", interrupted)
     outcome = loop.run()
     assert (outcome.iteration, outcome.stop_reason, outcome.valid_loss, len(seen)) == (2, "received SIGINT", None, 3)
-    assert not sink.column("lm_loss", "valid")
-    assert sink.column("message", "event")[-3:] == [
+    assert not writer.column("lm_loss", "valid")
+    assert writer.column("message", "event")[-3:] == [
         "the evaluation (valid) was interrupted after 3 of 50 batches and reports no loss",
         "stopping at iteration 2: received SIGINT",
         f"saved checkpoint of iteration 2 to {tmp_path}",
@@ -149,7 +151,7 @@ def test_one_rank_stops_an_evaluation_at_the_next_batch_and_saves(tmp_path: Path
 def test_the_evaluations_after_the_last_step_are_interrupted_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[str], split: str
 ):
-    state, loop, sink = start(tiny_run(f"{SMALL} --train-iters 3 --eval-iters 4 --save {tmp_path}"))
+    state, loop, writer = start(tiny_run(f"{SMALL} --train-iters 3 --eval-iters 4 --save {tmp_path}"))
     look, seen = state.model.evaluate_objective, []
 
     def interrupted(batches):
@@ -162,7 +164,7 @@ def test_the_evaluations_after_the_last_step_are_interrupted_too(
     monkeypatch.setattr(state.model, "evaluate_objective", interrupted)
     assert loop.run().stop_reason == "received SIGTERM"
     assert told == ["SIGTERM: stopping the evaluation"], "what is saved was saved before it"
-    assert len(sink.column("split", "valid")) == (split == "test")
+    assert len(writer.column("split", "valid")) == (split == "test")
 
 
 def _asked_at(slow_ms: list[float]) -> tuple[list[int], str | None, int]:

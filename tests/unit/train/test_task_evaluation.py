@@ -1,4 +1,4 @@
-"""`--eval-tasks`: tasks at their intervals in every sink, that change nothing of the run, also of one that is resumed."""
+"""`--eval-tasks`: tasks at their intervals in every writer, that change nothing of the run, also of one that is resumed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import petatron
 from petatron.base.errors import ConfigError, DataError
 from petatron.cli.main import main
 from petatron.evaluate.score import score_sequences
+from petatron.train.report.metric_writers import tagged_scalars
 from petatron.train.report.record_text import format_record
-from petatron.train.report.sinks import tagged_scalars
 from petatron.validate import resolve_config
 from petatron.validate.preflight import preflight
 

@@ -103,7 +103,7 @@ class StandIn:
             yield from (history._history, history._scale)
 
     def _notes(self) -> Notes:
-        sends = [send for queue in self.sync._queues for send in queue]
+        sends = list(self.sync._reductions)
         fresh = [main.overwrite_next for main in self.sync._main_grads.values()]
         gathers = [group._gather_due for group in self.sync._param_groups]
         return fresh, [(send.num_pending, list(send.handles)) for send in sends], gathers
@@ -114,7 +114,7 @@ class StandIn:
             group._gather_due = due
         for main, value in zip(self.sync._main_grads.values(), fresh, strict=True):
             main.overwrite_next = value
-        sends = [send for queue in self.sync._queues for send in queue]
+        sends = list(self.sync._reductions)
         for send, (left, handles) in zip(sends, waiting, strict=True):
             send.num_pending, send.handles = left, list(handles)
 

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.train.report.console import (
-    ConsoleSink,
-    LiveSink,
+    ConsoleWriter,
+    LiveWriter,
     LossPlot,
     braille_curve,
-    build_console_sink,
+    build_console_writer,
     column_means,
     downsample,
     format_compact,
     y_range,
 )
+from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.report.metrics import event_record, validation_record
 from petatron.train.report.run_history import read_history
-from petatron.train.report.sinks import JsonlSink
 from tests.unit.train.report.records import SUMMARY, log_record
 
 rich_console = pytest.importorskip("rich.console")
@@ -49,13 +49,13 @@ def text_of(renderable: object, width: int = 80) -> str:
 
 
 @pytest.fixture
-def view() -> Iterator[LiveSink]:
-    sink = LiveSink(console(), auto_refresh=False)
-    yield sink
-    sink.close()
+def view() -> Iterator[LiveWriter]:
+    writer = LiveWriter(console(), auto_refresh=False)
+    yield writer
+    writer.close()
 
 
-def test_the_view_shows_what_matters(view: LiveSink) -> None:
+def test_the_view_shows_what_matters(view: LiveWriter) -> None:
     assert "waiting for the first iteration" in text_of(view.render())
     for iteration in range(1, 101):
         view.write(log_record(iteration=iteration, lm_loss=3 + 5 / iteration).as_record())
@@ -75,7 +75,7 @@ LABELS = ("loss", "valid", "lr", "grad norm", "tokens/s", "ms/step", "MFU", "mem
 
 @pytest.mark.parametrize(("width", "shown"), [(160, "61.23 GB"), (70, "61.23 GB"), (64, "61.2 GB"), (40, "61.23 GB")])
 def test_numbers_shorten_before_labels_vanish(width: int, shown: str) -> None:
-    view = LiveSink(console(width), auto_refresh=False)
+    view = LiveWriter(console(width), auto_refresh=False)
     try:
         for iteration in (1, 100_000):
             record = log_record(
@@ -93,28 +93,28 @@ def test_numbers_shorten_before_labels_vanish(width: int, shown: str) -> None:
     assert "/long/end" in "".join(line.strip("│ ") for line in text.splitlines()), "a long message goes on below"
 
 
-def test_a_message_without_end_ends_with_dots(view: LiveSink) -> None:
+def test_a_message_without_end_ends_with_dots(view: LiveWriter) -> None:
     view.write(log_record().as_record())
     view.write(event_record("x" * 1000, iteration=100))
     lines = [line for line in text_of(view.render()).splitlines() if "xxx" in line]
     assert len(lines) == 3 and lines[-1].rstrip("│ ").endswith("x…")
 
 
-def test_a_number_that_a_cpu_does_not_have_takes_no_place(view: LiveSink) -> None:
+def test_a_number_that_a_cpu_does_not_have_takes_no_place(view: LiveWriter) -> None:
     view.write(log_record(mfu=None).as_record())
     assert "MFU" not in text_of(view.render())
 
 
 def test_a_resumed_run_shows_the_curve_of_earlier_starts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path)
+    writer = JsonlWriter(path)
     for iteration in range(10, 100, 10):
-        sink.write(log_record(iteration=iteration, lm_loss=9.0 - iteration / 20).as_record())
-    sink.write(validation_record(iteration=50, lm_loss=6.5, consumed_samples=8))
-    sink.write(validation_record(iteration=50, lm_loss=60.0, consumed_samples=8, split="test"))
-    sink.close()
+        writer.write(log_record(iteration=iteration, lm_loss=9.0 - iteration / 20).as_record())
+    writer.write(validation_record(iteration=50, lm_loss=6.5, consumed_samples=8))
+    writer.write(validation_record(iteration=50, lm_loss=60.0, consumed_samples=8, split="test"))
+    writer.close()
     history = read_history(path, up_to_iteration=60)
-    view = LiveSink(console(), auto_refresh=False, history=history)
+    view = LiveWriter(console(), auto_refresh=False, history=history)
     try:
         view.write(log_record(iteration=70, lm_loss=5.25).as_record())
         text = text_of(view.render())
@@ -140,7 +140,7 @@ def test_a_history_with_repeats_and_damage_is_one_curve(tmp_path: Path) -> None:
 
 def test_what_comes_before_the_first_iteration_and_the_summary_are_whole_lines() -> None:
     screen = console(40)
-    view = LiveSink(screen, auto_refresh=False)
+    view = LiveWriter(screen, auto_refresh=False)
     view.write(event_record("model: " + "word " * 30, iteration=0))
     view.write(log_record().as_record())
     view.write(event_record("between", iteration=1, detail=True))
@@ -151,7 +151,7 @@ def test_what_comes_before_the_first_iteration_and_the_summary_are_whole_lines()
     assert output.index("grad norm") < output.index("ended early: received SIGINT, at iteration 100 of 200")
 
 
-def test_a_loss_that_is_missing_or_not_a_number_is_survived(view: LiveSink) -> None:
+def test_a_loss_that_is_missing_or_not_a_number_is_survived(view: LiveWriter) -> None:
     view.write(log_record(lm_loss=None, grad_norm=None, eta_s=None, mfu=None).as_record())
     view.write(log_record(lm_loss=float("nan")).as_record())
     assert "nan" in text_of(view.render())
@@ -164,7 +164,7 @@ def test_log_messages_go_through_the_view_while_it_runs() -> None:
     before = logger.handlers[:]
     logger.handlers[:] = [handler]
     try:
-        view = LiveSink(screen, auto_refresh=False)
+        view = LiveWriter(screen, auto_refresh=False)
         assert handler.stream is not screen.file
         view.close()
         assert handler.stream is screen.file
@@ -174,7 +174,7 @@ def test_log_messages_go_through_the_view_while_it_runs() -> None:
 
 def test_closing_gives_the_terminal_back() -> None:
     screen, stderr = console(), sys.stderr
-    view = LiveSink(screen, auto_refresh=False)
+    view = LiveWriter(screen, auto_refresh=False)
     view.write(log_record().as_record())
     assert sys.stderr is not stderr
     view.close()
@@ -186,33 +186,33 @@ def test_closing_gives_the_terminal_back() -> None:
 @pytest.mark.parametrize(("out", "err", "live"), [(True, True, True), (False, True, False), (True, False, False)])
 def test_auto_needs_two_terminals(out: bool, err: bool, live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    sink = build_console_sink(
+    writer = build_console_writer(
         "auto", out=Terminal() if out else io.StringIO(), err=Terminal() if err else io.StringIO()
     )
-    sink.close()
-    assert isinstance(sink, LiveSink) == live
+    writer.close()
+    assert isinstance(writer, LiveWriter) == live
 
 
 def test_auto_stays_plain_on_a_dumb_terminal_or_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(build_console_sink("auto", out=Terminal(), err=Terminal()), ConsoleSink)
+    assert isinstance(build_console_writer("auto", out=Terminal(), err=Terminal()), ConsoleWriter)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert isinstance(build_console_sink("auto", out=Terminal(), err=Terminal()), ConsoleSink)
+    assert isinstance(build_console_writer("auto", out=Terminal(), err=Terminal()), ConsoleWriter)
 
 
 def test_on_and_off_mean_it() -> None:
-    assert isinstance(build_console_sink("off", out=Terminal(), err=Terminal()), ConsoleSink)
-    forced = build_console_sink("on", out=io.StringIO(), err=io.StringIO())
+    assert isinstance(build_console_writer("off", out=Terminal(), err=Terminal()), ConsoleWriter)
+    forced = build_console_writer("on", out=io.StringIO(), err=io.StringIO())
     forced.close()
-    assert isinstance(forced, LiveSink)
+    assert isinstance(forced, LiveWriter)
 
 
 def test_plain_lines_are_flushed_one_by_one() -> None:
     stream = io.StringIO()
-    sink = ConsoleSink(stream)
-    sink.write(log_record().as_record())
-    sink.write(event_record("done", iteration=1))
+    writer = ConsoleWriter(stream)
+    writer.write(log_record().as_record())
+    writer.write(event_record("done", iteration=1))
     assert stream.getvalue().endswith("|\ndone\n")
 
 

@@ -215,10 +215,10 @@ def test_optional_fields_are_left_out() -> None:
 
 
 def test_validation_line() -> None:
-    frame, line, again = validation_line(iteration=500, lm_loss=2.5).split("\n")
+    frame, line, again = validation_line({"iteration": 500, "lm_loss": 2.5, "split": "valid"}).split("\n")
     assert line == " validation loss at iteration 500 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
     assert frame == again == "-" * (len(line) + 1)
-    assert "iteration 500 on test set |" in validation_line(iteration=500, lm_loss=2.5, split="test")
+    assert "iteration 500 on test set |" in validation_line({"iteration": 500, "lm_loss": 2.5, "split": "test"})
 
 
 def test_perplexity_is_capped() -> None:

@@ -41,15 +41,15 @@ def _train(run: RunConfig, *, sample: bool = True) -> tuple[list[tuple[int, list
     """Returns samples by iteration, losses and weights of a run."""
     rank, tokenizer = dist.get_rank() if dist.is_initialized() else 0, NullTokenizer(37)
     mesh = ParallelMesh(Layout.from_config(run.parallel), rank)
-    state, sink = TrainState.build(run, mesh), Memory()
+    state, writer = TrainState.build(run, mesh), Memory()
     read = read_prompts(run, tokenizer)
     sampler = TextSampler(state.model, tokenizer, read, run.log, seed=1) if sample else None
-    loop = TrainLoop(state, build_loaders(run, mesh), [sink], detect_device("cpu"), sampler=sampler)
+    loop = TrainLoop(state, build_loaders(run, mesh), [writer], detect_device("cpu"), sampler=sampler)
     loop.run()
     assert (loop.totals.seconds.get("sampling", 0) > 0) == sample
-    samples = [record for record in sink.records if record["kind"] == "sample"]
+    samples = [record for record in writer.records if record["kind"] == "sample"]
     texts = [(record["iteration"], [each["text"] for each in record["samples"]]) for record in samples]
-    return texts, sink.column("lm_loss"), weights(state)
+    return texts, writer.column("lm_loss"), weights(state)
 
 
 @pytest.mark.parametrize("temperature", ["0", "1.5"])

@@ -1,4 +1,4 @@
-"""Sinks of a run's records: `metrics.jsonl` and a console always, TensorBoard and W&B when configured.
+"""Writers of a run's records: `metrics.jsonl` and a console always, TensorBoard and W&B when configured.
 
 `metrics.jsonl` is append-only. Each record is one line, handed to the kernel in one write as soon as it exists, so a
 killed process loses nothing it has reported. A resumed run repeats iterations that were logged but not saved; it marks
@@ -24,8 +24,8 @@ from petatron.base.terminal_escape import raw_output
 from petatron.config.schema.default_names import LM_LOSS
 from petatron.config.schema.training import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
-from petatron.train.report.console import build_console_sink
-from petatron.train.report.metrics import MetricRecord, MetricSink
+from petatron.train.report.console import build_console_writer
+from petatron.train.report.metrics import MetricRecord, MetricWriter
 from petatron.train.report.record_text import format_record, loss_values
 from petatron.train.report.run_history import read_history
 
@@ -51,7 +51,7 @@ _TRAIN_TAGS = {
 _RESULT_TAGS = (LM_LOSS, f"{LM_LOSS} validation")
 
 
-def build_sinks(
+def build_writers(
     config: LogConfig,
     directory: Path,
     rank: int,
@@ -60,37 +60,34 @@ def build_sinks(
     on_gpu: bool = True,
     resumed_iteration: int = 0,
     console: bool = True,
-) -> list[MetricSink]:
-    """Opens all sinks of this rank: rank 0 reports for the run, the others have none.
+) -> list[MetricWriter]:
+    """Opens all writers of this rank: rank 0 reports for the run, the others have none.
 
     `config_values` is the resolved configuration, the hyper-parameters of TensorBoard and W&B. Without a GPU the log line has no
     throughput of one. A run that resumes shows the curves up to its iteration from the start. A run of Python code has no `console`.
     """
     if rank != 0:
         return []
-    sinks: list[MetricSink] = [JsonlSink(directory / METRICS_FILE)]
+    writers: list[MetricWriter] = [JsonlWriter(directory / METRICS_FILE)]
     if config.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(config.tensorboard_dir, config_values=config_values))
+        writers.append(TensorBoardWriter(config.tensorboard_dir, config_values=config_values))
     if config.wandb_project is not None:
-        sinks.append(
-            WandbSink(
-                config.wandb_project, name=config.wandb_exp_name, directory=directory, config_values=config_values
-            )
-        )
+        project, name = config.wandb_project, config.wandb_exp_name
+        writers.append(WandbWriter(project, name=name, directory=directory, config_values=config_values))
     if not console:
-        return sinks
-    # Last: a live view takes over the terminal, and errors of the other sinks should still be readable there.
-    sinks.append(
-        build_console_sink(
+        return writers
+    # Last: a live view takes over the terminal, and errors of the other writers should still be readable there.
+    writers.append(
+        build_console_writer(
             config.live,
             throughput=config.log_throughput and on_gpu,
             read_history=partial(read_history, directory / METRICS_FILE, up_to_iteration=resumed_iteration),
         )
     )
-    return sinks
+    return writers
 
 
-class JsonlSink:
+class JsonlWriter:
     """Writes one JSON object per line; numbers JSON cannot represent become the strings "nan", "inf" and "-inf"."""
 
     def __init__(self, path: Path) -> None:
@@ -137,14 +134,13 @@ def _json_safe(value: Any) -> Any:
 def tagged_scalars(record: MetricRecord) -> dict[str, float]:
     """Returns the scalars of a record under Megatron's tags; unknown values are omitted."""
     if record["kind"] == "train":
-        found = {tag: record.get(name) for name, tag in _TRAIN_TAGS.items()}
-        found["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron
+        scalars = {tag: record.get(name) for name, tag in _TRAIN_TAGS.items()}
+        scalars["iteration-time"] = record["elapsed_ms_per_iteration"] / 1000  # seconds, as in Megatron
         for layer, health in (record.get("router_health") or {}).items():
-            found |= {f"moe/layer_{layer}/{name}": value for name, value in health.items()}
-        found |= loss_values(record.get("lm_loss"), record.get("named_losses")) | (
-            record.get("objective_metrics") or {}
-        )
-        return {tag: float(value) for tag, value in found.items() if value is not None}
+            scalars |= {f"moe/layer_{layer}/{name}": value for name, value in health.items()}
+        scalars |= loss_values(record.get("lm_loss"), record.get("named_losses"))
+        scalars |= record.get("objective_metrics") or {}
+        return {tag: float(value) for tag, value in scalars.items() if value is not None}
     if record["kind"] == "valid":
         split, named = "test" if record["split"] == "test" else "validation", record.get("named_losses")
         split += f"/{record['dataset']}" if record.get("dataset") else ""
@@ -153,11 +149,11 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
         tagged = {f"{name} {split}": float(value) for name, value in values.items() if value is not None}
         return tagged if named else tagged | {f"{LM_LOSS} {split} ppl": float(record["lm_loss_ppl"])}
     if record["kind"] == "eval":
-        return {f"eval/{record['task']}/{name}": float(each["value"]) for name, each in record["metrics"].items()}
+        return {f"eval/{record['task']}/{name}": float(metric["value"]) for name, metric in record["metrics"].items()}
     return {}
 
 
-class TensorBoardSink:
+class TensorBoardWriter:
     """Scalars by iteration; events, text samples and the summary as text; hyper-parameters with the final losses."""
 
     def __init__(self, directory: str, *, config_values: Mapping[str, Any] | None = None) -> None:
@@ -199,7 +195,7 @@ def _indented(text: str) -> str:
     return "".join(f"    {line}\n" for line in text.split("\n"))
 
 
-class WandbSink:
+class WandbWriter:
     """A W&B run: steps are iterations, hyper-parameters its config, the closing summary its summary."""
 
     def __init__(
@@ -219,8 +215,9 @@ class WandbSink:
             rows = [[record["iteration"], sample["prompt"], sample["text"]] for sample in record["samples"]]
             values["samples"] = self._wandb.Table(columns=["iteration", "prompt", "text"], data=rows)
         elif record["kind"] == "summary":
-            facts = {key: value for key, value in record.items() if key not in ("kind", "time", "next_commands")}
-            self._run.summary.update({f"run/{key}": value for key, value in facts.items() if value is not None})
+            left_out = ("kind", "time", "next_commands")
+            known = {key: value for key, value in record.items() if key not in left_out and value is not None}
+            self._run.summary.update({f"run/{key}": value for key, value in known.items()})
         if values:
             self._run.log(values, step=record["iteration"])
 

@@ -1,4 +1,4 @@
-"""Every record reaches every sink that was asked for, and a kill loses none."""
+"""Every record reaches every writer that was asked for, and a kill loses none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ import pytest
 from petatron.base.errors import ConfigError, TrainError
 from petatron.config.schema.training import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
-from petatron.train.report.console import ConsoleSink
+from petatron.train.report.console import ConsoleWriter
+from petatron.train.report.metric_writers import (
+    JsonlWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    build_writers,
+    tagged_scalars,
+)
 from petatron.train.report.metrics import event_record, sample_record, validation_record
-from petatron.train.report.sinks import JsonlSink, TensorBoardSink, WandbSink, build_sinks, tagged_scalars
 from tests.forked_python import run_forked
 from tests.unit.train.report.records import log_record
 
@@ -58,13 +64,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_jsonl_keeps_kinds_and_versions(tmp_path: Path) -> None:
     path = tmp_path / "new" / METRICS_FILE
-    sink = JsonlSink(path)
-    sink.write(log_record().as_record())
-    sink.write(validation_record(iteration=100, lm_loss=2.0, consumed_samples=800))
-    sink.write(event_record("saved", iteration=100, path="step-100"))
+    writer = JsonlWriter(path)
+    writer.write(log_record().as_record())
+    writer.write(validation_record(iteration=100, lm_loss=2.0, consumed_samples=800))
+    writer.write(event_record("saved", iteration=100, path="step-100"))
     found = lines(path)  # before close: each line is out as soon as it is written
-    sink.close()
-    sink.close()
+    writer.close()
+    writer.close()
     assert [record["kind"] for record in found] == ["train", "valid", "event"]
     assert {record["schema"] for record in found} == {1}
     assert found[0]["lm_loss"] == 6.123456 and found[0]["mfu"] == 0.405
@@ -72,8 +78,8 @@ def test_jsonl_keeps_kinds_and_versions(tmp_path: Path) -> None:
 
 
 def test_jsonl_is_strict_json_even_with_nan(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / METRICS_FILE)
-    sink.write({"kind": "train", "iteration": 1, "lm_loss": math.nan, "list": [math.inf, {"x": -math.inf}]})
+    writer = JsonlWriter(tmp_path / METRICS_FILE)
+    writer.write({"kind": "train", "iteration": 1, "lm_loss": math.nan, "list": [math.inf, {"x": -math.inf}]})
     text = (tmp_path / METRICS_FILE).read_text()
     found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert math.isnan(float(found["lm_loss"])) and found["list"] == ["inf", {"x": "-inf"}]
@@ -82,7 +88,7 @@ def test_jsonl_is_strict_json_even_with_nan(tmp_path: Path) -> None:
 def test_jsonl_appends_and_repairs_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / METRICS_FILE
     path.write_text('{"kind": "train", "iteration": 1}\n{"kind": "tr')
-    JsonlSink(path).write(event_record("resumed at iteration 0", iteration=0))
+    JsonlWriter(path).write(event_record("resumed at iteration 0", iteration=0))
     first, torn, last = path.read_text().splitlines()
     assert json.loads(first)["iteration"] == 1
     assert torn == '{"kind": "tr'
@@ -91,9 +97,9 @@ def test_jsonl_appends_and_repairs_a_torn_line(tmp_path: Path) -> None:
 
 def test_a_killed_process_has_lost_nothing(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom petatron.train.report.sinks import JsonlSink\n"
-        "sink = JsonlSink(Path(sys.argv[1]))\n"
-        "for i in range(100): sink.write({'kind': 'train', 'iteration': i})\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom petatron.train.report.metric_writers import JsonlWriter\n"
+        "writer = JsonlWriter(Path(sys.argv[1]))\n"
+        "for i in range(100): writer.write({'kind': 'train', 'iteration': i})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = tmp_path / METRICS_FILE
@@ -104,16 +110,16 @@ def test_a_killed_process_has_lost_nothing(tmp_path: Path) -> None:
 def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match="choose a writable --log-dir"):
-        JsonlSink(tmp_path / "file" / METRICS_FILE)
+        JsonlWriter(tmp_path / "file" / METRICS_FILE)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
-    sink, full = JsonlSink(tmp_path / METRICS_FILE), os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, sink._file)
+    writer, full = JsonlWriter(tmp_path / METRICS_FILE), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, writer._file)
     os.close(full)
     with pytest.raises(TrainError, match="No space left on device"):
-        sink.write(event_record("x", iteration=0))
+        writer.write(event_record("x", iteration=0))
 
 
 def test_scalars_use_megatrons_tags() -> None:
@@ -132,12 +138,14 @@ def test_scalars_use_megatrons_tags() -> None:
 
 def test_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sink = TensorBoardSink(str(tmp_path), config_values={"num_layers": 2, "lr": 1e-3, "save": None, "split": (9, 1)})
-    sink.write(log_record().as_record())
-    sink.write(validation_record(iteration=100, lm_loss=2.0, consumed_samples=800))
-    sink.write(sample_record([{"prompt": "Once", "text": " upon\na time"}], iteration=100))
-    sink.write(event_record("saved", iteration=100))
-    sink.close()
+    writer = TensorBoardWriter(
+        str(tmp_path), config_values={"num_layers": 2, "lr": 1e-3, "save": None, "split": (9, 1)}
+    )
+    writer.write(log_record().as_record())
+    writer.write(validation_record(iteration=100, lm_loss=2.0, consumed_samples=800))
+    writer.write(sample_record([{"prompt": "Once", "text": " upon\na time"}], iteration=100))
+    writer.write(event_record("saved", iteration=100))
+    writer.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     (loss,) = events.Scalars("lm loss")
     assert (loss.step, loss.value) == (100, pytest.approx(6.123456))
@@ -149,12 +157,12 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_wandb(tmp_path: Path, wandb_runs: list[FakeRun]) -> None:
-    sink = WandbSink("project", name="first", directory=tmp_path, config_values={"num_layers": 2})
-    sink.write(log_record().as_record())
-    sink.write(event_record("saved", iteration=100))
-    sink.write(sample_record([{"prompt": "Once", "text": " upon"}], iteration=100))
-    sink.write({"kind": "summary", "iteration": 100, "steps": 100, "mfu": None, "next_commands": []})
-    sink.close()
+    writer = WandbWriter("project", name="first", directory=tmp_path, config_values={"num_layers": 2})
+    writer.write(log_record().as_record())
+    writer.write(event_record("saved", iteration=100))
+    writer.write(sample_record([{"prompt": "Once", "text": " upon"}], iteration=100))
+    writer.write({"kind": "summary", "iteration": 100, "steps": 100, "mfu": None, "next_commands": []})
+    writer.close()
     (run,) = wandb_runs
     assert run.options == {"project": "project", "name": "first", "dir": str(tmp_path), "config": {"num_layers": 2}}
     (at, values), (_, sampled) = run.logged
@@ -164,14 +172,14 @@ def test_wandb(tmp_path: Path, wandb_runs: list[FakeRun]) -> None:
     assert run.finished
 
 
-def test_all_sinks_at_once(tmp_path: Path, wandb_runs: list[FakeRun], capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_writers_at_once(tmp_path: Path, wandb_runs: list[FakeRun], capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorboard")
     config = LogConfig(tensorboard_dir=str(tmp_path / "tb"), wandb_project="p", live="off")
-    sinks = build_sinks(config, tmp_path, 0)
-    assert [type(sink) for sink in sinks] == [JsonlSink, TensorBoardSink, WandbSink, ConsoleSink]
-    for sink in sinks:
-        sink.write(log_record().as_record())
-        sink.close()
+    writers = build_writers(config, tmp_path, 0)
+    assert [type(writer) for writer in writers] == [JsonlWriter, TensorBoardWriter, WandbWriter, ConsoleWriter]
+    for writer in writers:
+        writer.write(log_record().as_record())
+        writer.close()
     assert len(lines(tmp_path / METRICS_FILE)) == 1
     assert list((tmp_path / "tb").iterdir())
     assert len(wandb_runs[0].logged) == 1
@@ -179,30 +187,30 @@ def test_all_sinks_at_once(tmp_path: Path, wandb_runs: list[FakeRun], capsys: py
 
 
 def test_the_line_leaves_out_throughput_when_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console = build_sinks(LogConfig(live="off", log_throughput=False), tmp_path, 0)[-1]
+    console = build_writers(LogConfig(live="off", log_throughput=False), tmp_path, 0)[-1]
     console.write(log_record().as_record())
     assert "throughput per GPU" not in capsys.readouterr().out
 
 
 def test_a_cpu_has_no_throughput_per_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build_sinks(LogConfig(live="off"), tmp_path, 0, on_gpu=False)[-1].write(log_record().as_record())
+    build_writers(LogConfig(live="off"), tmp_path, 0, on_gpu=False)[-1].write(log_record().as_record())
     assert "throughput per GPU" not in capsys.readouterr().out
 
 
 def test_details_are_for_the_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for sink in build_sinks(LogConfig(live="off"), tmp_path, 0):
-        sink.write(event_record("stage 0: recompute: nothing", iteration=0, detail=True))
+    for writer in build_writers(LogConfig(live="off"), tmp_path, 0):
+        writer.write(event_record("stage 0: recompute: nothing", iteration=0, detail=True))
     assert capsys.readouterr().out == ""
     assert lines(tmp_path / METRICS_FILE)[0]["message"] == "stage 0: recompute: nothing"
 
 
 def test_samples_on_a_console_have_a_bar_before_every_further_line(capsys: pytest.CaptureFixture[str]) -> None:
-    ConsoleSink().write(sample_record([{"prompt": "Once", "text": " upon\na time"}], iteration=7))
+    ConsoleWriter().write(sample_record([{"prompt": "Once", "text": " upon\na time"}], iteration=7))
     assert capsys.readouterr().out == "samples at iteration 7\n  > Once =>  upon\n  | a time\n"
 
 
 def test_only_rank_zero_writes(tmp_path: Path) -> None:
-    assert build_sinks(LogConfig(), tmp_path, 1) == []
+    assert build_writers(LogConfig(), tmp_path, 1) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -219,7 +227,7 @@ def test_a_missing_library_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=r"not installed.*pip install 'petatron\[log\]'"):
-        build_sinks(config, tmp_path, 0)
+        build_writers(config, tmp_path, 0)
 
 
 def test_several_losses_have_a_tag_each() -> None:
