@@ -17,7 +17,7 @@ from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name
 from petatron.config.schema.longrope_factors import LongRopeFactorError, format_longrope_factors, parse_longrope_factors
 from petatron.config.schema.metadata import ToySize
 
-_LAYERS, _HEADS = 4, 8
+_LAYERS, _HEADS, _POSITIONS = 4, 8, 2048
 
 
 def _toy_size(name: str) -> int:
@@ -136,13 +136,12 @@ def _shrink_experts(toy: _ToyValues) -> None:
 
 
 def _shrink_positions(toy: _ToyValues) -> None:
-    """A table of learned positions is as long as samples; rotary positions have no size."""
+    """A table of learned positions is as long as samples; other positions have no size, and what generation keeps of them is small."""
     if toy["attention_temperature_scale"] is not None:
         toy.lower("attention_temperature_floor", 32)
-    if toy["position_embedding_type"] == "learned_absolute":
-        toy.lower(
-            "max_position_embeddings", toy["seq_length"] if toy.is_typed("seq_length") else _toy_size("seq_length")
-        )
+    length = toy["seq_length"] if toy.is_typed("seq_length") else _toy_size("seq_length")
+    has_table = toy["position_embedding_type"] == "learned_absolute"
+    toy.lower("max_position_embeddings", length if has_table else max(length, _POSITIONS))
 
 
 def _shrink_longrope(toy: _ToyValues) -> None:

@@ -272,6 +272,12 @@ def test_flags_that_only_select_an_implementation_give_a_notice():
     ]
 
 
+def test_residuals_of_normed_streams_are_a_norm_placement():
+    parsed = parse_flags(["--apply-residual-connection-post-layernorm"])
+    assert parsed.problems == []
+    assert [(setting.path, setting.value) for setting in parsed.settings] == [("model.norm_placement", "stream")]
+
+
 def test_preset_and_files():
     parsed = parse_flags(shlex.split("--preset a --config one.yaml --preset=b --config=two.yaml"))
     assert (parsed.preset, parsed.files) == ("b", ["one.yaml", "two.yaml"])

@@ -133,6 +133,16 @@ def test_a_toy_splits_over_ranks(flags: str):
     assert toy(preset, *words).config.parallel.world_size > 1
 
 
+def test_a_toy_has_few_positions_for_generation_to_keep():
+    assert (
+        load_config([], preset="minimax-text-01", require_training=False).config.model.max_position_embeddings
+        > 1_000_000
+    )
+    assert toy("minimax-text-01").config.model.max_position_embeddings == 2048
+    assert toy("minimax-text-01", "--seq-length", "4096").config.model.max_position_embeddings == 4096
+    assert toy("gpt3-125m").config.model.max_position_embeddings == 128
+
+
 def test_a_vocabulary_is_that_of_the_tokenizer():
     assert toy("llama3-8b").config.model.vocab_size == 1024
     assert toy("llama3-8b", "--tokenizer-type", "ByteTokenizer").config.model.vocab_size is None
