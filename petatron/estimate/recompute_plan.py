@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.text import gigabytes
+from petatron.base.text import count_with_noun, gigabytes
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import (
@@ -75,10 +75,10 @@ class RecomputePlan:
     def describe_modules(self) -> str:
         """Describes what is recomputed, for people."""
         parts: list[str] = []
-        whole = sum(FULL in modules for modules in self.modules)
-        if whole:
+        full = sum(FULL in modules for modules in self.modules)
+        if full:
             together = f", {self.group_size} together" if self.group_size > 1 else ""
-            parts.append(f"{_layer_fraction(whole, len(self.modules))} whole{together}")
+            parts.append(f"{_layer_fraction(full, len(self.modules))} whole{together}")
         for name in sorted(set().union(*self.modules) - {FULL}):
             count = sum(name in modules for modules in self.modules)
             if count:
@@ -185,14 +185,14 @@ class _StageCosts:
         saved = self.outer_bytes + sum(self.layer_bytes(at, modules) for at, modules in enumerate(chosen))
         plan = RecomputePlan(tuple(chosen), group_size, saved, 0, self.in_flight, self.num_without_backward)
         extra, start = 0, 0
-        for count, whole in plan.groups:
+        for count, is_full in plan.groups:
             layer_input = layer_input_bytes(self.layers[start], self.shape)
             saved -= (count - 1) * layer_input  # of a group of whole layers only the first one's input is saved
             unsaved = sum(
                 self.layer_bytes(at, NO_MODULES) + regathered_bytes(self.layers[at], self.shape, chosen[at])
                 for at in range(max(start, self.num_without_backward), start + count)
             )
-            extra = max(extra, unsaved - (layer_input if whole else self.layer_bytes(start, chosen[start])))
+            extra = max(extra, unsaved - (layer_input if is_full else self.layer_bytes(start, chosen[start])))
             start += count
         return replace(plan, saved_bytes=saved, peak_bytes=self.in_flight * saved + extra)
 
@@ -242,13 +242,12 @@ def _drop_unneeded(costs: _StageCosts, chosen: list[ModuleSet], plan: RecomputeP
 
 def _budget_error(plan: RecomputePlan, budget_gb: float, num_local_stages: int) -> BudgetError:
     needed = plan.peak_bytes * num_local_stages
-    one = plan.in_flight == 1
-    held, verb = ("1 micro-batch at a time", "needs") if one else (f"{plan.in_flight} micro-batches at a time", "need")
     stages = f" in each of {num_local_stages} stages" if num_local_stages > 1 else ""
+    held = f"{count_with_noun(plan.in_flight, 'micro-batch', 'es')} at a time{stages} need{'s' if plan.in_flight == 1 else ''}"
     problem = Problem(
         where="--recompute-memory-budget-gb",
         found=f"{budget_gb:g}",
-        rule=f"is too small: {held}{stages} {verb} {gigabytes(needed)} GB even with every layer recomputed",
+        rule=f"is too small: {held} {gigabytes(needed)} GB even with every layer recomputed",
         fix=f"Give at least {gigabytes(needed)}, a smaller --micro-batch-size, or more tensor- or context-parallel ranks.",
     )
     return BudgetError(problem, needed)

@@ -109,21 +109,21 @@ def forecast_memory(
     plans = recompute_plans(run, device=device) if plans is None else plans
     moments = moments_per_rank(run, plans, device=device)
     return [
-        MemoryForecast.at_peak(rank, state, own)
-        for rank, (state, own) in enumerate(zip(state_bytes_per_rank(run), moments, strict=True))
+        MemoryForecast.at_peak(rank, state, rank_moments)
+        for rank, (state, rank_moments) in enumerate(zip(state_bytes_per_rank(run), moments, strict=True))
     ]
 
 
 def state_bytes_per_rank(run: RunConfig) -> list[StateBytes]:
     """Returns the state of every pipeline rank, with all gradients."""
     stages = pipeline_stages(run)
-    return [state_bytes(run, [stages[stage] for stage in own]) for own in stages_per_rank(run)]
+    return [state_bytes(run, [stages[stage] for stage in local]) for local in stages_per_rank(run)]
 
 
 def moments_per_rank(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> list[list[PeakMoment]]:
     """Returns the moments of every pipeline rank at which it may need most."""
     shape = ActivationShape.from_config(run, device=device)
-    return [peak_moments(run, plans, own, shape) for own in stages_per_rank(run)]
+    return [peak_moments(run, plans, local, shape) for local in stages_per_rank(run)]
 
 
 def stages_per_rank(run: RunConfig) -> list[list[int]]:
@@ -139,11 +139,11 @@ def largest_forecast(run: RunConfig, *, device: DeviceKind) -> MemoryForecast:
 
 def shared_device_problem(run: RunConfig, *, memory_bytes: int) -> Problem | None:
     """Returns why a device cannot hold the ranks that share it (`--ranks-per-device`); None if it can, as predicted."""
-    ranks, each = run.launch.ranks_per_device, largest_forecast(run, device="cuda").total
-    if ranks == 1 or ranks * each <= memory_bytes:
+    ranks, rank_bytes = run.launch.ranks_per_device, largest_forecast(run, device="cuda").total
+    if ranks == 1 or ranks * rank_bytes <= memory_bytes:
         return None
-    rule = f"ranks of up to {format_gigabytes(each)} GB each do not fit into the {format_gigabytes(memory_bytes)} GB of one device"
-    most = memory_bytes // each
+    rule = f"ranks of up to {format_gigabytes(rank_bytes)} GB each do not fit into the {format_gigabytes(memory_bytes)} GB of one device"
+    most = memory_bytes // rank_bytes
     fix = f"Use {most} or fewer" if most > 1 else "Use a smaller model or micro-batch"
     return Problem("--ranks-per-device", str(ranks), rule, f"{fix}.")
 

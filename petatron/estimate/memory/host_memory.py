@@ -53,9 +53,9 @@ def pinned_activation_bytes(run: RunConfig, plans: Sequence[RecomputePlan], *, d
     return max(
         sum(
             plans[index].in_flight * offloaded_bytes(plans[index], shape, spec.stage_layers(stages[index]), number)
-            for index in own
+            for index in local
         )
-        for own in stages_per_rank(run)
+        for local in stages_per_rank(run)
     )
 
 
@@ -63,7 +63,7 @@ def pinned_optimizer_bytes(run: RunConfig) -> int:
     """Returns what the rank that pins most has of optimizer state."""
     if not run.memory.optimizer_cpu_offload:
         return 0
-    whole = replace(run, memory=replace(run.memory, optimizer_cpu_offload=False, optimizer_nvme_offload=None))
+    on_device = replace(run, memory=replace(run.memory, optimizer_cpu_offload=False, optimizer_nvme_offload=None))
     stages = pipeline_stages(run)
-    ranks = [[stages[index] for index in own] for own in stages_per_rank(run)]
-    return max(state_bytes(whole, own).optimizer - state_bytes(run, own).optimizer for own in ranks)
+    ranks = [[stages[index] for index in local] for local in stages_per_rank(run)]
+    return max(state_bytes(on_device, rank).optimizer - state_bytes(run, rank).optimizer for rank in ranks)

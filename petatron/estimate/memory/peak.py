@@ -64,10 +64,10 @@ def peak_moments(
     run: RunConfig, plans: Sequence[RecomputePlan], stages: Sequence[int], shape: ActivationShape
 ) -> list[PeakMoment]:
     """Returns the moments of a rank with these stages of the model at which it may need most; `plans` are those of all stages."""
-    spec, whole = model_spec(run), pipeline_stages(run)
+    spec, all_stages = model_spec(run), pipeline_stages(run)
     if len(stages) == 1 and frees_gradients(run):
-        return [*_OneMicroBatch(run, spec, shape, whole[stages[0]], plans[stages[0]]).moments()]
-    return [*_moments_with_all_gradients(run, spec, shape, [(whole[index], plans[index]) for index in stages])]
+        return [*_OneMicroBatch(run, spec, shape, all_stages[stages[0]], plans[stages[0]]).moments()]
+    return [*_moments_with_all_gradients(run, spec, shape, [(all_stages[index], plans[index]) for index in stages])]
 
 
 def _moments_with_all_gradients(
@@ -83,7 +83,7 @@ def _moments_with_all_gradients(
     recomputed = sum(plan.peak_bytes - plan.in_flight * plan.saved_bytes for _, plan in stages)
     kinds = {layer for stage, plan in stages for layer in spec.stage_layers(stage)[plan.num_without_backward :]}
     workspace = max(
-        (one.workspace for layer in kinds for branch in layer.branches for one in branch.backward_moments(shape)),
+        (moment.workspace for layer in kinds for branch in layer.branches for moment in branch.backward_moments(shape)),
         default=0,
     )
     yield PeakMoment(saved - logits + recomputed, logits, workspace, 1.0)
@@ -198,11 +198,12 @@ class _OneMicroBatch:
         for at in reversed(range(len(layer.branches))):
             branch = layer.branches[at]
             earlier = sum(
-                branch_bytes(layer, one, shape, () if FULL in modules else modules) for one in layer.branches[:at]
+                branch_bytes(layer, previous, shape, () if FULL in modules else modules)
+                for previous in layer.branches[:at]
             )
             activations = before + earlier + branch_bytes(layer, branch, shape)
             elements = self._trained(index, f"{branch.name}.")
-            for one in branch.backward_moments(shape):
-                share = (written + one.grad_share * elements) / total
-                yield PeakMoment(activations, logits, one.workspace, share)
+            for moment in branch.backward_moments(shape):
+                share = (written + moment.grad_share * elements) / total
+                yield PeakMoment(activations, logits, moment.workspace, share)
             written += elements

@@ -88,8 +88,8 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     seconds = ideal * (1.0 + 256.0 / shape.gathered_tokens) + micro_batches * 12.0 * local / _MEMORY_BANDWIDTH
     seconds += _largest_recompute_flops(spec, stages, shape, plans) * micro_batches / speed
     head = 6 * head_gemm_elements(spec, tp_size=tp)
-    whole = model_flops_per_token(spec, tp_size=tp)  # forward costs the same, whatever is frozen
-    forward = (1.0 - head / whole) * (ideal * whole / per_token) / micro_batches / 3.0
+    unfrozen = model_flops_per_token(spec, tp_size=tp)  # forward costs the same, whatever is frozen
+    forward = (1.0 - head / unfrozen) * (ideal * unfrozen / per_token) / micro_batches / 3.0
     seconds += _activation_offload_wait(run, shape, plans[0], stages[0], forward_s=forward) * micro_batches
     trained = local_element_counts(run, stages[:1], trained=True)
     seconds += _data_parallel_wait(run, elements, trained, micro_batches, forward_s=forward)
