@@ -209,11 +209,9 @@ def dropouts(config: Translation, residual_key: str, embedding_key: str, default
 
 def latent_attention(config: Translation, *, q_lora_rank: int | None) -> None:
     """Translates the ranks and widths of latent attention."""
-    config.copy("q_lora_rank", "q_lora_rank", q_lora_rank)
-    config.copy("kv_lora_rank", "kv_lora_rank", 512)
+    config.copy_same(q_lora_rank=q_lora_rank, kv_lora_rank=512, v_head_dim=128)
     config.copy("qk_head_dim", "qk_nope_head_dim", 128)
     config.copy("qk_pos_emb_head_dim", "qk_rope_head_dim", 64)
-    config.copy("v_head_dim", "v_head_dim", 128)
     config.always(multi_latent_attention=True)
 
 

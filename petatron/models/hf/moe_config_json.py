@@ -12,16 +12,31 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.translation import Keys, Settings, Translation, Write
+from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation, Write
 from petatron.models.model_spec import ModelSpec
 
 _DENSE, _SPARSE = "dense", "sparse"
 
 
+def expert_sizes(
+    config: Translation,
+    experts: str = "num_local_experts",
+    topk: str = "num_experts_per_tok",
+    width: str = "intermediate_size",
+    *,
+    defaults: Sequence[Any] = (REQUIRED,) * 3,
+) -> None:
+    """Translates how many experts there are, how many a token has, and their width, by these keys."""
+    settings = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+    for setting, key, default in zip(settings, (experts, topk, width), defaults, strict=True):
+        config.copy(setting, key, default)
+
+
 def softmax_router(config: Translation) -> None:
-    """Says that weights are a softmax of scores and nothing else, and that no expert is shared."""
+    """Says that weights are a softmax of the chosen scores and nothing else, and that no expert is shared."""
     config.always(
         moe_router_score_function="softmax",
+        moe_router_pre_softmax=False,
         moe_router_enable_expert_bias=False,
         moe_router_group_topk=None,
         moe_router_topk_scaling_factor=None,

@@ -8,12 +8,12 @@ from __future__ import annotations
 from petatron.models.hf.decoder_config_json import llama
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import llama_mappings_without
 from petatron.models.hf.translation import Translation
 
 _GATE_UP = ("layers.*.mlp.gate", "layers.*.mlp.up")
 _MAPPINGS = (
-    *(mapping for mapping in LLAMA_MAPPINGS if mapping.logical_modules[0] not in _GATE_UP),
+    *llama_mappings_without(*_GATE_UP),
     ModuleMapping(_GATE_UP, "model.layers.*.mlp.gate_up_proj"),
 )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from petatron.base.errors import Problem
-from petatron.models.hf.decoder_config_json import PLAIN, activation, heads, tied_embeddings
-from petatron.models.hf.families.gpt2 import layer_norms
+from petatron.models.hf.decoder_config_json import PLAIN, activation
+from petatron.models.hf.families.gpt2 import gpt
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tables import QKV
 from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
@@ -14,11 +15,7 @@ _LAYER = "gpt_neox.layers.*"
 _MAPPINGS = (
     ModuleMapping(("embedding",), "gpt_neox.embed_in"),
     ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.input_layernorm"),
-    ModuleMapping(
-        ("layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v"),
-        f"{_LAYER}.attention.query_key_value",
-        fused_by_head=True,
-    ),
+    ModuleMapping(QKV, f"{_LAYER}.attention.query_key_value", fused_by_head=True),
     ModuleMapping(("layers.*.attention.out",), f"{_LAYER}.attention.dense"),
     ModuleMapping(("layers.*.mlp_norm",), f"{_LAYER}.post_attention_layernorm"),
     ModuleMapping(("layers.*.mlp.up",), f"{_LAYER}.mlp.dense_h_to_4h"),
@@ -34,35 +31,29 @@ _ROPE_KEYS = {"rope_theta": ("rotary_emb_base", 10000.0), "partial_rotary_factor
 def _read_residuals(keys: Keys) -> tuple[Settings, list[Problem]]:
     table = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     problems = [
-        Problem(key, str(keys[key]), f"is not read by transformers, which has {own} here", f"Write {own} too.")
-        for key, (own, default) in _ROPE_KEYS.items()
-        if key not in table and keys.get(key, default) != keys.get(own, default)
+        Problem(
+            key, str(keys[key]), f"is not read by transformers, which has {spelling} here", f"Write {spelling} too."
+        )
+        for key, (spelling, default) in _ROPE_KEYS.items()
+        if key not in table and keys.get(key, default) != keys.get(spelling, default)
     ]
     return {"residual_branches": "parallel" if keys["use_parallel_residual"] else "sequential"}, problems
 
 
 def _write_residuals(spec: ModelSpec) -> Keys:
     model = spec.config
-    own = {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
-    return {"use_parallel_residual": model.residual_branches == "parallel", **own}
+    rope = {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
+    return {"use_parallel_residual": model.residual_branches == "parallel", **rope}
 
 
 def _translate(config: Translation) -> None:
     config.also(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base")
-    config.copy("num_layers", "num_hidden_layers")
-    config.copy("hidden_size", "hidden_size")
     config.copy("ffn_hidden_size", "intermediate_size", 24576)
-    config.copy("num_attention_heads", "num_attention_heads")
-    config.copy("vocab_size", "vocab_size")
-    config.copy("max_position_embeddings", "max_position_embeddings", 2048)
     config.copy("norm_epsilon", "layer_norm_eps", 1e-5)
-    config.copy("hidden_dropout", "hidden_dropout", 0.0)
-    config.copy("attention_dropout", "attention_dropout", 0.0)
-    config.copy("init_method_std", "initializer_range", 0.02)
-    heads(config, divide_width=True)
+    config.copy_same(max_position_embeddings=2048, hidden_dropout=0.0, attention_dropout=0.0)
+    same = {name: name for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+    gpt(config, {"num_layers": "num_hidden_layers", **same}, tied=False, divide_width=True)
     activation(config, "hidden_act", "gelu", PLAIN)
-    tied_embeddings(config, False)
-    layer_norms(config)
     config.always(add_bias_linear=True)
     config.only(attention_bias=True)
     rope(config, partial_rotary_factor=0.25)

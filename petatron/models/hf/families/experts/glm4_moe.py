@@ -8,19 +8,11 @@ from __future__ import annotations
 
 from petatron.models.hf.decoder_config_json import llama, predictions
 from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
-from petatron.models.hf.families.deepseek import (
-    EXPERT_BIAS_MAPPING,
-    FUSED_EXPERTS,
-    MTP_COPIES,
-    MTP_MAPPINGS,
-    SEPARATE_EXPERTS,
-    SHARED_EXPERTS,
-    expert_sizes,
-)
+from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, MTP_COPIES, MTP_MAPPINGS, SHARED_EXPERTS
 from petatron.models.hf.family import Family
-from petatron.models.hf.moe_config_json import experts_after_dense_layers
+from petatron.models.hf.moe_config_json import expert_sizes, experts_after_dense_layers
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import FUSED_EXPERTS, LLAMA_MAPPINGS, SEPARATE_EXPERTS
 from petatron.models.hf.translation import Translation
 
 _MAPPINGS = (*LLAMA_MAPPINGS, *SHARED_EXPERTS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING)
@@ -34,7 +26,7 @@ def _translate(config: Translation) -> None:
     config.copy("qk_layernorm", "use_qk_norm", False)
     rope(config, partial_rotary_factor=0.5)
     predictions(config)
-    expert_sizes(config, experts=128, width=1408, topk=8)
+    expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(128, 8, 1408))
     sigmoid_router(config)
     config.only(topk_method="noaux_tc", norm_topk_prob=True)
     deepseek_routing(config, 2, n_shared_experts=1, routed_scaling_factor=1.0, n_group=1, topk_group=1)

@@ -16,8 +16,6 @@ from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.translation import Keys, Translation
 
-_LAYER = "model.layers.*"
-
 
 def _read_layers(keys: Keys) -> str | Problem:
     count, chosen = read_layer_count(keys), keys.get("attn_layer_indices") or []
@@ -31,7 +29,7 @@ def _read_layers(keys: Keys) -> str | Problem:
 
 def _write_layers(pattern: str) -> Keys:
     mixers = pattern[::2]
-    chosen = [index for index, letter in enumerate(mixers) if letter == ATTENTION]
+    chosen = [index for index, symbol in enumerate(mixers) if symbol == ATTENTION]
     return {"num_hidden_layers": len(mixers), "attn_layer_indices": chosen}
 
 
@@ -47,11 +45,7 @@ BAMBA = Family(
     architecture="BambaForCausalLM",
     models="Bamba",
     what_differs="a [hybrid](mamba.md): Mamba-2 in most layers, half of each attention head rotated",
-    mappings=(
-        ModuleMapping(("layers.*.mamba_norm",), f"{_LAYER}.input_layernorm"),
-        ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.input_layernorm"),
-        *BAMBA_MAPPINGS,
-    ),
+    mappings=(ModuleMapping(("layers.*.mamba_norm",), "model.layers.*.input_layernorm"), *BAMBA_MAPPINGS),
     branches=2,
     translate=_translate,
 )

@@ -7,13 +7,12 @@ logits is the inverse of `logits_scaling`.
 
 from __future__ import annotations
 
-import math
-
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.hybrid_pattern import MLP, PARALLEL
+from petatron.config.schema.longrope_factors import is_factor
 from petatron.models.hf.families.hybrid.mamba_tables import BAMBA_MAPPINGS, bamba_decoder, read_layer_count
-from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.family import Family
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.translation import Keys, Settings, Translation
@@ -43,20 +42,15 @@ def _write_layers(pattern: str) -> Keys:
     return {"num_hidden_layers": len(pattern) // 2}
 
 
-def _is_factor(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf  # pyright: ignore[reportOperatorIssue]
-
-
 def _factor_problems(keys: Keys) -> list[Problem]:
     problems = [
         Problem(key, f"{keys[key]!r:.40}", "is not a positive number", OWN_FOLDER_FIX)
         for key in (*_FACTORS, _HEAD_FACTOR)
-        if not _is_factor(keys[key])
+        if not is_factor(keys[key])
     ]
     for key, count in _FACTOR_LISTS.items():
         given = keys[key]
-        sound = isinstance(given, list | tuple) and len(given) == count and all(map(_is_factor, given))
+        sound = isinstance(given, list | tuple) and len(given) == count and all(map(is_factor, given))
         if given is not None and not sound:
             problems.append(Problem(key, f"{given!r:.40}", f"is no list of {count} positive numbers", OWN_FOLDER_FIX))
     return problems
@@ -112,8 +106,7 @@ def _translate(config: Translation) -> None:
     bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
     config.only(projectors_bias=False)
     rope(config)
-    for factor in _FACTORS:
-        config.copy(factor, factor, 1.0)
+    config.copy_same(**dict.fromkeys(_FACTORS, 1.0))
     settings = (*_FACTOR_LISTS, "logits_scaling", "mamba_gated_norm", "mamba_norm_groups")
     sizes = {"mamba_d_ssm": 1024, "mamba_expand": 2, "mamba_rms_norm": False, "mamba_norm_before_gate": True}
     factors = {_HEAD_FACTOR: 1.0, **dict.fromkeys(_FACTOR_LISTS)}
@@ -131,7 +124,7 @@ FALCON_H1 = Family(
     architecture="FalconH1ForCausalLM",
     models="Falcon-H1",
     what_differs="a [hybrid](mamba.md): attention and Mamba-2 in parallel in every layer, with factors on all they take and give",
-    mappings=(ModuleMapping(("layers.*.attention_norm",), "model.layers.*.input_layernorm"), *BAMBA_MAPPINGS),
+    mappings=BAMBA_MAPPINGS,
     ignored_tensors=("*rotary_emb.inv_freq", "*.mup_vector"),
     branches=2,
     translate=_translate,

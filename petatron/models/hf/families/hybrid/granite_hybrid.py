@@ -13,7 +13,6 @@ from petatron.models.hf.families.granite import EXPERTS_IN_FILES, EXPERTS_IN_MEM
 from petatron.models.hf.families.hybrid.mamba_tables import (
     LAYER_KEYS,
     LAYER_TYPES,
-    attention_mappings,
     bamba_expansion,
     bamba_mixers,
     mixer_mappings,
@@ -21,9 +20,11 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     read_layer_kinds,
 )
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_of_pattern, softmax_router
+from petatron.models.hf.moe_config_json import expert_sizes, experts_of_pattern, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.shared_tables import ATTENTION as SELF_ATTENTION
+from petatron.models.hf.shared_tables import module_mappings
+from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 _LAYER = "model.layers.*"
@@ -32,7 +33,7 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.mamba_norm",), f"{_LAYER}.input_layernorm"),
     ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.input_layernorm"),
     *mixer_mappings(f"{_LAYER}.mamba"),
-    *attention_mappings(f"{_LAYER}.self_attn"),
+    *module_mappings("layers.*.attention", f"{_LAYER}.self_attn", SELF_ATTENTION),
     ModuleMapping(("layers.*.mlp_norm",), f"{_LAYER}.post_attention_layernorm"),
     ModuleMapping(("layers.*.mlp.gate", "layers.*.mlp.up"), f"{_LAYER}.shared_mlp.input_linear"),
     ModuleMapping(("layers.*.mlp.down",), f"{_LAYER}.shared_mlp.output_linear"),
@@ -41,13 +42,11 @@ _MAPPINGS = (
     ModuleMapping(("norm",), "model.norm"),
     ModuleMapping(("head",), "lm_head"),
 )
-_NO_SCALING = {
-    "use_rope_scaling": False,
-    "rotary_seq_len_interpolation_factor": None,
-    "longrope_short_factor": None,
-    "longrope_long_factor": None,
-    "longrope_attention_factor": None,
-}
+_FACTORS = (
+    "rotary_seq_len_interpolation_factor",
+    *(f"longrope_{name}_factor" for name in ("short", "long", "attention")),
+)
+_NO_SCALING = {"use_rope_scaling": False, **dict.fromkeys(_FACTORS)}
 
 
 def _read_layers(keys: Keys) -> str | Problem:
@@ -70,7 +69,7 @@ def _channel_mixer(keys: Keys) -> str:
 
 
 def _write_layers(pattern: str) -> Keys:
-    kinds = [LAYER_TYPES[letter] for letter in pattern[::2]]
+    kinds = [LAYER_TYPES[symbol] for symbol in pattern[::2]]
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
@@ -105,12 +104,9 @@ def _translate(config: Translation) -> None:
     bamba_expansion(config)
     config.convert((), None, _without_experts, num_local_experts=8, num_experts_per_tok=2)
     if EXPERTS in pattern:
-        config.copy("num_experts", "num_local_experts", 8)
-        config.copy("moe_router_topk", "num_experts_per_tok", 2)
-        config.copy("moe_ffn_hidden_size", "intermediate_size")
+        expert_sizes(config, defaults=(8, 2, REQUIRED))
         config.copy("moe_shared_expert_intermediate_size", "shared_intermediate_size", 1024)
         softmax_router(config)
-        config.always(moe_router_pre_softmax=False)
         experts_of_pattern(config)
 
 
