@@ -185,3 +185,13 @@ def _hub_blob_folders(folder: Path) -> list[Path]:
         for place in (whole, *whole.parents)
         if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--")
     ]
+
+
+def private_folder(name: str) -> Path | None:
+    """Returns `~/.petatron/<name>`, created if needed; None without a home, or where others could write into the folder."""
+    try:
+        folder = Path.home() / ".petatron" / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if is_private_folder(folder) else None
+    except (OSError, RuntimeError):  # RuntimeError: nobody knows where home is
+        return None

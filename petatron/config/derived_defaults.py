@@ -1,7 +1,7 @@
 """Derives unset values, with the reason: the only place where one setting determines another.
 
 Every step reads the values so far and either sets one path, with the reason, or leaves it unset. A step never fails: when
-its inputs make no sense (heads that do not divide the width) it sets nothing, and `validate/check_all.py` reports it.
+its inputs make no sense (heads that do not divide the width) it sets nothing, and `validate/load.py` reports it.
 Some fields stay unset on purpose because only the machine knows: the communication backend, the log folder of a run
 that is not saved, the vocabulary of a tokenizer that has not been opened yet.
 
@@ -20,12 +20,12 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
-from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, allocate_layers, branch_letters
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.run import RawRunConfig, RunConfig
+from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_letters
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin

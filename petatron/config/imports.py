@@ -27,8 +27,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.private_home_dir import private_folder
-from petatron.base.safe_files import write_atomic
+from petatron.base.safe_files import private_folder, write_atomic
 
 IMPORT_FLAG, IMPORTS_PATH = "--import", "launch.imports"
 PLUGIN_GROUP = "petatron.plugins"

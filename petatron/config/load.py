@@ -17,23 +17,25 @@ from typing import TypedDict
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.adapt.adapt_model import AdaptedModel, adapt_model
-from petatron.config.checkpoint_settings import AppliedSettings, ReadCheckpointSettings, apply_checkpoint_settings
-from petatron.config.derived_defaults import derive_defaults
-from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
-from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
-from petatron.config.from_folder import (
+from petatron.config.checkpoint_settings import (
     WEIGHTS_PATH,
+    AppliedSettings,
+    ReadCheckpointSettings,
+    apply_checkpoint_settings,
     apply_from_folder,
     hf_load_settings,
     shape_of_folder,
     weights_folder,
 )
+from petatron.config.declared_rules import unused_flag_notices
+from petatron.config.derived_defaults import derive_defaults
+from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
+from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
 from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
-from petatron.config.unused_flags import unused_flag_notices
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.load import LoadedConfig
-from petatron.config.origin_comments import format_origin_comments
 from petatron.config.schema.fields import all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
+from petatron.config.value_origins import format_origin_comments
 from petatron.config.yaml_file import dump_yaml, yaml_value
 
 _NOT_REPEATED = "for that start only; say it again if it is meant again"

@@ -19,11 +19,15 @@ from typing import Any, Literal
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
-from petatron.config.flags.absent_features import absent_feature, alternative
-from petatron.config.flags.foreign_names import suggested_flags, suggestion, without_section
+from petatron.config.flags.foreign_names import (
+    absent_feature,
+    alternative,
+    suggested_flags,
+    suggestion,
+    without_section,
+)
 from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES, UNSUPPORTED_VALUES
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, check_supported, value_problem
-from petatron.config.origin_comments import FirstOrigins, read_origin_comments
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -35,7 +39,7 @@ from petatron.config.schema.fields import (
     sections,
 )
 from petatron.config.schema.run import RawRunConfig
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.value_origins import FirstOrigins, Setting, ValueOrigin, read_origin_comments
 from petatron.config.yaml_limits import limited_loader
 
 _Node = Any  # a yaml.Node: `id` is scalar, sequence or mapping, and `style` is the quote around a scalar

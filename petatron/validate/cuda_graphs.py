@@ -28,7 +28,7 @@ from petatron.kernels.limits import (
     grouped_gemm_supports,
 )
 from petatron.models.random_numbers import uses_random_numbers
-from petatron.validate.moe_overlap import MOE_OVERLAP_FLAG
+from petatron.validate.moe import MOE_OVERLAP_FLAG
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
 

@@ -1,6 +1,6 @@
 """Valid settings whose effect depends on what layers and hardware do: reported, so that nobody expects another one.
 
-Settings without any effect are known from their declaration (`config/unused_flags.py`).
+Settings without any effect are known from their declaration (`config/declared_rules.py`).
 """
 
 from __future__ import annotations

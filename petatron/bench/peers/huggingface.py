@@ -26,7 +26,7 @@ from petatron.bench.peers.huggingface_experts import (
 )
 from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.config import RunConfig
-from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, branch_letters
 from petatron.models.batch import Batch
 from petatron.models.hf import family_entries, get_family, to_hf_config
 from petatron.models.hf.folder_entries import FolderEntry

@@ -11,7 +11,8 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import (
+from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.hybrid import (
     ATTENTION,
     DELTA,
     EXPERTS,
@@ -19,7 +20,6 @@ from petatron.config.schema.hybrid_pattern import (
     STAGE_BOUNDARY,
     allocate_layers,
 )
-from petatron.config.schema.model import ModelConfig
 
 _FIX = "Such a checkpoint cannot be converted."
 _LATENT_DEFAULTS: Mapping[str, int | None] = {

@@ -14,8 +14,8 @@ from typing import Any
 from petatron.config.adapt.layer_cut import HYBRID, LayerCut, cut_layers, num_layer_kinds
 from petatron.config.derived_defaults import MOCK_VOCAB_SIZE
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name
-from petatron.config.schema.longrope_factors import LongRopeFactorError, format_longrope_factors, parse_longrope_factors
 from petatron.config.schema.metadata import ToySize
+from petatron.config.schema.sections.rope import LongRopeFactorError, format_longrope_factors, parse_longrope_factors
 
 _LAYERS, _HEADS, _POSITIONS = 4, 8, 2048
 

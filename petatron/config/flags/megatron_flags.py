@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from petatron.config.flags.absent_features import CONVERSATIONS, REINFORCEMENT, SAVED_FORMAT, ZARR_FORMAT
-from petatron.config.flags.foreign_names import by_flag
+from petatron.config.flags.foreign_names import CONVERSATIONS, REINFORCEMENT, SAVED_FORMAT, ZARR_FORMAT, by_flag
 from petatron.config.schema.fields import FieldValue
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
 from petatron.config.flags import foreign_names, megatron_flags
-from petatron.config.flags.absent_features import ALTERNATIVES, absent_feature, alternative
+from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature, alternative
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import EXPERTS
+from petatron.config.schema.sections.hybrid import EXPERTS
 
 if TYPE_CHECKING:
     from petatron.config.schema.run import RawRunConfig

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
 from petatron.config.schema.metadata import Feature, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
@@ -29,6 +28,7 @@ from petatron.config.schema.optimizers.muon import MuonSettings
 from petatron.config.schema.optimizers.sgd import SgdSettings
 from petatron.config.schema.optimizers.soap import SoapSettings
 from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
+from petatron.config.schema.sections.hybrid import MAMBA, branch_letters
 from petatron.config.schema.sections.linear_attention import has_linear_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 

@@ -25,10 +25,11 @@ from petatron.estimate.memory.forecast import (
     DeviceKind,
     largest_forecast,
     moments_per_rank,
+    pinned_activation_bytes,
+    pinned_optimizer_bytes,
     recompute_plans,
     state_bytes_per_rank,
 )
-from petatron.estimate.memory.host_memory import pinned_activation_bytes, pinned_optimizer_bytes
 from petatron.estimate.memory.options import (
     MemoryOption,
     OptionGroup,

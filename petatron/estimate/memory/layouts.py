@@ -17,17 +17,15 @@ from petatron.config import RunConfig
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE
 from petatron.estimate.memory.advice import SuggestedChange, suggest_changes
 from petatron.estimate.memory.forecast import (
+    DEVICES_PER_NODE,
     DeviceKind,
+    HostMemory,
     forecast_memory,
     largest_forecast,
-    recompute_plans,
-    state_bytes_per_rank,
-)
-from petatron.estimate.memory.host_memory import (
-    DEVICES_PER_NODE,
-    HostMemory,
     pinned_activation_bytes,
     pinned_optimizer_bytes,
+    recompute_plans,
+    state_bytes_per_rank,
 )
 from petatron.estimate.memory.options import (
     MemoryOption,

@@ -23,8 +23,7 @@ from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.estimate.activation_bytes import branch_bytes, layer_bytes, layer_input_bytes
-from petatron.estimate.offload_plan import LAYERS_IN_TRANSIT, freed_bytes, offloaded_layers
-from petatron.estimate.recompute_plan import RecomputePlan
+from petatron.estimate.recompute_plan import LAYERS_IN_TRANSIT, RecomputePlan, freed_bytes, offloaded_layers
 from petatron.estimate.state_bytes import count_parameters
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL

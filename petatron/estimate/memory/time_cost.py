@@ -41,8 +41,7 @@ from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token
 from petatron.estimate.memory.forecast import DeviceKind, recompute_plans
-from petatron.estimate.offload_plan import offloaded_bytes
-from petatron.estimate.recompute_plan import RecomputePlan, recompute_flops
+from petatron.estimate.recompute_plan import RecomputePlan, offloaded_bytes, recompute_flops
 from petatron.estimate.state_bytes import ElementCounts, element_bytes, local_element_counts, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.rank_layout import Layout

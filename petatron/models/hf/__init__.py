@@ -8,7 +8,13 @@ folder_entries(spec)                                                         # t
 build_config_json(spec, dtype)                                               # its config.json
 """
 
-from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
+from petatron.models.hf.config_json import (
+    build_config_json,
+    from_hf_config,
+    matching_family,
+    parse_config_json,
+    to_hf_config,
+)
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.fill_model import fill_model
 from petatron.models.hf.find_family import (
@@ -20,7 +26,6 @@ from petatron.models.hf.find_family import (
     has_separate_experts,
     keys_of_flags,
 )
-from petatron.models.hf.folder_config_json import build_config_json, parse_config_json
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
 from petatron.models.hf.tensor_names import (
     drop_missing_predictions,

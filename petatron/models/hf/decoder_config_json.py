@@ -7,7 +7,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, branch_letters
 from petatron.config.schema.sections.mlp import ActivationName
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX

@@ -15,8 +15,8 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.longrope_factors import format_longrope_factors, is_factor, parse_longrope_factors
 from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.rope import format_longrope_factors, is_factor, parse_longrope_factors
 from petatron.layers.rope import yarn_attention_scaling
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.translation import Keys, Settings, Translation

@@ -10,8 +10,7 @@ from petatron.base.device import DeviceInfo, host_memory_bytes
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.text import count_with_noun
 from petatron.config import RunConfig
-from petatron.estimate.memory.forecast import format_gigabytes, largest_forecast
-from petatron.estimate.memory.host_memory import HostMemory
+from petatron.estimate.memory.forecast import HostMemory, format_gigabytes, largest_forecast
 from petatron.estimate.memory.layouts import fitting_changes
 from petatron.train.report.out_of_memory import describe_changes
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError
 from petatron.cli.main import VERBS
 from petatron.config.flags import foreign_names, megatron_flags
-from petatron.config.flags.absent_features import ALTERNATIVES, absent_feature
+from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature
 from petatron.config.flags.parse import known_flags, parse_flags
 from petatron.config.schema.fields import all_fields, fields_by_name, flag_name
 from petatron.validate import load_config, resolve_config

@@ -11,9 +11,15 @@ from typing import Annotated, Any, ClassVar
 import pytest
 
 from petatron.config import ModelConfig, RawModelConfig, RawRunConfig
-from petatron.config.adapt.overridden_values import meaningless_values
+from petatron.config.adapt.adapt_model import meaningless_values
 from petatron.config.adapt.toy_model import toy_values
-from petatron.config.declared_rules import conflict_problems, number_problems
+from petatron.config.declared_rules import (
+    conflict_problems,
+    number_problems,
+    training_flags,
+    unused_flag_notices,
+    unused_settings,
+)
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.schema import fields, model_identity
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flatten_config, unflatten_config
@@ -22,7 +28,6 @@ from petatron.config.schema.model_identity import identity_differences, is_ident
 from petatron.config.schema.numeric_bounds import Size
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.training import WeightsCopy
-from petatron.config.unused_flags import training_flags, unused_flag_notices, unused_settings
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.validate import load_config, resolve_config
 

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from petatron.config.schema.hybrid_pattern import allocate_layers
 from petatron.config.schema.model_identity import identity_differences, model_identity
+from petatron.config.schema.sections.hybrid import allocate_layers
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
-from petatron.config.schema.hybrid_pattern import DELTA
 from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
 from petatron.config.schema.numeric_bounds import PositiveFactor, SequenceLength, Size, Width
+from petatron.config.schema.sections.hybrid import DELTA
 from petatron.config.schema.sections.norm import STREAM
 
 if TYPE_CHECKING:

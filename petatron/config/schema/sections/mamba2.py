@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
 from petatron.config.schema.metadata import Feature, ToySize, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, SequenceLength, Size, Width
+from petatron.config.schema.sections.hybrid import MAMBA, branch_letters
 
 MAMBA_CONV_WIDTH = 4
 """Tokens that the convolution of every published Mamba-2 sees."""

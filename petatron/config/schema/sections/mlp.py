@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from petatron.config.schema.hybrid_pattern import EXPERTS, MLP
 from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import every_layer_has_experts
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
+from petatron.config.schema.sections.hybrid import EXPERTS, MLP
 
 if TYPE_CHECKING:
     from petatron.config.schema.run import RawRunConfig

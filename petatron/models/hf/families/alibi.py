@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.errors import Problem
-from petatron.config.schema.longrope_factors import is_factor
+from petatron.config.schema.sections.rope import is_factor
 from petatron.models.hf.families.gpt2 import gpt
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX

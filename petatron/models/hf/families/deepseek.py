@@ -15,9 +15,13 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.models.hf.decoder_config_json import latent_attention, llama, no_biases, predictions
-from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import expert_sizes, experts_after_dense_layers
+from petatron.models.hf.moe_config_json import (
+    deepseek_routing,
+    expert_sizes,
+    experts_after_dense_layers,
+    sigmoid_router,
+)
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.shared_tables import (
     FUSED_EXPERTS,

@@ -10,7 +10,7 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import no_rope_layers
 from petatron.models.hf.decoder_config_json import llama, no_biases
-from petatron.models.hf.families.smollm3 import read_no_rope, rotary_layers, write_no_rope
+from petatron.models.hf.families.llama import read_no_rope, rotary_layers, write_no_rope
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_in_named_layers, softmax_router
 from petatron.models.hf.rope_config_json import rope

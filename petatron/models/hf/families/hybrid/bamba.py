@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, MLP
+from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, MLP
 from petatron.models.hf.families.hybrid.mamba_tables import (
     BAMBA_MAPPINGS,
     bamba_decoder,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import MLP, PARALLEL
-from petatron.config.schema.longrope_factors import is_factor
+from petatron.config.schema.sections.hybrid import MLP, PARALLEL
+from petatron.config.schema.sections.rope import is_factor
 from petatron.models.hf.families.hybrid.mamba_tables import BAMBA_MAPPINGS, bamba_decoder, read_layer_count
 from petatron.models.hf.family import Family
 from petatron.models.hf.rope_config_json import rope

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.families.granite import EXPERTS_IN_FILES, EXPERTS_IN_MEMORY, multipliers
 from petatron.models.hf.families.hybrid.mamba_tables import (

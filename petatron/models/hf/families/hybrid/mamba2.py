@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from petatron.base.errors import Problem
-from petatron.config.schema.hybrid_pattern import MAMBA
+from petatron.config.schema.sections.hybrid import MAMBA
 from petatron.models.hf.decoder_config_json import llama_layers, no_biases, tied_embeddings
 from petatron.models.hf.families.hybrid.mamba_tables import (
     expansion,

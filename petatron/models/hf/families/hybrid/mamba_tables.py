@@ -12,7 +12,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.family import ModuleMapping

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petatron.base.errors import Problem
-from petatron.config.schema.hybrid_pattern import EXPERTS as EXPERT_LAYER
+from petatron.config.schema.sections.hybrid import EXPERTS as EXPERT_LAYER
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.decoder_config_json import SQUARED_RELU, activation, llama, no_biases
-from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
 from petatron.models.hf.families.hybrid.mamba_tables import (
     LAYER_KEYS,
     LAYER_TYPES,
@@ -26,7 +25,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     read_layer_kinds,
 )
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import expert_sizes, experts_of_pattern
+from petatron.models.hf.moe_config_json import deepseek_routing, expert_sizes, experts_of_pattern, sigmoid_router
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.shared_tables import ATTENTION, EXPERTS, module_mappings
 from petatron.models.hf.translation import Keys, Translation

@@ -1,4 +1,6 @@
-"""Rules about the mesh: the sizes multiply to the world size, and every split divides evenly."""
+"""Rules about the mesh: the sizes multiply to the world size, every split divides evenly, data-parallel ranks shard what they can, and the
+schedule of the pipeline, its virtual stages and the split of the layers are compatible.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from collections.abc import Iterator
 from petatron.base.errors import Problem
 from petatron.base.network_address import is_default_loopback
 from petatron.config.declared_rules import at_least, divisors, multiples_near, or_default, within
-from petatron.config.schema.parallel import MESH_SIZES
+from petatron.config.pipeline_stages import stage_problems
+from petatron.config.schema.fields import flag_name, join_with_or
+from petatron.config.schema.parallel import FSDP_STRATEGIES, MESH_SIZES, RawParallelConfig
+from petatron.config.schema.pipeline_schedules import ONE_STAGE_PER_RANK, SPLIT_BACKWARD_SCHEDULES
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import LaunchConfig
 
@@ -214,3 +219,111 @@ def _expert_widths(config: RawRunConfig, etp: int) -> Iterator[Problem]:
     if tp > 1 and not parallel.sequence_parallel:
         rule = f"cannot be turned off with --num-experts and --tensor-model-parallel-size {tp}: each token must be routed once"
         yield Problem("--sequence-parallel", "", rule, "Leave it out; it is turned on by itself.")
+
+
+_STRATEGY = "--data-parallel-sharding-strategy"
+_INSTANCES = "--num-distributed-optimizer-instances"
+
+
+def check_data_parallel(config: RawRunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    if strategy in FSDP_STRATEGIES:
+        yield from _fully_sharded(parallel, strategy)
+    else:
+        yield from _optimizer_sharded(parallel, strategy)
+    yield from _instances(parallel, experts=config.moe.num_experts is not None)
+    if parallel.grad_reduce_in_bf16 and not config.precision.bf16:
+        yield Problem("--grad-reduce-in-bf16", "", "needs --bf16", "Give it, or leave this out.")
+
+
+def _fully_sharded(parallel: RawParallelConfig, strategy: str) -> Iterator[Problem]:
+    if parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+        rule = f"splits the backward pass, which would bypass the gradient reduction of {_STRATEGY} {strategy}"
+        fix = "Use 1f1b, interleaved or gpipe; or optim."
+        yield Problem("--pipeline-schedule", str(parallel.pipeline_schedule), rule, fix)
+
+
+def _optimizer_sharded(parallel: RawParallelConfig, strategy: str | None) -> Iterator[Problem]:
+    sharded = parallel.use_distributed_optimizer
+    if strategy == "no_shard" and sharded:
+        rule = "contradicts --use-distributed-optimizer"
+        yield Problem(_STRATEGY, strategy, rule, "Use optim, or leave one of them out.")
+    elif strategy == "optim" and not sharded:
+        rule = "contradicts --no-use-distributed-optimizer"
+        yield Problem(_STRATEGY, strategy, rule, "Leave one of them out.")
+    if parallel.overlap_param_gather and not (sharded and parallel.overlap_grad_reduce):
+        rule = "needs --use-distributed-optimizer and --overlap-grad-reduce"
+        yield Problem("--overlap-param-gather", "", rule, "Add them, or leave it out.")
+
+
+def _instances(parallel: RawParallelConfig, *, experts: bool) -> Iterator[Problem]:
+    """Every instance is a full replica, of the dense parameters and of the experts."""
+    count, dp = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size
+    yield from at_least("num_distributed_optimizer_instances", count, 1)
+    if count < 1 or dp is None or dp < 1:
+        return
+    if dp % count:
+        yield Problem(_INSTANCES, str(count), f"does not divide the data-parallel size {dp}", f"Use {divisors(dp)}.")
+        return
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    ranks = dp * parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    if experts and etp is not None and ep > 0 and etp > 0 and ranks % (ep * etp) == 0:
+        replicas = ranks // (ep * etp)
+        if replicas % count:
+            rule = f"does not divide the {replicas} copies of each expert (edp)"
+            usable = [size for size in range(1, replicas + 1) if replicas % size == 0 and dp % size == 0]
+            yield Problem(_INSTANCES, str(count), rule, f"Use {join_with_or(usable)}.")
+
+
+_STAGE_SIZES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
+_SCHEDULE, _VIRTUAL = "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"
+
+
+def check_pipeline(config: RawRunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    low = [problem for name in (*_STAGE_SIZES, _GROUP) for problem in at_least(name, getattr(parallel, name), 1)]
+    yield from low
+    if low or parallel.pipeline_model_parallel_size < 1:
+        return
+    mismatch = list(_schedule(parallel))
+    yield from mismatch
+    if not mismatch:
+        yield from stage_problems(config)
+    group, pp = getattr(parallel, _GROUP), parallel.pipeline_model_parallel_size
+    if group is not None and group < pp and parallel.pipeline_schedule == "interleaved":  # no effect elsewhere
+        rule = f"is below --pipeline-model-parallel-size {pp}, so a rank would wait for its own output"
+        yield Problem(flag_name(_GROUP), str(group), rule, f"Use {pp} or more.")
+
+
+def _schedule(parallel: RawParallelConfig) -> Iterator[Problem]:
+    pp, virtual, schedule = (
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+        parallel.pipeline_schedule,
+    )
+    chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
+    if pp == 1 and (chunked or schedule in ("interleaved", "zb-v") or (virtual or 1) > 1):
+        where, found = _cause(parallel)
+        yield Problem(where, found, "needs --pipeline-model-parallel-size above 1", "Leave it out.")
+    elif schedule == "zb-v" and virtual is not None and virtual != 2:
+        rule = f"has exactly 2 stages per rank, but {virtual} {'was' if virtual == 1 else 'were'} asked for"
+        yield Problem(_SCHEDULE, schedule, rule, f"Leave out {_cause(parallel)[0]}, or use another schedule.")
+    elif schedule == "interleaved" and virtual == 1:
+        rule = "needs more than one virtual stage per rank"
+        yield Problem(_SCHEDULE, schedule, rule, f"Give {_VIRTUAL} 2, say, or use 1f1b.")
+    elif schedule in ONE_STAGE_PER_RANK and virtual is not None and virtual > 1:
+        rule = f"has one stage per rank, but there are {virtual} virtual stages"
+        yield Problem(_SCHEDULE, schedule, rule, "Use interleaved, or leave it out.")
+
+
+def _cause(parallel: RawParallelConfig) -> tuple[str, str]:
+    """Returns the flag that determined how many stages a rank holds, with its value."""
+    for name in ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"):
+        if (value := getattr(parallel, name)) is not None:
+            return flag_name(name), str(value)
+    schedule, virtual = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
+    if (schedule, virtual) in (("zb-v", 2), ("interleaved", 1)):
+        return _SCHEDULE, str(schedule)
+    return _VIRTUAL, str(virtual)
