@@ -10,7 +10,7 @@ from typing import Literal
 from petatron.config.required_settings import required
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.sections.hybrid import branch_letters
+from petatron.config.schema.sections.hybrid import branch_symbols
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH
 from petatron.config.schema.sections.rope import parse_longrope_factors
 from petatron.kernels.activation import GluVariant
@@ -223,7 +223,7 @@ LINEAR_ATTENTION: Mapping[str, Callable[[ModelConfig], BranchSpec]] = {
 def out_std(config: ModelConfig) -> float:
     """Returns the initial standard deviation of the last GEMM of a branch; a hybrid's pattern says how many there are, else two a layer."""
     pattern = config.hybrid_layer_pattern
-    layers, branches = (config.num_layers, 2) if pattern is None else (len(branch_letters(pattern)), 1)
+    layers, branches = (config.num_layers, 2) if pattern is None else (len(branch_symbols(pattern)), 1)
     return residual_std(config.init_method_std, layers, branches=branches)
 
 

@@ -12,7 +12,7 @@ from petatron.config.schema.layer_patterns import linear_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.sections.hybrid import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_symbols
 from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.kernels.vocab_parallel_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec
@@ -220,7 +220,7 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
     """Makes the spec of a model whose layers are given by the letters of a pattern (hybrids)."""
-    plain, letters = plain_layer(config), branch_letters(pattern)
+    plain, letters = plain_layer(config), branch_symbols(pattern)
     attention = list(attention_specs(config)) if ATTENTION in letters else []
     others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: mamba2_spec(config),

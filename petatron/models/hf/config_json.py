@@ -5,8 +5,8 @@ problems are raised at once. A setting that matters only in training and that a 
 out when writing.
 
 A model that no family can express has a config.json of our own: its `model_type` is "petatron", and it holds the values of `ModelConfig`
-and `MoEConfig` under "model" and "moe", defaults included, so that a later default changes no saved model. Choices of a run, such as the length
-of its samples or how its experts are computed, are no part of the model and not among them.
+and `MoEConfig` under "model" and "moe", defaults included, so that a later default changes no saved model. Choices of a run, such as the
+length of its samples or how its experts are computed, are no part of the model and not among them.
 """
 
 from __future__ import annotations

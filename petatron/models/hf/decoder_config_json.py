@@ -7,7 +7,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.sections.hybrid import ATTENTION, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, branch_symbols
 from petatron.config.schema.sections.mlp import ActivationName
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
@@ -128,7 +128,7 @@ def heads(config: Translation, *, divide_width: bool = False) -> None:
 
 def _without_attention(spec: ModelSpec) -> bool:
     pattern = spec.config.hybrid_layer_pattern
-    return pattern is not None and ATTENTION not in branch_letters(pattern)
+    return pattern is not None and ATTENTION not in branch_symbols(pattern)
 
 
 def _has_common_width(spec: ModelSpec) -> bool:

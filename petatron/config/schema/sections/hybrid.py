@@ -7,16 +7,11 @@ Each symbol is a layer with this one residual branch; P has two, which take the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
 
 from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Fraction
-
-if TYPE_CHECKING:
-    from petatron.config.schema.model import RawModelConfig
-
-
-from collections.abc import Iterator
 
 MAMBA, DELTA, ATTENTION, MLP, EXPERTS, PARALLEL = "M", "G", "*", "-", "E", "P"
 SYMBOLS = MAMBA + DELTA + ATTENTION + MLP + EXPERTS + PARALLEL
@@ -25,10 +20,10 @@ STAGE_BOUNDARY, PREDICTION_DEPTH = "|", "/"
 """Of Megatron's newer patterns, and not of ours: where pipeline stages end, and where the layers of multi-token prediction begin."""
 
 
-def branch_letters(pattern: str | None) -> str:
+def branch_symbols(pattern: str | None) -> str:
     """Returns the letters of all branches, in their order; those of no pattern are none.
 
-    >>> branch_letters("P-M")
+    >>> branch_symbols("P-M")
     '*M-M'
     """
     return "".join(_BRANCHES.get(letter, letter) for letter in pattern or "")
@@ -62,9 +57,9 @@ def _spread(length: int, run: float) -> Iterator[bool]:
         remaining += run if chosen else -1.0
 
 
-def has_attention(model: RawModelConfig) -> bool:
+def has_attention(model: HybridSettings) -> bool:
     """Whether a model has attention layers."""
-    return model.hybrid_layer_pattern is None or ATTENTION in branch_letters(model.hybrid_layer_pattern)
+    return model.hybrid_layer_pattern is None or ATTENTION in branch_symbols(model.hybrid_layer_pattern)
 
 
 HAS_ATTENTION = UsedWhen(lambda run: has_attention(run.model), "no layer is attention")

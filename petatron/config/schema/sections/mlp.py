@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen, settings_section
+from petatron.config.schema.metadata import Feature, NotWith, RunSettings, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import every_layer_has_experts
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
 from petatron.config.schema.sections.hybrid import EXPERTS, MLP
-
-if TYPE_CHECKING:
-    from petatron.config.schema.run import RawRunConfig
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
 ActivationName = Literal[
@@ -25,7 +22,7 @@ _GATED = NotWith(
 )
 
 
-def _has_layers(run: RawRunConfig, letters: str) -> bool:
+def _has_layers(run: RunSettings, letters: str) -> bool:
     """Whether some layer of a hybrid is of these letters; other models have all kinds."""
     return run.model.hybrid_layer_pattern is None or any(letter in run.model.hybrid_layer_pattern for letter in letters)
 

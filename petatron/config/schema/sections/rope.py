@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, UsedWhen, settings_section, used_with
+from petatron.config.schema.metadata import (
+    ComparedAs,
+    Feature,
+    NotWith,
+    RunSettings,
+    UsedWhen,
+    settings_section,
+    used_with,
+)
 from petatron.config.schema.moe_layer_freq import marked_by_multiples
 from petatron.config.schema.numeric_bounds import (
     Factor,
@@ -17,19 +28,11 @@ from petatron.config.schema.numeric_bounds import (
 )
 from petatron.config.schema.sections.latent_attention import LATENT_HEADS, NOT_LATENT
 
-if TYPE_CHECKING:
-    from petatron.config.schema.run import RawRunConfig
-
-
-import json
-import math
-from collections.abc import Sequence
-
 ROTARY_TYPES = ("rope", "yarn")
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "alibi", "none"]
 
 
-def has_rotary_positions(run: RawRunConfig) -> bool:
+def has_rotary_positions(run: RunSettings) -> bool:
     return run.model.position_embedding_type in ROTARY_TYPES
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, branch_symbols
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.family import ModuleMapping
@@ -159,7 +159,7 @@ def _read_time_steps(keys: Keys) -> tuple[Settings, list[Problem]]:
 
 
 def has_mamba(spec: ModelSpec) -> bool:
-    return MAMBA in branch_letters(spec.config.hybrid_layer_pattern)
+    return MAMBA in branch_symbols(spec.config.hybrid_layer_pattern)
 
 
 def expansion(spec: ModelSpec) -> int:
