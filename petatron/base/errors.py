@@ -52,16 +52,16 @@ class TrainError(PetatronError):
 class Problem:
     """One thing wrong with a configuration.
 
-    `where` is the flag or key as the user spells it, `found` its value, `rule` what it breaks, `fix` what to do.
+    `where` is the flag or key as the user spells it, `value` what it has, `rule` what it breaks, `fix` what to do.
     """
 
     where: str
-    found: str
+    value: str
     rule: str
     fix: str
 
     def __str__(self) -> str:
-        head = printable(f"{self.where} {self.found}".strip())
+        head = printable(f"{self.where} {self.value}".strip())
         return f"{head} {self.rule}. {self.fix}".strip()
 
 

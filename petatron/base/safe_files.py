@@ -72,16 +72,16 @@ def open_atomic(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 
     sync: also survives a power cut; without it, a reader must be able to detect an incomplete file.
     """
-    draft = tmp_path_for(path)
+    tmp_file = tmp_path_for(path)
     try:
-        with create_file(draft, buffering=1 << 16) as file:
+        with create_file(tmp_file, buffering=1 << 16) as file:
             yield file
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        draft.replace(path)
+        tmp_file.replace(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        tmp_file.unlink(missing_ok=True)
         raise
 
 
@@ -179,10 +179,10 @@ def symlink_target_outside(path: Path, folder: Path) -> Path | None:
 
 def _hub_blob_folders(folder: Path) -> list[Path]:
     """Returns the blob folder of a revision, or of a folder in one."""
-    whole = Path(os.path.realpath(folder))
+    real_folder = Path(os.path.realpath(folder))
     return [
         place.parent.parent / "blobs"
-        for place in (whole, *whole.parents)
+        for place in (real_folder, *real_folder.parents)
         if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--")
     ]
 

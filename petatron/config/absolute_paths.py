@@ -24,9 +24,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """
     values = flatten_config(config)
     list_file = config.data.data_args_path
-    words = _relative_blend(list_file) if list_file is not None else ()
-    if words and not config.data.data_path:
-        values |= {"data.data_path": words, "data.data_args_path": None}
+    blend = _relative_blend(list_file) if list_file is not None else ()
+    if blend and not config.data.data_path:
+        values |= {"data.data_path": blend, "data.data_args_path": None}
     for info in path_fields():
         values[info.path] = absolute_value(info, values[info.path])
     values[IMPORTS_PATH] = tuple(map(absolute_import, config.launch.imports))
@@ -42,12 +42,12 @@ def absolute_value(info: FieldInfo, value: Any) -> Any:
     return os.path.abspath(value) if value else value
 
 
-def _absolute_sets(words: Sequence[str]) -> list[str]:
+def _absolute_sets(paths: Sequence[str]) -> list[str]:
     """Returns the words of several sets with names, or of one without."""
     try:
-        sets = named_sets(words)
+        sets = named_sets(paths)
     except BlendError:  # reported by `check`
-        return list(words)
+        return list(paths)
     absolute = {name: _absolute_blend(of_set) for name, of_set in sets.items()}
     return [
         word if name is None or place else f"{name}={word}"
@@ -56,19 +56,19 @@ def _absolute_sets(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _absolute_blend(words: Sequence[str]) -> list[str]:
+def _absolute_blend(blend: Sequence[str]) -> list[str]:
     try:
-        weighted = any(part.weight is not None for part in parse_blend(words))
+        weighted = any(part.weight is not None for part in parse_blend(blend))
     except BlendError:  # reported by `check`
-        return list(words)
-    return [word if weighted and place % 2 == 0 else os.path.abspath(word) for place, word in enumerate(words)]
+        return list(blend)
+    return [word if weighted and place % 2 == 0 else os.path.abspath(word) for place, word in enumerate(blend)]
 
 
 def _relative_blend(list_file: str) -> tuple[str, ...]:
     """Returns the words of a --data-args-path file if some of its prefixes are relative; an unreadable file is reported elsewhere."""
     try:
-        words = read_blend_file(list_file)
-        prefixes = [part.prefix for part in parse_blend(words)]
+        blend = read_blend_file(list_file)
+        prefixes = [part.prefix for part in parse_blend(blend)]
     except (OSError, UnicodeDecodeError, BlendError):
         return ()
-    return tuple(words) if not all(os.path.isabs(prefix) for prefix in prefixes) else ()
+    return tuple(blend) if not all(os.path.isabs(prefix) for prefix in prefixes) else ()

@@ -103,10 +103,10 @@ def unknown_settings(*problems: Problem) -> AppliedSettings:
     return AppliedSettings({}, NO_SETTINGS.origin, problems=problems, doubtful_flags=flags)
 
 
-def unknown_to_command(flag: str, found: str = "") -> Problem:
+def unknown_to_command(flag: str, value: str = "") -> Problem:
     """The problem of a command that reads no checkpoints."""
     fix = "Use it with `petatron train`, or describe the model by flags."
-    return Problem(flag, found, "is not known to this command", fix)
+    return Problem(flag, value, "is not known to this command", fix)
 
 
 def _apply_settings(
@@ -118,17 +118,20 @@ def _apply_settings(
     problems = tuple(unsupported_settings(CHECKPOINT_ARGS_FLAG, stored))
     if problems:
         return unknown_settings(*problems)
-    found = all_values(stored)
-    wins = identity_paths(found)
+    stored_values = all_values(stored)
+    wins = identity_paths(stored_values)
     if checkpoint.use_mp_args_from_checkpoint_args:
         wins += _LAYOUT
-        if found["parallel.num_layers_per_virtual_pipeline_stage"] or found["parallel.pipeline_model_parallel_layout"]:
-            found[_VIRTUAL_STAGES] = None  # it follows from these
-    taken = unchosen_values(stored, checkpoint, found, origins) | {path: found[path] for path in wins}
+        if (
+            stored_values["parallel.num_layers_per_virtual_pipeline_stage"]
+            or stored_values["parallel.pipeline_model_parallel_layout"]
+        ):
+            stored_values[_VIRTUAL_STAGES] = None  # it follows from these
+    taken = unchosen_values(stored, checkpoint, stored_values, origins) | {path: stored_values[path] for path in wins}
     gave_way = [
-        f"{fields_by_path()[path].flag} {values[path]} (now {found[path]})"
+        f"{fields_by_path()[path].flag} {values[path]} (now {stored_values[path]})"
         for path in wins
-        if origins[path].is_explicit and values[path] != found[path]
+        if origins[path].is_explicit and values[path] != stored_values[path]
     ]
     notices = (f"{CHECKPOINT_ARGS_FLAG}: {stored.source} takes the place of {', '.join(gave_way)}",) if gave_way else ()
     return AppliedSettings(taken, ValueOrigin("checkpoint", stored.source), notices, imports=stored.imports)
@@ -137,15 +140,15 @@ def _apply_settings(
 def unchosen_values(
     stored: CheckpointSettings,
     checkpoint: CheckpointConfig,
-    found: Mapping[str, FieldValue],
+    stored_values: Mapping[str, FieldValue],
     origins: Mapping[str, ValueOrigin],
 ) -> dict[str, FieldValue]:
     """Returns the checkpoint's settings of model and tokenizer that nobody chose otherwise; a tokenizer is chosen as a whole."""
     fills = [f"{section}.{name}" for section in MODEL_SECTIONS for name in stored.sections.get(section, {})]
     tokenizer = tokenizer_paths()
     if checkpoint.use_tokenizer_model_from_checkpoint_args and not any(origins[path].is_explicit for path in tokenizer):
-        fills += [path for path in tokenizer if found[path] is not None]
-    return {path: found[path] for path in fills if path in found and not origins[path].is_explicit}
+        fills += [path for path in tokenizer if stored_values[path] is not None]
+    return {path: stored_values[path] for path in fills if path in stored_values and not origins[path].is_explicit}
 
 
 def tokenizer_paths() -> list[str]:
@@ -153,10 +156,10 @@ def tokenizer_paths() -> list[str]:
     return [info.path for info in all_fields() if info.section == "tokenizer" and info.kind != "bool"]
 
 
-def identity_paths(found: Mapping[str, FieldValue]) -> tuple[str, ...]:
+def identity_paths(stored_values: Mapping[str, FieldValue]) -> tuple[str, ...]:
     """Returns the settings that must match the weights. Learned positions are weights, one for each position."""
     paths = [info.path for info in all_fields() if info.section in MODEL_SECTIONS and is_identity_field(info.name)]
-    learned = found["model.position_embedding_type"] == "learned_absolute"
+    learned = stored_values["model.position_embedding_type"] == "learned_absolute"
     return (*paths, *["model.max_position_embeddings"] * learned)
 
 
@@ -208,14 +211,14 @@ def apply_from_folder(
     unsupported = list(unsupported_settings(FROM_FLAG, stored))
     if unsupported:
         return unknown_settings(*unsupported)
-    found = all_values(stored)
-    taken = unchosen_values(stored, config.checkpoint, found, origins)
-    taken |= {path: found[path] for path in identity_paths(found)}
+    stored_values = all_values(stored)
+    taken = unchosen_values(stored, config.checkpoint, stored_values, origins)
+    taken |= {path: stored_values[path] for path in identity_paths(stored_values)}
     return AppliedSettings(
         taken,
         ValueOrigin("checkpoint", stored.source),
         notices=(_taken_notice(folder, stored, taken, config.checkpoint),),
-        problems=tuple(_contradictions(stored, found, values, origins)),
+        problems=tuple(_contradictions(stored, stored_values, values, origins)),
         imports=stored.imports,
     )
 
@@ -234,10 +237,14 @@ def shape_of_folder(
     stored = read(checkpoint, folder)
     if unsupported := list(unsupported_settings(FROM_FLAG, stored)):
         return [], unsupported
-    found, origin = all_values(stored), ValueOrigin("checkpoint", stored.source)
+    stored_values, origin = all_values(stored), ValueOrigin("checkpoint", stored.source)
     sections = (*MODEL_SECTIONS, "tokenizer")
     paths = [f"{section}.{name}" for section in sections for name in stored.sections.get(section, {})]
-    return [Setting(path, found[path], origin) for path in paths if path in found and found[path] is not None], []
+    return [
+        Setting(path, stored_values[path], origin)
+        for path in paths
+        if path in stored_values and stored_values[path] is not None
+    ], []
 
 
 def hf_load_settings(config: RawRunConfig) -> AppliedSettings:
@@ -281,13 +288,13 @@ def _conflicts(folder: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
 
 def _contradictions(
     stored: CheckpointSettings,
-    found: Mapping[str, FieldValue],
+    stored_values: Mapping[str, FieldValue],
     values: Mapping[str, FieldValue],
     origins: Mapping[str, ValueOrigin],
 ) -> Iterator[Problem]:
     """Yields every setting that someone chose and that makes another model; those of a preset are one problem."""
-    chosen = [path for path in identity_paths(found) if origins[path].is_explicit]
-    theirs = {path.partition(".")[2]: value for path, value in found.items()}
+    chosen = [path for path in identity_paths(stored_values) if origins[path].is_explicit]
+    theirs = {path.partition(".")[2]: value for path, value in stored_values.items()}
     ours = theirs | {path.partition(".")[2]: values[path] for path in chosen}
     differing = set(identity_differences(ours, theirs))
     if theirs["max_position_embeddings"] != ours["max_position_embeddings"]:
@@ -300,11 +307,11 @@ def _contradictions(
         origin = origins[path]
         if origin.kind == "preset":
             of_presets.setdefault(origin.detail, []).append(
-                f"{info.flag} {values[path]}, and the folder has {found[path]}"
+                f"{info.flag} {values[path]}, and the folder has {stored_values[path]}"
             )
             continue
         where = "" if origin.kind == "flag" else f" ({origin})"
-        rule = f"contradicts {FROM_FLAG} {stored.source}, whose model has {found[path]}{where}"
+        rule = f"contradicts {FROM_FLAG} {stored.source}, whose model has {stored_values[path]}{where}"
         yield Problem(info.flag, str(values[path]), rule, "Leave it out.")
     for preset, differences in of_presets.items():
         rule = f"contradicts {FROM_FLAG} {stored.source} ({'; '.join(differences)})"

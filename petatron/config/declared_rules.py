@@ -14,13 +14,15 @@ from petatron.config.schema.model_identity import MODEL_SECTIONS
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
 
+_MOST_DIVISORS = 12
 
-def divisors(number: int, *, limit: int = 12) -> str:
+
+def divisors(number: int) -> str:
     """Lists divisors as in `1, 2, 4 or 8`; a long list is truncated."""
-    found = [candidate for candidate in range(1, min(number, 4096) + 1) if number % candidate == 0]
-    if len(found) > limit:
-        return ", ".join(str(value) for value in found[:limit]) + " or another divisor"
-    return join_with_or(found)
+    candidates = [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
+    if len(candidates) > _MOST_DIVISORS:
+        return ", ".join(str(value) for value in candidates[:_MOST_DIVISORS]) + " or another divisor"
+    return join_with_or(candidates)
 
 
 def multiples_near(number: int, step: int) -> str:
@@ -68,9 +70,9 @@ def number_problems(config: RawRunConfig, *sections: type) -> Iterator[Problem]:
         if not isinstance(number, int | float) or (features and info.feature not in features) or _is_idle(info, config):
             continue
         for mark in info.marks:
-            words, _, bound = mark.rpartition(" ")
-            if words in _NUMBER_RULES:
-                yield from _NUMBER_RULES[words](info.name, number, float(bound))
+            relation, _, bound = mark.rpartition(" ")
+            if relation in _NUMBER_RULES:
+                yield from _NUMBER_RULES[relation](info.name, number, float(bound))
 
 
 def conflict_problems(config: RawRunConfig) -> Iterator[Problem]:

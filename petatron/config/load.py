@@ -109,7 +109,7 @@ def parse_config(
     problems += stored.problems
     suspects |= stored.doubtful_flags
     named = _named_imports([setting for source in (*documents, flags) for setting in source.settings], stored)
-    values[IMPORTS_PATH] = tuple(dict.fromkeys(one.name for one in named))
+    values[IMPORTS_PATH] = tuple(dict.fromkeys(module.name for module in named))
     problems += import_modules(named)
     given = {path for path, origin in origins.items() if origin.is_explicit}
     raw = unflatten_config(values)
@@ -133,18 +133,16 @@ def _named_imports(settings: Sequence[Setting], stored: AppliedSettings) -> list
 
     But a file that somebody types replaces a stored one of the same name: the module of a run that was moved, or edited in a copy.
     """
-    found: list[NamedImport] = []
-    for name in stored.imports:
-        found.append(NamedImport(name, stored.origin.detail))
+    modules = [NamedImport(name, stored.origin.detail) for name in stored.imports]
     for setting in settings:
         if setting.path == IMPORTS_PATH and isinstance(setting.value, tuple):
             file = None if setting.origin.kind == "flag" else str(setting.origin.detail)
-            found += [NamedImport(str(name), file) for name in setting.value]
-    typed = {absolute_import(one.name) for one in found if one.file is None}
-    named = {absolute_import(one.name) for one in found if one.file is not None}
+            modules += [NamedImport(str(name), file) for name in setting.value]
+    typed = {absolute_import(module.name) for module in modules if module.file is None}
+    named = {absolute_import(module.name) for module in modules if module.file is not None}
     elsewhere = {module_file_name(name) for name in typed - named}
     replaced = {name for name in named if name in typed or module_file_name(name) in elsewhere}
-    return [one for one in found if one.file is None or absolute_import(one.name) not in replaced]
+    return [module for module in modules if module.file is None or absolute_import(module.name) not in replaced]
 
 
 def _merge_sources(

@@ -56,8 +56,8 @@ class CommunicatorOptions:
 
     def for_axis(self, axis: str) -> CommunicatorSettings:
         """Returns the settings of an axis; a sub-axis (`cp/2`, `cp%2`) has its settings."""
-        whole = axis.partition("/")[0].partition("%")[0]
-        return self.by_axis.get(whole, CommunicatorSettings())
+        main_axis = axis.partition("/")[0].partition("%")[0]
+        return self.by_axis.get(main_axis, CommunicatorSettings())
 
 
 def communicator_options(config: ParallelConfig) -> CommunicatorOptions:

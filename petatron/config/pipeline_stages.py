@@ -238,15 +238,15 @@ def _layout_problems(config: RawRunConfig, text: str) -> Iterator[Problem]:
     except PipelineLayoutError as error:
         yield Problem(_LAYOUT, text, str(error), "Write it like `Et|(tt|)*2tL`.")
         return
-    whole = "".join(cut)
-    if whole.count(EMBEDDING) != 1 or not cut[0].startswith(EMBEDDING):
+    symbols = "".join(cut)
+    if symbols.count(EMBEDDING) != 1 or not cut[0].startswith(EMBEDDING):
         yield Problem(_LAYOUT, text, "does not start with the one E of the embedding", "Write E once, at the start.")
-    if whole.count(LOSS) != 1 or not cut[-1].endswith(LOSS):
+    if symbols.count(LOSS) != 1 or not cut[-1].endswith(LOSS):
         yield Problem(_LAYOUT, text, "does not end with the one L of the loss", "Write L once, at the end.")
-    if whole.count(LAYER) != layers:
-        rule = f"has {whole.count(LAYER)} layers (t), but --num-layers is {layers}"
+    if symbols.count(LAYER) != layers:
+        rule = f"has {symbols.count(LAYER)} layers (t), but --num-layers is {layers}"
         yield Problem(_LAYOUT, text, rule, "Write one t per layer.")
-    predictions, depths = whole.count(PREDICTION), config.model.mtp_num_layers or 0
+    predictions, depths = symbols.count(PREDICTION), config.model.mtp_num_layers or 0
     if predictions and predictions != depths:
         rule = f"has {predictions} depths of multi-token prediction (m), but --mtp-num-layers is {depths}"
         yield Problem(_LAYOUT, text, rule, "Write one m per depth, or none: they are where the loss is.")
@@ -267,7 +267,7 @@ def _empty_rank_problems(config: RawRunConfig, text: str, cut: Sequence[str]) ->
     """A rank may have an empty stage among others, but not only empty ones."""
     pp, folded = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule == "zb-v"
     for rank in range(pp):
-        own = (rank, 2 * pp - 1 - rank) if folded else range(rank, len(cut), pp)
-        if not any(cut[stage] for stage in own):
+        stages = (rank, 2 * pp - 1 - rank) if folded else range(rank, len(cut), pp)
+        if not any(cut[stage] for stage in stages):
             rule = f"leaves pipeline rank {rank} without a layer"
             yield Problem(_LAYOUT, text, rule, "Give every rank a t, or use fewer ranks.")

@@ -94,10 +94,10 @@ class FirstOrigins:
 def read_origin_comments(text: str) -> FirstOrigins:
     """Reads the comments of a file, which may be untrusted."""
     _, title, rest = text.partition(f"{_TITLE}\n")
-    found: dict[str, tuple[str, str]] = {}
+    comments: dict[str, tuple[str, str]] = {}
     for line in rest.splitlines() if title else ():
         path, colon, told = line.removeprefix(_INDENT).partition(": ")
         value, arrow, origin = told.rpartition(_ARROW)
         if line.startswith(_INDENT) and colon and arrow and path in fields_by_path():
-            found[path] = (value, printable(origin)[:_MAX_ORIGIN_LENGTH])
-    return FirstOrigins(bool(title), found)
+            comments[path] = (value, printable(origin)[:_MAX_ORIGIN_LENGTH])
+    return FirstOrigins(bool(title), comments)

@@ -163,8 +163,8 @@ class _YamlReader:
     def where(self, node: _Node) -> str:
         return f"{self.source}:{node.start_mark.line + 1}"
 
-    def add_problem(self, node: _Node, found: str, rule: str, fix: str) -> None:
-        self.parsed.problems.append(Problem(self.where(node), found, rule, fix))
+    def add_problem(self, node: _Node, value: str, rule: str, fix: str) -> None:
+        self.parsed.problems.append(Problem(self.where(node), value, rule, fix))
         if len(self.parsed.problems) >= MAX_PROBLEMS:
             self.parsed.doubtful_flags.update(info.flag for info in all_fields())
             raise _TooManyProblems

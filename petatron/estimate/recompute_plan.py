@@ -250,7 +250,7 @@ def _budget_error(plan: RecomputePlan, budget_gb: float, num_local_stages: int) 
     held = f"{count_with_noun(plan.in_flight, 'micro-batch', 'es')} at a time{stages} need{'s' if plan.in_flight == 1 else ''}"
     problem = Problem(
         where="--recompute-memory-budget-gb",
-        found=f"{budget_gb:g}",
+        value=f"{budget_gb:g}",
         rule=f"is too small: {held} {gigabytes(needed)} GB even with every layer recomputed",
         fix=f"Give at least {gigabytes(needed)}, a smaller --micro-batch-size, or more tensor- or context-parallel ranks.",
     )

@@ -188,7 +188,7 @@ def _merged_stage(
 ) -> tuple[ModelSpec, PipelineStage, ModelParallelCoordinate]:
     """Returns a rank's stages as one, so that a tied head is the embedding where one rank has both."""
     spec = model_spec(run)
-    local_stages = local_stages or [spec.whole]
+    local_stages = local_stages or [spec.whole_model]
     layers = tuple(layer for stage in local_stages for layer in stage.layer_indices)
     merged = PipelineStage(
         layers, any(stage.has_embedding for stage in local_stages), any(stage.has_loss for stage in local_stages)

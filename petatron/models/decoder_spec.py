@@ -219,16 +219,16 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
 
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
-    """Makes the spec of a model whose layers are given by the letters of a pattern (hybrids)."""
-    plain, letters = plain_layer(config), branch_symbols(pattern)
-    attention = list(attention_specs(config)) if ATTENTION in letters else []
+    """Makes the spec of a model whose layers are given by a layer pattern (hybrids)."""
+    plain, symbols = plain_layer(config), branch_symbols(pattern)
+    attention = list(attention_specs(config)) if ATTENTION in symbols else []
     others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: mamba2_spec(config),
         DELTA: lambda: delta_spec(config),
         MLP: lambda: mlp_spec(config, config.ffn_hidden_size),
         EXPERTS: lambda: moe_spec(config, moe),
     }
-    made = {symbol: others[symbol]() for symbol in set(letters) - {ATTENTION}}
+    made = {symbol: others[symbol]() for symbol in set(symbols) - {ATTENTION}}
 
     def layer(index: int, symbol: str) -> LayerSpec:
         branch = attention[index] if symbol in (ATTENTION, PARALLEL) else made[symbol]

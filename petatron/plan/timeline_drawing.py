@@ -107,12 +107,12 @@ def _legend(rows: _Rows, bubble: float) -> list[str]:
     x, parts = float(_LABEL_WIDTH), []
     entries = [(_color(kind, 0, rows.chunks)[0], f"{kind} {_NAMES[kind]}") for kind in used]
     entries.append(("#eceef1", f"idle {100 * bubble:.1f}%"))
-    for color, words in entries:
+    for color, label in entries:
         parts.append(
             f'<rect x="{x:.0f}" y="40" width="14" height="14" fill="{color}" stroke="#999" stroke-width="0.5"/>'
         )
-        parts.append(f'<text x="{x + 20:.0f}" y="51" fill="#222">{words}</text>')
-        x += 44 + _DIGIT_WIDTH * len(words)
+        parts.append(f'<text x="{x + 20:.0f}" y="51" fill="#222">{label}</text>')
+        x += 44 + _DIGIT_WIDTH * len(label)
     if rows.chunks > 1:
         parts.append(f'<text x="{x:.0f}" y="51" fill="#222">lighter: later stage of the rank</text>')
     return parts
@@ -157,7 +157,7 @@ def _tick_step(span: float) -> float:
 def timeline_text(events: Events, *, columns: int = 100) -> str:
     """Draws the timeline in at most `columns` characters: letter of the kind and micro-batch, dots where a rank is idle.
 
-    Lower case letters are the second, fourth, ... stage of a rank. A box too narrow for its number shows its letter; where
+    Lower case is the second, fourth, ... stage of a rank. A box too narrow for its number shows its letter; where
     several boxes fall into one column, the one in its middle is shown.
     """
     rows = _rows(events)

@@ -41,8 +41,8 @@ def _timeline(config: RawRunConfig) -> Iterator[Problem]:
     step, last = config.log.pipeline_timeline_step, config.train.train_iters
     if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
         rule = f"is after the last of --train-iters {last}, so nothing would be written"
-        found = or_default("pipeline_timeline_step", step)
-        yield Problem("--pipeline-timeline-step", found, rule, f"Use {last} or less.")
+        value = or_default("pipeline_timeline_step", step)
+        yield Problem("--pipeline-timeline-step", value, rule, f"Use {last} or less.")
 
 
 def _profile(config: RawRunConfig) -> Iterator[Problem]:
@@ -125,13 +125,13 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
 def _blends(config: RawRunConfig) -> Iterator[Problem]:
     data = config.data
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words = getattr(data, name)
+        blend = getattr(data, name)
         try:
-            for part in named_sets(words).values() if name == "valid_data_path" else (words,):
+            for part in named_sets(blend).values() if name == "valid_data_path" else (blend,):
                 parse_blend(part)
         except BlendError as error:
             where = flag_name(name)
-            yield Problem(where, " ".join(words), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")
+            yield Problem(where, " ".join(blend), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")
     try:
         train, _, _ = parse_split(data.split)
     except BlendError as error:
@@ -185,13 +185,14 @@ def _checkpoints(config: RawRunConfig) -> Iterator[Problem]:
         yield Problem("--sign-key", checkpoint.sign_key, rule, "Give it, or leave the key out.")
     if checkpoint.save_retain_interval is not None and checkpoint.save_total_limit is None:
         rule = "needs --save-total-limit; without one every checkpoint is kept"
-        found = str(checkpoint.save_retain_interval)
-        yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
+        value = str(checkpoint.save_retain_interval)
+        yield Problem("--save-retain-interval", value, rule, "Give --save-total-limit, or leave this out.")
     if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
         yield Problem(MP_ARGS_FLAG, "", f"needs {CHECKPOINT_ARGS_FLAG}", "Give both, or leave this out.")
     for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
         value = getattr(checkpoint, name)
         if value not in (None, False) and checkpoint.load is None:
-            found = "" if value is True else str(value)
-            where = flag_name(name)
-            yield Problem(where, found, "needs --load, the folder to load from", "Give it, or leave this out.")
+            shown = "" if value is True else str(value)
+            yield Problem(
+                flag_name(name), shown, "needs --load, the folder to load from", "Give it, or leave this out."
+            )

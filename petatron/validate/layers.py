@@ -97,7 +97,10 @@ def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
         if len(given) != len(parts) or min(given) <= 0:
             rule = f"is not {len(parts)} positive numbers"
             yield Problem(
-                flag_name(name), " ".join(f"{each:g}" for each in given), rule, f"Give one each for {', '.join(parts)}."
+                flag_name(name),
+                " ".join(f"{factor:g}" for factor in given),
+                rule,
+                f"Give one each for {', '.join(parts)}.",
             )
 
 
@@ -114,9 +117,9 @@ def _input_factors(model: RawModelConfig) -> Iterator[Problem]:
         "a norm after attention": model.norm_placement in ("both", "output"),
     }
     for name, others in (("attention_in_multiplier", on_input), ("key_multiplier", on_heads)):
-        found = [other for other, is_set in others.items() if is_set]
-        if getattr(model, name) != 1.0 and found:
-            rule = f"cannot be combined with {' and '.join(found)}"
+        rivals = [other for other, is_set in others.items() if is_set]
+        if getattr(model, name) != 1.0 and rivals:
+            rule = f"cannot be combined with {' and '.join(rivals)}"
             yield Problem(flag_name(name), f"{getattr(model, name):g}", rule, "Leave one out.")
 
 
@@ -169,9 +172,9 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     if model.mtp_num_layers:
         rule = f"repeats the last layer, and those of {_PATTERN} have one branch"
         yield Problem("--mtp-num-layers", str(model.mtp_num_layers), rule, "Leave it out.")
-    wrong_letters = list(_letters(pattern, model))
-    yield from wrong_letters
-    if not wrong_letters:
+    wrong_symbols = list(_symbols(pattern, model))
+    yield from wrong_symbols
+    if not wrong_symbols:
         yield from _experts(config, pattern)
         yield from _ratios_of_pattern(model, pattern)
     if PARALLEL in pattern and model.norm_placement != "pre":
@@ -209,7 +212,7 @@ def _ratios_of_pattern(model: RawModelConfig, pattern: str) -> Iterator[Problem]
             yield Problem(flag, f"{ratio:g}", rule, "Leave one out.")
 
 
-def _letters(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
+def _symbols(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
     kinds = "Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel"
     fix = f"Write one of {' '.join(SYMBOLS)} ({kinds}) for each layer."
     for symbol, rule in (
@@ -225,7 +228,7 @@ def _letters(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
         yield Problem(_PATTERN, pattern or "''", rule, fix)
     elif model.num_layers != len(pattern):
         rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {model.num_layers}"
-        yield Problem(_PATTERN, pattern, rule, f"Use --num-layers {len(pattern)}, or write one letter per layer.")
+        yield Problem(_PATTERN, pattern, rule, f"Use --num-layers {len(pattern)}, or write one symbol per layer.")
 
 
 def _experts(config: RawRunConfig, pattern: str) -> Iterator[Problem]:

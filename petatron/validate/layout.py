@@ -142,11 +142,11 @@ def _context(config: RawRunConfig) -> Iterator[Problem]:
     )
     if sizes and kind != "a2a+p2p":
         rule = f"is for --cp-comm-type a2a+p2p, but that is {kind}"
-        yield Problem(_HIERARCHY, _words(sizes), rule, "Leave it out, or use a2a+p2p.")
+        yield Problem(_HIERARCHY, _joined(sizes), rule, "Leave it out, or use a2a+p2p.")
         return
     if sizes and (len(sizes) != 2 or min(sizes) < 1 or (cp > 1 and sizes[0] * sizes[1] != cp)):
         rule = f"is not two positive numbers whose product is --context-parallel-size {cp}"
-        yield Problem(_HIERARCHY, _words(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
+        yield Problem(_HIERARCHY, _joined(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
     elif cp == 1:
         return
     elif kind == "a2a":
@@ -155,24 +155,23 @@ def _context(config: RawRunConfig) -> Iterator[Problem]:
         )
     elif sizes:
         fix = "Use a smaller first number, or leave it out."
-        yield from _all_to_all_heads(config, sizes[0], _HIERARCHY, _words(sizes), fix)
+        yield from _all_to_all_heads(config, sizes[0], _HIERARCHY, _joined(sizes), fix)
 
 
-def _all_to_all_heads(config: RawRunConfig, num_ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
+def _all_to_all_heads(config: RawRunConfig, num_ranks: int, where: str, value: str, fix: str) -> Iterator[Problem]:
     """All-to-all attention gives each of `num_ranks` an equal share of a tensor-parallel rank's heads."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads < tp or heads % tp or groups is None or groups < 1:
         return
-    own, shared = heads // tp, max(1, groups // tp)
-    for count, kind in ((own, "query"), (shared, "key/value")):
+    for count, kind in ((heads // tp, "query"), (max(1, groups // tp), "key/value")):
         if count % num_ranks:
             rule = f"splits the {count} {kind} heads of a rank over {num_ranks} ranks, which does not divide"
-            yield Problem(where, found, rule, fix)
+            yield Problem(where, value, rule, fix)
             return
 
 
-def _words(numbers: tuple[int, ...]) -> str:
+def _joined(numbers: tuple[int, ...]) -> str:
     return " ".join(str(number) for number in numbers)
 
 
@@ -305,8 +304,8 @@ def _schedule(parallel: RawParallelConfig) -> Iterator[Problem]:
     )
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
     if pp == 1 and (chunked or schedule in ("interleaved", "zb-v") or (virtual or 1) > 1):
-        where, found = _cause(parallel)
-        yield Problem(where, found, "needs --pipeline-model-parallel-size above 1", "Leave it out.")
+        where, value = _cause(parallel)
+        yield Problem(where, value, "needs --pipeline-model-parallel-size above 1", "Leave it out.")
     elif schedule == "zb-v" and virtual is not None and virtual != 2:
         rule = f"has exactly 2 stages per rank, but {virtual} {'was' if virtual == 1 else 'were'} asked for"
         yield Problem(_SCHEDULE, schedule, rule, f"Leave out {_cause(parallel)[0]}, or use another schedule.")

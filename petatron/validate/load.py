@@ -70,7 +70,7 @@ def _with_source(problem: Problem, origins: Mapping[str, ValueOrigin]) -> Proble
     origin = next((origins[info.path] for info in all_fields() if info.flag == problem.where), None)
     if origin is None or origin.kind != "checkpoint":
         return problem
-    return replace(problem, found=f"{problem.found} of {origin.detail}".strip())
+    return replace(problem, value=f"{problem.value} of {origin.detail}".strip())
 
 
 def check_config(config: RawRunConfig, *, require_training: bool = True) -> list[Problem]:

@@ -123,9 +123,9 @@ def reads_packed_text(config: RawRunConfig) -> bool:
 
 def _missing_data(config: RawRunConfig) -> Iterator[Problem]:
     for name in _BLENDS if reads_packed_text(config) else ():
-        words = getattr(config.data, name)
+        blend = getattr(config.data, name)
         try:
-            sets = named_sets(words).values() if name == "valid_data_path" else (words,)
+            sets = named_sets(blend).values() if name == "valid_data_path" else (blend,)
             parts = [part for of_set in sets for part in parse_blend(of_set)]
         except BlendError:  # a problem of its own
             continue

@@ -109,19 +109,19 @@ def _batch(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _batch_size_rampup(ramp: tuple[int, ...], batch: int, unit: int, product: str) -> Iterator[Problem]:
-    where, found = "--rampup-batch-size", " ".join(str(number) for number in ramp)
+    where, value = "--rampup-batch-size", " ".join(str(number) for number in ramp)
     if len(ramp) != 3 or min(ramp) < 1:
-        yield Problem(where, found, "is not three positive numbers", "Give START INCREMENT SAMPLES.")
+        yield Problem(where, value, "is not three positive numbers", "Give START INCREMENT SAMPLES.")
         return
     start, increment, _ = ramp
     if start > batch:
-        yield Problem(where, found, f"starts above --global-batch-size {batch}", f"Start at {batch} or less.")
+        yield Problem(where, value, f"starts above --global-batch-size {batch}", f"Start at {batch} or less.")
     elif (batch - start) % increment:
         rule = f"never meets --global-batch-size {batch}: {batch} - {start} is not a multiple of {increment}"
-        yield Problem(where, found, rule, "Change START or INCREMENT.")
+        yield Problem(where, value, rule, "Change START or INCREMENT.")
     elif start % unit or (start < batch and increment % unit):
         rule = f"passes through batches that are not multiples of {product}"
-        yield Problem(where, found, rule, f"Use multiples of {unit} for START and INCREMENT.")
+        yield Problem(where, value, rule, f"Use multiples of {unit} for START and INCREMENT.")
 
 
 def _length(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -155,13 +155,13 @@ def _schedule_units(config: RawRunConfig) -> Iterator[Problem]:
         "iters": (schedule.lr_warmup_iters, schedule.lr_decay_iters, schedule.lr_wsd_decay_iters),
         "samples": (schedule.lr_warmup_samples, schedule.lr_decay_samples, schedule.lr_wsd_decay_samples),
     }
-    for own, other in (("iters", "samples"), ("samples", "iters")):
-        if getattr(train, f"train_{own}") is None or getattr(train, f"train_{other}") is not None:
+    for unit, other in (("iters", "samples"), ("samples", "iters")):
+        if getattr(train, f"train_{unit}") is None or getattr(train, f"train_{other}") is not None:
             continue
         for stem, value in zip(("lr-warmup", "lr-decay", "lr-wsd-decay"), values[other]):
             if value:
-                rule = f"counts in another unit than --train-{own}"
-                yield Problem(f"--{stem}-{other}", str(value), rule, f"Use --{stem}-{own}.")
+                rule = f"counts in another unit than --train-{unit}"
+                yield Problem(f"--{stem}-{other}", str(value), rule, f"Use --{stem}-{unit}.")
 
 
 def _schedule(config: RawRunConfig) -> Iterator[Problem]:

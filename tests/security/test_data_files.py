@@ -409,7 +409,7 @@ def test_a_config_that_is_no_text_file(tmp_path: Path, kind: str) -> None:
     else:
         _become(path, kind)
     (problem,) = read_yaml_file(path).problems
-    assert problem.found == str(path) and problem.rule.startswith("cannot be read: ")
+    assert problem.value == str(path) and problem.rule.startswith("cannot be read: ")
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,6 @@ def has_attention(model: ModelConfig) -> bool:
 
 
 def moe_layer_freq(model: Mapping[str, Any], moe: Mapping[str, Any]) -> str:
-    """Returns which layers have experts, of a hybrid by its letters."""
+    """Returns which layers have experts, of a hybrid by its layer pattern."""
     pattern = model.get("hybrid_layer_pattern")
     return moe["moe_layer_freq"] if pattern is None else str([int(letter == EXPERTS) for letter in pattern])

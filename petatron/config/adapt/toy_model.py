@@ -101,11 +101,11 @@ def _shrink_attention(toy: _ToyValues) -> None:
     if heads < 1:
         return
     toy.lower("num_attention_heads", _HEADS)
-    own = toy["num_attention_heads"]
+    toy_heads = toy["num_attention_heads"]
     if groups is not None and 1 < groups < heads:
-        toy.set("num_query_groups", next(size for size in (own // 2, 1) if size and own % size == 0))
+        toy.set("num_query_groups", next(size for size in (toy_heads // 2, 1) if size and toy_heads % size == 0))
     elif groups == heads:
-        toy.set("num_query_groups", own)
+        toy.set("num_query_groups", toy_heads)
     if width is not None and width * heads == hidden:
         toy.set("kv_channels", None)
     else:

@@ -195,9 +195,9 @@ class _AbsentFeature:
     names: re.Pattern[str]
 
 
-def _flags_with(*words: str) -> re.Pattern[str]:
-    """Matches flags that begin with such a word: `--lora`, `--lora-rank`, `--peft-config`, `--use-peft`."""
-    return re.compile(rf"--(?:use-|enable-|no-)?(?:{'|'.join(words)})(?:-.*)?")
+def _flags_with(*names: str) -> re.Pattern[str]:
+    """Matches flags that begin with such a name: `--lora`, `--lora-rank`, `--peft-config`, `--use-peft`."""
+    return re.compile(rf"--(?:use-|enable-|no-)?(?:{'|'.join(names)})(?:-.*)?")
 
 
 _ABSENT = (

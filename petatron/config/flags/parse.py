@@ -49,7 +49,9 @@ class ParsedFlags:
     def add_setting(self, info: FieldInfo, value: FieldValue, spelling: str) -> None:
         """The last of several wins; a flag that may be repeated takes the values of all."""
         if "repeatable" in info.marks and isinstance(value, tuple):
-            before = [one.value for one in self.settings if one.path == info.path and isinstance(one.value, tuple)]
+            before = [
+                given.value for given in self.settings if given.path == info.path and isinstance(given.value, tuple)
+            ]
             value = tuple(dict.fromkeys(map(str, (*(before[-1] if before else ()), *value))))
         self.settings.append(Setting(info.path, value, ValueOrigin("flag", spelling)))
 
@@ -77,7 +79,7 @@ def parse_flags(argv: Sequence[str]) -> ParsedFlags:
 
 def known_flags() -> list[str]:
     """Returns every accepted spelling, for suggestions."""
-    own = [info.flag for info in fields_by_name().values()]
+    of_fields = [info.flag for info in fields_by_name().values()]
     negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if _needs_no_value(info)]
     others = (
         megatron_flags.ALIASES,
@@ -85,12 +87,12 @@ def known_flags() -> list[str]:
         megatron_flags.CHOICE_FLAGS,
         megatron_flags.NO_OP_FLAGS,
     )
-    return [*own, *negated, *(flag for table in others for flag in table), *_SOURCES, TOY_FLAG]
+    return [*of_fields, *negated, *(flag for table in others for flag in table), *_SOURCES, TOY_FLAG]
 
 
-def unsupported_problem(where: str, found: str, feature: str, fix: str = "Leave it out") -> Problem:
+def unsupported_problem(where: str, value: str, feature: str, fix: str = "Leave it out") -> Problem:
     """The problem of a feature that exists elsewhere but not here yet."""
-    return Problem(where, found, f"needs {feature}, which is not in this version", f"{fix}.")
+    return Problem(where, value, f"needs {feature}, which is not in this version", f"{fix}.")
 
 
 def check_supported(info: FieldInfo, text: str) -> None:
@@ -110,7 +112,7 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
 
 
 def _did_you_mean(text: str, choices: Iterable[str]) -> str:
-    """Among few choices a loose match is unambiguous, so a swapped pair of letters in a short word (`mpl`) is near enough."""
+    """Among few choices a loose match is unambiguous, so a swapped pair of characters in a short word (`mpl`) is near enough."""
     close = closest_matches(text, choices, count=1, cutoff=0.6)
     return f"Did you mean {close[0]}?" if close else ""
 
@@ -119,12 +121,12 @@ def _tokenize(argv: Sequence[str], parsed: ParsedFlags) -> list[_FlagToken]:
     starts = [index for index, text in enumerate(argv) if text.startswith("--")]
     first = starts[0] if starts else len(argv)
     parsed.problems += [_stray_word(text) for text in argv[:first]]
-    words: list[_FlagToken] = []
+    tokens: list[_FlagToken] = []
     for start, end in zip(starts, [*starts[1:], len(argv)]):
         typed, equals, attached = argv[start].partition("=")
         flag = typed.replace("_", "-")
-        words.append(_FlagToken(typed, flag, attached if equals else None, tuple(argv[start + 1 : end])))
-    return words
+        tokens.append(_FlagToken(typed, flag, attached if equals else None, tuple(argv[start + 1 : end])))
+    return tokens
 
 
 def _stray_word(text: str) -> Problem:
@@ -179,7 +181,7 @@ def _apply_field(info: FieldInfo, token: _FlagToken, parsed: ParsedFlags) -> Seq
         return token.following_words
     if _needs_no_value(info):
         # A word after a switch is meant as its choice, also where it is none.
-        explicit = tuple(word for word in token.following_words[:1] if info.is_switch or word in info.words)
+        explicit = tuple(word for word in token.following_words[:1] if info.is_switch or word in info.value_words)
         _add_parsed(info, token, explicit or ("true",), parsed)
         return token.following_words[len(explicit) :]
     if not token.following_words:
@@ -257,10 +259,10 @@ def _needs_value(info: FieldInfo, token: _FlagToken) -> Problem:
 
 def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
     flag, typed = token.flag, token.typed
-    found = token.inline_value if token.inline_value is not None else " ".join(token.following_words)
+    value = token.inline_value if token.inline_value is not None else " ".join(token.following_words)
     feature = megatron_flags.UNSUPPORTED_FLAGS.get(flag) or absent_feature(foreign_names.without_section(flag))
     if feature is not None:
-        return unsupported_problem(typed, found, feature, alternative(feature))
+        return unsupported_problem(typed, value, feature, alternative(feature))
     if (renamed := megatron_flags.RENAMED_FLAGS.get(flag)) is not None:
         parsed.doubtful_flags.update(foreign_names.suggested_flags(renamed))
         return Problem(typed, "", "is an old name", f"Use {renamed}.")
@@ -309,7 +311,7 @@ def _check_contradictions(parsed: ParsedFlags) -> None:
         before[setting.path] = setting
         if earlier is None or earlier.value == setting.value:
             continue
-        first, last = (one.origin.detail.replace("_", "-") for one in (earlier, setting))
+        first, last = (given.origin.detail.replace("_", "-") for given in (earlier, setting))
         if first != last and {first, last} <= {info.flag, *megatron_flags.ALIASES}:
             rule = f"both set {info.flag}, and the last one wins"
             parsed.notices.append(f"{last} {setting.value} takes the place of {first} {earlier.value}: {rule}")
@@ -318,6 +320,6 @@ def _check_contradictions(parsed: ParsedFlags) -> None:
             continue
         short = [flag in megatron_flags.SHORTHANDS or flag in megatron_flags.CHOICE_FLAGS for flag in (first, last)]
         if first != last and (all(short) or (any(short) and info.section != "model")):
-            own = info.flag in (first, last)
-            rule = f"contradicts {earlier.origin.detail}" + ("" if own else f"; both set {info.flag}")
+            names_field = info.flag in (first, last)
+            rule = f"contradicts {earlier.origin.detail}" + ("" if names_field else f"; both set {info.flag}")
             parsed.problems.append(Problem(setting.origin.detail, "", rule, "Keep one of them."))

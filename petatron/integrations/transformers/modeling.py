@@ -60,7 +60,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
     def _build(self, config: PetatronConfig) -> None:
         super().__init__(config)
         self.spec: DecoderSpec = config.spec()
-        self.decoder: Decoder = self.spec.build_stage(self.spec.whole)
+        self.decoder: Decoder = self.spec.build_stage(self.spec.whole_model)
         self._kernels_for: tuple[torch.device, torch.dtype] | None = None
         if self.generation_states is None:
             self.generation_config.use_cache = False

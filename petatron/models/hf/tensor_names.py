@@ -80,10 +80,10 @@ def to_hf(family: str, logical: Mapping[str, Tensor], spec: ModelSpec) -> dict[s
     return {entry.name: _entry_from_logical(entry, logical) for entry in entries}
 
 
-def _matching_entries(family: Family, spec: ModelSpec, found: Mapping[str, Tensor]) -> tuple[FolderEntry, ...]:
+def _matching_entries(family: Family, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> tuple[FolderEntry, ...]:
     """Returns the entries of the family's files, or those of a model in memory where more of the names match."""
     tables = [family_entries(family, rows, spec) for rows in (family.mappings, family.in_memory_mappings) if rows]
-    return max(tables, key=lambda entries: sum(entry.name in found for entry in entries))
+    return max(tables, key=lambda entries: sum(entry.name in tensors for entry in entries))
 
 
 def _logical_from_entries(
@@ -106,10 +106,10 @@ def _logical_from_entries(
 def _entry_from_logical(entry: FolderEntry, logical: Mapping[str, Tensor]) -> Tensor:
     if len(entry.regions) == 1:
         return _region_in_entry(entry.regions[0], logical).contiguous()
-    whole = logical[entry.regions[0].name].new_empty(entry.shape)
+    tensor = logical[entry.regions[0].name].new_empty(entry.shape)
     for region in entry.regions:
-        region.view_in(whole).copy_(logical[region.name][region.logical_slices()])
-    return whole
+        region.view_in(tensor).copy_(logical[region.name][region.logical_slices()])
+    return tensor
 
 
 def _region_in_entry(region: EntryRegion, logical: Mapping[str, Tensor]) -> Tensor:
@@ -138,7 +138,7 @@ def stored_names_by_full_name(family: Family, names: Iterable[str], expected: Co
 def _full_name(family: Family, name: str, expected: Container[str]) -> str:
     """Returns the expected name that a stored one stands for, or itself."""
     names = [name, *(name.replace(part, written) for part, written in family.tensor_aliases.items() if part in name)]
-    return next((full for each in names for full in (each, family.prefix + each) if full in expected), name)
+    return next((full for alias in names for full in (alias, family.prefix + alias) if full in expected), name)
 
 
 def drop_missing_predictions(

@@ -106,7 +106,7 @@ ONE_PROBLEM = [
     ),
     (
         f"{PATTERN} MM --num-layers 3",
-        "--hybrid-layer-pattern MM is a pattern of 2 layers, but --num-layers is 3. Use --num-layers 2, or write one letter per layer.",
+        "--hybrid-layer-pattern MM is a pattern of 2 layers, but --num-layers is 3. Use --num-layers 2, or write one symbol per layer.",
     ),
     (
         "--num-layers 4 --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.5",

@@ -21,12 +21,12 @@ STAGE_BOUNDARY, PREDICTION_DEPTH = "|", "/"
 
 
 def branch_symbols(pattern: str | None) -> str:
-    """Returns the letters of all branches, in their order; those of no pattern are none.
+    """Returns the symbols of all branches, in their order; none without a pattern.
 
     >>> branch_symbols("P-M")
     '*M-M'
     """
-    return "".join(_BRANCHES.get(letter, letter) for letter in pattern or "")
+    return "".join(_BRANCHES.get(symbol, symbol) for symbol in pattern or "")
 
 
 def allocate_layers(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:
@@ -71,11 +71,11 @@ class HybridSettings:
 
     feature: ClassVar = Feature("hybrid models", (UsedWhen(lambda run: run.model.hybrid_layer_pattern is not None),))
     is_hybrid_model: Annotated[bool, "redundant"] = False
-    """A model whose layers are given one by one, by letters or ratios of kinds. Derived: on with a pattern or a ratio of them."""
+    """A model whose layers are given one by one, by a layer pattern or ratios of kinds. Derived: on with a pattern or a ratio of them."""
     hybrid_layer_pattern: (
         Annotated[str, "selects", "later", NotWith("is_hybrid_model", lambda hybrid: not hybrid)] | None
     ) = None
-    """The layers of a hybrid model, one letter each: M Mamba-2, G gated delta net, * attention, - MLP, E experts, P
+    """The layers of a hybrid model, one symbol each: M Mamba-2, G gated delta net, * attention, - MLP, E experts, P
     attention and Mamba-2 in parallel. Derived: from ratios."""
     hybrid_attention_ratio: Annotated[Fraction, "redundant"] = 0.0
     """Hybrid models without a pattern: the share of layers that are attention."""

@@ -25,7 +25,7 @@ _LIGHTNING = UsedWhen(
 
 
 def has_delta_layers(model: Any) -> bool:
-    """Whether some layer is a gated delta net, by the letters of a hybrid or by the variant."""
+    """Whether some layer is a gated delta net, by the layer pattern of a hybrid or by the variant."""
     if model.hybrid_layer_pattern is not None:
         return DELTA in model.hybrid_layer_pattern
     return model.experimental_attention_variant in DELTA_NETS

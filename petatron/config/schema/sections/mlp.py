@@ -22,9 +22,9 @@ _GATED = NotWith(
 )
 
 
-def _has_layers(run: RunSettings, letters: str) -> bool:
-    """Whether some layer of a hybrid is of these letters; other models have all kinds."""
-    return run.model.hybrid_layer_pattern is None or any(letter in run.model.hybrid_layer_pattern for letter in letters)
+def _has_layers(run: RunSettings, symbols: str) -> bool:
+    """Whether some layer of a hybrid has one of these symbols; other models have all kinds."""
+    return run.model.hybrid_layer_pattern is None or any(symbol in run.model.hybrid_layer_pattern for symbol in symbols)
 
 
 _HAS_MLPS = UsedWhen(lambda run: _has_layers(run, MLP), "no layer is an MLP")

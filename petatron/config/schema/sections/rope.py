@@ -147,14 +147,14 @@ def parse_longrope_factors(text: str) -> tuple[float, ...]:
     (1.0, 2.5)
     """
     try:
-        found = json.loads(text)
+        factors = json.loads(text)
     except (ValueError, RecursionError):
         raise LongRopeFactorError("is not a list of numbers such as [1.0, 1.5]") from None
-    if not isinstance(found, list) or not 0 < len(found) <= MAX_FACTORS:
+    if not isinstance(factors, list) or not 0 < len(factors) <= MAX_FACTORS:
         raise LongRopeFactorError("is not a list of numbers such as [1.0, 1.5]")
-    if not all(is_factor(number) for number in found):
+    if not all(is_factor(number) for number in factors):
         raise LongRopeFactorError("holds something else than positive numbers")
-    return tuple(float(number) for number in found)
+    return tuple(float(number) for number in factors)
 
 
 def is_factor(number: object) -> bool:

@@ -94,8 +94,8 @@ _EXPERT_SIZES = {
 
 def _layer_kinds(config: petatron.RunConfig) -> set[tuple[object, ...]]:
     model = config.model
-    letters = model.hybrid_layer_pattern or " " * model.num_layers
-    return {*zip(letters, moe_layers(config), window_layers(model), linear_layers(model))}
+    layer_pattern = model.hybrid_layer_pattern or " " * model.num_layers
+    return {*zip(layer_pattern, moe_layers(config), window_layers(model), linear_layers(model))}
 
 
 def test_origins_tell_what_is_of_the_toy_and_what_of_the_preset():
