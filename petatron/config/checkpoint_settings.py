@@ -27,7 +27,7 @@ from petatron.config.schema.model import REQUIRED_FIELDS
 from petatron.config.schema.model_identity import MODEL_SECTIONS, identity_differences, is_identity_field
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import CheckpointConfig
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 
 CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG = "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"
 _VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
@@ -78,10 +78,7 @@ NO_SETTINGS = AppliedSettings({}, ValueOrigin("checkpoint"))
 
 
 def apply_checkpoint_settings(
-    config: RawRunConfig,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    read: ReadCheckpointSettings | None,
+    config: RawRunConfig, given: SourcedValues, read: ReadCheckpointSettings | None
 ) -> AppliedSettings:
     """Returns what `--use-checkpoint-args` adds to the values of presets, files and flags."""
     checkpoint = config.checkpoint
@@ -94,7 +91,7 @@ def apply_checkpoint_settings(
     if checkpoint.use_mp_args_from_checkpoint_args and "parallel" not in stored.sections:
         rule = f"needs the checkpoint of a training run, and {stored.source} says nothing of a layout"
         return unknown_settings(Problem(MP_ARGS_FLAG, "", rule, "Give --tp, --pp and --ep instead."))
-    return _apply_settings(stored, checkpoint, values, origins)
+    return _apply_settings(stored, checkpoint, given)
 
 
 def unknown_settings(*problems: Problem) -> AppliedSettings:
@@ -109,12 +106,7 @@ def unknown_to_command(flag: str, value: str = "") -> Problem:
     return Problem(flag, value, "is not known to this command", fix)
 
 
-def _apply_settings(
-    stored: CheckpointSettings,
-    checkpoint: CheckpointConfig,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-) -> AppliedSettings:
+def _apply_settings(stored: CheckpointSettings, checkpoint: CheckpointConfig, given: SourcedValues) -> AppliedSettings:
     problems = tuple(unsupported_settings(CHECKPOINT_ARGS_FLAG, stored))
     if problems:
         return unknown_settings(*problems)
@@ -127,11 +119,13 @@ def _apply_settings(
             or stored_values["parallel.pipeline_model_parallel_layout"]
         ):
             stored_values[_VIRTUAL_STAGES] = None  # it follows from these
-    taken = unchosen_values(stored, checkpoint, stored_values, origins) | {path: stored_values[path] for path in wins}
+    taken = unchosen_values(stored, checkpoint, stored_values, given.origins) | {
+        path: stored_values[path] for path in wins
+    }
     gave_way = [
-        f"{fields_by_path()[path].flag} {values[path]} (now {stored_values[path]})"
+        f"{fields_by_path()[path].flag} {given.values[path]} (now {stored_values[path]})"
         for path in wins
-        if origins[path].is_explicit and values[path] != stored_values[path]
+        if given.origins[path].is_explicit and given.values[path] != stored_values[path]
     ]
     notices = (f"{CHECKPOINT_ARGS_FLAG}: {stored.source} takes the place of {', '.join(gave_way)}",) if gave_way else ()
     return AppliedSettings(taken, ValueOrigin("checkpoint", stored.source), notices, imports=stored.imports)
@@ -195,11 +189,7 @@ WEIGHTS_PATH = "checkpoint.pretrained_checkpoint"
 
 
 def apply_from_folder(
-    folder: str,
-    config: RawRunConfig,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    read: ReadCheckpointSettings | None,
+    folder: str, config: RawRunConfig, given: SourcedValues, read: ReadCheckpointSettings | None
 ) -> AppliedSettings:
     """Returns the settings of the model in a folder, what of it was taken as a notice, and every contradiction."""
     conflicts = list(_conflicts(folder, config.checkpoint))
@@ -212,13 +202,13 @@ def apply_from_folder(
     if unsupported:
         return unknown_settings(*unsupported)
     stored_values = all_values(stored)
-    taken = unchosen_values(stored, config.checkpoint, stored_values, origins)
+    taken = unchosen_values(stored, config.checkpoint, stored_values, given.origins)
     taken |= {path: stored_values[path] for path in identity_paths(stored_values)}
     return AppliedSettings(
         taken,
         ValueOrigin("checkpoint", stored.source),
         notices=(_taken_notice(folder, stored, taken, config.checkpoint),),
-        problems=tuple(_contradictions(stored, stored_values, values, origins)),
+        problems=tuple(_contradictions(stored, stored_values, given)),
         imports=stored.imports,
     )
 
@@ -287,12 +277,10 @@ def _conflicts(folder: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
 
 
 def _contradictions(
-    stored: CheckpointSettings,
-    stored_values: Mapping[str, FieldValue],
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
+    stored: CheckpointSettings, stored_values: Mapping[str, FieldValue], given: SourcedValues
 ) -> Iterator[Problem]:
     """Yields every setting that someone chose and that makes another model; those of a preset are one problem."""
+    values, origins = given.values, given.origins
     chosen = [path for path in identity_paths(stored_values) if origins[path].is_explicit]
     theirs = {path.partition(".")[2]: value for path, value in stored_values.items()}
     ours = theirs | {path.partition(".")[2]: values[path] for path in chosen}

@@ -36,7 +36,7 @@ from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
 
@@ -100,7 +100,7 @@ def parse_config(
     values, origins, adapted = _merge_sources(documents, flags, read_checkpoint)
     problems += adapted.problems
     suspects |= {info.flag for info in all_fields()} if adapted.problems else set()
-    stored = _settings_of_model(flags, values, origins, read_checkpoint)
+    stored = _settings_of_model(flags, SourcedValues(values, origins), read_checkpoint)
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
     if flags.from_folder is not None and not flags.toy:
@@ -156,26 +156,25 @@ def _merge_sources(
     if flags.toy and flags.from_folder is not None:
         shape, unread = shape_of_folder(flags.from_folder, unflatten_config(values).checkpoint, read_checkpoint)
         _apply(values, origins, shape)
-        adapted = AdaptedModel(problems=unread) if unread else adapt_model(values, origins, typed, toy=True)
+        adapted = (
+            AdaptedModel(problems=unread) if unread else adapt_model(SourcedValues(values, origins), typed, toy=True)
+        )
     else:
-        adapted = adapt_model(values, origins, typed, toy=flags.toy)
+        adapted = adapt_model(SourcedValues(values, origins), typed, toy=flags.toy)
     values, origins = values | adapted.values, origins | adapted.origins
     _apply(values, origins, flags.settings)
     return values, origins, adapted
 
 
 def _settings_of_model(
-    flags: ParsedFlags,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    read_checkpoint: ReadCheckpointSettings | None,
+    flags: ParsedFlags, given: SourcedValues, read_checkpoint: ReadCheckpointSettings | None
 ) -> AppliedSettings:
     """Returns what the model that a run starts from says about itself, if the run asks for it."""
-    config = unflatten_config(values)
+    config = unflatten_config(given.values)
     if flags.from_folder is not None and not flags.toy:
-        return apply_from_folder(flags.from_folder, config, values, origins, read_checkpoint)
+        return apply_from_folder(flags.from_folder, config, given, read_checkpoint)
     if config.checkpoint.use_checkpoint_args:
-        return apply_checkpoint_settings(config, values, origins, read_checkpoint)
+        return apply_checkpoint_settings(config, given, read_checkpoint)
     return hf_load_settings(config)
 
 

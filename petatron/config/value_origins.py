@@ -50,6 +50,14 @@ class ValueOrigin:
 
 
 @dataclass(frozen=True, slots=True)
+class SourcedValues:
+    """Values by path, each with its origin."""
+
+    values: Mapping[str, FieldValue]
+    origins: Mapping[str, ValueOrigin]
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One field set by one source."""
 

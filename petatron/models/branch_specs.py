@@ -266,28 +266,31 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
 
 def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
     """Returns the rope of heads of a width, scaled as the settings say."""
-    yarn = config.position_embedding_type == "yarn"
+    yarn, short, long = (
+        config.position_embedding_type == "yarn",
+        config.longrope_short_factor,
+        config.longrope_long_factor,
+    )
+    plain = RopeSpec(rotary_dim=int(head_dim * config.rotary_percent), base=config.rotary_base)
     interpolation = config.rotary_seq_len_interpolation_factor
     if interpolation is not None and not yarn:
-        rotary_dim = int(head_dim * config.rotary_percent)
-        return RopeSpec(rotary_dim=rotary_dim, base=config.rotary_base, scaling="linear", scaling_factor=interpolation)
-    if config.longrope_short_factor is not None and config.longrope_long_factor is not None:
-        return RopeSpec(
-            rotary_dim=int(head_dim * config.rotary_percent),
-            base=config.rotary_base,
-            scaling="longrope",
-            scaling_factor=config.rope_scaling_factor,
-            original_context=config.original_max_position_embeddings,
-            divisors=parse_longrope_factors(config.longrope_short_factor),
-            long_divisors=parse_longrope_factors(config.longrope_long_factor),
-            attention_factor=config.longrope_attention_factor,
-        )
-    return RopeSpec(
-        rotary_dim=int(head_dim * config.rotary_percent),
-        base=config.rotary_base,
-        scaling="yarn" if yarn else "llama3" if config.use_rope_scaling else None,
+        return replace(plain, scaling="linear", scaling_factor=interpolation)
+    scaled = replace(
+        plain,
         scaling_factor=config.rope_scaling_factor,
         original_context=config.original_max_position_embeddings,
+    )
+    if short is not None and long is not None:
+        return replace(
+            scaled,
+            scaling="longrope",
+            divisors=parse_longrope_factors(short),
+            long_divisors=parse_longrope_factors(long),
+            attention_factor=config.longrope_attention_factor,
+        )
+    return replace(
+        scaled,
+        scaling="yarn" if yarn else "llama3" if config.use_rope_scaling else None,
         low_freq_factor=config.rope_low_freq_factor,
         high_freq_factor=config.rope_high_freq_factor,
         beta_fast=config.yarn_beta_fast,

@@ -19,8 +19,8 @@ import zstandard
 
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.cli.main import main
-from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.nccl_communicators import communicator_problems
+from petatron.config.saved_config import with_absolute_paths
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig

@@ -25,7 +25,7 @@ from petatron.config.schema.fields import (
     unflatten_config,
 )
 from petatron.config.schema.metadata import NotWith
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 
 _NUM_LAYERS = "model.num_layers"
 _DEFAULT = ValueOrigin("default")
@@ -41,29 +41,21 @@ class AdaptedModel:
     problems: list[Problem] = field(default_factory=list)
 
 
-def adapt_model(
-    values: Mapping[str, FieldValue], origins: Mapping[str, ValueOrigin], typed: Mapping[str, Setting], *, toy: bool
-) -> AdaptedModel:
+def adapt_model(given: SourcedValues, typed: Mapping[str, Setting], *, toy: bool) -> AdaptedModel:
     """Returns the changes to the values of all sources before flags; `typed` are the settings of flags, which win anyway."""
     adapted = AdaptedModel()
-    dropped, adapted.notices = meaningless_values(values, origins, typed, heads_may_follow=toy)
+    dropped, adapted.notices = meaningless_values(given, typed, heads_may_follow=toy)
     adapted.values = {path: fields_by_path()[path].default for path in dropped}
     adapted.origins = dict.fromkeys(dropped, _DEFAULT)
-    current, sources = {**values, **adapted.values}, {**origins, **adapted.origins}
+    current = SourcedValues({**given.values, **adapted.values}, {**given.origins, **adapted.origins})
     typed_values = {path: setting.value for path, setting in typed.items()}
-    if toy:
-        _shrink(adapted, current, sources, typed_values)
-    else:
-        _cut_patterns(adapted, current, sources, typed_values)
+    change = _shrink if toy else _cut_patterns
+    change(adapted, current, typed_values)
     return adapted
 
 
-def _shrink(
-    adapted: AdaptedModel,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    typed: Mapping[str, FieldValue],
-) -> None:
+def _shrink(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, FieldValue]) -> None:
+    values, origins = given.values, given.origins
     if {**values, **typed}["checkpoint.use_checkpoint_args"]:
         rule = "cannot be combined with --use-checkpoint-args, which takes the model from --load as it is"
         adapted.problems.append(Problem(TOY_FLAG, "", rule, "Keep one of them."))
@@ -89,17 +81,12 @@ def _shrink(
     )
 
 
-def _cut_patterns(
-    adapted: AdaptedModel,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    typed: Mapping[str, FieldValue],
-) -> None:
+def _cut_patterns(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, FieldValue]) -> None:
     """`--num-layers` below the number of layers that patterns of a preset or file describe."""
     number = typed.get(_NUM_LAYERS)
     if not isinstance(number, int) or any(path in typed for path in PATTERN_PATHS):
         return
-    cut = cut_layers(values, number, every_pattern=False)
+    cut, origins = cut_layers(given.values, number, every_pattern=False), given.origins
     if cut is None:
         return
     adapted.values |= cut.values
@@ -110,17 +97,13 @@ def _cut_patterns(
 
 
 def meaningless_values(
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    typed: Mapping[str, Setting],
-    *,
-    heads_may_follow: bool,
+    given: SourcedValues, typed: Mapping[str, Setting], *, heads_may_follow: bool
 ) -> tuple[list[str], list[str]]:
     """Returns the paths of a preset's values that typed flags make meaningless, and a notice for each of these flags.
 
     `heads_may_follow`: the number of key/value heads will be chosen for a typed number of heads.
     """
-    dropped: dict[str, list[FieldInfo]] = {}
+    values, origins, dropped = given.values, given.origins, dict[str, list[FieldInfo]]()
     for info in all_fields():
         if origins[info.path].kind != "preset" or info.path in typed or values[info.path] == info.default:
             continue

@@ -65,6 +65,15 @@ class _FlagToken:
     inline_value: str | None
     following_words: tuple[str, ...]
 
+    @property
+    def value(self) -> str:
+        """Its one value; empty without any."""
+        return next(iter(self.following_words), "") if self.inline_value is None else self.inline_value
+
+    @property
+    def words_after_value(self) -> tuple[str, ...]:
+        return self.following_words[1:] if self.inline_value is None else self.following_words
+
 
 def parse_flags(argv: Sequence[str]) -> ParsedFlags:
     """Returns settings in the order typed; nothing is raised, the problems are in the result."""
@@ -81,13 +90,8 @@ def known_flags() -> list[str]:
     """Returns every accepted spelling, for suggestions."""
     of_fields = [info.flag for info in fields_by_name().values()]
     negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if _needs_no_value(info)]
-    others = (
-        megatron_flags.ALIASES,
-        megatron_flags.SHORTHANDS,
-        megatron_flags.CHOICE_FLAGS,
-        megatron_flags.NO_OP_FLAGS,
-    )
-    return [*of_fields, *negated, *(flag for table in others for flag in table), *_SOURCES, TOY_FLAG]
+    others = [*megatron_flags.ALIASES, *megatron_flags.SHORTHANDS, *megatron_flags.CHOICE_FLAGS]
+    return [*of_fields, *negated, *others, *megatron_flags.NO_OP_FLAGS, *_SOURCES, TOY_FLAG]
 
 
 def unsupported_problem(where: str, value: str, feature: str, fix: str = "Leave it out") -> Problem:
@@ -171,9 +175,6 @@ def _needs_no_value(info: FieldInfo) -> bool:
 def _apply_field(info: FieldInfo, token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
     if info.is_list:
         texts = token.following_words if token.inline_value is None else (token.inline_value, *token.following_words)
-        if not texts:
-            parsed.problems.append(_needs_value(info, token))
-            parsed.doubtful_flags.add(info.flag)
         _add_parsed(info, token, texts, parsed)
         return ()
     if token.inline_value is not None:
@@ -184,16 +185,15 @@ def _apply_field(info: FieldInfo, token: _FlagToken, parsed: ParsedFlags) -> Seq
         explicit = tuple(word for word in token.following_words[:1] if info.is_switch or word in info.value_words)
         _add_parsed(info, token, explicit or ("true",), parsed)
         return token.following_words[len(explicit) :]
-    if not token.following_words:
-        parsed.problems.append(_needs_value(info, token))
-        parsed.doubtful_flags.add(info.flag)
-        return ()
     _add_parsed(info, token, token.following_words[:1], parsed)
     return token.following_words[1:]
 
 
 def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed: ParsedFlags) -> None:
     values: list[FieldValue] = []
+    if not texts:
+        parsed.problems.append(Problem(token.typed, "", "needs a value", info.meaning))
+        parsed.doubtful_flags.add(info.flag)
     for text in texts:
         try:
             check_supported(info, text)
@@ -220,7 +220,7 @@ def _apply_valueless(token: _FlagToken, parsed: ParsedFlags, apply: Callable[[],
 def _apply_choice(
     choices: Mapping[str, megatron_flags.Shorthand], token: _FlagToken, parsed: ParsedFlags
 ) -> Sequence[str]:
-    text = token.inline_value if token.inline_value is not None else next(iter(token.following_words), "")
+    text = token.value
     meant = choices.get(text)
     if meant is not None:
         parsed.add_setting(fields_by_name()[meant.field], meant.value, token.typed)
@@ -229,7 +229,7 @@ def _apply_choice(
         fix = _did_you_mean(text, choices) or f"Use {join_with_or(choices)}."
         parsed.problems.append(Problem(token.typed, text, rule, fix))
         parsed.doubtful_flags.update(fields_by_name()[choice.field].flag for choice in choices.values())
-    return token.following_words if token.inline_value is not None else token.following_words[1:]
+    return token.words_after_value
 
 
 def _apply_no_op(no_op: megatron_flags.NoOpFlag, token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
@@ -237,24 +237,19 @@ def _apply_no_op(no_op: megatron_flags.NoOpFlag, token: _FlagToken, parsed: Pars
     if not no_op.takes_value:
         return _apply_valueless(token, parsed, lambda: parsed.notices.append(notice))
     parsed.notices.append(notice)
-    return token.following_words[1:] if token.inline_value is None else token.following_words
+    return token.words_after_value
 
 
 def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
-    text = token.inline_value if token.inline_value is not None else next(iter(token.following_words), "")
-    if not text:
+    if not token.value:
         parsed.problems.append(Problem(token.typed, "", "needs a value", f"Give {_SOURCES[token.flag]}."))
     elif token.flag == PRESET_FLAG:
-        parsed.preset = text
+        parsed.preset = token.value
     elif token.flag == FROM_FLAG:
-        parsed.from_folder = text
+        parsed.from_folder = token.value
     else:
-        parsed.files.append(text)
-    return token.following_words if token.inline_value is not None else token.following_words[1:]
-
-
-def _needs_value(info: FieldInfo, token: _FlagToken) -> Problem:
-    return Problem(token.typed, "", "needs a value", info.meaning)
+        parsed.files.append(token.value)
+    return token.words_after_value
 
 
 def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
@@ -267,12 +262,8 @@ def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
         parsed.doubtful_flags.update(foreign_names.suggested_flags(renamed))
         return Problem(typed, "", "is an old name", f"Use {renamed}.")
     if flag in megatron_flags.OTHER_COMMAND_FLAGS:
-        return Problem(
-            typed,
-            "",
-            "does not belong to this command",
-            f"It is a flag of `{megatron_flags.OTHER_COMMAND_FLAGS[flag]}`.",
-        )
+        fix = f"It is a flag of `{megatron_flags.OTHER_COMMAND_FLAGS[flag]}`."
+        return Problem(typed, "", "does not belong to this command", fix)
     meant = foreign_names.suggestion(flag) or _closest_flags(foreign_names.without_section(flag))
     # A misspelt --num-layers should not also be reported as a missing --num-layers; what a model's folder or a preset would have
     # set is unknown, so that every value is in doubt.

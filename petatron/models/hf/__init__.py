@@ -16,7 +16,6 @@ from petatron.models.hf.config_json import (
     to_hf_config,
 )
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
-from petatron.models.hf.fill_model import fill_model
 from petatron.models.hf.find_family import (
     FAMILIES,
     family_name_of_config,
@@ -29,6 +28,7 @@ from petatron.models.hf.find_family import (
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
 from petatron.models.hf.tensor_names import (
     drop_missing_predictions,
+    fill_model,
     output_head_name,
     stored_names_by_full_name,
     to_hf,

@@ -12,9 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from petatron.config import RunConfig
-from petatron.config.absolute_paths import absolute_value, with_absolute_paths
 from petatron.config.declared_rules import unused_settings
-from petatron.config.saved_config import without_private_paths
+from petatron.config.saved_config import absolute_value, with_absolute_paths, without_private_paths
 from petatron.config.schema.fields import fields_by_path
 
 # The effect of a changed setting, by path, by the name of its feature, or by section; the first of them that is there counts.

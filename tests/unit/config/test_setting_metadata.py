@@ -28,7 +28,7 @@ from petatron.config.schema.model_identity import identity_differences, is_ident
 from petatron.config.schema.numeric_bounds import Size
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.training import WeightsCopy
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.validate import load_config, resolve_config
 
 
@@ -110,7 +110,7 @@ def test_a_section_of_ones_own_is_everywhere_without_an_edit():
     typed = {
         "model.multi_latent_attention": Setting("model.multi_latent_attention", True, ValueOrigin("flag", "--mla"))
     }
-    dropped, said = meaningless_values(values, of_preset, typed, heads_may_follow=True)
+    dropped, said = meaningless_values(SourcedValues(values, of_preset), typed, heads_may_follow=True)
     assert dropped == ["model.lightning_heads"] and "--lightning-heads 8" in said[0]
 
 

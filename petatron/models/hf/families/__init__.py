@@ -9,11 +9,9 @@ from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
 from petatron.models.hf.families.experts.llama4 import LLAMA4
 from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from petatron.models.hf.families.glm import GLM, GLM4, GLM4_MOE
-from petatron.models.hf.families.gpt2 import GPT2
-from petatron.models.hf.families.gpt_neox import GPT_NEOX
+from petatron.models.hf.families.gpt import GPT2, GPT_NEOX
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
-from petatron.models.hf.families.hybrid.bamba import BAMBA
-from petatron.models.hf.families.hybrid.falcon_h1 import FALCON_H1
+from petatron.models.hf.families.hybrid.bamba import BAMBA, FALCON_H1
 from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
 from petatron.models.hf.families.hybrid.kimi_linear import KIMI_LINEAR
 from petatron.models.hf.families.hybrid.mamba2 import MAMBA2

@@ -12,7 +12,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.sections.rope import is_factor
-from petatron.models.hf.families.gpt2 import gpt
+from petatron.models.hf.families.gpt import gpt
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.shared_tables import QKV
