@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from petatron.base.terminal_escape import printable
@@ -74,3 +74,9 @@ class ConfigError(PetatronError):
         lines = [f"{len(self.problems)} {noun} in this configuration:"]
         lines += [f"  {problem}" for problem in self.problems]
         super().__init__("\n".join(lines))
+
+
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """Raises `ConfigError` with all problems, if there are any."""
+    if problems := tuple(problems):
+        raise ConfigError(problems)

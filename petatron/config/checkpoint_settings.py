@@ -254,7 +254,8 @@ def hf_load_settings(config: RawRunConfig) -> AppliedSettings:
 def _conflicts(folder: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
     """Yields other flags that say where the model or its weights come from."""
     load, step = checkpoint.load, checkpoint.ckpt_step
-    restarts = load is not None and checkpoint.save is not None and _same_path(load, checkpoint.save)
+    save = checkpoint.save
+    restarts = None not in (load, save) and os.path.realpath(str(load)) == os.path.realpath(str(save))
     if checkpoint.use_checkpoint_args:
         rule = f"cannot be combined with {CHECKPOINT_ARGS_FLAG}, which takes the model from --load"
         yield Problem(FROM_FLAG, folder, rule, "Keep one of them.")
@@ -334,7 +335,3 @@ def _taken_notice(
         f"{FROM_FLAG} {folder}{place} gives this run the model ({model}), {tokenizer}, and the weights{unless}; the optimizer is "
         "fresh, at iteration 0"
     )
-
-
-def _same_path(first: str, second: str) -> bool:
-    return os.path.realpath(first) == os.path.realpath(second)

@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
@@ -46,8 +46,7 @@ def derive_defaults(
     _derive_model(state)
     _derive_pipeline(state)
     _derive_sequence(state)
-    _derive_sharding(state)
-    _derive_run(state)
+    _derive_data_parallel(state)
     _derive_files(state)
     return unflatten_config(state.values), state.origins
 
@@ -63,8 +62,7 @@ def resolve_derived(config: RawRunConfig) -> RunConfig:
         for name in resolved_class.__annotations__
         if getattr(getattr(config, section), name) is None
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     sections = _field_values(config) | {
         "model": ModelConfig(**_field_values(config.model)),
         "parallel": ParallelConfig(**_field_values(config.parallel)),
@@ -229,7 +227,7 @@ def _derive_sequence(values: _DerivedValues) -> None:
         values.set("hierarchical_context_parallel_sizes", (exchange, cp // exchange), why)
 
 
-def _derive_sharding(values: _DerivedValues) -> None:
+def _derive_data_parallel(values: _DerivedValues) -> None:
     strategy = "data_parallel_sharding_strategy"
     if values[strategy] == "optim" and not values.is_chosen("use_distributed_optimizer"):
         if not values["use_distributed_optimizer"]:
@@ -238,9 +236,6 @@ def _derive_sharding(values: _DerivedValues) -> None:
         values.fill(strategy, "optim", "--use-distributed-optimizer is set")
     else:
         values.fill(strategy, "no_shard", "--use-distributed-optimizer is not set")
-
-
-def _derive_run(values: _DerivedValues) -> None:
     replicas, micro = values["data_parallel_size"], values["micro_batch_size"]
     if replicas and micro > 0:
         values.fill("global_batch_size", micro * replicas, "micro batch x data parallel")

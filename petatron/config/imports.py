@@ -26,7 +26,7 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.base.safe_files import private_folder, write_atomic
 
 IMPORT_FLAG, IMPORTS_PATH = "--import", "launch.imports"
@@ -78,9 +78,7 @@ def import_modules(named: Iterable[NamedImport]) -> list[Problem]:
 
 def import_typed(names: Iterable[str]) -> None:
     """Imports modules that the user has typed; raises `ConfigError` with every problem."""
-    problems = import_modules(NamedImport(name) for name in names)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(import_modules(NamedImport(name) for name in names))
 
 
 def import_stored(names: Iterable[str], *, file: str) -> list[Problem]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.untrusted_files import read_limited_bytes
 from petatron.config.schema.parallel import ParallelConfig, RawParallelConfig
 from petatron.config.yaml_file import MAX_YAML_BYTES
@@ -66,9 +66,7 @@ def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
     >>> communicator_options(ParallelConfig(high_priority_stream_groups=("tp",))).for_axis("tp").is_high_priority_stream
     True
     """
-    problems = list(communicator_problems(config))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(communicator_problems(config))
     by_axis: dict[str, CommunicatorSettings] = {}
     for group, values in _read_file(config.nccl_communicator_config_path).items():
         by_axis |= {axis: CommunicatorSettings(**values) for axis in AXES_BY_GROUP[group]}

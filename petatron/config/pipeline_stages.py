@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.config.declared_rules import at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import RawParallelConfig
@@ -58,9 +58,7 @@ def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
     >>> [stage.layer_indices for stage in pipeline_stages(RunConfig(model=ModelConfig(num_layers=4), parallel=parallel))]
     [(0, 1), (2, 3)]
     """
-    problems = list(stage_problems(config))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(stage_problems(config))
     counts = _layers_and_predictions_per_stage(config)
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return tuple(

@@ -74,17 +74,14 @@ def read_yaml_file(path: str | Path) -> ParsedYaml:
     """Reads a user's file, which may be untrusted; origins are `file:line`."""
     try:
         text = read_limited_bytes(Path(path), MAX_YAML_BYTES).decode()
-        with reading_untrusted(Path(path), _yaml_error):
+        fix = "Write plain `field: value` lines."
+        with reading_untrusted(Path(path), lambda file, why: ConfigError([Problem("--config", str(file), why, fix)])):
             return read_yaml_text(text, source=str(path), kind="file")
     except (OSError, ValueError) as error:  # ValueError: a path that cannot be one, or bytes that are no text
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         return unreadable_source(Problem("--config", str(path), f"cannot be read: {reason}", "Check the path."))
     except ConfigError as error:
         return unreadable_source(error.problems[0])
-
-
-def _yaml_error(path: Path, why: str) -> ConfigError:
-    return ConfigError([Problem("--config", str(path), why, "Write plain `field: value` lines.")])
 
 
 def read_yaml_text(text: str, *, source: str, kind: Literal["file", "preset"]) -> ParsedYaml:

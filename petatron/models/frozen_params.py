@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import OptimizerConfig
@@ -146,9 +146,7 @@ def _find_frozen(
     if not (freeze or train_only or declared):
         return NOTHING_FROZEN
     params, tensors = spec.params(), _names_of_params(spec)
-    problems = [*_unmatched(freeze, _FREEZE, tensors), *_unmatched(train_only, _TRAIN_ONLY, tensors)]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems([*_unmatched(freeze, _FREEZE, tensors), *_unmatched(train_only, _TRAIN_ONLY, tensors)])
     names = {
         name
         for name, param in params.items()
@@ -157,9 +155,7 @@ def _find_frozen(
         or (train_only and not _matches((name, *tensors[name]), train_only))
     }
     trained = {name: param for name, param in params.items() if name not in names}
-    problems = list(_optimizer_problems(params, trained, freeze, train_only, optim))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(_optimizer_problems(params, trained, freeze, train_only, optim))
     notices = [*_partial_matches(freeze, "frozen", tensors), *_partial_matches(train_only, "trained", tensors)]
     names |= {end for end, original in spec.tied_params.items() if original in names}
     return _assemble(spec, names, set(trained), notices)

@@ -32,19 +32,21 @@ _FACTOR_LISTS = {"ssm_multipliers": ("z", "x", "B", "C", "dt"), "mlp_multipliers
 
 
 def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:
-    yield from _patterns(model)
+    yield from layer_pattern_problems("window_attn_skip_freq", model)
+    yield from layer_pattern_problems("no_rope_freq", model)
     yield from _rotary(model)
     yield from _norms_and_residuals(model)
     yield from _input_factors(model)
-    yield from _gates(model)
-    yield from _temperature(model)
+    gate, *_ = (*model.mlp_multipliers, 1.0)
+    if gate != 1.0 and model.activation not in GATED_ACTIVATIONS:
+        rule = f"begins with a factor on gates, but --activation is {model.activation}"
+        yield Problem("--mlp-multipliers", f"{gate:g}", rule, "Use --swiglu, or begin with 1.")
+    scale, rotary = model.attention_temperature_scale, model.position_embedding_type in ROTARY_TYPES
+    if scale is not None and rotary and model.no_rope_freq is None:
+        rule = "is for layers without rotary positions, and all have them"
+        yield Problem("--attention-temperature-scale", f"{scale:g}", rule, "Give --no-rope-freq, or leave it out.")
     if model.position_embedding_type == "alibi":
         yield from _alibi(model)
-
-
-def _patterns(model: RawModelConfig) -> Iterator[Problem]:
-    yield from layer_pattern_problems("window_attn_skip_freq", model)
-    yield from layer_pattern_problems("no_rope_freq", model)
 
 
 def _rotary(model: RawModelConfig) -> Iterator[Problem]:
@@ -123,20 +125,6 @@ def _input_factors(model: RawModelConfig) -> Iterator[Problem]:
             yield Problem(flag_name(name), f"{getattr(model, name):g}", rule, "Leave one out.")
 
 
-def _gates(model: RawModelConfig) -> Iterator[Problem]:
-    gate, *_ = (*model.mlp_multipliers, 1.0)
-    if gate != 1.0 and model.activation not in GATED_ACTIVATIONS:
-        rule = f"begins with a factor on gates, but --activation is {model.activation}"
-        yield Problem("--mlp-multipliers", f"{gate:g}", rule, "Use --swiglu, or begin with 1.")
-
-
-def _temperature(model: RawModelConfig) -> Iterator[Problem]:
-    scale, rotary = model.attention_temperature_scale, model.position_embedding_type in ROTARY_TYPES
-    if scale is not None and rotary and model.no_rope_freq is None:
-        rule = "is for layers without rotary positions, and all have them"
-        yield Problem("--attention-temperature-scale", f"{scale:g}", rule, "Give --no-rope-freq, or leave it out.")
-
-
 def _alibi(model: RawModelConfig) -> Iterator[Problem]:
     """Biases of scores are there before what else changes them, and are exact in half precision up to a position."""
     where = "--position-embedding-type"
@@ -159,7 +147,10 @@ _VARIANT, _FREQ = "--experimental-attention-variant", "--linear-attention-freq"
 
 def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     model, pattern = config.model, config.model.hybrid_layer_pattern
-    yield from _ratios(model)
+    attention, mlp = model.hybrid_attention_ratio, model.hybrid_mlp_ratio
+    if attention + mlp > 1:
+        rule = f"and --hybrid-mlp-ratio {mlp:g} leave no layer for Mamba-2: they add up to {attention + mlp:g}"
+        yield Problem("--hybrid-attention-ratio", f"{attention:g}", rule, "Use ratios whose sum is at most 1.")
     yield from _delta_layers(model)
     if pattern is None:
         return
@@ -191,13 +182,6 @@ def _delta_layers(model: RawModelConfig) -> Iterator[Problem]:
     elif variant is not None and freq is None:
         fix = f"Give {_FREQ}: 4 is three such layers before each one of attention."
         yield Problem(_VARIANT, variant, "needs to know which layers it is for", fix)
-
-
-def _ratios(model: RawModelConfig) -> Iterator[Problem]:
-    attention, mlp = model.hybrid_attention_ratio, model.hybrid_mlp_ratio
-    if attention + mlp > 1:
-        rule = f"and --hybrid-mlp-ratio {mlp:g} leave no layer for Mamba-2: they add up to {attention + mlp:g}"
-        yield Problem("--hybrid-attention-ratio", f"{attention:g}", rule, "Use ratios whose sum is at most 1.")
 
 
 def _ratios_of_pattern(model: RawModelConfig, pattern: str) -> Iterator[Problem]:

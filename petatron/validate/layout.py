@@ -227,20 +227,15 @@ _INSTANCES = "--num-distributed-optimizer-instances"
 def check_data_parallel(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     strategy = parallel.data_parallel_sharding_strategy
-    if strategy in FSDP_STRATEGIES:
-        yield from _fully_sharded(parallel, strategy)
-    else:
+    if strategy not in FSDP_STRATEGIES:
         yield from _optimizer_sharded(parallel, strategy)
-    yield from _instances(parallel, experts=config.moe.num_experts is not None)
-    if parallel.grad_reduce_in_bf16 and not config.precision.bf16:
-        yield Problem("--grad-reduce-in-bf16", "", "needs --bf16", "Give it, or leave this out.")
-
-
-def _fully_sharded(parallel: RawParallelConfig, strategy: str) -> Iterator[Problem]:
-    if parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+    elif parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
         rule = f"splits the backward pass, which would bypass the gradient reduction of {_STRATEGY} {strategy}"
         fix = "Use 1f1b, interleaved or gpipe; or optim."
         yield Problem("--pipeline-schedule", str(parallel.pipeline_schedule), rule, fix)
+    yield from _instances(parallel, experts=config.moe.num_experts is not None)
+    if parallel.grad_reduce_in_bf16 and not config.precision.bf16:
+        yield Problem("--grad-reduce-in-bf16", "", "needs --bf16", "Give it, or leave this out.")
 
 
 def _optimizer_sharded(parallel: RawParallelConfig, strategy: str | None) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.config.declared_rules import conflict_problems, number_problems, out_of_bounds
 from petatron.config.derived_defaults import resolve_derived
 from petatron.config.load import ConfigSources, LoadedConfig, RawLoadedConfig, parse_config
@@ -47,8 +47,7 @@ def load_config(
 
 def without_problems(loaded: RawLoadedConfig, problems: Sequence[Problem]) -> LoadedConfig:
     """Returns the resolved config; raises `ConfigError` if there are problems."""
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return LoadedConfig(resolve_derived(loaded.config), loaded.origins, loaded.notices)
 
 

@@ -25,7 +25,9 @@ def check_moe(config: RawRunConfig, *, require_training: bool) -> Iterator[Probl
     yield from moe_layer_freq_problems(config)
     yield from _topk(moe, moe.num_experts)
     yield from _groups(moe, moe.num_experts)
-    yield from _capacity(moe)
+    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
+        rule = "needs --moe-expert-capacity-factor, without which an expert has no capacity"
+        yield Problem("--moe-pad-expert-input-to-capacity", "", rule, "Give it, or leave this out.")
     if require_training and router_cannot_learn(moe) and not _continues_model(config):
         rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
         fix = "Add --moe-router-pre-softmax; a model that is trained already continues with --from FOLDER."
@@ -75,12 +77,6 @@ def _groups(moe: MoEConfig, experts: int) -> Iterator[Problem]:
     elif groups and topk > chosen * (experts // groups):
         rule = f"groups of {experts // groups} experts hold fewer than the --moe-router-topk {topk} a token needs"
         yield Problem(where, str(chosen), rule, f"Use {-(-topk // (experts // groups))} or more.")
-
-
-def _capacity(moe: MoEConfig) -> Iterator[Problem]:
-    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
-        rule = "needs --moe-expert-capacity-factor, without which an expert has no capacity"
-        yield Problem("--moe-pad-expert-input-to-capacity", "", rule, "Give it, or leave this out.")
 
 
 MOE_OVERLAP_FLAG = "--overlap-moe-expert-parallel-comm"

@@ -61,20 +61,15 @@ def _memory(config: RawRunConfig) -> Iterator[Problem]:
     if budget is not None and config.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
         rule = f"cannot be kept with --pipeline-schedule {config.parallel.pipeline_schedule}, which holds operands back"
         yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Use 1f1b or interleaved.")
-    yield from _recompute_layers(config)
+    number, largest = memory.recompute_num_layers, max_layers_per_stage(config)
+    if number is not None and largest is not None and number > largest:
+        rule = f"is more than the {largest} layers of a pipeline stage"
+        yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
     yield from _offloaded_layers(config)
     yield from within("optimizer_offload_fraction", memory.optimizer_offload_fraction, 0, 1, closed=True)
     if memory.optimizer_cpu_offload and memory.optimizer_nvme_offload is not None:
         rule = "and --optimizer-nvme-offload are two places for the same state"
         yield Problem("--optimizer-cpu-offload", "", rule, "Keep one of them.")
-
-
-def _recompute_layers(config: RawRunConfig) -> Iterator[Problem]:
-    number = config.memory.recompute_num_layers
-    largest = max_layers_per_stage(config)
-    if number is not None and largest is not None and number > largest:
-        rule = f"is more than the {largest} layers of a pipeline stage"
-        yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
 
 
 def _offloaded_layers(config: RawRunConfig) -> Iterator[Problem]:
@@ -248,21 +243,14 @@ def _optimizer(config: RawRunConfig) -> Iterator[Problem]:
         yield Problem("--start-weight-decay", f"{start:g}", rule, "Weight decay may only grow.")
     yield from at_least("clip_grad", optim.clip_grad, 0)
     yield from check_update_rule(config)
-    yield from _gradient_dtype(config)
-
-
-def _gradient_dtype(config: RawRunConfig) -> Iterator[Problem]:
-    """Low-precision gradients require a model in low precision."""
-    optim, precision = config.optim, config.precision
-    if optim.main_grads_dtype == "bf16":
-        if not precision.bf16:
-            yield Problem("--main-grads-dtype", "bf16", "needs --bf16", "Give it, or use fp32.")
-        if config.parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES:
-            strategy = config.parallel.data_parallel_sharding_strategy
-            rule = (
-                f"cannot be had with --data-parallel-sharding-strategy {strategy}, where fully_shard adds gradients up"
-            )
-            yield Problem("--main-grads-dtype", "bf16", rule, "Use fp32, or the strategy optim.")
+    strategy = config.parallel.data_parallel_sharding_strategy
+    if (
+        optim.main_grads_dtype == "bf16" and not config.precision.bf16
+    ):  # such gradients require a model in low precision
+        yield Problem("--main-grads-dtype", "bf16", "needs --bf16", "Give it, or use fp32.")
+    if optim.main_grads_dtype == "bf16" and strategy in FSDP_STRATEGIES:
+        rule = f"cannot be had with --data-parallel-sharding-strategy {strategy}, where fully_shard adds gradients up"
+        yield Problem("--main-grads-dtype", "bf16", rule, "Use fp32, or the strategy optim.")
 
 
 def check_update_rule(config: RawRunConfig) -> Iterator[Problem]:

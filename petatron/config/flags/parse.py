@@ -264,18 +264,14 @@ def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
     if flag in megatron_flags.OTHER_COMMAND_FLAGS:
         fix = f"It is a flag of `{megatron_flags.OTHER_COMMAND_FLAGS[flag]}`."
         return Problem(typed, "", "does not belong to this command", fix)
-    meant = foreign_names.suggestion(flag) or _closest_flags(foreign_names.without_section(flag))
+    close = closest_matches(foreign_names.without_section(flag), known_flags())
+    meant = foreign_names.suggestion(flag) or (join_with_or(close) if close else "")
     # A misspelt --num-layers should not also be reported as a missing --num-layers; what a model's folder or a preset would have
     # set is unknown, so that every value is in doubt.
     flags = foreign_names.suggested_flags(meant)
     parsed.doubtful_flags.update(flags if _SOURCES.keys().isdisjoint(flags) else known_flags())
     fix = f"Did you mean {meant}?" if meant else "See `petatron train --help` for all flags."
     return Problem(typed, "", "is not a known flag", fix)
-
-
-def _closest_flags(flag: str) -> str:
-    close = closest_matches(flag, known_flags())
-    return join_with_or(close) if close else ""
 
 
 def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:

@@ -145,10 +145,6 @@ class FieldInfo:
         return value
 
 
-def _parse_int(text: str) -> int:
-    return int(text, 10)
-
-
 def _parse_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -163,7 +159,7 @@ def _parse_bool(text: str) -> bool:
     return word in _TRUE_WORDS
 
 
-_PARSERS: Mapping[str, Any] = {"int": _parse_int, "float": _parse_float, "bool": _parse_bool, "str": str}
+_PARSERS: Mapping[str, Any] = {"int": int, "float": _parse_float, "bool": _parse_bool, "str": str}
 
 
 def flag_name(name: str) -> str:

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.metadata import RunSettings
 from petatron.config.schema.sections.hybrid import EXPERTS
@@ -36,9 +36,7 @@ def moe_layers(config: RunSettings) -> tuple[bool, ...]:
         return (False,) * layers
     if config.model.hybrid_layer_pattern is not None:
         return tuple(symbol == EXPERTS for symbol in config.model.hybrid_layer_pattern)
-    problems = list(moe_layer_freq_problems(config))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(moe_layer_freq_problems(config))
     return _marked(config)
 
 

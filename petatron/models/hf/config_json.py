@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.model_identity import model_settings
@@ -45,8 +45,7 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         # The problems that remain whichever value of its type a wrong key has.
         remaining = [problem for problem in problems if problem in others and problem.where not in reader.wrong]
         raise ConfigError([*reader.wrong.values(), *remaining])
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     experts = {name: value for name, value in values.items() if model_settings()[name].section == "moe"}
     return {name: value for name, value in values.items() if name not in experts}, experts
 
@@ -155,8 +154,7 @@ def parse_config_json(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         *_own_problems("model", content.get("model"), {field.name for field in fields(ModelConfig)}),
         *_own_problems("moe", content.get("moe", {}), {field.name for field in fields(MoEConfig)}),
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return _with_tuples(content["model"]), _with_tuples(content.get("moe", {}))
 
 

@@ -134,7 +134,9 @@ def _nearest_family(config: Mapping[str, Any]) -> str:
     """Returns a sentence on the family with most keys in common with a config.json, and what differs."""
     keys = _own_keys(config)
     readers = [_read_by(family, config) for family in FAMILIES.values()]
-    nearest = min(readers, key=lambda reader: len(keys ^ _copied_keys(reader)) + len(keys - reader.keys()))
+    nearest = min(
+        readers, key=lambda reader: len(keys ^ (set(reader.names.values()) - {""})) + len(keys - reader.keys())
+    )
     missing = sorted(key for key in nearest.wrong if key not in config)
     extra = sorted(keys - nearest.keys())
     differences = [f"it lacks {_named(missing)}"] * bool(missing) + [f"it has {_named(extra)} besides"] * bool(extra)
@@ -146,10 +148,6 @@ def _own_keys(config: Mapping[str, Any]) -> set[str]:
     """Returns the keys of settings that are set and that not every family has."""
     ids = {key for key in config if key.endswith("_token_id")}
     return {key for key, value in config.items() if value is not None} - ids - set(_COMMON_KEYS)
-
-
-def _copied_keys(reader: ConfigReader) -> set[str]:
-    return set(reader.names.values()) - {""}
 
 
 def _named(keys: Sequence[str]) -> str:

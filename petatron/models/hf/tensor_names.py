@@ -17,7 +17,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
 from petatron.models.hf.family import Family
 from petatron.models.hf.find_family import family_name_of_config, get_family
-from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_shapes
+from petatron.models.hf.folder_entries import FolderEntry, family_entries, folder_shapes
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Placement, Shape
 
@@ -105,17 +105,13 @@ def _logical_from_entries(
 
 def _entry_from_logical(entry: FolderEntry, logical: Mapping[str, Tensor]) -> Tensor:
     if len(entry.regions) == 1:
-        return _region_in_entry(entry.regions[0], logical).contiguous()
+        region = entry.regions[0]
+        part = logical[region.name][region.logical_slices()]
+        return (part.transpose(-2, -1) if region.transposed else part).reshape(region.shape_in_entry).contiguous()
     tensor = logical[entry.regions[0].name].new_empty(entry.shape)
     for region in entry.regions:
         region.view_in(tensor).copy_(logical[region.name][region.logical_slices()])
     return tensor
-
-
-def _region_in_entry(region: EntryRegion, logical: Mapping[str, Tensor]) -> Tensor:
-    part = logical[region.name][region.logical_slices()]
-    part = part.transpose(-2, -1) if region.transposed else part
-    return part.reshape(region.shape_in_entry)
 
 
 def output_head_name(family: Family) -> str:

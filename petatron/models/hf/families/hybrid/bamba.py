@@ -2,8 +2,8 @@
 
 Falcon-H1 has its names and keys: every layer runs attention and Mamba-2 on the same normed input and adds both, then an MLP; factors are
 everywhere. In a pattern each of its layers is `P-`. The norm of a scan's output, where there is one, is over as many groups as B and C
-have, before or after the gate. Factors on inputs of projections are here factors on what these make; no projection has a bias. The factor on
-logits is the inverse of `logits_scaling`.
+have, before or after the gate. Factors on inputs of projections are here factors on what these make; no projection has a bias. The factor
+on logits is the inverse of `logits_scaling`.
 """
 
 from __future__ import annotations
