@@ -118,11 +118,15 @@ def parse_config(
         problems += _recipe_without_format(raw, origins)
     config, derived = derive_defaults(raw, chosen_paths=given, world_size=world_size)
     origins |= derived
+    # A switch that nobody set but derivation turned on: someone comparing with another system needs to know.
+    switch = origins["parallel.sequence_parallel"]
+    is_on = config.parallel.sequence_parallel and switch.kind == "derived"
+    switches = [f"sequence parallelism is on: {switch.detail}"] if is_on else []
     notices = (
         *flags.notices,
         *adapted.notices,
         *stored.notices,
-        *_derived_switch_notices(config, origins),
+        *switches,
         *unused_flag_notices(config, origins),
     )
     return ParsedConfig(RawLoadedConfig(config, origins, notices), problems, suspects)
@@ -176,13 +180,6 @@ def _settings_of_model(
     if config.checkpoint.use_checkpoint_args:
         return apply_checkpoint_settings(config, given, read_checkpoint)
     return hf_load_settings(config)
-
-
-def _derived_switch_notices(config: RawRunConfig, origins: dict[str, ValueOrigin]) -> list[str]:
-    """Reports switches that nobody set but derivation turned on: someone comparing with another system needs to know."""
-    origin = origins["parallel.sequence_parallel"]
-    is_on = config.parallel.sequence_parallel and origin.kind == "derived"
-    return [f"sequence parallelism is on: {origin.detail}"] if is_on else []
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:

@@ -38,11 +38,11 @@ def _alibi_decoder(config: Translation, **sizes: str) -> None:
     config.copy("norm_epsilon", "layer_norm_epsilon", 1e-5)
     gpt(config, {**sizes, "vocab_size": "vocab_size"}, tied=True, divide_width=True)
     config.always(position_embedding_type="alibi")
-    config.expect("ffn_hidden_size", "only 4 x hidden size", _has_common_mlp)
-
-
-def _has_common_mlp(spec: ModelSpec) -> bool:
-    return spec.config.ffn_hidden_size == 4 * spec.config.hidden_size
+    config.expect(
+        "ffn_hidden_size",
+        "only 4 x hidden size",
+        lambda spec: spec.config.ffn_hidden_size == 4 * spec.config.hidden_size,
+    )
 
 
 def _bloom(config: Translation) -> None:

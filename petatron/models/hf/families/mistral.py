@@ -6,6 +6,8 @@ softmax over the chosen logits, which is our routing without `moe_router_pre_sof
 
 from __future__ import annotations
 
+from functools import partial
+
 from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, softmax_router
@@ -29,10 +31,6 @@ def _mistral(config: Translation, **layer_types: None) -> None:
     no_biases(config)
     windows(config, 4096, **layer_types)
     rope(config)
-
-
-def _ministral(config: Translation) -> None:
-    _mistral(config, layer_types=None)
 
 
 def _mixtral(config: Translation) -> None:
@@ -75,5 +73,5 @@ MINISTRAL = Family(
     models="Ministral",
     what_differs="a window in some layers",
     mappings=LLAMA_MAPPINGS,
-    translate=_ministral,
+    translate=partial(_mistral, layer_types=None),
 )

@@ -79,10 +79,6 @@ def _read_falcon_layers(keys: Keys) -> str | Problem:
     return count if isinstance(count, Problem) else (PARALLEL + MLP) * count
 
 
-def _write_layers(pattern: str) -> Keys:
-    return {"num_hidden_layers": len(pattern) // 2}
-
-
 def _factor_problems(keys: Keys) -> list[Problem]:
     problems = [
         Problem(key, f"{keys[key]!r:.40}", "is not a positive number", OWN_FOLDER_FIX)
@@ -143,7 +139,8 @@ def _write_factors(spec: ModelSpec) -> Keys:
 
 
 def _falcon_h1(config: Translation) -> None:
-    config.layer_pattern(f"({PARALLEL}{MLP})+", _read_falcon_layers, _write_layers, stand_in=PARALLEL + MLP)
+    symbols, write = PARALLEL + MLP, lambda pattern: {"num_hidden_layers": len(pattern) // 2}
+    config.layer_pattern(f"({symbols})+", _read_falcon_layers, write, stand_in=symbols)
     bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
     config.only(projectors_bias=False)
     rope(config)

@@ -79,12 +79,10 @@ def _read_positions(keys: Keys) -> tuple[Settings, list[Problem]]:
 
 
 def _write_positions(spec: ModelSpec) -> Keys:
-    return {"position_embedding_type": None if spec.config.position_embedding_type == "none" else "rope"}
-
-
-def _without_experts(spec: ModelSpec) -> Keys:
-    """Returns the keys of experts in a model that has none; those of one that has are written after them."""
-    return {"intermediate_size": spec.config.ffn_hidden_size, "num_local_experts": 0}
+    """Writes the keys of experts too, as of a model that has none; those of one that has are written after them."""
+    positions = None if spec.config.position_embedding_type == "none" else "rope"
+    experts = {"intermediate_size": spec.config.ffn_hidden_size, "num_local_experts": 0}
+    return {"position_embedding_type": positions, **experts}
 
 
 def _translate(config: Translation) -> None:
@@ -99,10 +97,9 @@ def _translate(config: Translation) -> None:
     no_biases(config)
     config.only(attention_bias=False)
     rope(config, optional=True)
-    config.convert((), _read_positions, _write_positions)
+    config.convert((), _read_positions, _write_positions, num_local_experts=8, num_experts_per_tok=2)
     bamba_mixers(config)
     bamba_expansion(config)
-    config.convert((), None, _without_experts, num_local_experts=8, num_experts_per_tok=2)
     if EXPERTS in pattern:
         expert_sizes(config, defaults=(8, 2, REQUIRED))
         config.copy("moe_shared_expert_intermediate_size", "shared_intermediate_size", 1024)

@@ -13,7 +13,7 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     read_layer_count,
 )
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
+from petatron.models.hf.translation import REQUIRED, Keys, Translation
 
 _MAX_POSITIONS = 1 << 20
 """Not in config.json, since the state has the same size after any number of tokens; a run has some number."""
@@ -37,13 +37,10 @@ def _translate(config: Translation) -> None:
     config.only(conv_kernel=4, use_bias=False, use_conv_bias=True, hidden_act="silu")
     one_norm_group(config)
     positions = "position_embedding_type"
-    config.convert((positions,), _read_positions, lambda spec: {"expand": expansion(spec)})
+    read = {"max_position_embeddings": _MAX_POSITIONS, positions: "none"}
+    config.convert((positions,), lambda keys: (read, []), lambda spec: {"expand": expansion(spec)})
     # Rotary positions would be those of attention, which there is none of.
     config.expect(positions, "none", lambda spec: spec.config.position_embedding_type != "learned_absolute")
-
-
-def _read_positions(keys: Keys) -> tuple[Settings, list[Problem]]:
-    return {"max_position_embeddings": _MAX_POSITIONS, "position_embedding_type": "none"}, []
 
 
 MAMBA2 = Family(

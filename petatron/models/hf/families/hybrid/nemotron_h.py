@@ -130,10 +130,6 @@ def _experts(config: Translation) -> None:
     experts_of_pattern(config)
 
 
-def _in_memory(mapping: ModuleMapping) -> ModuleMapping:
-    return replace(mapping, hf_module=mapping.hf_module.replace("backbone.", "model."))
-
-
 NEMOTRON_H = Family(
     name="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -141,7 +137,10 @@ NEMOTRON_H = Family(
     what_differs="a [hybrid](mamba.md) with one branch a layer; attention without positions, squared ReLU, experts",
     prefix="backbone.",
     mappings=(*_MAPPINGS, *_EXPERTS_IN_FILES),
-    in_memory_mappings=tuple(map(_in_memory, (*_MAPPINGS, *_EXPERTS_IN_MEMORY))),
+    in_memory_mappings=tuple(
+        replace(mapping, hf_module=mapping.hf_module.replace("backbone.", "model."))
+        for mapping in (*_MAPPINGS, *_EXPERTS_IN_MEMORY)
+    ),
     ignored_tensors=("mtp.*",),
     branches=1,
     translate=_translate,
