@@ -119,11 +119,8 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
     values.fill("data_parallel_size", _exact_quotient(values["world_size"], model_ranks), "world size / (tp x pp x cp)")
     if launched_world_size is None:
         values.fill("nproc_per_node", _exact_quotient(values["world_size"], values["nnodes"]), "world size / nodes")
-    values.fill(
-        "expert_tensor_parallel_size",
-        _exact_quotient(values["tensor_model_parallel_size"], 1),
-        "the tensor-parallel size",
-    )
+    tp = _exact_quotient(values["tensor_model_parallel_size"], 1)
+    values.fill("expert_tensor_parallel_size", tp, "the tensor-parallel size")
     if values["data_parallel_size"]:
         bucket = max(MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"])
         values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")
@@ -181,11 +178,8 @@ def _derive_model(values: _DerivedValues) -> None:
 
 
 def _derive_pipeline(values: _DerivedValues) -> None:
-    pp, chunk, layout = (
-        values["pipeline_model_parallel_size"],
-        values["num_layers_per_virtual_pipeline_stage"],
-        values["pipeline_model_parallel_layout"],
-    )
+    pp, layout = values["pipeline_model_parallel_size"], values["pipeline_model_parallel_layout"]
+    chunk = values["num_layers_per_virtual_pipeline_stage"]
     name, virtual = "num_virtual_stages_per_pipeline_rank", None
     if layout is not None:
         try:

@@ -98,17 +98,12 @@ def communicator_problems(config: RawParallelConfig) -> Iterator[Problem]:
     except RecursionError:
         yield Problem(_PATH, path, "is nested too deeply", "Write for example `dp: {max_ctas: 16}`.")
         return
-    except (
-        ValueError,
-        OverflowError,
-        AttributeError,
-        LookupError,
-        TypeError,
-    ) as error:  # PyYAML's of a value with a wrong tag
-        said = (
-            str(error) if isinstance(error, ValueError | OverflowError) else "has a value that is not what its tag says"
-        )
-        yield Problem(_PATH, path, said, "Write for example `dp: {max_ctas: 16}`.")
+    except (ValueError, OverflowError) as error:
+        yield Problem(_PATH, path, str(error), "Write for example `dp: {max_ctas: 16}`.")
+        return
+    except (AttributeError, LookupError, TypeError):  # PyYAML's of a value with a wrong tag
+        rule = "has a value that is not what its tag says"
+        yield Problem(_PATH, path, rule, "Write for example `dp: {max_ctas: 16}`.")
         return
     for group, values in groups.items():
         if group not in AXES_BY_GROUP:

@@ -69,11 +69,8 @@ def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
 
 def max_layers_per_stage(config: RawRunConfig) -> int | None:
     """Returns the most layers on one stage; None while the layers cannot be split."""
-    return (
-        max(_layers_and_predictions_per_stage(config))
-        if _has_sizes(config) and not any(stage_problems(config))
-        else None
-    )
+    splits = _has_sizes(config) and not any(stage_problems(config))
+    return max(_layers_and_predictions_per_stage(config)) if splits else None
 
 
 def stage_problems(config: RawRunConfig) -> Iterator[Problem]:

@@ -182,9 +182,8 @@ class DecoderSpec(ModelSpec):
         width, config = self.config.hidden_size, self.config
         rows = padded_rows(self.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
         tokens = chunk_tokens(shape.gathered_tokens, rows, shape.element_bytes)
-        fp8 = (
-            rows * (2 * tokens + width) if shape.fp8_output_head_backward else 0
-        )  # the gradient in both orientations, and the weight
+        # In FP8, the gradient in both orientations, and the weight.
+        fp8 = rows * (2 * tokens + width) if shape.fp8_output_head_backward else 0
         return fp8 + shape.activation_bytes(tokens, rows + width) + shape.activation_bytes(shape.gathered_tokens, width)
 
 

@@ -135,9 +135,8 @@ class UnitCostSimulation:
         order, ends = self._orders[rank], self._ends[rank]
         now = ends[-1] if ends else 0
         while (at := len(ends)) < len(order.kinds):
-            step = (
-                (at, at + 1) if at + 1 in order.combined_with_previous else (at,)
-            )  # two that are combined start and end together
+            # Two that are combined start and end together.
+            step = (at, at + 1) if at + 1 in order.combined_with_previous else (at,)
             for index in step:
                 ready = self._ready_at(rank, order.kinds[index], order.stages[index], order.micro_batches[index])
                 if ready is None:

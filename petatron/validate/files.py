@@ -121,16 +121,8 @@ def _eval_tasks(config: RawRunConfig) -> Iterator[Problem]:
 def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     data = config.data
     per_split = data.train_data_path + data.valid_data_path + data.test_data_path
-    given = [
-        flag
-        for flag, value in (
-            ("--mock-data", data.mock_data),
-            ("--data-path", data.data_path),
-            ("--data-args-path", data.data_args_path),
-            ("--train-data-path", per_split),
-        )
-        if value
-    ]
+    given = [flag_name(name) for name in ("mock_data", "data_path", "data_args_path") if getattr(data, name)]
+    given += ["--train-data-path"] if per_split else []
     if len(given) > 1:
         rule = f"cannot be combined with {' or '.join(given[1:])}"
         yield Problem(given[0], "", rule, "Keep one source of data.")

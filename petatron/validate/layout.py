@@ -12,7 +12,7 @@ from petatron.base.network_address import is_default_loopback
 from petatron.config.declared_rules import at_least, divisors, multiples_near, or_default, within
 from petatron.config.pipeline_stages import stage_problems
 from petatron.config.schema.fields import flag_name, join_with_or
-from petatron.config.schema.parallel import FSDP_STRATEGIES, MESH_SIZES, RawParallelConfig
+from petatron.config.schema.parallel import FSDP_STRATEGIES, MESH_SIZES, MODEL_PARALLEL_SIZES, RawParallelConfig
 from petatron.config.schema.pipeline_schedules import ONE_STAGE_PER_RANK, SPLIT_BACKWARD_SCHEDULES
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import LaunchConfig
@@ -70,11 +70,7 @@ def _meeting_point(launch: LaunchConfig) -> Iterator[Problem]:
 
 def _world(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    tp, pp, cp, _ = (getattr(parallel, name) for name in MODEL_PARALLEL_SIZES)
     world, dp, model_ranks = parallel.world_size, parallel.data_parallel_size, tp * pp * cp
     product = f"tp {tp} x pp {pp} x cp {cp} = {model_ranks}"
     if world is None:
@@ -135,11 +131,8 @@ def _tp_comm_overlap(config: RawRunConfig) -> Iterator[Problem]:
 
 def _context(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
-    cp, kind, sizes = (
-        parallel.context_parallel_size,
-        parallel.cp_comm_type,
-        parallel.hierarchical_context_parallel_sizes,
-    )
+    cp, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    sizes = parallel.hierarchical_context_parallel_sizes
     if sizes and kind != "a2a+p2p":
         rule = f"is for --cp-comm-type a2a+p2p, but that is {kind}"
         yield Problem(_HIERARCHY, _joined(sizes), rule, "Leave it out, or use a2a+p2p.")
@@ -150,9 +143,8 @@ def _context(config: RawRunConfig) -> Iterator[Problem]:
     elif cp == 1:
         return
     elif kind == "a2a":
-        yield from _all_to_all_heads(
-            config, cp, "--cp-comm-type", kind, "Use p2p, all_gather or a2a+p2p, or another layout."
-        )
+        fix = "Use p2p, all_gather or a2a+p2p, or another layout."
+        yield from _all_to_all_heads(config, cp, "--cp-comm-type", kind, fix)
     elif sizes:
         fix = "Use a smaller first number, or leave it out."
         yield from _all_to_all_heads(config, sizes[0], _HIERARCHY, _joined(sizes), fix)
@@ -292,11 +284,8 @@ def check_pipeline(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _schedule(parallel: RawParallelConfig) -> Iterator[Problem]:
-    pp, virtual, schedule = (
-        parallel.pipeline_model_parallel_size,
-        parallel.num_virtual_stages_per_pipeline_rank,
-        parallel.pipeline_schedule,
-    )
+    pp, schedule = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
     chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
     if pp == 1 and (chunked or schedule in ("interleaved", "zb-v") or (virtual or 1) > 1):
         where, value = _cause(parallel)

@@ -99,10 +99,8 @@ def _needs(config: RawRunConfig) -> Iterator[OverlapProblem]:
         yield "needs --num-experts: a dense model has no expert all-to-all", "Leave it out."
         return
     if parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or 1) == 1:
-        yield (
-            "needs --expert-model-parallel-size above 1: else no token is sent anywhere",
-            "Leave it out, or use 2 or more.",
-        )
+        rule = "needs --expert-model-parallel-size above 1: else no token is sent anywhere"
+        yield rule, "Leave it out, or use 2 or more."
     if moe.moe_token_dispatcher_type != "alltoall":
         rule = f"needs --moe-token-dispatcher-type alltoall, but that is {moe.moe_token_dispatcher_type}"
         yield rule, "Use alltoall, or leave this out."
@@ -123,15 +121,11 @@ def _memory(config: RawRunConfig) -> Iterator[OverlapProblem]:
     memory, strategy = config.memory, config.parallel.data_parallel_sharding_strategy
     again = "would repeat the all-to-all in the backward pass, with random states and hooks set back around it"
     if memory.recompute_granularity == "full":
-        yield (
-            f"cannot be combined with --recompute-granularity full, which {again}",
-            "Use selective recompute without moe.",
-        )
+        rule = f"cannot be combined with --recompute-granularity full, which {again}"
+        yield rule, "Use selective recompute without moe."
     elif memory.recompute_granularity == "selective" and "moe" in memory.recompute_modules:
-        yield (
-            f"cannot be combined with --recompute-modules moe, which {again}",
-            "Use moe_act, shared_experts or others.",
-        )
+        rule = f"cannot be combined with --recompute-modules moe, which {again}"
+        yield rule, "Use moe_act, shared_experts or others."
     if memory.recompute_memory_budget_gb is not None:
         rule = "cannot be combined with --recompute-memory-budget-gb, which may choose to recompute layers with their all-to-all"
         yield rule, "Use selective recompute without moe."

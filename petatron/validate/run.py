@@ -146,17 +146,13 @@ def _first_batch(config: RawRunConfig) -> Iterator[Problem]:
 def _schedule_units(config: RawRunConfig) -> Iterator[Problem]:
     """A run counts in iterations or in samples; its schedule must count in the same."""
     train, schedule = config.train, config.schedule
-    values = {
-        "iters": (schedule.lr_warmup_iters, schedule.lr_decay_iters, schedule.lr_wsd_decay_iters),
-        "samples": (schedule.lr_warmup_samples, schedule.lr_decay_samples, schedule.lr_wsd_decay_samples),
-    }
     for unit, other in (("iters", "samples"), ("samples", "iters")):
         if getattr(train, f"train_{unit}") is None or getattr(train, f"train_{other}") is not None:
             continue
-        for stem, value in zip(("lr-warmup", "lr-decay", "lr-wsd-decay"), values[other]):
-            if value:
+        for stem in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
+            if value := getattr(schedule, f"{stem}_{other}"):
                 rule = f"counts in another unit than --train-{unit}"
-                yield Problem(f"--{stem}-{other}", str(value), rule, f"Use --{stem}-{unit}.")
+                yield Problem(flag_name(f"{stem}_{other}"), str(value), rule, f"Use {flag_name(f'{stem}_{unit}')}.")
 
 
 def _schedule(config: RawRunConfig) -> Iterator[Problem]:
@@ -165,15 +161,8 @@ def _schedule(config: RawRunConfig) -> Iterator[Problem]:
         # An unset decay length copies the run's, which has its own rule.
         if getattr(schedule, name) not in (config.train.train_iters, config.train.train_samples):
             yield from at_least(name, getattr(schedule, name), 1)
-    forms = [
-        flag
-        for flag, value in (
-            ("--lr-warmup-fraction", schedule.lr_warmup_fraction),
-            ("--lr-warmup-iters", schedule.lr_warmup_iters),
-            ("--lr-warmup-samples", schedule.lr_warmup_samples),
-        )
-        if value
-    ]
+    warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+    forms = [flag_name(name) for name in warmups if getattr(schedule, name)]
     if len(forms) > 1:
         yield Problem(forms[0], "", f"cannot be combined with {' or '.join(forms[1:])}", "Keep one form of warm-up.")
     for unit in ("iters", "samples"):
@@ -291,14 +280,14 @@ def _offload(config: RawRunConfig, rule: UpdateRuleSpec) -> Iterator[Problem]:
     memory, reason = config.memory, rule.offload_problem
     if reason is None:
         return
-    for name, chosen in (
-        ("optimizer_cpu_offload", memory.optimizer_cpu_offload),
-        ("optimizer_nvme_offload", memory.optimizer_nvme_offload is not None),
-    ):
-        if chosen:
-            value = "" if name == "optimizer_cpu_offload" else str(memory.optimizer_nvme_offload)
-            text = f"cannot be combined with {OPTIMIZER_FLAG} {rule.name}, {reason}"
-            yield Problem(flag_name(name), value, text, "Leave it out, shard the state over more ranks, or use adam.")
+    for name in ("optimizer_cpu_offload", "optimizer_nvme_offload"):
+        value = getattr(memory, name)
+        if value is not None and value is not False:
+            text, shown = (
+                f"cannot be combined with {OPTIMIZER_FLAG} {rule.name}, {reason}",
+                "" if value is True else value,
+            )
+            yield Problem(flag_name(name), shown, text, "Leave it out, shard the state over more ranks, or use adam.")
 
 
 def _state_dtypes(config: RawRunConfig) -> Iterator[Problem]:

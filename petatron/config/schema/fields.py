@@ -196,9 +196,8 @@ def all_fields() -> tuple[FieldInfo, ...]:
     for section, section_class in sections().items():
         for item, owner in _fields_with_owners(section_class):
             hint, doc = vars(owner)["__annotations__"][item.name], documentation[owner.__name__, item.name]
-            if isinstance(
-                hint, str
-            ):  # not by `get_type_hints`, where functions among the notes would not see their module
+            if isinstance(hint, str):
+                # Not by `get_type_hints`, where functions among the notes would not see their module.
                 hint = eval(hint, vars(sys.modules[owner.__module__]))
             feature = vars(owner).get("feature") or vars(section_class).get("feature", Feature(section, role="runtime"))
             infos.append(_field_info(section, item, hint, doc, feature))

@@ -14,7 +14,7 @@ from itertools import product
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.schema.parallel import MIN_BUCKET_SIZE
+from petatron.config.schema.parallel import MIN_BUCKET_SIZE, MODEL_PARALLEL_SIZES
 from petatron.estimate.memory.advice import SuggestedChange, suggest_changes
 from petatron.estimate.memory.forecast import (
     DEVICES_PER_NODE,
@@ -153,12 +153,7 @@ def _layouts(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         for tp, pp, cp, ep in product(_TENSOR, stages, contexts, expert_sizes)
         if world % (tp * pp * cp) == 0 and tp <= min(world, DEVICES_PER_NODE)
     ]
-    now = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-    )
+    now = tuple(getattr(parallel, name) for name in MODEL_PARALLEL_SIZES)
     for tp, pp, cp, ep in sorted(sizes, key=lambda size: (size[0] * size[1] * size[2], size[3])):
         if (tp, pp, cp, ep) != now and run.train.global_batch_size % (world // (tp * pp * cp)) == 0:
             yield _with_sizes(run, tp=tp, pp=pp, cp=cp, ep=ep)

@@ -168,14 +168,11 @@ class _OneMicroBatch:
 
     def _trained_by_layer(self) -> list[int]:
         """Returns the trained elements of every layer; equal ones are counted once."""
-        counts: dict[tuple[LayerSpec, frozenset[str]], int] = {}
         keys = [
             (layer, self._frozen.layer_names[number] if self._frozen else frozenset[str]())
             for layer, number in zip(self._layers, self._stage.layer_indices, strict=True)
         ]
-        for index, key in enumerate(keys):
-            if key not in counts:
-                counts[key] = self._trained(index)
+        counts = {key: self._trained(keys.index(key)) for key in set(keys)}
         return [counts[key] for key in keys]
 
     def _is_between_equals(self, index: int) -> bool:

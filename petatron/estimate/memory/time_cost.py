@@ -177,11 +177,8 @@ def _data_parallel_wait(
     backward = 2.0 * forward_s
     if fully_sharded:
         copy = 2.0 * weight * local / _MEMORY_BANDWIDTH
-        casts = (
-            12.0 * (local - elements.embedding_and_head) / _MEMORY_BANDWIDTH
-            if run.precision.fp8_format is not None
-            else 0.0
-        )
+        in_fp8 = local - elements.embedding_and_head if run.precision.fp8_format is not None else 0
+        casts = 12.0 * in_fp8 / _MEMORY_BANDWIDTH
         if parallel.data_parallel_sharding_strategy == "optim_grads":
             return micro_batches * (exposed(reduce, backward) + casts) + exposed(gather, forward_s) + copy
         regather = gather * (1.0 - elements.embedding_and_head / local)

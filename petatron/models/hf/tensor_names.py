@@ -45,11 +45,8 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -
         for entry in entries
         if entry.name in stored and tuple(hf_tensors[stored[entry.name]].shape) != entry.shape
     ]
-    logical = (
-        {}
-        if problems
-        else _logical_from_entries(entries, {full: hf_tensors[name] for full, name in stored.items()}, shapes)
-    )
+    tensors = {full: hf_tensors[name] for full, name in stored.items()}
+    logical = {} if problems else _logical_from_entries(entries, tensors, shapes)
     if tied_head is not None and not problems and not torch.equal(hf_tensors[tied_head], logical[_EMBEDDING]):
         problems.append(f"{tied_head} differs from the embedding, but the config ties them")
     if problems:
