@@ -31,16 +31,19 @@ from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 
 CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG = "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"
 _VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
+_VIRTUAL_STAGES_FOLLOW = (
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.pipeline_model_parallel_layout",
+)
 _LAYOUT = (
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
-    "parallel.num_layers_per_virtual_pipeline_stage",
+    *_VIRTUAL_STAGES_FOLLOW,
     _VIRTUAL_STAGES,
     "parallel.decoder_first_pipeline_num_layers",
     "parallel.decoder_last_pipeline_num_layers",
     "parallel.account_for_embedding_in_pipeline_split",
     "parallel.account_for_loss_in_pipeline_split",
-    "parallel.pipeline_model_parallel_layout",
     "parallel.expert_model_parallel_size",
     "parallel.expert_tensor_parallel_size",
 )
@@ -114,10 +117,7 @@ def _apply_settings(stored: CheckpointSettings, checkpoint: CheckpointConfig, gi
     wins = identity_paths(stored_values)
     if checkpoint.use_mp_args_from_checkpoint_args:
         wins += _LAYOUT
-        if (
-            stored_values["parallel.num_layers_per_virtual_pipeline_stage"]
-            or stored_values["parallel.pipeline_model_parallel_layout"]
-        ):
+        if any(stored_values[path] for path in _VIRTUAL_STAGES_FOLLOW):
             stored_values[_VIRTUAL_STAGES] = None  # it follows from these
     taken = unchosen_values(stored, checkpoint, stored_values, given.origins) | {
         path: stored_values[path] for path in wins

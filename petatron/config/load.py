@@ -156,15 +156,12 @@ def _merge_sources(
     values = {path: info.default for path, info in fields_by_path().items()}
     origins = dict.fromkeys(values, ValueOrigin("default"))
     _apply(values, origins, [setting for document in documents for setting in document.settings])
-    typed = {setting.path: setting for setting in flags.settings}
+    typed, unread = {setting.path: setting for setting in flags.settings}, list[Problem]()
     if flags.toy and flags.from_folder is not None:
         shape, unread = shape_of_folder(flags.from_folder, unflatten_config(values).checkpoint, read_checkpoint)
         _apply(values, origins, shape)
-        adapted = (
-            AdaptedModel(problems=unread) if unread else adapt_model(SourcedValues(values, origins), typed, toy=True)
-        )
-    else:
-        adapted = adapt_model(SourcedValues(values, origins), typed, toy=flags.toy)
+    given = SourcedValues(values, origins)
+    adapted = AdaptedModel(problems=unread) if unread else adapt_model(given, typed, toy=flags.toy)
     values, origins = values | adapted.values, origins | adapted.origins
     _apply(values, origins, flags.settings)
     return values, origins, adapted

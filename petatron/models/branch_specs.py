@@ -266,20 +266,14 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
 
 def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
     """Returns the rope of heads of a width, scaled as the settings say."""
-    yarn, short, long = (
-        config.position_embedding_type == "yarn",
-        config.longrope_short_factor,
-        config.longrope_long_factor,
-    )
+    yarn = config.position_embedding_type == "yarn"
+    short, long = config.longrope_short_factor, config.longrope_long_factor
     plain = RopeSpec(rotary_dim=int(head_dim * config.rotary_percent), base=config.rotary_base)
     interpolation = config.rotary_seq_len_interpolation_factor
     if interpolation is not None and not yarn:
         return replace(plain, scaling="linear", scaling_factor=interpolation)
-    scaled = replace(
-        plain,
-        scaling_factor=config.rope_scaling_factor,
-        original_context=config.original_max_position_embeddings,
-    )
+    factor, context = config.rope_scaling_factor, config.original_max_position_embeddings
+    scaled = replace(plain, scaling_factor=factor, original_context=context)
     if short is not None and long is not None:
         return replace(
             scaled,

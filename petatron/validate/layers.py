@@ -52,10 +52,8 @@ def check_layer_variants(model: RawModelConfig) -> Iterator[Problem]:
 def _rotary(model: RawModelConfig) -> Iterator[Problem]:
     yield from _longrope(model)
     factor = model.rotary_seq_len_interpolation_factor
-    scaled = (
-        model.position_embedding_type == "yarn" or model.use_rope_scaling or model.longrope_short_factor is not None
-    )
-    if factor is not None and scaled:
+    yarn, longrope = model.position_embedding_type == "yarn", model.longrope_short_factor is not None
+    if factor is not None and (yarn or longrope or model.use_rope_scaling):
         rule = "is one way to scale rotary positions, and another is set"
         yield Problem("--rotary-seq-len-interpolation-factor", f"{factor:g}", rule, "Leave one out.")
 

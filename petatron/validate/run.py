@@ -233,9 +233,8 @@ def _optimizer(config: RawRunConfig) -> Iterator[Problem]:
     yield from at_least("clip_grad", optim.clip_grad, 0)
     yield from check_update_rule(config)
     strategy = config.parallel.data_parallel_sharding_strategy
-    if (
-        optim.main_grads_dtype == "bf16" and not config.precision.bf16
-    ):  # such gradients require a model in low precision
+    # Low-precision gradients require a model in low precision.
+    if optim.main_grads_dtype == "bf16" and not config.precision.bf16:
         yield Problem("--main-grads-dtype", "bf16", "needs --bf16", "Give it, or use fp32.")
     if optim.main_grads_dtype == "bf16" and strategy in FSDP_STRATEGIES:
         rule = f"cannot be had with --data-parallel-sharding-strategy {strategy}, where fully_shard adds gradients up"
@@ -283,10 +282,8 @@ def _offload(config: RawRunConfig, rule: UpdateRuleSpec) -> Iterator[Problem]:
     for name in ("optimizer_cpu_offload", "optimizer_nvme_offload"):
         value = getattr(memory, name)
         if value is not None and value is not False:
-            text, shown = (
-                f"cannot be combined with {OPTIMIZER_FLAG} {rule.name}, {reason}",
-                "" if value is True else value,
-            )
+            text = f"cannot be combined with {OPTIMIZER_FLAG} {rule.name}, {reason}"
+            shown = "" if value is True else value
             yield Problem(flag_name(name), shown, text, "Leave it out, shard the state over more ranks, or use adam.")
 
 

@@ -127,9 +127,9 @@ def build_config_json(spec: ModelSpec, dtype: torch.dtype | str) -> dict[str, An
     >>> build_config_json(spec_from_config(without_positions), "bfloat16")["model_type"]
     'petatron'
     """
-    return (
-        to_hf_config(spec) | _stored_dtype(dtype) if matching_family(spec) is not None else own_config_json(spec, dtype)
-    )
+    if matching_family(spec) is None:
+        return own_config_json(spec, dtype)
+    return to_hf_config(spec) | _stored_dtype(dtype)
 
 
 def own_config_json(spec: ModelSpec, dtype: torch.dtype | str) -> dict[str, Any]:

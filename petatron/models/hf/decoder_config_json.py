@@ -147,9 +147,8 @@ def _read_heads(config: Translation, keys: Keys) -> tuple[Settings, list[Problem
         return {}, [Problem("num_attention_heads", f"{num_heads}", rule, OWN_FOLDER_FIX)]
     given = keys.get("head_dim")
     if "kv_channels" not in config.names and not latent and given not in (None, hidden // num_heads):
-        rule = (
-            f"is not hidden_size / num_attention_heads, and heads of a {config.family} model have no other width here"
-        )
+        other = f"heads of a {config.family} model have no other width here"
+        rule = f"is not hidden_size / num_attention_heads, and {other}"
         return {}, [Problem("head_dim", f"{given!r:.40}", rule, "Use another model.")]
     groups = config.setting("num_query_groups") or num_heads
     return {

@@ -18,19 +18,17 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in ALL_FAMILIES
 
 # Keys that say nothing of the mathematics, or that every family reads.
 _COMMON_KEYS = (
-    *(
-        "architectures",
-        "auto_map",
-        "model_type",
-        "transformers_version",
-        "_name_or_path",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-    ),
+    *("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype"),
     *("rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "return_dict", "output_attentions"),
     *("output_hidden_states", "chunk_size_feed_forward", "problem_type", "id2label", "label2id", "is_encoder_decoder"),
-    *("pretraining_tp", "classifier_dropout", "router_aux_loss_coef", "output_router_logits", "is_decoder"),
+    *(
+        "use_cache",
+        "pretraining_tp",
+        "classifier_dropout",
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "is_decoder",
+    ),
 )
 _MAX_NAMED = 8
 
