@@ -95,13 +95,8 @@ def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
     for name, parts in _FACTOR_LISTS.items():
         given: tuple[float, ...] = getattr(model, name)
         if len(given) != len(parts) or min(given) <= 0:
-            rule = f"is not {len(parts)} positive numbers"
-            yield Problem(
-                flag_name(name),
-                " ".join(f"{factor:g}" for factor in given),
-                rule,
-                f"Give one each for {', '.join(parts)}.",
-            )
+            rule, fix = f"is not {len(parts)} positive numbers", f"Give one each for {', '.join(parts)}."
+            yield Problem(flag_name(name), " ".join(f"{factor:g}" for factor in given), rule, fix)
 
 
 def _input_factors(model: RawModelConfig) -> Iterator[Problem]:

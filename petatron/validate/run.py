@@ -84,9 +84,8 @@ def _offloaded_layers(config: RawRunConfig) -> Iterator[Problem]:
         yield Problem(where, str(number), rule, "Keep one of them.")
     if number > 0 and config.memory.recompute_memory_budget_gb is not None:
         rule = "cannot be combined with --recompute-memory-budget-gb, which counts on nothing leaving the device"
-        yield Problem(
-            where, str(number), rule, "Say what to recompute with --recompute-granularity, or keep one of them."
-        )
+        fix = "Say what to recompute with --recompute-granularity, or keep one of them."
+        yield Problem(where, str(number), rule, fix)
 
 
 def _batch(config: RawRunConfig) -> Iterator[Problem]:

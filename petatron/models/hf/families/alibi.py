@@ -96,12 +96,8 @@ def _read_mpt(keys: Keys) -> tuple[Settings, list[Problem]]:
         return {}, problems
     dropout = float(attention["attn_pdrop"] or 0.0)
     scores = {key: None if attention[key] is None else float(attention[key]) for key in ("clip_qkv", "softmax_scale")}
-    return {
-        **scores,
-        "clip_qkv": scores["clip_qkv"] or None,
-        "attention_dropout": dropout,
-        "hidden_dropout": dropout,
-    }, []
+    dropouts = {"attention_dropout": dropout, "hidden_dropout": dropout}
+    return {**scores, "clip_qkv": scores["clip_qkv"] or None, **dropouts}, []
 
 
 def _write_mpt(spec: ModelSpec) -> Keys:

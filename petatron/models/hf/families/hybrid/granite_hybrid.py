@@ -58,9 +58,8 @@ def _read_layers(keys: Keys) -> str | Problem:
     if isinstance(mixers, Problem):
         return mixers
     if is_count(count) and len(mixers) != count:
-        return Problem(
-            "layer_types", f"{len(mixers)} kinds", f"are not those of {count!r:.20} layers", "Correct config.json."
-        )
+        rule = f"are not those of {count!r:.20} layers"
+        return Problem("layer_types", f"{len(mixers)} kinds", rule, "Correct config.json.")
     return "".join(mixer + _channel_mixer(keys) for mixer in mixers)
 
 

@@ -65,9 +65,8 @@ def _read_layers(keys: Keys) -> str | Problem:
     if pattern is None or any(keys.get(key) is not None for key in LAYER_KEYS):
         return read_layer_kinds(keys, "layers_block_type", _SYMBOLS)
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_SYMBOLS):
-        return Problem(
-            "hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the symbols {_SYMBOLS}", OWN_FOLDER_FIX
-        )
+        rule = f"is no pattern of the symbols {_SYMBOLS}"
+        return Problem("hybrid_override_pattern", f"{pattern!r:.40}", rule, OWN_FOLDER_FIX)
     return pattern
 
 
