@@ -80,8 +80,8 @@ def peak_flops(name: str) -> dict[str, float] | None:
     for pattern, (float32, tf32, half, float8) in _PEAK_TFLOPS:
         if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
             bfloat16 = 0.0 if _WITHOUT_BFLOAT16.search(name) else half
-            found = {"float32": float32, "tf32": tf32, "float16": half, "bfloat16": bfloat16, "float8": float8}
-            return {dtype: tflops * 1e12 for dtype, tflops in found.items() if tflops}
+            by_dtype = {"float32": float32, "tf32": tf32, "float16": half, "bfloat16": bfloat16, "float8": float8}
+            return {dtype: tflops * 1e12 for dtype, tflops in by_dtype.items() if tflops}
     return None
 
 

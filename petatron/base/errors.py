@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from petatron.base.terminal_escape import printable
@@ -52,16 +52,16 @@ class TrainError(PetatronError):
 class Problem:
     """One thing wrong with a configuration.
 
-    `where` is the flag or key as the user spells it, `found` its value, `rule` what it breaks, `fix` what to do.
+    `where` is the flag or key as the user spells it, `value` what it has, `rule` what it breaks, `fix` what to do.
     """
 
     where: str
-    found: str
+    value: str
     rule: str
     fix: str
 
     def __str__(self) -> str:
-        head = printable(f"{self.where} {self.found}".strip())
+        head = printable(f"{self.where} {self.value}".strip())
         return f"{head} {self.rule}. {self.fix}".strip()
 
 
@@ -74,3 +74,9 @@ class ConfigError(PetatronError):
         lines = [f"{len(self.problems)} {noun} in this configuration:"]
         lines += [f"  {problem}" for problem in self.problems]
         super().__init__("\n".join(lines))
+
+
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """Raises `ConfigError` with all problems, if there are any."""
+    if problems := tuple(problems):
+        raise ConfigError(problems)

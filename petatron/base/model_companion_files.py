@@ -46,16 +46,16 @@ def find_companion_files(
     folder: Path, error_class: type[PetatronError], *, names: Iterable[str] = COMPANION_FILES
 ) -> dict[str, Path]:
     """Returns those of these files that a folder has; an error names all that are links out of it."""
-    found = {name: folder / name for name in names if (folder / name).is_file()}
+    files = {name: folder / name for name in names if (folder / name).is_file()}
     strange = [
-        f"{name} -> {to}" for name, path in found.items() if (to := symlink_target_outside(path, folder)) is not None
+        f"{name} -> {to}" for name, path in files.items() if (to := symlink_target_outside(path, folder)) is not None
     ]
     if strange:
         raise error_class(
             f"{folder} has links to files elsewhere, which would be copied into the new model: {', '.join(strange)}. Put the files "
             "themselves there if they belong to the model, or remove the links."
         )
-    return found
+    return files
 
 
 def read_companion_file(path: Path, error_class: type[PetatronError]) -> bytes:

@@ -72,16 +72,16 @@ def open_atomic(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 
     sync: also survives a power cut; without it, a reader must be able to detect an incomplete file.
     """
-    draft = tmp_path_for(path)
+    tmp_file = tmp_path_for(path)
     try:
-        with create_file(draft, buffering=1 << 16) as file:
+        with create_file(tmp_file, buffering=1 << 16) as file:
             yield file
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        draft.replace(path)
+        tmp_file.replace(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        tmp_file.unlink(missing_ok=True)
         raise
 
 
@@ -179,9 +179,19 @@ def symlink_target_outside(path: Path, folder: Path) -> Path | None:
 
 def _hub_blob_folders(folder: Path) -> list[Path]:
     """Returns the blob folder of a revision, or of a folder in one."""
-    whole = Path(os.path.realpath(folder))
+    real_folder = Path(os.path.realpath(folder))
     return [
         place.parent.parent / "blobs"
-        for place in (whole, *whole.parents)
+        for place in (real_folder, *real_folder.parents)
         if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--")
     ]
+
+
+def private_folder(name: str) -> Path | None:
+    """Returns `~/.petatron/<name>`, created if needed; None without a home, or where others could write into the folder."""
+    try:
+        folder = Path.home() / ".petatron" / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if is_private_folder(folder) else None
+    except (OSError, RuntimeError):  # RuntimeError: nobody knows where home is
+        return None

@@ -44,8 +44,8 @@ def printable_lines(text: str) -> str:
     return _IN_LINES.sub(_escape, text)
 
 
-def _escape(found: re.Match[str]) -> str:
-    return f"\\u{ord(found[0]):04x}"
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 class EscapedStream:

@@ -45,9 +45,9 @@ def format_bytes(size: float) -> str:
     >>> format_bytes(812), format_bytes(1_234_567), format_bytes(98_765_432_100), format_bytes(1.33e15)
     ('812 B', '1.23 MB', '98.77 GB', '1,330.00 TB')
     """
-    for unit, each in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= each:
-            return f"{size / each:,.2f} {unit}"
+    for unit, unit_bytes in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= unit_bytes:
+            return f"{size / unit_bytes:,.2f} {unit}"
     return f"{size:.0f} B"
 
 

@@ -1,36 +1,49 @@
-"""Settings that come from a checkpoint (`--use-checkpoint-args`): one more source besides presets, files and flags.
+"""Settings of a model that exists: one more source besides presets, files and flags. This package does not read checkpoints: the caller
+passes a function that does.
 
-This package does not read checkpoints: the caller passes a function that does. Settings that define the function of the weights
-(`config/schema/model_identity.py`) always come from the checkpoint, since nothing else could load it, and a notice names what was
-overridden. The other settings of the model, and the tokenizer, fill in what nobody chose. `--from` takes settings in the same way
-(`from_folder.py`), with stricter rules.
+`--use-checkpoint-args`: settings that define the function of the weights (`config/schema/model_identity.py`) always come from the
+checkpoint, since nothing else could load it, and a notice names what was overridden. The other settings of the model, and the tokenizer,
+fill in what nobody chose.
+
+`--from FOLDER`, a new run: the folder defines the model, and a flag, file or preset that makes another one of it is a problem: its weights
+would mean something else, or not fit. What a run may choose (data, layout, precision, dropout, the length of its samples) stays free. The
+weights are those of `--pretrained-checkpoint`, so they reshard to any layout, and a restart that finds a checkpoint in `--load` continues
+that.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import Problem
+from petatron.base.model_companion_files import is_hf_folder
+from petatron.config.flags.parse import FROM_FLAG
 from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path
-from petatron.config.schema.model_identity import MODEL_SECTIONS, is_identity_field
+from petatron.config.schema.model import REQUIRED_FIELDS
+from petatron.config.schema.model_identity import MODEL_SECTIONS, identity_differences, is_identity_field
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import CheckpointConfig
-from petatron.config.value_origins import ValueOrigin
+from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 
 CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG = "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"
 _VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
+_VIRTUAL_STAGES_FOLLOW = (
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.pipeline_model_parallel_layout",
+)
 _LAYOUT = (
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
-    "parallel.num_layers_per_virtual_pipeline_stage",
+    *_VIRTUAL_STAGES_FOLLOW,
     _VIRTUAL_STAGES,
     "parallel.decoder_first_pipeline_num_layers",
     "parallel.decoder_last_pipeline_num_layers",
     "parallel.account_for_embedding_in_pipeline_split",
     "parallel.account_for_loss_in_pipeline_split",
-    "parallel.pipeline_model_parallel_layout",
     "parallel.expert_model_parallel_size",
     "parallel.expert_tensor_parallel_size",
 )
@@ -68,10 +81,7 @@ NO_SETTINGS = AppliedSettings({}, ValueOrigin("checkpoint"))
 
 
 def apply_checkpoint_settings(
-    config: RawRunConfig,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    read: ReadCheckpointSettings | None,
+    config: RawRunConfig, given: SourcedValues, read: ReadCheckpointSettings | None
 ) -> AppliedSettings:
     """Returns what `--use-checkpoint-args` adds to the values of presets, files and flags."""
     checkpoint = config.checkpoint
@@ -84,7 +94,7 @@ def apply_checkpoint_settings(
     if checkpoint.use_mp_args_from_checkpoint_args and "parallel" not in stored.sections:
         rule = f"needs the checkpoint of a training run, and {stored.source} says nothing of a layout"
         return unknown_settings(Problem(MP_ARGS_FLAG, "", rule, "Give --tp, --pp and --ep instead."))
-    return _apply_settings(stored, checkpoint, values, origins)
+    return _apply_settings(stored, checkpoint, given)
 
 
 def unknown_settings(*problems: Problem) -> AppliedSettings:
@@ -93,32 +103,29 @@ def unknown_settings(*problems: Problem) -> AppliedSettings:
     return AppliedSettings({}, NO_SETTINGS.origin, problems=problems, doubtful_flags=flags)
 
 
-def unknown_to_command(flag: str, found: str = "") -> Problem:
+def unknown_to_command(flag: str, value: str = "") -> Problem:
     """The problem of a command that reads no checkpoints."""
     fix = "Use it with `petatron train`, or describe the model by flags."
-    return Problem(flag, found, "is not known to this command", fix)
+    return Problem(flag, value, "is not known to this command", fix)
 
 
-def _apply_settings(
-    stored: CheckpointSettings,
-    checkpoint: CheckpointConfig,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-) -> AppliedSettings:
+def _apply_settings(stored: CheckpointSettings, checkpoint: CheckpointConfig, given: SourcedValues) -> AppliedSettings:
     problems = tuple(unsupported_settings(CHECKPOINT_ARGS_FLAG, stored))
     if problems:
         return unknown_settings(*problems)
-    found = all_values(stored)
-    wins = identity_paths(found)
+    stored_values = all_values(stored)
+    wins = identity_paths(stored_values)
     if checkpoint.use_mp_args_from_checkpoint_args:
         wins += _LAYOUT
-        if found["parallel.num_layers_per_virtual_pipeline_stage"] or found["parallel.pipeline_model_parallel_layout"]:
-            found[_VIRTUAL_STAGES] = None  # it follows from these
-    taken = unchosen_values(stored, checkpoint, found, origins) | {path: found[path] for path in wins}
+        if any(stored_values[path] for path in _VIRTUAL_STAGES_FOLLOW):
+            stored_values[_VIRTUAL_STAGES] = None  # it follows from these
+    taken = unchosen_values(stored, checkpoint, stored_values, given.origins) | {
+        path: stored_values[path] for path in wins
+    }
     gave_way = [
-        f"{fields_by_path()[path].flag} {values[path]} (now {found[path]})"
+        f"{fields_by_path()[path].flag} {given.values[path]} (now {stored_values[path]})"
         for path in wins
-        if origins[path].is_explicit and values[path] != found[path]
+        if given.origins[path].is_explicit and given.values[path] != stored_values[path]
     ]
     notices = (f"{CHECKPOINT_ARGS_FLAG}: {stored.source} takes the place of {', '.join(gave_way)}",) if gave_way else ()
     return AppliedSettings(taken, ValueOrigin("checkpoint", stored.source), notices, imports=stored.imports)
@@ -127,15 +134,15 @@ def _apply_settings(
 def unchosen_values(
     stored: CheckpointSettings,
     checkpoint: CheckpointConfig,
-    found: Mapping[str, FieldValue],
+    stored_values: Mapping[str, FieldValue],
     origins: Mapping[str, ValueOrigin],
 ) -> dict[str, FieldValue]:
     """Returns the checkpoint's settings of model and tokenizer that nobody chose otherwise; a tokenizer is chosen as a whole."""
     fills = [f"{section}.{name}" for section in MODEL_SECTIONS for name in stored.sections.get(section, {})]
     tokenizer = tokenizer_paths()
     if checkpoint.use_tokenizer_model_from_checkpoint_args and not any(origins[path].is_explicit for path in tokenizer):
-        fills += [path for path in tokenizer if found[path] is not None]
-    return {path: found[path] for path in fills if path in found and not origins[path].is_explicit}
+        fills += [path for path in tokenizer if stored_values[path] is not None]
+    return {path: stored_values[path] for path in fills if path in stored_values and not origins[path].is_explicit}
 
 
 def tokenizer_paths() -> list[str]:
@@ -143,10 +150,10 @@ def tokenizer_paths() -> list[str]:
     return [info.path for info in all_fields() if info.section == "tokenizer" and info.kind != "bool"]
 
 
-def identity_paths(found: Mapping[str, FieldValue]) -> tuple[str, ...]:
+def identity_paths(stored_values: Mapping[str, FieldValue]) -> tuple[str, ...]:
     """Returns the settings that must match the weights. Learned positions are weights, one for each position."""
     paths = [info.path for info in all_fields() if info.section in MODEL_SECTIONS and is_identity_field(info.name)]
-    learned = found["model.position_embedding_type"] == "learned_absolute"
+    learned = stored_values["model.position_embedding_type"] == "learned_absolute"
     return (*paths, *["model.max_position_embeddings"] * learned)
 
 
@@ -176,3 +183,155 @@ def unsupported_settings(flag: str, stored: CheckpointSettings) -> Iterator[Prob
             elif info.kind == "choice" and not info.is_list and value is not None and value not in info.choices:
                 rule = f"finds {info.flag} {value} in {stored.source}, unknown to this version"
                 yield Problem(flag, "", rule, fix)
+
+
+WEIGHTS_PATH = "checkpoint.pretrained_checkpoint"
+
+
+def apply_from_folder(
+    folder: str, config: RawRunConfig, given: SourcedValues, read: ReadCheckpointSettings | None
+) -> AppliedSettings:
+    """Returns the settings of the model in a folder, what of it was taken as a notice, and every contradiction."""
+    conflicts = list(_conflicts(folder, config.checkpoint))
+    if conflicts:
+        return unknown_settings(*conflicts)
+    if read is None:
+        return unknown_settings(unknown_to_command(FROM_FLAG, folder))
+    stored = read(config.checkpoint, folder)
+    unsupported = list(unsupported_settings(FROM_FLAG, stored))
+    if unsupported:
+        return unknown_settings(*unsupported)
+    stored_values = all_values(stored)
+    taken = unchosen_values(stored, config.checkpoint, stored_values, given.origins)
+    taken |= {path: stored_values[path] for path in identity_paths(stored_values)}
+    return AppliedSettings(
+        taken,
+        ValueOrigin("checkpoint", stored.source),
+        notices=(_taken_notice(folder, stored, taken, config.checkpoint),),
+        problems=tuple(_contradictions(stored, stored_values, given)),
+        imports=stored.imports,
+    )
+
+
+def weights_folder(folder: str, settings: AppliedSettings) -> str:
+    """Returns the folder of the weights: as it was given, or where a name on the hub, or a config.json, is on this machine."""
+    return folder if os.path.isdir(folder) or not settings.origin.detail else settings.origin.detail
+
+
+def shape_of_folder(
+    folder: str, checkpoint: CheckpointConfig, read: ReadCheckpointSettings | None
+) -> tuple[list[Setting], list[Problem]]:
+    """Returns the settings of the model in a folder and of its tokenizer as those of any other source, for a toy of it; or why not."""
+    if read is None:
+        return [], [unknown_to_command(FROM_FLAG, folder)]
+    stored = read(checkpoint, folder)
+    if unsupported := list(unsupported_settings(FROM_FLAG, stored)):
+        return [], unsupported
+    stored_values, origin = all_values(stored), ValueOrigin("checkpoint", stored.source)
+    sections = (*MODEL_SECTIONS, "tokenizer")
+    paths = [f"{section}.{name}" for section in sections for name in stored.sections.get(section, {})]
+    return [
+        Setting(path, stored_values[path], origin)
+        for path in paths
+        if path in stored_values and stored_values[path] is not None
+    ], []
+
+
+def hf_load_settings(config: RawRunConfig) -> AppliedSettings:
+    """Reports a `--load` of a Hugging Face folder that no run can go on with, or whose model nobody described."""
+    load, model = config.checkpoint.load, config.model
+    described = config.checkpoint.finetune and all(getattr(model, name) for name in REQUIRED_FIELDS)
+    if load is None or described or config.checkpoint.use_checkpoint_args or not is_hf_folder(Path(load)):
+        return NO_SETTINGS
+    rule = "is the folder of a Hugging Face model: there are weights, but no run to go on with"
+    fix = f"Use {FROM_FLAG} {load} instead, which takes the model's settings, tokenizer and weights."
+    sections = (*MODEL_SECTIONS, "tokenizer", "checkpoint")
+    doubtful = frozenset(info.flag for info in all_fields() if info.section in sections)
+    problems = (Problem("--load", load, rule, fix),)
+    return AppliedSettings({}, NO_SETTINGS.origin, problems=problems, doubtful_flags=doubtful)
+
+
+def _conflicts(folder: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    """Yields other flags that say where the model or its weights come from."""
+    load, step = checkpoint.load, checkpoint.ckpt_step
+    save = checkpoint.save
+    restarts = None not in (load, save) and os.path.realpath(str(load)) == os.path.realpath(str(save))
+    if checkpoint.use_checkpoint_args:
+        rule = f"cannot be combined with {CHECKPOINT_ARGS_FLAG}, which takes the model from --load"
+        yield Problem(FROM_FLAG, folder, rule, "Keep one of them.")
+    if load is not None and not restarts:
+        rule = f"cannot be combined with --load {load}: both say where the weights come from"
+        fix = (
+            "Leave --load out to start a new run, or this one to continue that run. (Only the --save folder may be loaded too, so "
+            "that a restart continues.)"
+        )
+        yield Problem(FROM_FLAG, folder, rule, fix)
+    if checkpoint.pretrained_checkpoint is not None:
+        rule = f"cannot be combined with --pretrained-checkpoint {checkpoint.pretrained_checkpoint}: both name the first weights"
+        yield Problem(FROM_FLAG, folder, rule, "Keep one of them.")
+    if checkpoint.finetune:
+        rule = f"is for --load; {FROM_FLAG} takes the weights alone anyway"
+        yield Problem("--finetune", "", rule, "Leave it out.")
+    if step is not None and not restarts:
+        fix = f"Give the step itself: {FROM_FLAG} {os.path.join(folder, f'step-{step:08d}')}."
+        yield Problem("--ckpt-step", str(step), f"is for --load, and does not choose a step of {FROM_FLAG}", fix)
+
+
+def _contradictions(
+    stored: CheckpointSettings, stored_values: Mapping[str, FieldValue], given: SourcedValues
+) -> Iterator[Problem]:
+    """Yields every setting that someone chose and that makes another model; those of a preset are one problem."""
+    values, origins = given.values, given.origins
+    chosen = [path for path in identity_paths(stored_values) if origins[path].is_explicit]
+    theirs = {path.partition(".")[2]: value for path, value in stored_values.items()}
+    ours = theirs | {path.partition(".")[2]: values[path] for path in chosen}
+    differing = set(identity_differences(ours, theirs))
+    if theirs["max_position_embeddings"] != ours["max_position_embeddings"]:
+        differing.add("max_position_embeddings")  # among the chosen if positions are learned
+    of_presets: dict[str, list[str]] = {}
+    for path in chosen:
+        info = fields_by_path()[path]
+        if info.name not in differing:
+            continue
+        origin = origins[path]
+        if origin.kind == "preset":
+            of_presets.setdefault(origin.detail, []).append(
+                f"{info.flag} {values[path]}, and the folder has {stored_values[path]}"
+            )
+            continue
+        where = "" if origin.kind == "flag" else f" ({origin})"
+        rule = f"contradicts {FROM_FLAG} {stored.source}, whose model has {stored_values[path]}{where}"
+        yield Problem(info.flag, str(values[path]), rule, "Leave it out.")
+    for preset, differences in of_presets.items():
+        rule = f"contradicts {FROM_FLAG} {stored.source} ({'; '.join(differences)})"
+        yield Problem("--preset", preset, rule, "Leave it out: the folder says what the model is.")
+
+
+def _taken_notice(
+    folder: str, stored: CheckpointSettings, taken: Mapping[str, FieldValue], checkpoint: CheckpointConfig
+) -> str:
+    experts = taken["moe.num_experts"]
+    model = ", ".join(
+        [
+            f"{taken['model.num_layers']} layers",
+            f"hidden size {taken['model.hidden_size']}",
+            f"{taken['model.num_attention_heads']} heads",
+            *([f"{experts} experts"] if experts is not None else []),
+            f"vocabulary {taken['model.vocab_size']}",
+        ]
+    )
+    if "tokenizer.tokenizer_type" in taken:
+        place = taken.get("tokenizer.tokenizer_model") or taken.get("tokenizer.vocab_file")
+        tokenizer = f"the tokenizer ({place or taken['tokenizer.tokenizer_type']})"
+    elif stored.sections.get("tokenizer"):
+        tokenizer = "not the tokenizer, since another one is given"
+    else:
+        tokenizer = "no tokenizer, since there is none"
+    unless = "" if checkpoint.load is None else f", unless {checkpoint.load} has a checkpoint to continue"
+    place = "" if stored.source == folder else f" ({stored.source})"
+    if not stored.has_weights:
+        return f"{FROM_FLAG} {folder}{place} gives the model ({model}) and {tokenizer}; there are no weights beside it"
+    return (
+        f"{FROM_FLAG} {folder}{place} gives this run the model ({model}), {tokenizer}, and the weights{unless}; the optimizer is "
+        "fresh, at iteration 0"
+    )

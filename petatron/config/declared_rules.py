@@ -1,22 +1,28 @@
-"""Rules that the schema declares, bounds of numbers and conflicts, and the texts about numbers that all rules share."""
+"""Rules that the schema declares: bounds of numbers, conflicts, and valid settings that have no effect in combination, which are reported
+so that no flag is ignored silently (`config/schema/metadata.py`). And the texts about numbers that all rules share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
 from petatron.base.errors import Problem
-from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name, join_with_or
+from petatron.config.optimizers import unused_optimizer_settings
+from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_name, flag_name, join_with_or
 from petatron.config.schema.metadata import NotWith
 from petatron.config.schema.model_identity import MODEL_SECTIONS
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.value_origins import ValueOrigin
+
+_MOST_DIVISORS = 12
 
 
-def divisors(number: int, *, limit: int = 12) -> str:
+def divisors(number: int) -> str:
     """Lists divisors as in `1, 2, 4 or 8`; a long list is truncated."""
-    found = [candidate for candidate in range(1, min(number, 4096) + 1) if number % candidate == 0]
-    if len(found) > limit:
-        return ", ".join(str(value) for value in found[:limit]) + " or another divisor"
-    return join_with_or(found)
+    candidates = [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
+    if len(candidates) > _MOST_DIVISORS:
+        return ", ".join(str(value) for value in candidates[:_MOST_DIVISORS]) + " or another divisor"
+    return join_with_or(candidates)
 
 
 def multiples_near(number: int, step: int) -> str:
@@ -64,9 +70,9 @@ def number_problems(config: RawRunConfig, *sections: type) -> Iterator[Problem]:
         if not isinstance(number, int | float) or (features and info.feature not in features) or _is_idle(info, config):
             continue
         for mark in info.marks:
-            words, _, bound = mark.rpartition(" ")
-            if words in _NUMBER_RULES:
-                yield from _NUMBER_RULES[words](info.name, number, float(bound))
+            relation, _, bound = mark.rpartition(" ")
+            if relation in _NUMBER_RULES:
+                yield from _NUMBER_RULES[relation](info.name, number, float(bound))
 
 
 def conflict_problems(config: RawRunConfig) -> Iterator[Problem]:
@@ -96,3 +102,36 @@ def out_of_bounds(config: RawRunConfig, *, reported: set[str]) -> Iterator[Probl
         for number in numbers:
             if (rule := info.bounds.violation(number)) is not None and info.flag not in reported:
                 yield Problem(info.flag, str(number), rule, info.meaning)
+
+
+def training_flags(origins: Mapping[str, ValueOrigin]) -> list[str]:
+    """Returns the flags that were typed and that only training reads, by name."""
+    return sorted(info.flag for info in all_fields() if info.role == "training" and origins[info.path].kind == "flag")
+
+
+def unused_settings(config: RawRunConfig) -> frozenset[str]:
+    """Returns the paths of the settings that have no effect in this config, whatever their values."""
+    return frozenset(_unused_reasons(config))
+
+
+def _unused_reasons(config: RawRunConfig) -> dict[str, str]:
+    """Returns why settings have no effect, by path."""
+    reasons = {info.path: reason for info in all_fields() if (reason := info.unused_reason(config))}
+    others = (fields_by_name()[name].path for name in unused_optimizer_settings(config.optim))
+    return dict.fromkeys(others, f"the optimizer is {config.optim.optimizer}") | reasons
+
+
+def unused_flag_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
+    """Yields one line for each value set in a flag or file that has no effect in this config."""
+    reasons = _unused_reasons(config)
+    for info in all_fields():
+        value, origin = getattr(getattr(config, info.section), info.name), origins[info.path]
+        if origin.kind in ("flag", "file") and value != info.default and info.path in reasons:
+            yield f"{_as_given(info, value, origin)} has no effect: {reasons[info.path]}"
+
+
+def _as_given(info: FieldInfo, value: FieldValue, origin: ValueOrigin) -> str:
+    """Returns a setting as its source spells it: nobody typed a flag for what a file says."""
+    if origin.kind == "file":
+        return f"{info.name} ({origin.detail})"
+    return f"--no-{info.flag[2:]}" if value is False or (info.is_switch and value == info.off_value) else info.flag

@@ -1,7 +1,7 @@
 """Derives unset values, with the reason: the only place where one setting determines another.
 
 Every step reads the values so far and either sets one path, with the reason, or leaves it unset. A step never fails: when
-its inputs make no sense (heads that do not divide the width) it sets nothing, and `validate/check_all.py` reports it.
+its inputs make no sense (heads that do not divide the width) it sets nothing, and `validate/load.py` reports it.
 Some fields stay unset on purpose because only the machine knows: the communication backend, the log folder of a run
 that is not saved, the vocabulary of a tokenizer that has not been opened yet.
 
@@ -17,15 +17,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
-from petatron.config.schema.hybrid_pattern import ATTENTION, MAMBA, allocate_layers, branch_letters
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.run import RawRunConfig, RunConfig
+from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_symbols
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
@@ -46,8 +46,7 @@ def derive_defaults(
     _derive_model(state)
     _derive_pipeline(state)
     _derive_sequence(state)
-    _derive_sharding(state)
-    _derive_run(state)
+    _derive_data_parallel(state)
     _derive_files(state)
     return unflatten_config(state.values), state.origins
 
@@ -63,8 +62,7 @@ def resolve_derived(config: RawRunConfig) -> RunConfig:
         for name in resolved_class.__annotations__
         if getattr(getattr(config, section), name) is None
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     sections = _field_values(config) | {
         "model": ModelConfig(**_field_values(config.model)),
         "parallel": ParallelConfig(**_field_values(config.parallel)),
@@ -121,11 +119,8 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
     values.fill("data_parallel_size", _exact_quotient(values["world_size"], model_ranks), "world size / (tp x pp x cp)")
     if launched_world_size is None:
         values.fill("nproc_per_node", _exact_quotient(values["world_size"], values["nnodes"]), "world size / nodes")
-    values.fill(
-        "expert_tensor_parallel_size",
-        _exact_quotient(values["tensor_model_parallel_size"], 1),
-        "the tensor-parallel size",
-    )
+    tp = _exact_quotient(values["tensor_model_parallel_size"], 1)
+    values.fill("expert_tensor_parallel_size", tp, "the tensor-parallel size")
     if values["data_parallel_size"]:
         bucket = max(MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"])
         values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")
@@ -147,7 +142,7 @@ def _derive_hybrid(values: _DerivedValues) -> None:
         values.set("is_hybrid_model", True, "layers are given one by one")
     heads = _exact_quotient(2 * max(values["hidden_size"], 0), values["mamba_head_dim"])
     values.fill("mamba_num_heads", heads, "2 x hidden size / head width")
-    if ATTENTION not in branch_letters(pattern) and not values["num_attention_heads"]:
+    if ATTENTION not in branch_symbols(pattern) and not values["num_attention_heads"]:
         for name in ("num_query_groups", "kv_channels"):
             values.fill(name, 1, "no layer is attention")
 
@@ -174,7 +169,7 @@ def _derive_model(values: _DerivedValues) -> None:
     if values["seq_length"] > 0:
         values.fill("max_position_embeddings", values["seq_length"], "the sequence length")
     # A model without such layers has none of their sizes.
-    if MAMBA not in branch_letters(values["hybrid_layer_pattern"]):
+    if MAMBA not in branch_symbols(values["hybrid_layer_pattern"]):
         values.fill("mamba_num_heads", 0, "no layer is Mamba-2")
     values.fill("mamba_norm_groups", values["mamba_num_groups"], "--mamba-num-groups")
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")
@@ -183,11 +178,8 @@ def _derive_model(values: _DerivedValues) -> None:
 
 
 def _derive_pipeline(values: _DerivedValues) -> None:
-    pp, chunk, layout = (
-        values["pipeline_model_parallel_size"],
-        values["num_layers_per_virtual_pipeline_stage"],
-        values["pipeline_model_parallel_layout"],
-    )
+    pp, layout = values["pipeline_model_parallel_size"], values["pipeline_model_parallel_layout"]
+    chunk = values["num_layers_per_virtual_pipeline_stage"]
     name, virtual = "num_virtual_stages_per_pipeline_rank", None
     if layout is not None:
         try:
@@ -229,7 +221,7 @@ def _derive_sequence(values: _DerivedValues) -> None:
         values.set("hierarchical_context_parallel_sizes", (exchange, cp // exchange), why)
 
 
-def _derive_sharding(values: _DerivedValues) -> None:
+def _derive_data_parallel(values: _DerivedValues) -> None:
     strategy = "data_parallel_sharding_strategy"
     if values[strategy] == "optim" and not values.is_chosen("use_distributed_optimizer"):
         if not values["use_distributed_optimizer"]:
@@ -238,9 +230,6 @@ def _derive_sharding(values: _DerivedValues) -> None:
         values.fill(strategy, "optim", "--use-distributed-optimizer is set")
     else:
         values.fill(strategy, "no_shard", "--use-distributed-optimizer is not set")
-
-
-def _derive_run(values: _DerivedValues) -> None:
     replicas, micro = values["data_parallel_size"], values["micro_batch_size"]
     if replicas and micro > 0:
         values.fill("global_batch_size", micro * replicas, "micro batch x data parallel")

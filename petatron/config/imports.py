@@ -26,9 +26,8 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, Problem
-from petatron.base.private_home_dir import private_folder
-from petatron.base.safe_files import write_atomic
+from petatron.base.errors import ConfigError, Problem, raise_problems
+from petatron.base.safe_files import private_folder, write_atomic
 
 IMPORT_FLAG, IMPORTS_PATH = "--import", "launch.imports"
 PLUGIN_GROUP = "petatron.plugins"
@@ -69,9 +68,9 @@ def absolute_import(name: str) -> str:
 def import_modules(named: Iterable[NamedImport]) -> list[Problem]:
     """Imports the modules that the user has consented to, each once; returns what is wrong with the others."""
     problems: list[Problem] = []
-    for one in dict.fromkeys(named):
+    for module in dict.fromkeys(named):
         try:
-            problems += _import_one(one)
+            problems += _import_named(module)
         except ConfigError as error:
             problems += error.problems
     return problems
@@ -79,9 +78,7 @@ def import_modules(named: Iterable[NamedImport]) -> list[Problem]:
 
 def import_typed(names: Iterable[str]) -> None:
     """Imports modules that the user has typed; raises `ConfigError` with every problem."""
-    problems = import_modules(NamedImport(name) for name in names)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(import_modules(NamedImport(name) for name in names))
 
 
 def import_stored(names: Iterable[str], *, file: str) -> list[Problem]:
@@ -103,12 +100,12 @@ def split_imports(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     >>> split_imports(["convert", "--import", "mine.py", "run", "--import=other"])
     (['mine.py', 'other'], ['convert', 'run'])
     """
-    names, rest, words = list[str](), list[str](), iter(argv)
-    for word in words:
+    names, rest, arguments = list[str](), list[str](), iter(argv)
+    for word in arguments:
         flag, equals, value = word.partition("=")
         if flag != IMPORT_FLAG:
             rest.append(word)
-        elif value := value if equals else next(words, ""):
+        elif value := value if equals else next(arguments, ""):
             names.append(value)
         else:
             raise ConfigError([Problem(IMPORT_FLAG, "", "needs a value", "Give a file or a dotted name.")])
@@ -126,36 +123,36 @@ def import_installed_plugins() -> None:
             raise ConfigError([Problem(entry.name, "", rule, "Mend or uninstall the package.")]) from error
 
 
-def _import_one(one: NamedImport) -> Iterator[Problem]:
-    if not is_file_name(one.name) and one.name in sys.modules:
+def _import_named(module: NamedImport) -> Iterator[Problem]:
+    if not is_file_name(module.name) and module.name in sys.modules:
         return
-    path = _locate(one.name)
+    path = _locate(module.name)
     if path is None:
-        yield _missing(one)
+        yield _missing(module)
         return
-    if one.file is not None and str(path) not in _consented():
-        rule = f"is named by {one.file}: it would run the code in {path}, and a file's word is not enough for that"
-        yield Problem(IMPORT_FLAG, one.name, rule, f"If you trust that code, add {IMPORT_FLAG} {one.name}.")
+    if module.file is not None and str(path) not in _consented():
+        rule = f"is named by {module.file}: it would run the code in {path}, and a file's word is not enough for that"
+        yield Problem(IMPORT_FLAG, module.name, rule, f"If you trust that code, add {IMPORT_FLAG} {module.name}.")
         return
-    if one.file is None:
+    if module.file is None:
         _record_consent(path)
-    failure = _run_module(one.name, path)
+    failure = _run_module(module.name, path)
     if failure is not None:
         fix = "Mend it; importing it in Python shows the whole traceback."
-        yield Problem(IMPORT_FLAG, one.name, f"fails with {failure}", fix)
+        yield Problem(IMPORT_FLAG, module.name, f"fails with {failure}", fix)
 
 
-def _missing(one: NamedImport) -> Problem:
-    where = "" if one.file is None else f" ({one.file} names it)"
-    if is_file_name(one.name):
-        rule = f"does not exist{where}: looked for the file {os.path.abspath(one.name)}"
+def _missing(module: NamedImport) -> Problem:
+    where = "" if module.file is None else f" ({module.file} names it)"
+    if is_file_name(module.name):
+        rule = f"does not exist{where}: looked for the file {os.path.abspath(module.name)}"
         fix = "Give its path, from here or from /."
-        if one.file is not None:
-            fix = f"Put it back; or, if it was moved, add {IMPORT_FLAG} PATH, where PATH ends in {module_file_name(one.name)}."
-        return Problem(IMPORT_FLAG, one.name, rule, fix)
+        if module.file is not None:
+            fix = f"Put it back; or, if it was moved, add {IMPORT_FLAG} PATH, where PATH ends in {module_file_name(module.name)}."
+        return Problem(IMPORT_FLAG, module.name, rule, fix)
     rule = f"is no module that Python finds{where}: looked in {os.getcwd()} and the {len(sys.path)} folders of sys.path"
     fix = "Give the path of its file, start in the folder that holds it, or put that folder into PYTHONPATH."
-    return Problem(IMPORT_FLAG, one.name, rule, fix)
+    return Problem(IMPORT_FLAG, module.name, rule, fix)
 
 
 def _locate(name: str) -> Path | None:
@@ -186,8 +183,8 @@ def _run_module(name: str, path: Path) -> str | None:
                 sys.path.append(os.getcwd())
             importlib.import_module(name)
     except Exception as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = f" ({path}:{own[-1].lineno})" if own else ""
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = f" ({path}:{frames[-1].lineno})" if frames else ""
         return f"{type(error).__name__}: {error}{line}"
     return None
 

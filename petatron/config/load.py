@@ -17,24 +17,26 @@ from typing import TypedDict
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.adapt.adapt_model import AdaptedModel, adapt_model
-from petatron.config.checkpoint_settings import AppliedSettings, ReadCheckpointSettings, apply_checkpoint_settings
-from petatron.config.derived_defaults import derive_defaults
-from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
-from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
-from petatron.config.from_folder import (
+from petatron.config.checkpoint_settings import (
     WEIGHTS_PATH,
+    AppliedSettings,
+    ReadCheckpointSettings,
+    apply_checkpoint_settings,
     apply_from_folder,
     hf_load_settings,
     shape_of_folder,
     weights_folder,
 )
+from petatron.config.declared_rules import unused_flag_notices
+from petatron.config.derived_defaults import derive_defaults
+from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
+from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
 from petatron.config.presets import read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
-from petatron.config.unused_flags import unused_flag_notices
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
 
@@ -98,7 +100,7 @@ def parse_config(
     values, origins, adapted = _merge_sources(documents, flags, read_checkpoint)
     problems += adapted.problems
     suspects |= {info.flag for info in all_fields()} if adapted.problems else set()
-    stored = _settings_of_model(flags, values, origins, read_checkpoint)
+    stored = _settings_of_model(flags, SourcedValues(values, origins), read_checkpoint)
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
     if flags.from_folder is not None and not flags.toy:
@@ -107,7 +109,7 @@ def parse_config(
     problems += stored.problems
     suspects |= stored.doubtful_flags
     named = _named_imports([setting for source in (*documents, flags) for setting in source.settings], stored)
-    values[IMPORTS_PATH] = tuple(dict.fromkeys(one.name for one in named))
+    values[IMPORTS_PATH] = tuple(dict.fromkeys(module.name for module in named))
     problems += import_modules(named)
     given = {path for path, origin in origins.items() if origin.is_explicit}
     raw = unflatten_config(values)
@@ -116,11 +118,15 @@ def parse_config(
         problems += _recipe_without_format(raw, origins)
     config, derived = derive_defaults(raw, chosen_paths=given, world_size=world_size)
     origins |= derived
+    # A switch that nobody set but derivation turned on: someone comparing with another system needs to know.
+    switch = origins["parallel.sequence_parallel"]
+    is_on = config.parallel.sequence_parallel and switch.kind == "derived"
+    switches = [f"sequence parallelism is on: {switch.detail}"] if is_on else []
     notices = (
         *flags.notices,
         *adapted.notices,
         *stored.notices,
-        *_derived_switch_notices(config, origins),
+        *switches,
         *unused_flag_notices(config, origins),
     )
     return ParsedConfig(RawLoadedConfig(config, origins, notices), problems, suspects)
@@ -131,18 +137,16 @@ def _named_imports(settings: Sequence[Setting], stored: AppliedSettings) -> list
 
     But a file that somebody types replaces a stored one of the same name: the module of a run that was moved, or edited in a copy.
     """
-    found: list[NamedImport] = []
-    for name in stored.imports:
-        found.append(NamedImport(name, stored.origin.detail))
+    modules = [NamedImport(name, stored.origin.detail) for name in stored.imports]
     for setting in settings:
         if setting.path == IMPORTS_PATH and isinstance(setting.value, tuple):
             file = None if setting.origin.kind == "flag" else str(setting.origin.detail)
-            found += [NamedImport(str(name), file) for name in setting.value]
-    typed = {absolute_import(one.name) for one in found if one.file is None}
-    named = {absolute_import(one.name) for one in found if one.file is not None}
+            modules += [NamedImport(str(name), file) for name in setting.value]
+    typed = {absolute_import(module.name) for module in modules if module.file is None}
+    named = {absolute_import(module.name) for module in modules if module.file is not None}
     elsewhere = {module_file_name(name) for name in typed - named}
     replaced = {name for name in named if name in typed or module_file_name(name) in elsewhere}
-    return [one for one in found if one.file is None or absolute_import(one.name) not in replaced]
+    return [module for module in modules if module.file is None or absolute_import(module.name) not in replaced]
 
 
 def _merge_sources(
@@ -152,38 +156,27 @@ def _merge_sources(
     values = {path: info.default for path, info in fields_by_path().items()}
     origins = dict.fromkeys(values, ValueOrigin("default"))
     _apply(values, origins, [setting for document in documents for setting in document.settings])
-    typed = {setting.path: setting for setting in flags.settings}
+    typed, unread = {setting.path: setting for setting in flags.settings}, list[Problem]()
     if flags.toy and flags.from_folder is not None:
         shape, unread = shape_of_folder(flags.from_folder, unflatten_config(values).checkpoint, read_checkpoint)
         _apply(values, origins, shape)
-        adapted = AdaptedModel(problems=unread) if unread else adapt_model(values, origins, typed, toy=True)
-    else:
-        adapted = adapt_model(values, origins, typed, toy=flags.toy)
+    given = SourcedValues(values, origins)
+    adapted = AdaptedModel(problems=unread) if unread else adapt_model(given, typed, toy=flags.toy)
     values, origins = values | adapted.values, origins | adapted.origins
     _apply(values, origins, flags.settings)
     return values, origins, adapted
 
 
 def _settings_of_model(
-    flags: ParsedFlags,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    read_checkpoint: ReadCheckpointSettings | None,
+    flags: ParsedFlags, given: SourcedValues, read_checkpoint: ReadCheckpointSettings | None
 ) -> AppliedSettings:
     """Returns what the model that a run starts from says about itself, if the run asks for it."""
-    config = unflatten_config(values)
+    config = unflatten_config(given.values)
     if flags.from_folder is not None and not flags.toy:
-        return apply_from_folder(flags.from_folder, config, values, origins, read_checkpoint)
+        return apply_from_folder(flags.from_folder, config, given, read_checkpoint)
     if config.checkpoint.use_checkpoint_args:
-        return apply_checkpoint_settings(config, values, origins, read_checkpoint)
+        return apply_checkpoint_settings(config, given, read_checkpoint)
     return hf_load_settings(config)
-
-
-def _derived_switch_notices(config: RawRunConfig, origins: dict[str, ValueOrigin]) -> list[str]:
-    """Reports switches that nobody set but derivation turned on: someone comparing with another system needs to know."""
-    origin = origins["parallel.sequence_parallel"]
-    is_on = config.parallel.sequence_parallel and origin.kind == "derived"
-    return [f"sequence parallelism is on: {origin.detail}"] if is_on else []
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 
 NOT_A_SETTING = {"setting": False}
 """Metadata of a field that no setting fills."""
@@ -44,8 +44,7 @@ def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and key not in given:
             problems.append(Problem(settings_flag, "", f"lacks {key}, which {chosen_by} needs", f"Add {key}=VALUE."))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return values
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.untrusted_files import read_limited_bytes
 from petatron.config.schema.parallel import ParallelConfig, RawParallelConfig
 from petatron.config.yaml_file import MAX_YAML_BYTES
@@ -56,8 +56,8 @@ class CommunicatorOptions:
 
     def for_axis(self, axis: str) -> CommunicatorSettings:
         """Returns the settings of an axis; a sub-axis (`cp/2`, `cp%2`) has its settings."""
-        whole = axis.partition("/")[0].partition("%")[0]
-        return self.by_axis.get(whole, CommunicatorSettings())
+        main_axis = axis.partition("/")[0].partition("%")[0]
+        return self.by_axis.get(main_axis, CommunicatorSettings())
 
 
 def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
@@ -66,9 +66,7 @@ def communicator_options(config: ParallelConfig) -> CommunicatorOptions:
     >>> communicator_options(ParallelConfig(high_priority_stream_groups=("tp",))).for_axis("tp").is_high_priority_stream
     True
     """
-    problems = list(communicator_problems(config))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(communicator_problems(config))
     by_axis: dict[str, CommunicatorSettings] = {}
     for group, values in _read_file(config.nccl_communicator_config_path).items():
         by_axis |= {axis: CommunicatorSettings(**values) for axis in AXES_BY_GROUP[group]}
@@ -100,17 +98,12 @@ def communicator_problems(config: RawParallelConfig) -> Iterator[Problem]:
     except RecursionError:
         yield Problem(_PATH, path, "is nested too deeply", "Write for example `dp: {max_ctas: 16}`.")
         return
-    except (
-        ValueError,
-        OverflowError,
-        AttributeError,
-        LookupError,
-        TypeError,
-    ) as error:  # PyYAML's of a value with a wrong tag
-        said = (
-            str(error) if isinstance(error, ValueError | OverflowError) else "has a value that is not what its tag says"
-        )
-        yield Problem(_PATH, path, said, "Write for example `dp: {max_ctas: 16}`.")
+    except (ValueError, OverflowError) as error:
+        yield Problem(_PATH, path, str(error), "Write for example `dp: {max_ctas: 16}`.")
+        return
+    except (AttributeError, LookupError, TypeError):  # PyYAML's of a value with a wrong tag
+        rule = "has a value that is not what its tag says"
+        yield Problem(_PATH, path, rule, "Write for example `dp: {max_ctas: 16}`.")
         return
     for group, values in groups.items():
         if group not in AXES_BY_GROUP:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.config.declared_rules import at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import RawParallelConfig
@@ -58,9 +58,7 @@ def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
     >>> [stage.layer_indices for stage in pipeline_stages(RunConfig(model=ModelConfig(num_layers=4), parallel=parallel))]
     [(0, 1), (2, 3)]
     """
-    problems = list(stage_problems(config))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(stage_problems(config))
     counts = _layers_and_predictions_per_stage(config)
     starts = [sum(counts[:index]) for index in range(len(counts))]
     return tuple(
@@ -71,11 +69,8 @@ def pipeline_stages(config: RunConfig) -> tuple[PipelineStage, ...]:
 
 def max_layers_per_stage(config: RawRunConfig) -> int | None:
     """Returns the most layers on one stage; None while the layers cannot be split."""
-    return (
-        max(_layers_and_predictions_per_stage(config))
-        if _has_sizes(config) and not any(stage_problems(config))
-        else None
-    )
+    splits = _has_sizes(config) and not any(stage_problems(config))
+    return max(_layers_and_predictions_per_stage(config)) if splits else None
 
 
 def stage_problems(config: RawRunConfig) -> Iterator[Problem]:
@@ -238,15 +233,15 @@ def _layout_problems(config: RawRunConfig, text: str) -> Iterator[Problem]:
     except PipelineLayoutError as error:
         yield Problem(_LAYOUT, text, str(error), "Write it like `Et|(tt|)*2tL`.")
         return
-    whole = "".join(cut)
-    if whole.count(EMBEDDING) != 1 or not cut[0].startswith(EMBEDDING):
+    symbols = "".join(cut)
+    if symbols.count(EMBEDDING) != 1 or not cut[0].startswith(EMBEDDING):
         yield Problem(_LAYOUT, text, "does not start with the one E of the embedding", "Write E once, at the start.")
-    if whole.count(LOSS) != 1 or not cut[-1].endswith(LOSS):
+    if symbols.count(LOSS) != 1 or not cut[-1].endswith(LOSS):
         yield Problem(_LAYOUT, text, "does not end with the one L of the loss", "Write L once, at the end.")
-    if whole.count(LAYER) != layers:
-        rule = f"has {whole.count(LAYER)} layers (t), but --num-layers is {layers}"
+    if symbols.count(LAYER) != layers:
+        rule = f"has {symbols.count(LAYER)} layers (t), but --num-layers is {layers}"
         yield Problem(_LAYOUT, text, rule, "Write one t per layer.")
-    predictions, depths = whole.count(PREDICTION), config.model.mtp_num_layers or 0
+    predictions, depths = symbols.count(PREDICTION), config.model.mtp_num_layers or 0
     if predictions and predictions != depths:
         rule = f"has {predictions} depths of multi-token prediction (m), but --mtp-num-layers is {depths}"
         yield Problem(_LAYOUT, text, rule, "Write one m per depth, or none: they are where the loss is.")
@@ -267,7 +262,7 @@ def _empty_rank_problems(config: RawRunConfig, text: str, cut: Sequence[str]) ->
     """A rank may have an empty stage among others, but not only empty ones."""
     pp, folded = config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule == "zb-v"
     for rank in range(pp):
-        own = (rank, 2 * pp - 1 - rank) if folded else range(rank, len(cut), pp)
-        if not any(cut[stage] for stage in own):
+        stages = (rank, 2 * pp - 1 - rank) if folded else range(rank, len(cut), pp)
+        if not any(cut[stage] for stage in stages):
             rule = f"leaves pipeline rank {rank} without a layer"
             yield Problem(_LAYOUT, text, rule, "Give every rank a t, or use fewer ranks.")

@@ -15,7 +15,7 @@ _ValueT = TypeVar("_ValueT")
 
 _NO_VOCABULARY = Problem(
     where="--vocab-size",
-    found="",
+    value="",
     rule="is not known: there is neither a tokenizer nor a preset that says it",
     fix="Give --tokenizer-model (or --vocab-file and --merge-file), or --vocab-size N",
 )

@@ -1,16 +1,17 @@
-"""The config.yaml that a run writes next to its metrics: it restarts the same run, from any folder."""
+"""The config.yaml that a run writes next to its metrics: it restarts the same run, from any folder, since its paths are absolute."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from petatron.config.absolute_paths import with_absolute_paths
+from petatron.config.imports import IMPORTS_PATH, absolute_import
 from petatron.config.load import LoadedConfig
-from petatron.config.origin_comments import format_origin_comments
-from petatron.config.schema.fields import all_fields, flatten_config, replace_fields
+from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, read_blend_file
+from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
+from petatron.config.value_origins import format_origin_comments
 from petatron.config.yaml_file import dump_yaml, yaml_value
 
 _NOT_REPEATED = "for that start only; say it again if it is meant again"
@@ -59,3 +60,65 @@ def saved_yaml(loaded: LoadedConfig) -> str:
     kept = {path: origin for path, origin in loaded.origins.items() if path not in reasons}
     settings = dump_yaml(config, origins=loaded.origins, commented_out=reasons)
     return f"{settings}\n{format_origin_comments(values, kept, yaml_value)}"
+
+
+def path_fields() -> list[FieldInfo]:
+    """Returns the fields whose value is a path or several; those of datasets may have weights between them."""
+    return [info for info in all_fields() if "path" in info.marks]
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Returns the config with absolute paths: relative ones are resolved against the working folder.
+
+    A `--data-args-path` whose file names datasets by relative prefixes becomes the equivalent `--data-path`.
+    """
+    values = flatten_config(config)
+    list_file = config.data.data_args_path
+    blend = _relative_blend(list_file) if list_file is not None else ()
+    if blend and not config.data.data_path:
+        values |= {"data.data_path": blend, "data.data_args_path": None}
+    for info in path_fields():
+        values[info.path] = absolute_value(info, values[info.path])
+    values[IMPORTS_PATH] = tuple(map(absolute_import, config.launch.imports))
+    return replace_fields(config, values)
+
+
+def absolute_value(info: FieldInfo, value: Any) -> Any:
+    """Returns the absolute value of a path field; weights in a list stay."""
+    if info.path == "data.valid_data_path":
+        return tuple(_absolute_sets(value))
+    if info.is_list:
+        return tuple(_absolute_blend(value))
+    return os.path.abspath(value) if value else value
+
+
+def _absolute_sets(paths: Sequence[str]) -> list[str]:
+    """Returns the words of several sets with names, or of one without."""
+    try:
+        sets = named_sets(paths)
+    except BlendError:  # reported by `check`
+        return list(paths)
+    absolute = {name: _absolute_blend(of_set) for name, of_set in sets.items()}
+    return [
+        word if name is None or place else f"{name}={word}"
+        for name, of_set in absolute.items()
+        for place, word in enumerate(of_set)
+    ]
+
+
+def _absolute_blend(blend: Sequence[str]) -> list[str]:
+    try:
+        weighted = any(part.weight is not None for part in parse_blend(blend))
+    except BlendError:  # reported by `check`
+        return list(blend)
+    return [word if weighted and place % 2 == 0 else os.path.abspath(word) for place, word in enumerate(blend)]
+
+
+def _relative_blend(list_file: str) -> tuple[str, ...]:
+    """Returns the words of a --data-args-path file if some of its prefixes are relative; an unreadable file is reported elsewhere."""
+    try:
+        blend = read_blend_file(list_file)
+        prefixes = [part.prefix for part in parse_blend(blend)]
+    except (OSError, UnicodeDecodeError, BlendError):
+        return ()
+    return tuple(blend) if not all(os.path.isabs(prefix) for prefix in prefixes) else ()

@@ -19,13 +19,13 @@ _SIZES = {
 
 def layout_text(parallel: Mapping[str, Any]) -> str:
     """Describes the settings of a layout: `tp 2, dp 2, optim sharded, 4 ranks`."""
-    words = [
+    parts = [
         f"{short} {size}" for short, name in _SIZES.items() if isinstance(size := parallel.get(name), int) and size > 1
     ]
     sharding = parallel.get("data_parallel_sharding_strategy")
-    words += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
+    parts += [f"{sharding} sharded"] if sharding not in (None, "no_shard") else []
     ranks = parallel.get("world_size")
-    return ", ".join([*words, count_with_noun(ranks if isinstance(ranks, int) and ranks > 0 else 1, "rank")])
+    return ", ".join([*parts, count_with_noun(ranks if isinstance(ranks, int) and ranks > 0 else 1, "rank")])
 
 
 def precision_name(precision: PrecisionConfig) -> str:

@@ -25,9 +25,13 @@ def format_config(loaded: RawLoadedConfig, *, changed_only: bool = False) -> str
     value_width = min(_WIDEST_VALUE, _width(value for _, value, _ in rows))
     lines: list[str] = []
     for section in sections():
-        own = [row for row in rows if row[0].section == section]
-        if own:
-            lines += [section, *(f"  {info.name:{name_width}}  {v:{value_width}}  {o}" for info, v, o in own), ""]
+        section_rows = [row for row in rows if row[0].section == section]
+        if section_rows:
+            lines += [
+                section,
+                *(f"  {info.name:{name_width}}  {v:{value_width}}  {o}" for info, v, o in section_rows),
+                "",
+            ]
     return "\n".join(lines).rstrip("\n")
 
 

@@ -19,11 +19,15 @@ from typing import Any, Literal
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
-from petatron.config.flags.absent_features import absent_feature, alternative
-from petatron.config.flags.foreign_names import suggested_flags, suggestion, without_section
+from petatron.config.flags.foreign_names import (
+    absent_feature,
+    alternative,
+    suggested_flags,
+    suggestion,
+    without_section,
+)
 from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES, UNSUPPORTED_VALUES
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, check_supported, value_problem
-from petatron.config.origin_comments import FirstOrigins, read_origin_comments
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -35,7 +39,7 @@ from petatron.config.schema.fields import (
     sections,
 )
 from petatron.config.schema.run import RawRunConfig
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.value_origins import FirstOrigins, Setting, ValueOrigin, read_origin_comments
 from petatron.config.yaml_limits import limited_loader
 
 _Node = Any  # a yaml.Node: `id` is scalar, sequence or mapping, and `style` is the quote around a scalar
@@ -70,17 +74,14 @@ def read_yaml_file(path: str | Path) -> ParsedYaml:
     """Reads a user's file, which may be untrusted; origins are `file:line`."""
     try:
         text = read_limited_bytes(Path(path), MAX_YAML_BYTES).decode()
-        with reading_untrusted(Path(path), _yaml_error):
+        fix = "Write plain `field: value` lines."
+        with reading_untrusted(Path(path), lambda file, why: ConfigError([Problem("--config", str(file), why, fix)])):
             return read_yaml_text(text, source=str(path), kind="file")
     except (OSError, ValueError) as error:  # ValueError: a path that cannot be one, or bytes that are no text
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         return unreadable_source(Problem("--config", str(path), f"cannot be read: {reason}", "Check the path."))
     except ConfigError as error:
         return unreadable_source(error.problems[0])
-
-
-def _yaml_error(path: Path, why: str) -> ConfigError:
-    return ConfigError([Problem("--config", str(path), why, "Write plain `field: value` lines.")])
 
 
 def read_yaml_text(text: str, *, source: str, kind: Literal["file", "preset"]) -> ParsedYaml:
@@ -159,8 +160,8 @@ class _YamlReader:
     def where(self, node: _Node) -> str:
         return f"{self.source}:{node.start_mark.line + 1}"
 
-    def add_problem(self, node: _Node, found: str, rule: str, fix: str) -> None:
-        self.parsed.problems.append(Problem(self.where(node), found, rule, fix))
+    def add_problem(self, node: _Node, value: str, rule: str, fix: str) -> None:
+        self.parsed.problems.append(Problem(self.where(node), value, rule, fix))
         if len(self.parsed.problems) >= MAX_PROBLEMS:
             self.parsed.doubtful_flags.update(info.flag for info in all_fields())
             raise _TooManyProblems

@@ -30,8 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.log import get_logger
-from petatron.base.private_home_dir import private_folder
-from petatron.base.safe_files import open_atomic, write_atomic
+from petatron.base.safe_files import open_atomic, private_folder, write_atomic
 from petatron.base.untrusted_files import open_regular_file, read_limited_bytes
 
 FORMAT_VERSION = 1

@@ -43,7 +43,9 @@ def layer_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[st
     """Returns the bytes that one layer saves of one micro-batch while `modules` are recomputed."""
     if FULL in modules:
         return layer_input_bytes(layer, shape)
-    return layer.extra_saved_bytes(shape) + sum(branch_bytes(layer, one, shape, modules) for one in layer.branches)
+    return layer.extra_saved_bytes(shape) + sum(
+        branch_bytes(layer, branch, shape, modules) for branch in layer.branches
+    )
 
 
 def branch_bytes(layer: LayerSpec, branch: BranchSpec, shape: ActivationShape, modules: Collection[str] = ()) -> int:

@@ -141,4 +141,4 @@ def parameter_count(spec: ModelSpec, *, active: bool = False) -> int:
         count * sum(param.num_active_elements if active else param.num_elements for param in layer.params().values())
         for layer, count in spec.count_layers().items()
     )
-    return layers + sum(param.num_elements for param in spec.outer_params(spec.whole).values())
+    return layers + sum(param.num_elements for param in spec.outer_params(spec.whole_model).values())

@@ -11,15 +11,19 @@ Steps that later ones have made unnecessary are dropped at the end. Repeated com
 sequence parallelism) has no cost here.
 
 `moe_act` may be given and is always in effect: no activation function's output is saved. So no plan contains it.
+
+Layers that offload their activations to host memory are spread evenly over the stage, not its first layers, so that the host link is always
+busy: the tensors of one of them have the time of all layers up to the next one for offload, and in backward for reload.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.text import gigabytes
+from petatron.base.text import count_with_noun, gigabytes
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import (
@@ -75,10 +79,10 @@ class RecomputePlan:
     def describe_modules(self) -> str:
         """Describes what is recomputed, for people."""
         parts: list[str] = []
-        whole = sum(FULL in modules for modules in self.modules)
-        if whole:
+        full = sum(FULL in modules for modules in self.modules)
+        if full:
             together = f", {self.group_size} together" if self.group_size > 1 else ""
-            parts.append(f"{_layer_fraction(whole, len(self.modules))} whole{together}")
+            parts.append(f"{_layer_fraction(full, len(self.modules))} whole{together}")
         for name in sorted(set().union(*self.modules) - {FULL}):
             count = sum(name in modules for modules in self.modules)
             if count:
@@ -185,14 +189,14 @@ class _StageCosts:
         saved = self.outer_bytes + sum(self.layer_bytes(at, modules) for at, modules in enumerate(chosen))
         plan = RecomputePlan(tuple(chosen), group_size, saved, 0, self.in_flight, self.num_without_backward)
         extra, start = 0, 0
-        for count, whole in plan.groups:
+        for count, is_full in plan.groups:
             layer_input = layer_input_bytes(self.layers[start], self.shape)
             saved -= (count - 1) * layer_input  # of a group of whole layers only the first one's input is saved
             unsaved = sum(
                 self.layer_bytes(at, NO_MODULES) + regathered_bytes(self.layers[at], self.shape, chosen[at])
                 for at in range(max(start, self.num_without_backward), start + count)
             )
-            extra = max(extra, unsaved - (layer_input if whole else self.layer_bytes(start, chosen[start])))
+            extra = max(extra, unsaved - (layer_input if is_full else self.layer_bytes(start, chosen[start])))
             start += count
         return replace(plan, saved_bytes=saved, peak_bytes=self.in_flight * saved + extra)
 
@@ -242,13 +246,12 @@ def _drop_unneeded(costs: _StageCosts, chosen: list[ModuleSet], plan: RecomputeP
 
 def _budget_error(plan: RecomputePlan, budget_gb: float, num_local_stages: int) -> BudgetError:
     needed = plan.peak_bytes * num_local_stages
-    one = plan.in_flight == 1
-    held, verb = ("1 micro-batch at a time", "needs") if one else (f"{plan.in_flight} micro-batches at a time", "need")
     stages = f" in each of {num_local_stages} stages" if num_local_stages > 1 else ""
+    held = f"{count_with_noun(plan.in_flight, 'micro-batch', 'es')} at a time{stages} need{'s' if plan.in_flight == 1 else ''}"
     problem = Problem(
         where="--recompute-memory-budget-gb",
-        found=f"{budget_gb:g}",
-        rule=f"is too small: {held}{stages} {verb} {gigabytes(needed)} GB even with every layer recomputed",
+        value=f"{budget_gb:g}",
+        rule=f"is too small: {held} {gigabytes(needed)} GB even with every layer recomputed",
         fix=f"Give at least {gigabytes(needed)}, a smaller --micro-batch-size, or more tensor- or context-parallel ranks.",
     )
     return BudgetError(problem, needed)
@@ -270,3 +273,42 @@ def recompute_flops(layer: LayerSpec, shape: ActivationShape, modules: ModuleSet
         regions = (branch.region, *branch.inner_regions)
         flops += sum(branch.recompute_flops(shape, region) for region in regions if region in modules)
     return flops
+
+
+LAYERS_IN_TRANSIT = 2
+"""Offloaded layers with activations on the device: the one that runs and one in transfer."""
+
+
+def offloaded_layers(num_layers: int, num_offloaded: int, *, num_without_backward: int = 0) -> tuple[int, ...]:
+    """Returns the positions of the offloaded layers in a stage; a stage of fewer than `num_offloaded` layers offloads all.
+
+    Its first `num_without_backward` layers save nothing that could be offloaded.
+
+    >>> offloaded_layers(8, 3), offloaded_layers(2, 3), offloaded_layers(8, 0), offloaded_layers(8, 2, num_without_backward=4)
+    ((0, 2, 5), (0, 1), (), (4, 6))
+    """
+    num_saving = num_layers - num_without_backward
+    num_offloaded = min(num_offloaded, num_saving)
+    return tuple(num_without_backward + index * num_saving // num_offloaded for index in range(num_offloaded))
+
+
+def offloaded_bytes(
+    plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int
+) -> int:
+    """Returns the bytes of one micro-batch in host memory; `layers` are those of the stage."""
+    return sum(count * size for size, count in _saved_bytes_by_kind(plan, shape, layers, num_offloaded))
+
+
+def freed_bytes(plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int) -> int:
+    """Returns the bytes that offload frees from a stage's peak: all that is offloaded, less what is in transfer at a time."""
+    largest = max((size for size, _ in _saved_bytes_by_kind(plan, shape, layers, num_offloaded)), default=0)
+    return max(0, plan.in_flight * offloaded_bytes(plan, shape, layers, num_offloaded) - LAYERS_IN_TRANSIT * largest)
+
+
+def _saved_bytes_by_kind(
+    plan: RecomputePlan, shape: ActivationShape, layers: Sequence[LayerSpec], num_offloaded: int
+) -> list[tuple[int, int]]:
+    """Returns the bytes that offloaded layers of each kind save, and the number of such layers."""
+    chosen = offloaded_layers(len(layers), num_offloaded, num_without_backward=plan.num_without_backward)
+    kinds = Counter((layers[index], plan.modules[index]) for index in chosen)
+    return [(layer_bytes(layer, shape, modules), count) for (layer, modules), count in kinds.items()]

@@ -34,7 +34,6 @@ from functools import lru_cache
 from petatron.config.optimizers import rule_spec
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.fields import all_fields
-from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import OptimizerConfig, WeightsCopy
 from petatron.layers.ops.fp8_weight import is_cast_for_each_use
@@ -188,7 +187,7 @@ def _merged_stage(
 ) -> tuple[ModelSpec, PipelineStage, ModelParallelCoordinate]:
     """Returns a rank's stages as one, so that a tied head is the embedding where one rank has both."""
     spec = model_spec(run)
-    local_stages = local_stages or [spec.whole]
+    local_stages = local_stages or [spec.whole_model]
     layers = tuple(layer for stage in local_stages for layer in stage.layer_indices)
     merged = PipelineStage(
         layers, any(stage.has_embedding for stage in local_stages), any(stage.has_loss for stage in local_stages)
@@ -243,18 +242,16 @@ def _params_rule_state(
             if state.shape == "element":
                 sharded += width * math.prod(placement.shape)
             elif rule.unit == "tensor":
-                replicated += width * sum(_state_elements(state, shard.shape) for shard in placement.tensor_shards)
+                shapes = [
+                    shard.shape for shard in placement.tensor_shards
+                ]  # of rows or columns, for each matrix of a stack
+                replicated += width * sum(math.prod((*s[:-2], *state.dims(*s[-2:]))) for s in shapes)
             else:
                 matrices = split_into_matrices(placement, group.unit)
                 sharded += width * sum(math.prod(state.dims(*matrix.shape)) for matrix in matrices)
         dense, experts = (0, sharded) if placement.expert else (sharded, 0)
         total = total.plus(RuleStateBytes(dense, experts, replicated))
     return total
-
-
-def _state_elements(state: RuleStateTensor, shape: tuple[int, ...]) -> int:
-    """Returns the elements of a state of rows or columns, for each matrix of a stack."""
-    return math.prod(shape[:-2]) * math.prod(state.dims(*shape[-2:]))
 
 
 def count_parameters(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> int:

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Literal
 
 from petatron.config.required_settings import required
-from petatron.config.schema.hybrid_pattern import branch_letters
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.sections.hybrid import branch_symbols
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH
+from petatron.config.schema.sections.rope import parse_longrope_factors
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
@@ -27,7 +28,6 @@ from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
 from petatron.layers.ssm.lightning_attention import LightningSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.layers.transformer_layer import LayerSpec
-from petatron.models.rope_settings import rope_spec
 
 _SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
     "vanilla": None,
@@ -86,7 +86,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     """Makes attention's spec.
 
     Factors on its input and on keys become one on scores and one on the output: what stands between is refused
-    (`validate/layers/variants.py`).
+    (`validate/layers.py`).
     """
     head_dim, factor = config.kv_channels, config.attention_in_multiplier
     scores = factor * factor * config.key_multiplier
@@ -223,7 +223,7 @@ LINEAR_ATTENTION: Mapping[str, Callable[[ModelConfig], BranchSpec]] = {
 def out_std(config: ModelConfig) -> float:
     """Returns the initial standard deviation of the last GEMM of a branch; a hybrid's pattern says how many there are, else two a layer."""
     pattern = config.hybrid_layer_pattern
-    layers, branches = (config.num_layers, 2) if pattern is None else (len(branch_letters(pattern)), 1)
+    layers, branches = (config.num_layers, 2) if pattern is None else (len(branch_symbols(pattern)), 1)
     return residual_std(config.init_method_std, layers, branches=branches)
 
 
@@ -261,4 +261,35 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
         out_std=out_std(config),
         glu_variant=glu_variant(config),
         output_multiplier=config.mlp_multipliers[-1],
+    )
+
+
+def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
+    """Returns the rope of heads of a width, scaled as the settings say."""
+    yarn = config.position_embedding_type == "yarn"
+    short, long = config.longrope_short_factor, config.longrope_long_factor
+    plain = RopeSpec(rotary_dim=int(head_dim * config.rotary_percent), base=config.rotary_base)
+    interpolation = config.rotary_seq_len_interpolation_factor
+    if interpolation is not None and not yarn:
+        return replace(plain, scaling="linear", scaling_factor=interpolation)
+    factor, context = config.rope_scaling_factor, config.original_max_position_embeddings
+    scaled = replace(plain, scaling_factor=factor, original_context=context)
+    if short is not None and long is not None:
+        return replace(
+            scaled,
+            scaling="longrope",
+            divisors=parse_longrope_factors(short),
+            long_divisors=parse_longrope_factors(long),
+            attention_factor=config.longrope_attention_factor,
+        )
+    return replace(
+        scaled,
+        scaling="yarn" if yarn else "llama3" if config.use_rope_scaling else None,
+        low_freq_factor=config.rope_low_freq_factor,
+        high_freq_factor=config.rope_high_freq_factor,
+        beta_fast=config.yarn_beta_fast,
+        beta_slow=config.yarn_beta_slow,
+        mscale=config.yarn_mscale,
+        mscale_all_dim=config.yarn_mscale_all_dim,
+        round_ramp=config.yarn_correction_range_round_to_int,
     )

@@ -23,8 +23,7 @@ from petatron.layers.transformer_layer import LayerSpec
 from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
-from petatron.models.long_rows import are_rows_long
-from petatron.models.mtp_batch import labels_name, tokens_name
+from petatron.models.batch_arrays import are_rows_long, labels_name, tokens_name
 from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
 

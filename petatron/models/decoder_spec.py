@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.default_names import LM_LOSS
-from petatron.config.schema.hybrid_pattern import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_letters
 from petatron.config.schema.layer_patterns import linear_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
+from petatron.config.schema.sections.hybrid import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_symbols
 from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.kernels.vocab_parallel_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec
@@ -25,6 +25,7 @@ from petatron.layers.spec.branch import BranchSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.batch import Batch
+from petatron.models.batch_arrays import LOSS_WEIGHTS, add_shifted_arrays, mark_long_rows, mask_name, weights_name
 from petatron.models.branch_specs import (
     LINEAR_ATTENTION,
     attention_specs,
@@ -36,9 +37,7 @@ from petatron.models.branch_specs import (
     plain_layer,
 )
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, TOKEN_LOSSES, Decoder, mtp_loss
-from petatron.models.long_rows import mark_long_rows
 from petatron.models.model_spec import ModelSpec
-from petatron.models.mtp_batch import LOSS_WEIGHTS, add_shifted_arrays, mask_name, weights_name
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard
@@ -183,9 +182,8 @@ class DecoderSpec(ModelSpec):
         width, config = self.config.hidden_size, self.config
         rows = padded_rows(self.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
         tokens = chunk_tokens(shape.gathered_tokens, rows, shape.element_bytes)
-        fp8 = (
-            rows * (2 * tokens + width) if shape.fp8_output_head_backward else 0
-        )  # the gradient in both orientations, and the weight
+        # In FP8, the gradient in both orientations, and the weight.
+        fp8 = rows * (2 * tokens + width) if shape.fp8_output_head_backward else 0
         return fp8 + shape.activation_bytes(tokens, rows + width) + shape.activation_bytes(shape.gathered_tokens, width)
 
 
@@ -220,16 +218,16 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
 
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
-    """Makes the spec of a model whose layers are given by the letters of a pattern (hybrids)."""
-    plain, letters = plain_layer(config), branch_letters(pattern)
-    attention = list(attention_specs(config)) if ATTENTION in letters else []
+    """Makes the spec of a model whose layers are given by a layer pattern (hybrids)."""
+    plain, symbols = plain_layer(config), branch_symbols(pattern)
+    attention = list(attention_specs(config)) if ATTENTION in symbols else []
     others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: mamba2_spec(config),
         DELTA: lambda: delta_spec(config),
         MLP: lambda: mlp_spec(config, config.ffn_hidden_size),
         EXPERTS: lambda: moe_spec(config, moe),
     }
-    made = {symbol: others[symbol]() for symbol in set(letters) - {ATTENTION}}
+    made = {symbol: others[symbol]() for symbol in set(symbols) - {ATTENTION}}
 
     def layer(index: int, symbol: str) -> LayerSpec:
         branch = attention[index] if symbol in (ATTENTION, PARALLEL) else made[symbol]

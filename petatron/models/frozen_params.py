@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import OptimizerConfig
@@ -70,7 +70,7 @@ class FrozenParams:
         """Returns the distinct layers of a stage, or of the model: with their frozen names, and whether they have a backward."""
         if not self.names:
             return Counter({(layer, frozenset(), True): count for layer, count in spec.count_layers(stage).items()})
-        indices = spec.whole.layer_indices if stage is None else stage.layer_indices
+        indices = spec.whole_model.layer_indices if stage is None else stage.layer_indices
         return Counter(
             (spec.layers[index], self.layer_names[index], index >= self.first_backward_layer) for index in indices
         )
@@ -142,13 +142,11 @@ def _find_frozen(
     spec: ModelSpec, freeze: tuple[str, ...], train_only: tuple[str, ...], optim: OptimizerConfig
 ) -> FrozenParams:
     declared = any(not param.trainable for layer in spec.count_layers() for param in layer.params().values())
-    declared = declared or any(not param.trainable for param in spec.outer_params(spec.whole).values())
+    declared = declared or any(not param.trainable for param in spec.outer_params(spec.whole_model).values())
     if not (freeze or train_only or declared):
         return NOTHING_FROZEN
     params, tensors = spec.params(), _names_of_params(spec)
-    problems = [*_unmatched(freeze, _FREEZE, tensors), *_unmatched(train_only, _TRAIN_ONLY, tensors)]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems([*_unmatched(freeze, _FREEZE, tensors), *_unmatched(train_only, _TRAIN_ONLY, tensors)])
     names = {
         name
         for name, param in params.items()
@@ -157,9 +155,7 @@ def _find_frozen(
         or (train_only and not _matches((name, *tensors[name]), train_only))
     }
     trained = {name: param for name, param in params.items() if name not in names}
-    problems = list(_optimizer_problems(params, trained, freeze, train_only, optim))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(_optimizer_problems(params, trained, freeze, train_only, optim))
     notices = [*_partial_matches(freeze, "frozen", tensors), *_partial_matches(train_only, "trained", tensors)]
     names |= {end for end, original in spec.tied_params.items() if original in names}
     return _assemble(spec, names, set(trained), notices)
@@ -190,11 +186,11 @@ def _logical_names(spec: ModelSpec) -> dict[str, tuple[TensorShard, ...]]:
 
 def _names_of_params(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     """Returns the logical tensors of each parameter, which a pattern may match besides its own name: tied ends too."""
-    found = {name: tuple(shard.name for shard in shards) for name, shards in _logical_names(spec).items()}
+    names = {name: tuple(shard.name for shard in shards) for name, shards in _logical_names(spec).items()}
     for end, original in spec.tied_params.items():
-        if end not in found:
-            found[original] += (end,)
-    return found
+        if end not in names:
+            names[original] += (end,)
+    return names
 
 
 def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:

@@ -87,7 +87,7 @@ class ModelSpec(ABC):
 
     def params(self, stage: PipelineStage | None = None, *, tied_across_ranks: bool = False) -> dict[str, ParamSpec]:
         """Returns every parameter of a stage by name, or of the whole model, in the order of its modules."""
-        stage = stage or self.whole
+        stage = stage or self.whole_model
         outer = self.outer_params(stage, tied_across_ranks=tied_across_ranks)
         layers: dict[str, ParamSpec] = {}
         for index in stage.layer_indices:
@@ -106,7 +106,7 @@ class ModelSpec(ABC):
         return ("embedding", "position", "embedding_norm")
 
     @property
-    def whole(self) -> PipelineStage:
+    def whole_model(self) -> PipelineStage:
         """The one stage that is the whole model."""
         return PipelineStage(tuple(range(len(self.layers))), has_embedding=True, has_loss=True)
 

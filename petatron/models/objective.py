@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.config.named_settings import NOT_A_SETTING
 from petatron.config.plugin_settings import build_plugin, find_plugin
 from petatron.config.schema.default_names import LM_LOSS, NEXT_TOKEN
@@ -191,6 +191,5 @@ def model_objective(run: RunConfig, io: ModelIO) -> Objective:
     if run.model.mtp_num_layers:
         rule = "replaces the loss of the next token, and those of --mtp-num-layers are others"
         problems.append(Problem(_FLAG, name, rule, "Leave one of them out."))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return objective

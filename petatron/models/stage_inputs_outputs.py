@@ -52,6 +52,12 @@ class BoundaryTensor:
         return length // sequence_shards if self.sequence_sharded else length, size, self.width
 
 
+def _mask_tokens(spec: LossSpec | MetricSpec) -> None:
+    """Gives what is per token the mask of the loss, unless it has another."""
+    if spec.mask is None and spec.per == "token":
+        object.__setattr__(spec, "mask", LOSS_MASK)
+
+
 @dataclass(frozen=True, slots=True)
 class LossSpec:
     """A named loss: the mean of its token losses over the positions where the batch's array `mask` [B, S] is 1.
@@ -70,9 +76,7 @@ class LossSpec:
     per: PerWhat = "token"
     token_weights: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.mask is None and self.per == "token":
-            object.__setattr__(self, "mask", LOSS_MASK)
+    __post_init__ = _mask_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,7 @@ class MetricSpec:
     mask: str | None = None
     per: PerWhat = "sample"
 
-    def __post_init__(self) -> None:
-        if self.mask is None and self.per == "token":
-            object.__setattr__(self, "mask", LOSS_MASK)
+    __post_init__ = _mask_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

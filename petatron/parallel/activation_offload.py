@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.offload_plan import LAYERS_IN_TRANSIT, offloaded_layers
+from petatron.estimate.recompute_plan import LAYERS_IN_TRANSIT, offloaded_layers
 from petatron.layers.forward_context import ForwardContext
 from petatron.models.stage_module import LayerRunner, StageModule
 

@@ -193,7 +193,7 @@ class _Simulator:
         for rank, peers in enumerate(lists):
             for peer, messages in peers.items():
                 other = lists[peer].get(rank, [])
-                if any(one != two for one, two in zip(messages, other)):
+                if any(here != there for here, there in zip(messages, other)):
                     first, second = sorted((rank, peer))
                     raise ValueError(f"ranks {first} and {second} list their messages in different orders")
                 self._channels[min(rank, peer), max(rank, peer)] = _Channel(max(messages, other, key=len))

@@ -16,18 +16,12 @@ from petatron.schedule.actions import COMPUTE_KINDS, ActionKind, TimedAction
 
 Events = Sequence[Sequence[TimedAction]]
 
-_NAMES = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT_GRAD: "input gradient",
-    ActionKind.WEIGHT_GRAD: "weight gradient",
-}
-# Hue and saturation of each kind; lightness tells a rank's stages apart.
-_HUES = {
-    ActionKind.FORWARD: (212, 62),
-    ActionKind.BACKWARD: (145, 42),
-    ActionKind.INPUT_GRAD: (170, 45),
-    ActionKind.WEIGHT_GRAD: (32, 80),
+# Name, hue and saturation of each kind; lightness tells a rank's stages apart.
+_KINDS = {
+    ActionKind.FORWARD: ("forward", 212, 62),
+    ActionKind.BACKWARD: ("backward", 145, 42),
+    ActionKind.INPUT_GRAD: ("input gradient", 170, 45),
+    ActionKind.WEIGHT_GRAD: ("weight gradient", 32, 80),
 }
 _DARKEST, _LIGHTEST = 42, 74
 _LABEL_WIDTH, _RIGHT, _TOP, _ROW, _GAP, _BOTTOM = 72, 24, 78, 28, 6, 46
@@ -94,7 +88,7 @@ def _default_width(rows: _Rows) -> int:
 
 def _color(kind: ActionKind, chunk: int, chunks: int) -> tuple[str, str]:
     """Returns the fill of a box, and of the number in it."""
-    hue, saturation = _HUES[kind]
+    _, hue, saturation = _KINDS[kind]
     lightness = _DARKEST + (_LIGHTEST - _DARKEST) * chunk / max(1, chunks - 1)
     # Written as red, green, blue: not every viewer of SVG knows hsl().
     parts = colorsys.hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
@@ -103,16 +97,16 @@ def _color(kind: ActionKind, chunk: int, chunks: int) -> tuple[str, str]:
 
 
 def _legend(rows: _Rows, bubble: float) -> list[str]:
-    used = [kind for kind in _NAMES if any(timed.action.kind is kind for rank in rows.boxes for timed in rank)]
+    used = [kind for kind in _KINDS if any(timed.action.kind is kind for rank in rows.boxes for timed in rank)]
     x, parts = float(_LABEL_WIDTH), []
-    entries = [(_color(kind, 0, rows.chunks)[0], f"{kind} {_NAMES[kind]}") for kind in used]
+    entries = [(_color(kind, 0, rows.chunks)[0], f"{kind} {_KINDS[kind][0]}") for kind in used]
     entries.append(("#eceef1", f"idle {100 * bubble:.1f}%"))
-    for color, words in entries:
+    for color, label in entries:
         parts.append(
             f'<rect x="{x:.0f}" y="40" width="14" height="14" fill="{color}" stroke="#999" stroke-width="0.5"/>'
         )
-        parts.append(f'<text x="{x + 20:.0f}" y="51" fill="#222">{words}</text>')
-        x += 44 + _DIGIT_WIDTH * len(words)
+        parts.append(f'<text x="{x + 20:.0f}" y="51" fill="#222">{label}</text>')
+        x += 44 + _DIGIT_WIDTH * len(label)
     if rows.chunks > 1:
         parts.append(f'<text x="{x:.0f}" y="51" fill="#222">lighter: later stage of the rank</text>')
     return parts
@@ -157,7 +151,7 @@ def _tick_step(span: float) -> float:
 def timeline_text(events: Events, *, columns: int = 100) -> str:
     """Draws the timeline in at most `columns` characters: letter of the kind and micro-batch, dots where a rank is idle.
 
-    Lower case letters are the second, fourth, ... stage of a rank. A box too narrow for its number shows its letter; where
+    Lower case is the second, fourth, ... stage of a rank. A box too narrow for its number shows its letter; where
     several boxes fall into one column, the one in its middle is shown.
     """
     rows = _rows(events)

@@ -120,7 +120,7 @@ def _check_hf_family(source: ModelSource) -> None:
     try:
         to_hf_config(source.spec)
     except ConfigError as error:
-        lines = "\n".join(f"  {problem.where} {problem.found} {problem.rule}" for problem in error.problems)
+        lines = "\n".join(f"  {problem.where} {problem.value} {problem.rule}" for problem in error.problems)
         raise CheckpointError(
             f"{source.path} is a model that no Hugging Face family can express:\n{lines}\n{remedy}"
         ) from error

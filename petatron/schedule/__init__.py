@@ -50,7 +50,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "actions", tuple(tuple(chain.from_iterable(own)) for own in self.action_batches))
+        object.__setattr__(self, "actions", tuple(tuple(chain.from_iterable(rank)) for rank in self.action_batches))
 
     def rank_of(self, stage: int) -> int:
         """Returns the rank that has a stage."""

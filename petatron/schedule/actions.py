@@ -75,9 +75,9 @@ def needed_by(action: Action, *, stages: int) -> tuple[ComputeResult, ...]:
     kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
     if kind is ActionKind.FORWARD:
         return () if stage == 0 else ((ActionKind.FORWARD, stage - 1, micro_batch),)
-    own = (ActionKind.FORWARD, stage, micro_batch)
+    forward = (ActionKind.FORWARD, stage, micro_batch)
     if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
-        return (own,) if stage == stages - 1 else (own, (ActionKind.INPUT_GRAD, stage + 1, micro_batch))
+        return (forward,) if stage == stages - 1 else (forward, (ActionKind.INPUT_GRAD, stage + 1, micro_batch))
     return ((ActionKind.INPUT_GRAD, stage, micro_batch),)
 
 

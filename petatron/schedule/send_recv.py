@@ -135,18 +135,17 @@ class UnitCostSimulation:
         order, ends = self._orders[rank], self._ends[rank]
         now = ends[-1] if ends else 0
         while (at := len(ends)) < len(order.kinds):
-            step = (
-                (at, at + 1) if at + 1 in order.combined_with_previous else (at,)
-            )  # two that are combined start and end together
-            for one in step:
-                ready = self._ready_at(rank, order.kinds[one], order.stages[one], order.micro_batches[one])
+            # Two that are combined start and end together.
+            step = (at, at + 1) if at + 1 in order.combined_with_previous else (at,)
+            for index in step:
+                ready = self._ready_at(rank, order.kinds[index], order.stages[index], order.micro_batches[index])
                 if ready is None:
                     return
                 now = max(now, ready)
-            now += sum(_COSTS[order.kinds[one]] for one in step)
-            for one in step:
+            now += sum(_COSTS[order.kinds[index]] for index in step)
+            for index in step:
                 ends.append(now)
-                self._record_output(order.kinds[one], order.stages[one], order.micro_batches[one], now)
+                self._record_output(order.kinds[index], order.stages[index], order.micro_batches[index], now)
 
     def _ready_at(self, rank: int, kind: int, stage: int, micro_batch: int) -> int | None:
         """Returns when a computation's input is on its rank; None, and the rank waits, if it has not been produced yet."""

@@ -98,8 +98,8 @@ def zb_h1(*, ranks: int, micro_batches: int) -> list[ActionOrder]:
 def zb_v(*, ranks: int, micro_batches: int) -> list[ActionOrder]:
     if 3 * micro_batches > 2 * ranks:
         # The phases need 2p-1 micro-batches. Micro-batches are independent, so leaving some out keeps an order valid.
-        whole = (_v_phases(ranks, max(micro_batches, 2 * ranks - 1), rank) for rank in range(ranks))
-        return [[action for action in order if action.micro_batch < micro_batches] for order in whole]
+        orders = (_v_phases(ranks, max(micro_batches, 2 * ranks - 1), rank) for rank in range(ranks))
+        return [[action for action in order if action.micro_batch < micro_batches] for order in orders]
 
     def choose(progress: _StageProgress, rank: int) -> KindAndStage | None:
         down, up = rank, 2 * ranks - 1 - rank

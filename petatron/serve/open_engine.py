@@ -18,8 +18,8 @@ from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file
 from petatron.config import LoadedConfig
+from petatron.config.declared_rules import training_flags
 from petatron.config.required_settings import known_vocab_size
-from petatron.config.unused_flags import training_flags
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions

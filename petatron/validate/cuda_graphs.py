@@ -28,7 +28,7 @@ from petatron.kernels.limits import (
     grouped_gemm_supports,
 )
 from petatron.models.random_numbers import uses_random_numbers
-from petatron.validate.moe_overlap import MOE_OVERLAP_FLAG
+from petatron.validate.moe import MOE_OVERLAP_FLAG
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
 
@@ -41,8 +41,8 @@ def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
     if config.train.cuda_graphs != "on" or config.train.device == "cpu":  # there it has no effect
         return
     elsewhere = " With --device cpu nothing is captured." if config.train.device == "auto" else ""
-    for found, why, fix in capture_problems(config):
-        yield Problem(CUDA_GRAPHS_FLAG, "", f"cannot capture a step with {found}: {why}", f"{fix}{elsewhere}")
+    for part, why, fix in capture_problems(config):
+        yield Problem(CUDA_GRAPHS_FLAG, "", f"cannot capture a step with {part}: {why}", f"{fix}{elsewhere}")
 
 
 def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
@@ -191,13 +191,13 @@ def _context(config: RawRunConfig) -> Iterator[CaptureProblem]:
     parallel, model = config.parallel, config.model
     if parallel.context_parallel_size == 1 or parallel.cp_comm_type == "a2a":
         return
-    found = f"--context-parallel-size {parallel.context_parallel_size} --cp-comm-type {parallel.cp_comm_type}"
+    attention = f"--context-parallel-size {parallel.context_parallel_size} --cp-comm-type {parallel.cp_comm_type}"
     if model.attention_dropout > 0.0:
         fix = "Use --attention-dropout 0 or --cp-comm-type a2a, or leave --cuda-graphs out."
-        yield f"{found} and --attention-dropout {model.attention_dropout:g}", "the host draws its seeds", fix
+        yield f"{attention} and --attention-dropout {model.attention_dropout:g}", "the host draws its seeds", fix
     if model.window_size is not None and model.window_size < model.seq_length:
         fix = "Use --cp-comm-type a2a, or leave --cuda-graphs out."
-        yield f"{found} and --window-size {model.window_size}", "the host makes the mask", fix
+        yield f"{attention} and --window-size {model.window_size}", "the host makes the mask", fix
 
 
 def _timeline(config: RawRunConfig) -> Iterator[CaptureProblem]:

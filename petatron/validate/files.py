@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from petatron.base.errors import Problem
-from petatron.config.absolute_paths import path_fields
-from petatron.config.checkpoint_settings import CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG
+from petatron.config.checkpoint_settings import CHECKPOINT_ARGS_FLAG
 from petatron.config.declared_rules import or_default
+from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
-from petatron.config.schema.fields import flag_name
+from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import TokenizerConfig
+
+_LEAVE_OUT = "Give it, or leave this out."
+_BOTH = "Give both, or leave this out."
+_LOADS = ("load", "needs --load, the folder to load from", _LEAVE_OUT)
+# Setting -> the other that it needs, the rule and the fix.
+_NEEDS: Mapping[str, tuple[str, str, str]] = {
+    "save_interval": ("save", "needs --save, the folder to save in", "Give it, or leave the interval out."),
+    "sign_key": ("save", "needs --save: only checkpoints are signed", "Give it, or leave the key out."),
+    "save_retain_interval": (
+        "save_total_limit",
+        "needs --save-total-limit; without one every checkpoint is kept",
+        "Give --save-total-limit, or leave this out.",
+    ),
+    "use_mp_args_from_checkpoint_args": ("use_checkpoint_args", f"needs {CHECKPOINT_ARGS_FLAG}", _BOTH),
+    **dict.fromkeys(("ckpt_step", "finetune", "exit_on_missing_checkpoint"), _LOADS),
+    "sample_interval": ("sample_prompts", "needs --sample-prompts, the file of prompts", _BOTH),
+    "sample_prompts": ("sample_interval", "needs --sample-interval, the iterations between samples", "Give both."),
+    "eval_tasks_interval": ("eval_tasks", "needs --eval-tasks, the list of tasks", _BOTH),
+    "wandb_exp_name": ("wandb_project", "needs --wandb-project", "Give the project too."),
+}
 
 
 def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -19,13 +39,23 @@ def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Pro
     yield from _sources(config, require_training=require_training)
     yield from _blends(config)
     yield from _tokenizer(config, require_training=require_training)
-    yield from _checkpoints(config)
+    yield from _needed_settings(config)
     yield from _timeline(config)
     yield from _profile(config)
     yield from _text_samples(config)
     yield from _eval_tasks(config)
-    if config.log.wandb_exp_name is not None and config.log.wandb_project is None:
-        yield Problem("--wandb-exp-name", config.log.wandb_exp_name, "needs --wandb-project", "Give the project too.")
+
+
+def _needed_settings(config: RawRunConfig) -> Iterator[Problem]:
+    for name, (other, rule, fix) in _NEEDS.items():
+        info, needed = fields_by_name()[name], fields_by_name()[other]
+        value, given = getattr(getattr(config, info.section), name), getattr(getattr(config, needed.section), other)
+        if not _is_unset(value) and _is_unset(given):
+            yield Problem(info.flag, "" if value is True else str(value), rule, fix)
+
+
+def _is_unset(value: object) -> bool:
+    return value is None or value is False
 
 
 def _empty_paths(config: RawRunConfig) -> Iterator[Problem]:
@@ -41,8 +71,8 @@ def _timeline(config: RawRunConfig) -> Iterator[Problem]:
     step, last = config.log.pipeline_timeline_step, config.train.train_iters
     if config.log.pipeline_timeline is not None and last is not None and step > last >= 1:
         rule = f"is after the last of --train-iters {last}, so nothing would be written"
-        found = or_default("pipeline_timeline_step", step)
-        yield Problem("--pipeline-timeline-step", found, rule, f"Use {last} or less.")
+        value = or_default("pipeline_timeline_step", step)
+        yield Problem("--pipeline-timeline-step", value, rule, f"Use {last} or less.")
 
 
 def _profile(config: RawRunConfig) -> Iterator[Problem]:
@@ -66,13 +96,8 @@ def _profile(config: RawRunConfig) -> Iterator[Problem]:
 def _text_samples(config: RawRunConfig) -> Iterator[Problem]:
     log, parallel = config.log, config.parallel
     if log.sample_prompts is None:
-        if log.sample_interval is not None:
-            rule = "needs --sample-prompts, the file of prompts"
-            yield Problem("--sample-interval", str(log.sample_interval), rule, "Give both, or leave this out.")
         return
     where, path = "--sample-prompts", log.sample_prompts
-    if log.sample_interval is None:
-        yield Problem(where, path, "needs --sample-interval, the iterations between samples", "Give both.")
     for name in ("pipeline_model_parallel_size", "context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
             rule = f"needs whole sequences and all layers on every rank, but {flag_name(name)} is {size}"
@@ -84,11 +109,6 @@ def _text_samples(config: RawRunConfig) -> Iterator[Problem]:
 def _eval_tasks(config: RawRunConfig) -> Iterator[Problem]:
     train = config.train
     if train.eval_tasks is None:
-        if train.eval_tasks_interval is not None:
-            rule = "needs --eval-tasks, the list of tasks"
-            yield Problem(
-                "--eval-tasks-interval", str(train.eval_tasks_interval), rule, "Give both, or leave this out."
-            )
         return
     where, path = "--eval-tasks", train.eval_tasks
     if train.eval_tasks_interval is None and train.eval_interval is None:
@@ -101,16 +121,8 @@ def _eval_tasks(config: RawRunConfig) -> Iterator[Problem]:
 def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     data = config.data
     per_split = data.train_data_path + data.valid_data_path + data.test_data_path
-    given = [
-        flag
-        for flag, value in (
-            ("--mock-data", data.mock_data),
-            ("--data-path", data.data_path),
-            ("--data-args-path", data.data_args_path),
-            ("--train-data-path", per_split),
-        )
-        if value
-    ]
+    given = [flag_name(name) for name in ("mock_data", "data_path", "data_args_path") if getattr(data, name)]
+    given += ["--train-data-path"] if per_split else []
     if len(given) > 1:
         rule = f"cannot be combined with {' or '.join(given[1:])}"
         yield Problem(given[0], "", rule, "Keep one source of data.")
@@ -125,13 +137,13 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
 def _blends(config: RawRunConfig) -> Iterator[Problem]:
     data = config.data
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words = getattr(data, name)
+        blend = getattr(data, name)
         try:
-            for part in named_sets(words).values() if name == "valid_data_path" else (words,):
+            for part in named_sets(blend).values() if name == "valid_data_path" else (blend,):
                 parse_blend(part)
         except BlendError as error:
             where = flag_name(name)
-            yield Problem(where, " ".join(words), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")
+            yield Problem(where, " ".join(blend), str(error), "Write `prefix prefix` or `weight prefix weight prefix`.")
     try:
         train, _, _ = parse_split(data.split)
     except BlendError as error:
@@ -173,25 +185,3 @@ def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Prob
             if getattr(config.data, name):
                 rule = "needs a tokenizer to know the end-of-document token"
                 yield Problem(flag_name(name), "", rule, "Give --tokenizer-model.")
-
-
-def _checkpoints(config: RawRunConfig) -> Iterator[Problem]:
-    checkpoint = config.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        rule = "needs --save, the folder to save in"
-        yield Problem("--save-interval", str(checkpoint.save_interval), rule, "Give it, or leave the interval out.")
-    if checkpoint.sign_key is not None and checkpoint.save is None:
-        rule = "needs --save: only checkpoints are signed"
-        yield Problem("--sign-key", checkpoint.sign_key, rule, "Give it, or leave the key out.")
-    if checkpoint.save_retain_interval is not None and checkpoint.save_total_limit is None:
-        rule = "needs --save-total-limit; without one every checkpoint is kept"
-        found = str(checkpoint.save_retain_interval)
-        yield Problem("--save-retain-interval", found, rule, "Give --save-total-limit, or leave this out.")
-    if checkpoint.use_mp_args_from_checkpoint_args and not checkpoint.use_checkpoint_args:
-        yield Problem(MP_ARGS_FLAG, "", f"needs {CHECKPOINT_ARGS_FLAG}", "Give both, or leave this out.")
-    for name in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
-        value = getattr(checkpoint, name)
-        if value not in (None, False) and checkpoint.load is None:
-            found = "" if value is True else str(value)
-            where = flag_name(name)
-            yield Problem(where, found, "needs --load, the folder to load from", "Give it, or leave this out.")

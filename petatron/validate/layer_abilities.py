@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.config.schema.run import RunConfig
 from petatron.layers.spec.branch import BranchSpec
 from petatron.layers.spec.generation_state import PagedState
@@ -24,8 +24,7 @@ def check_training(run: RunConfig, spec: ModelSpec) -> None:
     if run.data.reset_attention_mask and mixed:
         rule = f"separates packed documents, but layers of this model see the whole sequence: {', '.join(mixed)}"
         problems.append(Problem("--reset-attention-mask", "", rule, "Leave it out."))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def check_generation(
@@ -50,8 +49,7 @@ def check_generation(
         rule = "quantizes whole weights, and this model's are sharded over data-parallel ranks"
         problems.append(Problem("--fp8-weights", "", rule, "Load it without a --data-parallel-sharding-strategy."))
     problems += _speculation_problems(spec, layout, speculative_tokens)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     mixed = sorted({branch.title or branch.name for branch in _branches(spec) if not branch.can_generate})
     if mixed:
         raise DataError(

@@ -1,21 +1,34 @@
 """The door to a checked config: sources are read (`config/load.py`), every rule is asked, and all problems are told together.
 
-Only here does a `LoadedConfig` come to be, so what takes one, or its `RunConfig`, needs to check no settings.
+Only here does a `LoadedConfig` come to be, so what takes one, or its `RunConfig`, needs to check no settings. Each rule is written once, in
+the file of its topic; each reads the config and yields problems in terms of flags, with the value found, the rule and a fix. Rules about
+fields that derivation could not fill are skipped, because the reason is already reported.
+
+Valid settings whose effect depends on what layers and hardware do are notices, so that nobody expects another one; settings without any
+effect are known from their declaration (`config/declared_rules.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
+from petatron.config.declared_rules import conflict_problems, number_problems, out_of_bounds
 from petatron.config.derived_defaults import resolve_derived
 from petatron.config.load import ConfigSources, LoadedConfig, RawLoadedConfig, parse_config
-from petatron.config.schema.fields import all_fields
+from petatron.config.schema.fields import all_fields, fields_by_name
+from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
-from petatron.validate.check_all import check_config
-from petatron.validate.notices import effect_notices
+from petatron.validate.cuda_graphs import check_cuda_graphs
+from petatron.validate.files import check_files
+from petatron.validate.fp8 import check_fp8
+from petatron.validate.layers import check_hybrid, check_recurrent_layers
+from petatron.validate.layout import check_data_parallel, check_layout, check_pipeline
+from petatron.validate.model import check_model
+from petatron.validate.moe import check_moe, check_moe_overlap, router_cannot_learn
+from petatron.validate.run import check_run
 
 
 def load_config(
@@ -34,8 +47,7 @@ def load_config(
 
 def without_problems(loaded: RawLoadedConfig, problems: Sequence[Problem]) -> LoadedConfig:
     """Returns the resolved config; raises `ConfigError` if there are problems."""
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return LoadedConfig(resolve_derived(loaded.config), loaded.origins, loaded.notices)
 
 
@@ -59,4 +71,84 @@ def _with_source(problem: Problem, origins: Mapping[str, ValueOrigin]) -> Proble
     origin = next((origins[info.path] for info in all_fields() if info.flag == problem.where), None)
     if origin is None or origin.kind != "checkpoint":
         return problem
-    return replace(problem, found=f"{problem.found} of {origin.detail}".strip())
+    return replace(problem, value=f"{problem.value} of {origin.detail}".strip())
+
+
+def check_config(config: RawRunConfig, *, require_training: bool = True) -> list[Problem]:
+    """Returns every problem of a derived config; empty means it may run.
+
+    `require_training=False` skips what only training needs: a length, a learning rate, data, a vocabulary.
+    """
+    rules = (
+        number_problems(config),
+        conflict_problems(config),
+        check_model(config),
+        check_hybrid(config),
+        check_recurrent_layers(config),
+        check_moe(config, require_training=require_training),
+        check_layout(config, require_training=require_training),
+        check_pipeline(config),
+        check_data_parallel(config),
+        check_moe_overlap(config),
+        check_fp8(config),
+        check_run(config, require_training=require_training),
+        check_cuda_graphs(config),
+        check_files(config, require_training=require_training),
+    )
+    problems = [problem for rule in rules for problem in rule]
+    return problems + list(out_of_bounds(config, reported={problem.where for problem in problems}))
+
+
+def effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
+    """Yields one line for each setting that has another effect than its name suggests, and each module that is not recomputed."""
+    yield from _different_effects(config, origins)
+    if origins["memory.recompute_modules"].kind in ("flag", "file"):
+        yield from _unused_recompute_modules(config)
+
+
+def _different_effects(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
+    precision = config.precision
+    if router_cannot_learn(config.moe):
+        yield (
+            "--moe-router-topk 1 with a softmax over the chosen expert alone: the loss has no gradient for the router, which stays "
+            "as it is but for load balancing"
+        )
+    # On by default, so that only an explicit flag shows that someone expects an effect.
+    asked = config.moe.moe_shared_expert_overlap and origins["moe.moe_shared_expert_overlap"].kind == "flag"
+    reason = fields_by_name()["moe_shared_expert_overlap"].unused_reason(config)
+    if asked and config.moe.num_experts is not None and reason:
+        yield f"--moe-shared-expert-overlap has no effect: {reason}"
+    if precision.fp8_format == "hybrid" and precision.fp8_recipe == "blockwise":
+        yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
+    if precision.fp8_format is not None and not (precision.bf16 or precision.fp16 or precision.fp64):
+        refused = origins["precision.bf16"].kind == "flag"  # --no-bf16, as in every run of `petatron verify`
+        yield (
+            f"--fp8-format {precision.fp8_format} is emulated, and slower than no FP8, in a run in fp32: hardware multiplies "
+            f"eight-bit numbers for bfloat16 ones{'' if refused else '. Add --bf16'}"
+        )
+
+
+def _unused_recompute_modules(config: RawRunConfig) -> Iterator[str]:
+    """Yields modules to recompute that the model does not have, or of which nothing is saved anyway."""
+    if config.memory.recompute_granularity != "selective":
+        return
+    lacking = {"moe_act": "what an activation function makes is never kept"}
+    if not _saves_norm_outputs(config):
+        lacking["layernorm"] = "what a norm makes is not kept here"
+    for feature in dict.fromkeys(info.feature for info in all_fields()):
+        if feature.recompute_modules and (reason := feature.unused_reason(config)):
+            lacking |= dict.fromkeys(feature.recompute_modules, reason)
+    if config.moe.num_experts is None or config.moe.moe_shared_expert_intermediate_size is None:
+        lacking["shared_experts"] = "there is no shared expert"
+    for module in config.memory.recompute_modules:
+        if module in lacking:
+            yield f"--recompute-modules {module} has no effect: {lacking[module]}"
+
+
+def _saves_norm_outputs(config: RawRunConfig) -> bool:
+    """Whether norm outputs are saved for backward: by a router whose GEMM uses them directly."""
+    precision, moe = config.precision, config.moe
+    if moe.num_experts is None or moe.moe_input_jitter_eps:
+        return False
+    short = precision.bf16 or precision.fp16
+    return moe.moe_router_dtype is None or precision.fp64 or (moe.moe_router_dtype == "fp32" and not short)

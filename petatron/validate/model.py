@@ -11,7 +11,7 @@ from petatron.config.schema.model import REQUIRED_FIELDS, RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.hybrid import has_attention
 from petatron.config.schema.sections.rope import ROTARY_TYPES
-from petatron.validate.layers.variants import check_layer_variants
+from petatron.validate.layers import check_layer_variants
 
 _LATENT = "--multi-latent-attention"
 
@@ -47,9 +47,8 @@ def _multi_token_prediction(model: RawModelConfig) -> Iterator[Problem]:
     yield from at_least("mtp_num_layers", model.mtp_num_layers, 1)
     if model.position_embedding_type == "learned_absolute":
         rule = "looks up tokens ahead, for which a table of positions would end too early"
-        yield Problem(
-            "--mtp-num-layers", str(model.mtp_num_layers), rule, "Use --position-embedding-type rope, or none."
-        )
+        fix = "Use --position-embedding-type rope, or none."
+        yield Problem("--mtp-num-layers", str(model.mtp_num_layers), rule, fix)
     if model.model_type != "decoder":
         rule = f"is for the decoder, and --model-type is {model.model_type}"
         yield Problem("--mtp-num-layers", str(model.mtp_num_layers), rule, "Leave it out.")

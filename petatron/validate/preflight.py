@@ -32,7 +32,7 @@ _LIBRARIES = {
 
 def preflight(config: RawRunConfig) -> list[Problem]:
     """Returns everything that is missing, all at once; of a config with problems too, so that they are told together."""
-    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _offload_folder, _trace_folder)
+    asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _new_folders)
     return [*(problem for ask in asked for problem in ask(config)), *communicator_problems(config.parallel)]
 
 
@@ -65,14 +65,11 @@ def _run_folders(config: RawRunConfig) -> Iterator[Problem]:
             yield Problem(flag_name(name), path, rule, "Make it writable, or give another folder.")
 
 
-def _offload_folder(config: RawRunConfig) -> Iterator[Problem]:
-    """The folder itself is created if needed. One without a parent is a mistyped path, or a disk that is not mounted."""
+def _new_folders(config: RawRunConfig) -> Iterator[Problem]:
+    """They are created if needed. One without a parent is a mistyped path, or a disk that is not mounted; that of traces may also be in a
+    folder that the run itself will create."""
     if config.memory.optimizer_nvme_offload is not None:
         yield from _new_folder("--optimizer-nvme-offload", config.memory.optimizer_nvme_offload)
-
-
-def _trace_folder(config: RawRunConfig) -> Iterator[Problem]:
-    """As above; its parent may also be a folder that the run itself will create."""
     log = config.log
     if not log.profile or log.profile_dir is None:
         return
@@ -123,9 +120,9 @@ def reads_packed_text(config: RawRunConfig) -> bool:
 
 def _missing_data(config: RawRunConfig) -> Iterator[Problem]:
     for name in _BLENDS if reads_packed_text(config) else ():
-        words = getattr(config.data, name)
+        blend = getattr(config.data, name)
         try:
-            sets = named_sets(words).values() if name == "valid_data_path" else (words,)
+            sets = named_sets(blend).values() if name == "valid_data_path" else (blend,)
             parts = [part for of_set in sets for part in parse_blend(of_set)]
         except BlendError:  # a problem of its own
             continue

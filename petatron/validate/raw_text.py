@@ -25,8 +25,17 @@ def parquet_problem(flag: str, path: str) -> Problem | None:
     if len(names) < 3:
         fix = "Put it into a folder FOLDER/OWNER/NAME, and give `petatron data fetch OWNER/NAME --hub FOLDER --files '*.parquet'`."
         return Problem(flag, path, rule, fix)
-    words = ["fetch", "/".join(names[-3:-1]), "--hub", str(file.parents[2]), "--files", file.name, "--text-key", "text"]
-    command = shlex.join(["petatron", "data", *words, "--output", str(file.parent / "jsonl")])
+    arguments = [
+        "fetch",
+        "/".join(names[-3:-1]),
+        "--hub",
+        str(file.parents[2]),
+        "--files",
+        file.name,
+        "--text-key",
+        "text",
+    ]
+    command = shlex.join(["petatron", "data", *arguments, "--output", str(file.parent / "jsonl")])
     return Problem(flag, path, rule, f"Convert it to JSON lines for `petatron data preprocess`: {command}")
 
 

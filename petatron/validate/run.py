@@ -1,16 +1,24 @@
-"""Rules about a run: precision, memory, batches, length, schedule and optimizer."""
+"""Rules about a run: precision, memory, batches, length, schedule and optimizer, whose rules are asked and never named."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from petatron.base.errors import Problem
+from petatron.base.errors import ConfigError, Problem
 from petatron.config.declared_rules import above, at_least, multiples_near, within
+from petatron.config.optimizers import find_rule_spec, unknown_optimizer, used_rules
 from petatron.config.pipeline_stages import max_layers_per_stage
+from petatron.config.schema.fields import fields_by_name, flag_name
+from petatron.config.schema.optimizers.update_rule_spec import (
+    OPTIMIZER_FLAG,
+    OPTIMIZER_NAME,
+    OPTIMIZER_SETTINGS_FLAG,
+    UpdateRuleSpec,
+)
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES
 from petatron.config.schema.run import RawRunConfig
-from petatron.validate.update_rule import check_update_rule
+from petatron.config.schema.training import BUILT_IN_RULES
 
 
 def check_run(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -53,20 +61,15 @@ def _memory(config: RawRunConfig) -> Iterator[Problem]:
     if budget is not None and config.parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
         rule = f"cannot be kept with --pipeline-schedule {config.parallel.pipeline_schedule}, which holds operands back"
         yield Problem("--recompute-memory-budget-gb", f"{budget:g}", rule, "Use 1f1b or interleaved.")
-    yield from _recompute_layers(config)
+    number, largest = memory.recompute_num_layers, max_layers_per_stage(config)
+    if number is not None and largest is not None and number > largest:
+        rule = f"is more than the {largest} layers of a pipeline stage"
+        yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
     yield from _offloaded_layers(config)
     yield from within("optimizer_offload_fraction", memory.optimizer_offload_fraction, 0, 1, closed=True)
     if memory.optimizer_cpu_offload and memory.optimizer_nvme_offload is not None:
         rule = "and --optimizer-nvme-offload are two places for the same state"
         yield Problem("--optimizer-cpu-offload", "", rule, "Keep one of them.")
-
-
-def _recompute_layers(config: RawRunConfig) -> Iterator[Problem]:
-    number = config.memory.recompute_num_layers
-    largest = max_layers_per_stage(config)
-    if number is not None and largest is not None and number > largest:
-        rule = f"is more than the {largest} layers of a pipeline stage"
-        yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
 
 
 def _offloaded_layers(config: RawRunConfig) -> Iterator[Problem]:
@@ -81,9 +84,8 @@ def _offloaded_layers(config: RawRunConfig) -> Iterator[Problem]:
         yield Problem(where, str(number), rule, "Keep one of them.")
     if number > 0 and config.memory.recompute_memory_budget_gb is not None:
         rule = "cannot be combined with --recompute-memory-budget-gb, which counts on nothing leaving the device"
-        yield Problem(
-            where, str(number), rule, "Say what to recompute with --recompute-granularity, or keep one of them."
-        )
+        fix = "Say what to recompute with --recompute-granularity, or keep one of them."
+        yield Problem(where, str(number), rule, fix)
 
 
 def _batch(config: RawRunConfig) -> Iterator[Problem]:
@@ -101,19 +103,19 @@ def _batch(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _batch_size_rampup(ramp: tuple[int, ...], batch: int, unit: int, product: str) -> Iterator[Problem]:
-    where, found = "--rampup-batch-size", " ".join(str(number) for number in ramp)
+    where, value = "--rampup-batch-size", " ".join(str(number) for number in ramp)
     if len(ramp) != 3 or min(ramp) < 1:
-        yield Problem(where, found, "is not three positive numbers", "Give START INCREMENT SAMPLES.")
+        yield Problem(where, value, "is not three positive numbers", "Give START INCREMENT SAMPLES.")
         return
     start, increment, _ = ramp
     if start > batch:
-        yield Problem(where, found, f"starts above --global-batch-size {batch}", f"Start at {batch} or less.")
+        yield Problem(where, value, f"starts above --global-batch-size {batch}", f"Start at {batch} or less.")
     elif (batch - start) % increment:
         rule = f"never meets --global-batch-size {batch}: {batch} - {start} is not a multiple of {increment}"
-        yield Problem(where, found, rule, "Change START or INCREMENT.")
+        yield Problem(where, value, rule, "Change START or INCREMENT.")
     elif start % unit or (start < batch and increment % unit):
         rule = f"passes through batches that are not multiples of {product}"
-        yield Problem(where, found, rule, f"Use multiples of {unit} for START and INCREMENT.")
+        yield Problem(where, value, rule, f"Use multiples of {unit} for START and INCREMENT.")
 
 
 def _length(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -143,17 +145,13 @@ def _first_batch(config: RawRunConfig) -> Iterator[Problem]:
 def _schedule_units(config: RawRunConfig) -> Iterator[Problem]:
     """A run counts in iterations or in samples; its schedule must count in the same."""
     train, schedule = config.train, config.schedule
-    values = {
-        "iters": (schedule.lr_warmup_iters, schedule.lr_decay_iters, schedule.lr_wsd_decay_iters),
-        "samples": (schedule.lr_warmup_samples, schedule.lr_decay_samples, schedule.lr_wsd_decay_samples),
-    }
-    for own, other in (("iters", "samples"), ("samples", "iters")):
-        if getattr(train, f"train_{own}") is None or getattr(train, f"train_{other}") is not None:
+    for unit, other in (("iters", "samples"), ("samples", "iters")):
+        if getattr(train, f"train_{unit}") is None or getattr(train, f"train_{other}") is not None:
             continue
-        for stem, value in zip(("lr-warmup", "lr-decay", "lr-wsd-decay"), values[other]):
-            if value:
-                rule = f"counts in another unit than --train-{own}"
-                yield Problem(f"--{stem}-{other}", str(value), rule, f"Use --{stem}-{own}.")
+        for stem in ("lr_warmup", "lr_decay", "lr_wsd_decay"):
+            if value := getattr(schedule, f"{stem}_{other}"):
+                rule = f"counts in another unit than --train-{unit}"
+                yield Problem(flag_name(f"{stem}_{other}"), str(value), rule, f"Use {flag_name(f'{stem}_{unit}')}.")
 
 
 def _schedule(config: RawRunConfig) -> Iterator[Problem]:
@@ -162,15 +160,8 @@ def _schedule(config: RawRunConfig) -> Iterator[Problem]:
         # An unset decay length copies the run's, which has its own rule.
         if getattr(schedule, name) not in (config.train.train_iters, config.train.train_samples):
             yield from at_least(name, getattr(schedule, name), 1)
-    forms = [
-        flag
-        for flag, value in (
-            ("--lr-warmup-fraction", schedule.lr_warmup_fraction),
-            ("--lr-warmup-iters", schedule.lr_warmup_iters),
-            ("--lr-warmup-samples", schedule.lr_warmup_samples),
-        )
-        if value
-    ]
+    warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+    forms = [flag_name(name) for name in warmups if getattr(schedule, name)]
     if len(forms) > 1:
         yield Problem(forms[0], "", f"cannot be combined with {' or '.join(forms[1:])}", "Keep one form of warm-up.")
     for unit in ("iters", "samples"):
@@ -240,18 +231,65 @@ def _optimizer(config: RawRunConfig) -> Iterator[Problem]:
         yield Problem("--start-weight-decay", f"{start:g}", rule, "Weight decay may only grow.")
     yield from at_least("clip_grad", optim.clip_grad, 0)
     yield from check_update_rule(config)
-    yield from _gradient_dtype(config)
+    strategy = config.parallel.data_parallel_sharding_strategy
+    # Low-precision gradients require a model in low precision.
+    if optim.main_grads_dtype == "bf16" and not config.precision.bf16:
+        yield Problem("--main-grads-dtype", "bf16", "needs --bf16", "Give it, or use fp32.")
+    if optim.main_grads_dtype == "bf16" and strategy in FSDP_STRATEGIES:
+        rule = f"cannot be had with --data-parallel-sharding-strategy {strategy}, where fully_shard adds gradients up"
+        yield Problem("--main-grads-dtype", "bf16", rule, "Use fp32, or the strategy optim.")
 
 
-def _gradient_dtype(config: RawRunConfig) -> Iterator[Problem]:
-    """Low-precision gradients require a model in low precision."""
-    optim, precision = config.optim, config.precision
-    if optim.main_grads_dtype == "bf16":
-        if not precision.bf16:
-            yield Problem("--main-grads-dtype", "bf16", "needs --bf16", "Give it, or use fp32.")
-        if config.parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES:
-            strategy = config.parallel.data_parallel_sharding_strategy
-            rule = (
-                f"cannot be had with --data-parallel-sharding-strategy {strategy}, where fully_shard adds gradients up"
-            )
-            yield Problem("--main-grads-dtype", "bf16", rule, "Use fp32, or the strategy optim.")
+def check_update_rule(config: RawRunConfig) -> Iterator[Problem]:
+    """Yields the problems of the chosen optimizer, of its settings, and of where its state is to be."""
+    if unknown := list(_unknown_optimizers(config)):
+        yield from unknown
+        return
+    try:
+        rule, *others = used_rules(config.optim)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if config.optim.optimizer in BUILT_IN_RULES and config.optim.optimizer_settings:
+        given = " ".join(config.optim.optimizer_settings)
+        rule_text = f"are settings of an imported optimizer, and {OPTIMIZER_FLAG} {rule.name} has flags"
+        yield Problem(OPTIMIZER_SETTINGS_FLAG, given, rule_text, "Leave them out.")
+    yield from rule.problems()
+    yield from (problem for other in others for problem in _scalar_optimizer(rule, other))
+    yield from _offload(config, rule)
+    yield from _state_dtypes(config)
+
+
+def _unknown_optimizers(config: RawRunConfig) -> Iterator[Problem]:
+    for info in fields_by_name().values():
+        name = getattr(getattr(config, info.section), info.name)
+        if OPTIMIZER_NAME in info.marks and find_rule_spec(name) is None:
+            yield unknown_optimizer(info.flag, name)
+
+
+def _scalar_optimizer(rule: UpdateRuleSpec, other: UpdateRuleSpec) -> Iterator[Problem]:
+    """The rule of the remaining parameters updates each element by itself, and all of them."""
+    if other.unit != "element" or other.hidden_matrices_only:
+        text = f"cannot leave other parameters to {other.name}, which does not update each element by itself"
+        yield Problem(OPTIMIZER_FLAG, rule.name, text, "Use adam for them.")
+
+
+def _offload(config: RawRunConfig, rule: UpdateRuleSpec) -> Iterator[Problem]:
+    memory, reason = config.memory, rule.offload_problem
+    if reason is None:
+        return
+    for name in ("optimizer_cpu_offload", "optimizer_nvme_offload"):
+        value = getattr(memory, name)
+        if value is not None and value is not False:
+            text = f"cannot be combined with {OPTIMIZER_FLAG} {rule.name}, {reason}"
+            shown = "" if value is True else value
+            yield Problem(flag_name(name), shown, text, "Leave it out, shard the state over more ranks, or use adam.")
+
+
+def _state_dtypes(config: RawRunConfig) -> Iterator[Problem]:
+    """State in bf16 requires a model in low precision."""
+    if config.precision.fp64:
+        for rule in used_rules(config.optim):
+            for name, narrow in rule.bf16_state_settings.items():
+                if getattr(config.optim, name) == narrow:
+                    yield Problem(flag_name(name), narrow, "cannot be combined with --fp64", "Leave one of them out.")

@@ -37,7 +37,7 @@ def offloading(run: RunConfig, memory: MemoryConfig) -> tuple[StageModule, HostL
     spec = model_spec(run)
     torch.manual_seed(3)
     with DEVICE:
-        model = spec.build_stage(spec.whole).to(torch.bfloat16)
+        model = spec.build_stage(spec.whole_model).to(torch.bfloat16)
         for parameter in model.parameters():
             parameter.data.normal_(0.0, 0.02)
     streams = RandomStreams.seeded(7, ParallelMesh.single(device=DEVICE))

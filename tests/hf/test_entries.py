@@ -146,7 +146,7 @@ def test_a_model_of_a_family_computes_the_same_there(spec: ModelSpec):
     assume(family is not None)
     assert family is not None
     logical = {name: torch.randn(shape) for name, shape in folder_shapes(spec).items()}
-    ours, params = spec.build_stage(spec.whole).eval(), spec.params()
+    ours, params = spec.build_stage(spec.whole_model).eval(), spec.params()
     assert isinstance(ours, Decoder)
     placements = {
         name: compute_placement(name, tuple(parameter.shape), params[name].shard, ModelParallelCoordinate())

@@ -9,15 +9,15 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.models.hf import FAMILIES, family_name_of_config
-from petatron.models.hf.family_table import DENSE_LAYOUTS, EXPERT_LAYOUTS, family_table
 from tests.hf import test_equal, test_generate
+from tests.hf.family_table import DENSE_LAYOUTS, EXPERT_LAYOUTS, family_table
 from tests.hf.zoo import BUILDERS, truth
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 
 def test_the_table_of_families_is_up_to_date():
-    assert family_table() in PAGE.read_text(), "replace the table by petatron.models.hf.family_table.family_table()"
+    assert family_table() in PAGE.read_text(), "replace the table by tests.hf.family_table.family_table()"
 
 
 def test_every_family_has_a_model_that_is_compared_and_a_row_that_says_something():

@@ -205,7 +205,7 @@ class TestFill:
         params = spec.params()
         seen = dict.fromkeys(logical, 0)
         for rank in range(4):
-            module = spec.build_stage(spec.whole)
+            module = spec.build_stage(spec.whole_model)
             placements = {}
             for name, parameter in module.named_parameters():
                 place_here = compute_placement(

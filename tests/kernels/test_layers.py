@@ -19,7 +19,7 @@ from petatron.kernels.rope import apply_rope as rotate
 from petatron.layers.dropout import Dropout
 from petatron.layers.norm import LayerNorm, RMSNorm
 from petatron.layers.rope import RopeSpec, RotaryEmbedding, inverse_frequencies
-from petatron.models.rope_settings import rope_spec
+from petatron.models.branch_specs import rope_spec
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from petatron.base.private_home_dir import private_folder
+from petatron.base.safe_files import private_folder
 from petatron.data import gpt_dataset, index_cache
 from petatron.data.blended_dataset import blend_indices, load_blend
 from petatron.data.build_datasets import build_datasets

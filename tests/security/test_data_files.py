@@ -19,8 +19,8 @@ import zstandard
 
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.cli.main import main
-from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.nccl_communicators import communicator_problems
+from petatron.config.saved_config import with_absolute_paths
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
@@ -409,7 +409,7 @@ def test_a_config_that_is_no_text_file(tmp_path: Path, kind: str) -> None:
     else:
         _become(path, kind)
     (problem,) = read_yaml_file(path).problems
-    assert problem.found == str(path) and problem.rule.startswith("cannot be read: ")
+    assert problem.value == str(path) and problem.rule.startswith("cannot be read: ")
 
 
 @pytest.mark.parametrize(

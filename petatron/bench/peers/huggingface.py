@@ -26,7 +26,7 @@ from petatron.bench.peers.huggingface_experts import (
 )
 from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.config import RunConfig
-from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, branch_symbols
 from petatron.models.batch import Batch
 from petatron.models.hf import family_entries, get_family, to_hf_config
 from petatron.models.hf.folder_entries import FolderEntry
@@ -112,7 +112,7 @@ def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> 
     config = AutoConfig.for_model(content.pop("model_type"), **content)
     pattern = run.model.hybrid_layer_pattern
     attention = (
-        "sdpa" if pattern is None or ATTENTION in branch_letters(pattern) else "eager"
+        "sdpa" if pattern is None or ATTENTION in branch_symbols(pattern) else "eager"
     )  # what has no attention refuses the former
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)

@@ -141,7 +141,7 @@ class HuggingFaceFolder:
             told = (
                 Problem(
                     f"{self.config_file}: {_with_keys(problem.where, keys)}",
-                    problem.found,
+                    problem.value,
                     _with_keys(problem.rule, keys),
                     _with_keys(problem.fix, keys),
                 )

@@ -31,8 +31,7 @@ from petatron.config.schema.model_identity import variant_defaults
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
-from petatron.validate.layers.hybrid import check_hybrid
-from petatron.validate.layers.recurrent import check_recurrent_layers
+from petatron.validate.layers import check_hybrid, check_recurrent_layers
 from petatron.validate.model import check_model
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")

@@ -11,7 +11,8 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import (
+from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.hybrid import (
     ATTENTION,
     DELTA,
     EXPERTS,
@@ -19,7 +20,6 @@ from petatron.config.schema.hybrid_pattern import (
     STAGE_BOUNDARY,
     allocate_layers,
 )
-from petatron.config.schema.model import ModelConfig
 
 _FIX = "Such a checkpoint cannot be converted."
 _LATENT_DEFAULTS: Mapping[str, int | None] = {
@@ -153,6 +153,6 @@ def has_attention(model: ModelConfig) -> bool:
 
 
 def moe_layer_freq(model: Mapping[str, Any], moe: Mapping[str, Any]) -> str:
-    """Returns which layers have experts, of a hybrid by its letters."""
+    """Returns which layers have experts, of a hybrid by its layer pattern."""
     pattern = model.get("hybrid_layer_pattern")
     return moe["moe_layer_freq"] if pattern is None else str([int(letter == EXPERTS) for letter in pattern])

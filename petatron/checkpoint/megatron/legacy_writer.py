@@ -32,8 +32,8 @@ from petatron.checkpoint.megatron.weight_names import (
     with_layer,
 )
 from petatron.config.required_settings import known_vocab_size
-from petatron.config.schema.hybrid_pattern import MAMBA, MLP
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.sections.hybrid import MAMBA, MLP
 from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.models.model_spec import ModelSpec
 

@@ -9,12 +9,15 @@ from petatron.base.device import detect_device, host_memory_bytes
 from petatron.base.text import count_with_noun
 from petatron.config import LoadedConfig, PrecisionConfig, RunConfig
 from petatron.config.settings_text import precision_name, precision_text
-from petatron.estimate.memory.forecast import MemoryForecast, forecast_memory, format_gigabytes, recompute_plans
-from petatron.estimate.memory.host_memory import (
+from petatron.estimate.memory.forecast import (
     HostMemory,
+    MemoryForecast,
+    forecast_memory,
+    format_gigabytes,
     pinned_activation_bytes,
     pinned_optimizer_bytes,
     ranks_per_node,
+    recompute_plans,
 )
 from petatron.estimate.memory.layouts import fitting_changes
 from petatron.pretrained.open_tokenizer import open_tokenizer

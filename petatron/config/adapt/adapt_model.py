@@ -1,4 +1,9 @@
-"""What typed flags change in the model that a preset, files or a folder give, beyond their own values; every change has a notice."""
+"""What typed flags change in the model that a preset, files or a folder give, beyond their own values; every change has a notice.
+
+Of a preset, values that mean nothing beside a typed flag are as if the preset did not have them, as their declarations say (`NotWith` in
+`config/schema/metadata.py`). A flag that contradicts what a preset is about (positions that latent attention cannot have, a hybrid pattern
+beside experts) remains a problem of the validator.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,20 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
 from petatron.config.adapt.layer_cut import PATTERN_PATHS, cut_layers
-from petatron.config.adapt.overridden_values import meaningless_values
 from petatron.config.adapt.toy_model import toy_values
 from petatron.config.checkpoint_settings import tokenizer_paths
+from petatron.config.declared_rules import unused_settings
 from petatron.config.flags.parse import TOY_FLAG
-from petatron.config.schema.fields import FieldValue, fields_by_path, unflatten_config
-from petatron.config.unused_flags import unused_settings
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.schema.fields import (
+    FieldInfo,
+    FieldValue,
+    all_fields,
+    fields_by_name,
+    fields_by_path,
+    unflatten_config,
+)
+from petatron.config.schema.metadata import NotWith
+from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 
 _NUM_LAYERS = "model.num_layers"
 _DEFAULT = ValueOrigin("default")
@@ -29,29 +41,21 @@ class AdaptedModel:
     problems: list[Problem] = field(default_factory=list)
 
 
-def adapt_model(
-    values: Mapping[str, FieldValue], origins: Mapping[str, ValueOrigin], typed: Mapping[str, Setting], *, toy: bool
-) -> AdaptedModel:
+def adapt_model(given: SourcedValues, typed: Mapping[str, Setting], *, toy: bool) -> AdaptedModel:
     """Returns the changes to the values of all sources before flags; `typed` are the settings of flags, which win anyway."""
     adapted = AdaptedModel()
-    dropped, adapted.notices = meaningless_values(values, origins, typed, heads_may_follow=toy)
+    dropped, adapted.notices = meaningless_values(given, typed, heads_may_follow=toy)
     adapted.values = {path: fields_by_path()[path].default for path in dropped}
     adapted.origins = dict.fromkeys(dropped, _DEFAULT)
-    current, sources = {**values, **adapted.values}, {**origins, **adapted.origins}
+    current = SourcedValues({**given.values, **adapted.values}, {**given.origins, **adapted.origins})
     typed_values = {path: setting.value for path, setting in typed.items()}
-    if toy:
-        _shrink(adapted, current, sources, typed_values)
-    else:
-        _cut_patterns(adapted, current, sources, typed_values)
+    change = _shrink if toy else _cut_patterns
+    change(adapted, current, typed_values)
     return adapted
 
 
-def _shrink(
-    adapted: AdaptedModel,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    typed: Mapping[str, FieldValue],
-) -> None:
+def _shrink(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, FieldValue]) -> None:
+    values, origins = given.values, given.origins
     if {**values, **typed}["checkpoint.use_checkpoint_args"]:
         rule = "cannot be combined with --use-checkpoint-args, which takes the model from --load as it is"
         adapted.problems.append(Problem(TOY_FLAG, "", rule, "Keep one of them."))
@@ -77,17 +81,12 @@ def _shrink(
     )
 
 
-def _cut_patterns(
-    adapted: AdaptedModel,
-    values: Mapping[str, FieldValue],
-    origins: Mapping[str, ValueOrigin],
-    typed: Mapping[str, FieldValue],
-) -> None:
+def _cut_patterns(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, FieldValue]) -> None:
     """`--num-layers` below the number of layers that patterns of a preset or file describe."""
     number = typed.get(_NUM_LAYERS)
     if not isinstance(number, int) or any(path in typed for path in PATTERN_PATHS):
         return
-    cut = cut_layers(values, number, every_pattern=False)
+    cut, origins = cut_layers(given.values, number, every_pattern=False), given.origins
     if cut is None:
         return
     adapted.values |= cut.values
@@ -95,3 +94,38 @@ def _cut_patterns(
     named = ", ".join(f"{fields_by_path()[path].flag} {value}" for path, value in cut.values.items())
     source = next(iter(origins[path] for path in cut.values))
     adapted.notices.append(f"--num-layers {number} cuts the layers of {source} to {cut.describe()}: {named}")
+
+
+def meaningless_values(
+    given: SourcedValues, typed: Mapping[str, Setting], *, heads_may_follow: bool
+) -> tuple[list[str], list[str]]:
+    """Returns the paths of a preset's values that typed flags make meaningless, and a notice for each of these flags.
+
+    `heads_may_follow`: the number of key/value heads will be chosen for a typed number of heads.
+    """
+    values, origins, dropped = given.values, given.origins, dict[str, list[FieldInfo]]()
+    for info in all_fields():
+        if origins[info.path].kind != "preset" or info.path in typed or values[info.path] == info.default:
+            continue
+        for note in info.notes_of(NotWith):
+            path = fields_by_name()[note.setting].path
+            if path in typed and note.when(typed[path].value):
+                dropped.setdefault(path, []).append(info)
+    if not heads_may_follow and _heads_are_indivisible(values, typed):
+        shared = [fields_by_name()[name] for name in ("num_query_groups", "group_query_attention")]
+        dropped["model.num_attention_heads"] = [info for info in shared if origins[info.path].kind == "preset"]
+    notices = [
+        f"{typed[path].origin.detail} makes values of preset {origins[infos[0].path].detail} meaningless, which are left out: "
+        + ", ".join(f"{info.flag} {values[info.path]}" for info in infos)
+        for path, infos in dropped.items()
+        if infos
+    ]
+    return [info.path for infos in dropped.values() for info in infos], notices
+
+
+def _heads_are_indivisible(values: Mapping[str, FieldValue], typed: Mapping[str, Setting]) -> bool:
+    """Whether the preset's key/value heads do not divide a typed number of heads."""
+    groups, heads = values["model.num_query_groups"], typed.get("model.num_attention_heads")
+    if heads is None or "model.num_query_groups" in typed or not isinstance(groups, int) or groups < 1:
+        return False
+    return isinstance(heads.value, int) and heads.value > 0 and heads.value % groups != 0

@@ -14,10 +14,10 @@ from typing import Any
 from petatron.config.adapt.layer_cut import HYBRID, LayerCut, cut_layers, num_layer_kinds
 from petatron.config.derived_defaults import MOCK_VOCAB_SIZE
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name
-from petatron.config.schema.longrope_factors import LongRopeFactorError, format_longrope_factors, parse_longrope_factors
 from petatron.config.schema.metadata import ToySize
+from petatron.config.schema.sections.rope import LongRopeFactorError, format_longrope_factors, parse_longrope_factors
 
-_LAYERS, _HEADS = 4, 8
+_LAYERS, _HEADS, _POSITIONS = 4, 8, 2048
 
 
 def _toy_size(name: str) -> int:
@@ -101,11 +101,11 @@ def _shrink_attention(toy: _ToyValues) -> None:
     if heads < 1:
         return
     toy.lower("num_attention_heads", _HEADS)
-    own = toy["num_attention_heads"]
+    toy_heads = toy["num_attention_heads"]
     if groups is not None and 1 < groups < heads:
-        toy.set("num_query_groups", next(size for size in (own // 2, 1) if size and own % size == 0))
+        toy.set("num_query_groups", next(size for size in (toy_heads // 2, 1) if size and toy_heads % size == 0))
     elif groups == heads:
-        toy.set("num_query_groups", own)
+        toy.set("num_query_groups", toy_heads)
     if width is not None and width * heads == hidden:
         toy.set("kv_channels", None)
     else:
@@ -136,13 +136,12 @@ def _shrink_experts(toy: _ToyValues) -> None:
 
 
 def _shrink_positions(toy: _ToyValues) -> None:
-    """A table of learned positions is as long as samples; rotary positions have no size."""
+    """A table of learned positions is as long as samples; other positions have no size, and what generation keeps of them is small."""
     if toy["attention_temperature_scale"] is not None:
         toy.lower("attention_temperature_floor", 32)
-    if toy["position_embedding_type"] == "learned_absolute":
-        toy.lower(
-            "max_position_embeddings", toy["seq_length"] if toy.is_typed("seq_length") else _toy_size("seq_length")
-        )
+    length = toy["seq_length"] if toy.is_typed("seq_length") else _toy_size("seq_length")
+    has_table = toy["position_embedding_type"] == "learned_absolute"
+    toy.lower("max_position_embeddings", length if has_table else max(length, _POSITIONS))
 
 
 def _shrink_longrope(toy: _ToyValues) -> None:

@@ -3,212 +3,139 @@
 An unknown flag or field with such a name gets the suggestion of this table. Closeness of spelling would suggest nothing for most of
 them, and something else for others (`--num-key-value-heads` is nearest to `--linear-num-value-heads`). None of them is accepted:
 values may mean something else there, and a run has one name for a setting. docs/coming-from.md has these names by program.
+
+Adapters, conversations, preferences and quantized training have no flag here whose name could be close: they have a table of what exists
+instead, or the closest spelling would be suggested (`--etp` for `--peft`). The tables of Megatron's flags refuse features too; where
+something else exists for one of these, `ALTERNATIVES` says it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-_FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-_SHARDING = "--data-parallel-sharding-strategy optim_grads_params"
-_BATCH = "--global-batch-size (micro-batch x data-parallel size x accumulation steps)"
-_LENGTH = "--train-iters or --train-samples (there are no epochs)"
-_DATA = "--data-path (files of `petatron data preprocess`)"
-_FP8 = "--fp8-format hybrid"
 
-SUGGESTIONS: Mapping[str, str] = {
+def by_flag(flags_by_text: Mapping[str, str]) -> dict[str, str]:
+    """Returns the text of each flag, from the flags of each text.
+
+    >>> by_flag({"--lr": "--learning-rate --max-lr"})
+    {'--learning-rate': '--lr', '--max-lr': '--lr'}
+    """
+    return {flag: text for text, flags in flags_by_text.items() for flag in flags.split()}
+
+
+_NAMES_ELSEWHERE: Mapping[str, str] = {
     # The model
-    "--activation-function": "--activation",
-    "--attention-bias": "--add-qkv-bias",
-    "--attention-probs-dropout-prob": "--attention-dropout",
-    "--attn-pdrop": "--attention-dropout",
-    "--bias": "--add-bias-linear",
-    "--d-model": "--hidden-size",
-    "--dim": "--hidden-size",
-    "--embd-pdrop": "--hidden-dropout",
-    "--ffn-dim": "--ffn-hidden-size",
-    "--head-dim": "--kv-channels",
-    "--heads": "--num-attention-heads",
-    "--hidden-act": "--activation",
-    "--hidden-dim": "--hidden-size",
-    "--initializer-range": "--init-method-std",
-    "--intermediate-size": "--ffn-hidden-size",
-    "--layer-norm-eps": "--norm-epsilon",
-    "--layer-norm-epsilon": "--norm-epsilon",
-    "--mlp-bias": "--add-bias-linear",
-    "--moe-intermediate-size": "--moe-ffn-hidden-size",
-    "--n-embd": "--hidden-size",
-    "--n-head": "--num-attention-heads",
-    "--n-heads": "--num-attention-heads",
-    "--n-kv-heads": "--num-query-groups",
-    "--n-layer": "--num-layers",
-    "--n-layers": "--num-layers",
-    "--n-positions": "--max-position-embeddings",
-    "--n-vocab": "--vocab-size",
-    "--no-bias": "--disable-bias-linear",
-    "--no-tie-word-embeddings": "--untie-embeddings-and-output-weights",
-    "--norm-eps": "--norm-epsilon",
-    "--num-experts-per-tok": "--moe-router-topk",
-    "--num-experts-per-token": "--moe-router-topk",
-    "--num-heads": "--num-attention-heads",
-    "--num-hidden-layers": "--num-layers",
-    "--num-key-value-heads": "--num-query-groups",
-    "--num-kv-heads": "--num-query-groups",
-    "--parallel-residual": "--residual-branches parallel",
-    "--partial-rotary-factor": "--rotary-percent",
-    "--qk-norm": "--qk-layernorm",
-    "--resid-pdrop": "--hidden-dropout",
-    "--rms-norm-eps": "--norm-epsilon",
-    "--rope-scaling": "--use-rope-scaling (Llama 3) or --position-embedding-type yarn",
-    "--rotary-dim": "--rotary-percent (a fraction of the head)",
-    "--share-embeddings-and-output-weights": "--no-untie-embeddings-and-output-weights (the default)",
-    "--sliding-window": "--window-size",
-    "--tie-embeddings": "--no-untie-embeddings-and-output-weights (the default)",
-    "--tie-word-embeddings": "--no-untie-embeddings-and-output-weights (the default)",
-    "--tied-embeddings": "--no-untie-embeddings-and-output-weights (the default)",
-    "--top-k-experts": "--moe-router-topk",
-    "--use-bias": "--add-bias-linear",
-    "--use-parallel-residual": "--residual-branches parallel",
-    "--use-qk-norm": "--qk-layernorm",
-    "--vocab": "--vocab-size",
+    "--activation": "--activation-function --hidden-act",
+    "--add-qkv-bias": "--attention-bias",
+    "--attention-dropout": "--attention-probs-dropout-prob --attn-pdrop",
+    "--add-bias-linear": "--bias --mlp-bias --use-bias",
+    "--hidden-size": "--d-model --dim --hidden-dim --n-embd",
+    "--hidden-dropout": "--embd-pdrop --resid-pdrop",
+    "--ffn-hidden-size": "--ffn-dim --intermediate-size",
+    "--kv-channels": "--head-dim",
+    "--num-attention-heads": "--heads --n-head --n-heads --num-heads",
+    "--init-method-std": "--initializer-range",
+    "--norm-epsilon": "--layer-norm-eps --layer-norm-epsilon --norm-eps --rms-norm-eps",
+    "--moe-ffn-hidden-size": "--moe-intermediate-size",
+    "--num-query-groups": "--n-kv-heads --num-key-value-heads --num-kv-heads",
+    "--num-layers": "--n-layer --n-layers --num-hidden-layers",
+    "--max-position-embeddings": "--n-positions",
+    "--vocab-size": "--n-vocab --vocab",
+    "--disable-bias-linear": "--no-bias",
+    "--untie-embeddings-and-output-weights": "--no-tie-word-embeddings",
+    "--moe-router-topk": "--num-experts-per-tok --num-experts-per-token --top-k-experts",
+    "--residual-branches parallel": "--parallel-residual --use-parallel-residual",
+    "--rotary-percent": "--partial-rotary-factor",
+    "--qk-layernorm": "--qk-norm --use-qk-norm",
+    "--use-rope-scaling (Llama 3) or --position-embedding-type yarn": "--rope-scaling",
+    "--rotary-percent (a fraction of the head)": "--rotary-dim",
+    "--no-untie-embeddings-and-output-weights (the default)": (
+        "--share-embeddings-and-output-weights --tie-embeddings --tie-word-embeddings --tied-embeddings"
+    ),
+    "--window-size": "--sliding-window",
     # Length and batch
-    "--accumulate-grad-batches": _BATCH,
-    "--block-size": "--seq-length",
-    "--context-length": "--seq-length",
-    "--epochs": _LENGTH,
-    "--gbs": "--global-batch-size",
-    "--grad-accum-steps": _BATCH,
-    "--gradient-accumulation-steps": _BATCH,
-    "--iterations": "--train-iters",
-    "--local-batch-size": "--micro-batch-size",
-    "--max-epochs": _LENGTH,
-    "--max-iters": "--train-iters",
-    "--max-length": "--seq-length",
-    "--max-seq-len": "--seq-length",
-    "--max-steps": "--train-iters",
-    "--mbs": "--micro-batch-size",
-    "--num-epochs": _LENGTH,
-    "--num-steps": "--train-iters",
-    "--num-train-epochs": _LENGTH,
-    "--per-device-eval-batch-size": "--micro-batch-size (evaluation takes the training batch)",
-    "--per-device-train-batch-size": "--micro-batch-size",
-    "--per-gpu-train-batch-size": "--micro-batch-size",
-    "--steps": "--train-iters",
-    "--total-steps": "--train-iters",
-    "--train-batch-size": "--global-batch-size",
-    "--train-micro-batch-size-per-gpu": "--micro-batch-size",
+    "--global-batch-size (micro-batch x data-parallel size x accumulation steps)": (
+        "--accumulate-grad-batches --grad-accum-steps --gradient-accumulation-steps"
+    ),
+    "--seq-length": "--block-size --context-length --max-length --max-seq-len",
+    "--train-iters or --train-samples (there are no epochs)": "--epochs --max-epochs --num-epochs --num-train-epochs",
+    "--global-batch-size": "--gbs --train-batch-size",
+    "--train-iters": "--iterations --max-iters --max-steps --num-steps --steps --total-steps",
+    "--micro-batch-size": (
+        "--local-batch-size --mbs --per-device-train-batch-size --per-gpu-train-batch-size "
+        "--train-micro-batch-size-per-gpu --pipeline-parallel-microbatch-size"
+    ),
+    "--micro-batch-size (evaluation takes the training batch)": "--per-device-eval-batch-size",
     # The optimizer
-    "--decay-ratio": "--lr-wsd-decay-iters (with --lr-decay-style WSD)",
-    "--grad-clip": "--clip-grad",
-    "--gradient-clip-val": "--clip-grad",
-    "--gradient-clipping": "--clip-grad",
-    "--learning-rate": "--lr",
-    "--lr-min": "--min-lr",
-    "--lr-scheduler": "--lr-decay-style",
-    "--lr-scheduler-type": "--lr-decay-style",
-    "--max-grad-norm": "--clip-grad",
-    "--max-lr": "--lr",
-    "--max-norm": "--clip-grad",
-    "--min-learning-rate": "--min-lr",
-    "--optimizer.eps": "--adam-eps",
-    "--optimizer.name": "--optimizer",
-    "--warmup-ratio": "--lr-warmup-fraction",
-    "--warmup-steps": "--lr-warmup-iters",
-    "--wd": "--weight-decay",
+    "--lr-wsd-decay-iters (with --lr-decay-style WSD)": "--decay-ratio",
+    "--clip-grad": "--grad-clip --gradient-clip-val --gradient-clipping --max-grad-norm --max-norm",
+    "--lr": "--learning-rate --max-lr",
+    "--min-lr": "--lr-min --min-learning-rate",
+    "--lr-decay-style": "--lr-scheduler --lr-scheduler-type",
+    "--adam-eps": "--optimizer.eps",
+    "--optimizer": "--optimizer.name",
+    "--lr-warmup-fraction": "--warmup-ratio",
+    "--lr-warmup-iters": "--warmup-steps",
+    "--weight-decay": "--wd",
     # Precision, memory and speed
-    "--activation-checkpoint": _FULL_RECOMPUTE,
-    "--activation-checkpoint.mode": _FULL_RECOMPUTE,
-    "--activation-checkpointing": _FULL_RECOMPUTE,
-    "--compile.enable": "--compile (the default)",
-    "--disable-compile": "--no-compile",
-    "--dtype": "--bf16 or --fp16",
-    "--enable-cpu-offload": "--optimizer-cpu-offload",
-    "--float8": _FP8,
-    "--fp8": _FP8,
-    "--fp8-training": _FP8,
-    "--gradient-checkpointing": _FULL_RECOMPUTE,
-    "--mixed-precision": "--bf16 or --fp16",
-    "--mixed-precision-param": "--bf16 or --fp16",
-    "--mixed-precision-reduce": "--grad-reduce-in-bf16 (the default is fp32)",
-    "--precision": "--bf16 or --fp16",
-    "--recipe-name": "--fp8-recipe",
-    "--torch-compile": "--compile (the default)",
-    "--torch-dtype": "--bf16 or --fp16",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": (
+        "--activation-checkpoint --activation-checkpoint.mode --activation-checkpointing --gradient-checkpointing"
+    ),
+    "--compile (the default)": "--compile.enable --torch-compile",
+    "--no-compile": "--disable-compile",
+    "--bf16 or --fp16": "--dtype --mixed-precision --mixed-precision-param --precision --torch-dtype",
+    "--optimizer-cpu-offload": "--enable-cpu-offload",
+    "--fp8-format hybrid": "--float8 --fp8 --fp8-training",
+    "--grad-reduce-in-bf16 (the default is fp32)": "--mixed-precision-reduce",
+    "--fp8-recipe": "--recipe-name",
     # The layout
-    "--context-parallel-rotate-method": "--cp-comm-type",
-    "--data-parallel-replicate-degree": "--num-distributed-optimizer-instances",
-    "--data-parallel-shard-degree": _SHARDING,
-    "--ddp-timeout": "--distributed-timeout-minutes",
-    "--enable-async-tensor-parallel": "--tp-comm-overlap",
-    "--enable-fsdp-float8-all-gather": "--fp8-param-gather",
-    "--expert-parallel-degree": "--expert-model-parallel-size",
-    "--expert-parallel-size": "--expert-model-parallel-size",
-    "--fsdp": _SHARDING,
-    "--fsdp-reshard-after-forward": "--data-parallel-sharding-strategy optim_grads (where the answer is never)",
-    "--ngpus": "--nproc-per-node",
-    "--nproc": "--nproc-per-node",
-    "--num-gpus": "--nproc-per-node",
-    "--pipeline-parallel-degree": "--pipeline-model-parallel-size",
-    "--pipeline-parallel-layers-per-stage": "--num-layers-per-virtual-pipeline-stage",
-    "--pipeline-parallel-microbatch-size": "--micro-batch-size",
-    "--pipeline-parallel-schedule": "--pipeline-schedule",
-    "--pipeline-parallel-size": "--pipeline-model-parallel-size",
-    "--tensor-parallel-degree": "--tensor-model-parallel-size",
-    "--tensor-parallel-size": "--tensor-model-parallel-size",
-    "--train-timeout-seconds": "--distributed-timeout-minutes",
-    "--zero": "--use-distributed-optimizer (ZeRO-1) or --data-parallel-sharding-strategy (ZeRO-2 and 3)",
-    "--zero-stage": "--use-distributed-optimizer (ZeRO-1) or --data-parallel-sharding-strategy (ZeRO-2 and 3)",
+    "--cp-comm-type": "--context-parallel-rotate-method",
+    "--num-distributed-optimizer-instances": "--data-parallel-replicate-degree",
+    "--data-parallel-sharding-strategy optim_grads_params": "--data-parallel-shard-degree --fsdp",
+    "--distributed-timeout-minutes": "--ddp-timeout --train-timeout-seconds",
+    "--tp-comm-overlap": "--enable-async-tensor-parallel",
+    "--fp8-param-gather": "--enable-fsdp-float8-all-gather",
+    "--expert-model-parallel-size": "--expert-parallel-degree --expert-parallel-size",
+    "--data-parallel-sharding-strategy optim_grads (where the answer is never)": "--fsdp-reshard-after-forward",
+    "--nproc-per-node": "--ngpus --nproc --num-gpus",
+    "--pipeline-model-parallel-size": "--pipeline-parallel-degree --pipeline-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage": "--pipeline-parallel-layers-per-stage",
+    "--pipeline-schedule": "--pipeline-parallel-schedule",
+    "--tensor-model-parallel-size": "--tensor-parallel-degree --tensor-parallel-size",
+    "--use-distributed-optimizer (ZeRO-1) or --data-parallel-sharding-strategy (ZeRO-2 and 3)": "--zero --zero-stage",
     # Data, checkpoints and logs
-    "--async-mode": "--async-save",
-    "--checkpoint-interval": "--save-interval",
-    "--checkpoint.folder": "--save",
-    "--checkpoint.interval": "--save-interval",
-    "--data-dir": _DATA,
-    "--dataloader-num-workers": "--num-workers",
-    "--dataset": _DATA,
-    "--dataset-path": _DATA,
-    "--enable-profiling": "--profile",
-    "--enable-tensorboard": "--tensorboard-dir",
-    "--enable-wandb": "--wandb-project",
-    "--eval-every": "--eval-interval",
-    "--eval-steps": "--eval-interval",
-    "--eval-strategy": "--eval-interval",
-    "--full-determinism": "--deterministic-mode",
-    "--initial-load-in-hf": "--from",
-    "--initial-load-path": "--from",
-    "--job.config-file": "--config",
-    "--keep-latest-k": "--save-total-limit",
-    "--load-step": "--ckpt-step",
-    "--log-every": "--log-interval",
-    "--log-every-n-steps": "--log-interval",
-    "--log-freq": "--log-interval",
-    "--logging-steps": "--log-interval",
-    "--model": "--preset, or --from (the folder of a model)",
-    "--model-name-or-path": "--from (the folder of a model) or --preset",
-    "--model.flavor": "--preset",
-    "--model.name": "--preset",
-    "--output-dir": "--save",
-    "--pretrained-model-name-or-path": "--from (the folder of a model)",
-    "--report-to": "--tensorboard-dir or --wandb-project",
-    "--resume": "--load",
-    "--resume-from-checkpoint": "--load",
-    "--run-name": "--wandb-exp-name",
-    "--save-every": "--save-interval",
-    "--save-freq": "--save-interval",
-    "--save-only-model": "--no-save-optim",
-    "--save-steps": "--save-interval",
-    "--seed-everything": "--seed",
-    "--tokenizer": "--tokenizer-model",
-    "--tokenizer-name": "--tokenizer-model",
-    "--tokenizer-path": "--tokenizer-model",
-    "--train-file": _DATA,
-    "--use-cpu": "--device cpu",
-    "--validation.freq": "--eval-interval",
-    "--validation.steps": "--eval-iters",
-    "--wandb": "--wandb-project",
+    "--async-save": "--async-mode",
+    "--save-interval": "--checkpoint-interval --checkpoint.interval --save-every --save-freq --save-steps",
+    "--save": "--checkpoint.folder --output-dir",
+    "--data-path (files of `petatron data preprocess`)": "--data-dir --dataset --dataset-path --train-file",
+    "--num-workers": "--dataloader-num-workers",
+    "--profile": "--enable-profiling",
+    "--tensorboard-dir": "--enable-tensorboard",
+    "--wandb-project": "--enable-wandb --wandb",
+    "--eval-interval": "--eval-every --eval-steps --eval-strategy --validation.freq",
+    "--deterministic-mode": "--full-determinism",
+    "--from": "--initial-load-in-hf --initial-load-path",
+    "--config": "--job.config-file",
+    "--save-total-limit": "--keep-latest-k",
+    "--ckpt-step": "--load-step",
+    "--log-interval": "--log-every --log-every-n-steps --log-freq --logging-steps",
+    "--preset, or --from (the folder of a model)": "--model",
+    "--from (the folder of a model) or --preset": "--model-name-or-path",
+    "--preset": "--model.flavor --model.name",
+    "--from (the folder of a model)": "--pretrained-model-name-or-path",
+    "--tensorboard-dir or --wandb-project": "--report-to",
+    "--load": "--resume --resume-from-checkpoint",
+    "--wandb-exp-name": "--run-name",
+    "--no-save-optim": "--save-only-model",
+    "--seed": "--seed-everything",
+    "--tokenizer-model": "--tokenizer --tokenizer-name --tokenizer-path",
+    "--device cpu": "--use-cpu",
+    "--eval-iters": "--validation.steps",
 }
 
+SUGGESTIONS: Mapping[str, str] = by_flag(_NAMES_ELSEWHERE)
 _FLAG = re.compile(r"--[a-z0-9-]+")
 
 
@@ -233,3 +160,67 @@ def suggested_flags(text: str) -> list[str]:
     ['--bf16', '--fp16']
     """
     return _FLAG.findall(text)
+
+
+CONVERSATIONS = "fine-tuning on conversations"
+REINFORCEMENT = "reinforcement learning"
+_ADAPTERS = "low-rank adapters (LoRA) and other adapters of PEFT"
+_PREFERENCES = "training on preferences (DPO and the like)"
+_QUANTIZED = "training with quantized weights"
+SAVED_FORMAT = "saving in another format while training"
+ZARR_FORMAT = "Megatron's zarr checkpoints"
+
+_FULL_FINE_TUNING = "`--from FOLDER` fine-tunes all weights of a model, or with --freeze some of them"
+_OWN_LOOP = "a loop of your own with `petatron.build_model` may have any loss (docs/finetuning.md)"
+
+ALTERNATIVES: Mapping[str, str] = {
+    _ADAPTERS: f"Leave it out: {_FULL_FINE_TUNING}; {_OWN_LOOP}",
+    CONVERSATIONS: f"Leave it out: {_FULL_FINE_TUNING} on text of `petatron data preprocess`, with the loss on every token; {_OWN_LOOP}",
+    _PREFERENCES: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
+    REINFORCEMENT: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
+    _QUANTIZED: "Leave it out: --bf16 --fp8-format hybrid computes in FP8, and --data-parallel-sharding-strategy optim_grads_params or "
+    "--optimizer-cpu-offload saves memory",
+    SAVED_FORMAT: "Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) "
+    "writes another; with --to petatron it reads what Megatron saved",
+    ZARR_FORMAT: "Save it as torch_dist with Megatron, which `petatron checkpoint convert SOURCE TARGET --to petatron` reads",
+}
+"""What exists in place of a feature, as the sentence of an error, without its full stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AbsentFeature:
+    """A feature and the names of its flags in other programs, as whole words between dashes."""
+
+    feature: str
+    names: re.Pattern[str]
+
+
+def _flags_with(*names: str) -> re.Pattern[str]:
+    """Matches flags that begin with such a name: `--lora`, `--lora-rank`, `--peft-config`, `--use-peft`."""
+    return re.compile(rf"--(?:use-|enable-|no-)?(?:{'|'.join(names)})(?:-.*)?")
+
+
+_ABSENT = (
+    _AbsentFeature(_ADAPTERS, _flags_with("lora", "qlora", "dora", "peft", "adapters?", "prefix-tuning", "prompt-tuning")),
+    _AbsentFeature(
+        CONVERSATIONS,
+        _flags_with("sft", "chat-template", "assistant-only-loss", "completion-only-loss", "conversations", "instruct"),
+    ),
+    _AbsentFeature(_PREFERENCES, _flags_with("dpo", "orpo", "kto", "simpo", "preference", "ref-model", "reference-model")),
+    _AbsentFeature(REINFORCEMENT, _flags_with("ppo", "grpo", "rlhf", "rl", "reward-model", "reward-funcs?", "rollout")),
+    _AbsentFeature(_QUANTIZED, _flags_with("load-in-4bit", "load-in-8bit", "bnb", "quantization", "nf4")),
+)  # fmt: skip
+
+
+def absent_feature(flag: str) -> str | None:
+    """Returns the feature that a flag of other programs asks for, if this version does not have it.
+
+    >>> absent_feature("--lora-rank"), absent_feature("--num-layers")
+    ('low-rank adapters (LoRA) and other adapters of PEFT', None)
+    """
+    return next((absent.feature for absent in _ABSENT if absent.names.fullmatch(flag)), None)
+
+
+def alternative(feature: str) -> str:
+    """Returns what to do instead of asking for a feature."""
+    return ALTERNATIVES.get(feature, "Leave it out")

@@ -1,4 +1,4 @@
-"""Help text for the verbs that take a run's flags."""
+"""Help text for the subcommands that take a run's flags."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def flag_help() -> str:
 
 def flag_aliases() -> dict[str, list[str]]:
     """Maps field names to their other spellings, as typed."""
-    found: dict[str, list[str]] = {}
+    aliases: dict[str, list[str]] = {}
     for flag, name in megatron_flags.ALIASES.items():
-        found.setdefault(name, []).append(flag)
+        aliases.setdefault(name, []).append(flag)
     for flag, shorthand in megatron_flags.SHORTHANDS.items():
-        found.setdefault(shorthand.field, []).append(flag)
+        aliases.setdefault(shorthand.field, []).append(flag)
     for flag, choices in megatron_flags.CHOICE_FLAGS.items():
         for name in {choice.field for choice in choices.values()}:
-            found.setdefault(name, []).append(f"{flag} {'|'.join(choices)}")
-    return found
+            aliases.setdefault(name, []).append(f"{flag} {'|'.join(choices)}")
+    return aliases
 
 
 def _usage(info: FieldInfo, others: list[str]) -> str:

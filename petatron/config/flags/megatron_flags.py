@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from petatron.config.flags.absent_features import CONVERSATIONS, REINFORCEMENT, SAVED_FORMAT, ZARR_FORMAT
+from petatron.config.flags.foreign_names import CONVERSATIONS, REINFORCEMENT, SAVED_FORMAT, ZARR_FORMAT, by_flag
 from petatron.config.schema.fields import FieldValue
 
 
@@ -67,6 +67,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--muon-no-split-qkv": Shorthand("muon_split_qkv", False),
     "--disable-bias-linear": Shorthand("add_bias_linear", False),
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
+    "--apply-residual-connection-post-layernorm": Shorthand("norm_placement", "stream"),
     "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
     "--enable-cuda-graph": Shorthand("cuda_graphs", "on"),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),
@@ -105,57 +106,51 @@ NO_POSITION_EMBEDDING = "--no-position-embedding"
 _FUSED = "kernels are not chosen by flags; results are the same"
 _ATTENTION = "attention always uses the fastest kernel the device offers"
 _MODEL = "there is one model implementation"
-_TRANSFERS = "transfers between pipeline stages always overlap with computing"
-_EVERY_WRITER = "every logged value goes to every writer"
-
+_NO_OPS: Mapping[str, str] = {
+    _MODEL: "--use-mcore-models",
+    _ATTENTION: "--use-flash-attn",
+    _FUSED: (
+        "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+        "--no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm "
+        "--cross-entropy-loss-fusion --moe-permute-fusion --moe-router-fusion --moe-use-legacy-grouped-gemm"
+    ),
+    "the attention softmax is always computed in fp32": "--attention-softmax-in-fp32",
+    "gradients are always accumulated in fp32, and reduced in it unless --grad-reduce-in-bf16 is given": (
+        "--accumulate-allreduce-grads-in-fp32"
+    ),
+    "the loss is always one mean over the tokens of the global batch": "--calculate-per-token-loss",
+    "initial weights never depend on the layout or the device": "--use-cpu-initialization",
+    "a rank only ever makes the weights it holds": "--init-model-with-meta-device",
+    "transfers between pipeline stages always overlap with computing": (
+        "--overlap-p2p-communication --no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush"
+    ),
+    "the load of every MoE layer is always logged": "--moe-per-layer-logging",
+    "the loader never builds a dense attention mask": "--no-create-attention-mask-in-dataloader",
+    "SIGTERM and SIGINT always save and exit": "--exit-signal-handler",
+    "there is one checkpoint format": "--auto-detect-ckpt-format --use-dist-ckpt",
+    "all ranks always share the writing": "--no-ckpt-fully-parallel-save",
+    "ranks always read only what they need": "--ckpt-fully-parallel-load",
+    "saving needs no plan that could be kept": "--ckpt-assume-constant-structure",
+    "--async-save needs no other process": "--use-persistent-ckpt-worker",
+    "formats of optimizer state need no other optimizer": "--use-precision-aware-optimizer",
+    "copies in both directions and updates always overlap": "--overlap-cpu-optimizer-d2h-h2d",
+    "every logged value goes to every metric writer": (
+        "--log-loss-scale-to-tensorboard --log-validation-ppl-to-tensorboard --log-learning-rate-to-tensorboard"
+    ),
+    "--profile always uses PyTorch's profiler": "--use-pytorch-profiler",
+}
+_NO_OPS_WITH_VALUE: Mapping[str, str] = {
+    _MODEL: "--transformer-impl",
+    _ATTENTION: "--attention-backend",
+    _FUSED: "--cross-entropy-fusion-impl",
+    "tensor-parallel overlap has no buffers of its own to set up": "--tp-comm-bootstrap-backend",
+    "everything must fit, always": "--dist-ckpt-strictness",
+    "the optimizer is the one named by --optimizer": "--cpu-optimizer-type",
+    "the rank is read from the launcher's environment": "--local-rank",
+}
 NO_OP_FLAGS: Mapping[str, NoOpFlag] = {
-    "--use-mcore-models": NoOpFlag(_MODEL),
-    "--transformer-impl": NoOpFlag(_MODEL, takes_value=True),
-    "--attention-backend": NoOpFlag(_ATTENTION, takes_value=True),
-    "--use-flash-attn": NoOpFlag(_ATTENTION),
-    "--no-masked-softmax-fusion": NoOpFlag(_FUSED),
-    "--no-bias-gelu-fusion": NoOpFlag(_FUSED),
-    "--no-bias-swiglu-fusion": NoOpFlag(_FUSED),
-    "--no-bias-dropout-fusion": NoOpFlag(_FUSED),
-    "--no-rope-fusion": NoOpFlag(_FUSED),
-    "--no-gradient-accumulation-fusion": NoOpFlag(_FUSED),
-    "--no-persist-layer-norm": NoOpFlag(_FUSED),
-    "--cross-entropy-loss-fusion": NoOpFlag(_FUSED),
-    "--cross-entropy-fusion-impl": NoOpFlag(_FUSED, takes_value=True),
-    "--attention-softmax-in-fp32": NoOpFlag("the attention softmax is always computed in fp32"),
-    "--accumulate-allreduce-grads-in-fp32": NoOpFlag(
-        "gradients are always accumulated in fp32, and reduced in it unless --grad-reduce-in-bf16 is given"
-    ),
-    "--calculate-per-token-loss": NoOpFlag("the loss is always one mean over the tokens of the global batch"),
-    "--use-cpu-initialization": NoOpFlag("initial weights never depend on the layout or the device"),
-    "--init-model-with-meta-device": NoOpFlag("a rank only ever makes the weights it holds"),
-    "--overlap-p2p-communication": NoOpFlag(_TRANSFERS),
-    "--no-overlap-p2p-communication": NoOpFlag(_TRANSFERS),
-    "--overlap-p2p-communication-warmup-flush": NoOpFlag(_TRANSFERS),
-    "--tp-comm-bootstrap-backend": NoOpFlag(
-        "tensor-parallel overlap has no buffers of its own to set up", takes_value=True
-    ),
-    "--moe-permute-fusion": NoOpFlag(_FUSED),
-    "--moe-router-fusion": NoOpFlag(_FUSED),
-    "--moe-use-legacy-grouped-gemm": NoOpFlag(_FUSED),
-    "--moe-per-layer-logging": NoOpFlag("the load of every MoE layer is always logged"),
-    "--no-create-attention-mask-in-dataloader": NoOpFlag("the loader never builds a dense attention mask"),
-    "--exit-signal-handler": NoOpFlag("SIGTERM and SIGINT always save and exit"),
-    "--auto-detect-ckpt-format": NoOpFlag("there is one checkpoint format"),
-    "--use-dist-ckpt": NoOpFlag("there is one checkpoint format"),
-    "--no-ckpt-fully-parallel-save": NoOpFlag("all ranks always share the writing"),
-    "--ckpt-fully-parallel-load": NoOpFlag("ranks always read only what they need"),
-    "--ckpt-assume-constant-structure": NoOpFlag("saving needs no plan that could be kept"),
-    "--dist-ckpt-strictness": NoOpFlag("everything must fit, always", takes_value=True),
-    "--use-persistent-ckpt-worker": NoOpFlag("--async-save needs no other process"),
-    "--use-precision-aware-optimizer": NoOpFlag("formats of optimizer state need no other optimizer"),
-    "--overlap-cpu-optimizer-d2h-h2d": NoOpFlag("copies in both directions and updates always overlap"),
-    "--cpu-optimizer-type": NoOpFlag("the optimizer is the one named by --optimizer", takes_value=True),
-    "--log-loss-scale-to-tensorboard": NoOpFlag(_EVERY_WRITER),
-    "--log-validation-ppl-to-tensorboard": NoOpFlag(_EVERY_WRITER),
-    "--log-learning-rate-to-tensorboard": NoOpFlag(_EVERY_WRITER),
-    "--use-pytorch-profiler": NoOpFlag("--profile always uses PyTorch's profiler"),
-    "--local-rank": NoOpFlag("the rank is read from the launcher's environment", takes_value=True),
+    **{flag: NoOpFlag(reason) for flag, reason in by_flag(_NO_OPS).items()},
+    **{flag: NoOpFlag(reason, takes_value=True) for flag, reason in by_flag(_NO_OPS_WITH_VALUE).items()},
 }
 
 # Names Megatron itself dropped, or that mean one of ours: refused with what to write instead.
@@ -178,148 +173,102 @@ RENAMED_FLAGS: Mapping[str, str] = {
     "--torch-fsdp2-no-reshard-after-forward": "--data-parallel-sharding-strategy optim_grads",
 }
 
-_PREPROCESS = "petatron data preprocess"
-_TASKS = "python tasks/main.py"
-_GENERATE = "petatron generate"
-
-# Flags of another verb.
-OTHER_COMMAND_FLAGS: Mapping[str, str] = {
-    "--input": _PREPROCESS,
-    "--output-prefix": _PREPROCESS,
-    "--json-keys": _PREPROCESS,
-    "--append-eod": _PREPROCESS,
-    "--workers": _PREPROCESS,
-    "--task": _TASKS,
-    "--valid-data": _TASKS,
-    "--strict-lambada": "petatron eval",
-    "--port": "petatron serve",
-    "--temperature": _GENERATE,
-    "--top-k": _GENERATE,
-    "--top-p": _GENERATE,
-}
-
-_GRAPHS = "CUDA graphs of single modules (--cuda-graphs records a whole step)"
-_OVERLAP = (
-    "tensor-parallel overlap by part (--tp-comm-overlap is for all linears, and the backward pass always overlaps)"
+OTHER_COMMAND_FLAGS: Mapping[str, str] = by_flag(
+    {
+        "petatron data preprocess": "--input --output-prefix --json-keys --append-eod --workers",
+        "python tasks/main.py": "--task --valid-data",
+        "petatron eval": "--strict-lambada",
+        "petatron serve": "--port",
+        "petatron generate": "--temperature --top-k --top-p",
+    }
 )
-_BERT = "BERT"
-_T5 = "encoder-decoder models (T5)"
-_VISION = "multimodal models"
-_MOE = "this option of mixture of experts"
-_FP8 = "this option of FP8 training"
-_OFFLOAD = "activation offload by module (--cpu-offloading-num-layers offloads by layer)"
-_SERVER = "this option of text generation (`petatron serve` batches as requests come)"
-_RETRY = "fault tolerance beyond save and resume"
-_CHECKPOINT = "this checkpoint option"
-_ATTN = "this attention variant"
-_DATA = "this data option"
+"""Flags of another subcommand."""
+
+_BERT, _VISION = "BERT", "multimodal models"
 
 # Features that Megatron has and this version has not. The value is the feature's name in the message.
-UNSUPPORTED_FLAGS: Mapping[str, str] = {
-    "--cuda-graph-scope": _GRAPHS,
-    "--cuda-graph-modules": _GRAPHS,
-    "--external-cuda-graph": _GRAPHS,
-    "--tp-comm-overlap-cfg": "tensor-parallel overlap tuned by a file (--tp-comm-overlap-chunks is for all linears)",
-    "--disable-tp-comm-overlap-ag": _OVERLAP,
-    "--disable-tp-comm-overlap-rs": _OVERLAP,
-    "--disable-tp-comm-split-ag": _OVERLAP,
-    "--disable-tp-comm-split-rs": _OVERLAP,
-    "--disable-tp-comm-bulk-dgrad": _OVERLAP,
-    "--disable-tp-comm-bulk-wgrad": _OVERLAP,
-    "--tp-comm-overlap-rs-dgrad": _OVERLAP,
-    "--use-tp-pp-dp-mapping": "another rank order",
-    "--defer-embedding-wgrad-compute": "deferred gradients of the output head",
-    "--hybrid-context-parallel": "a context-parallel size per sample",
-    "--outer-dp-sharding-strategy": "sharding over the copies of sharded state",
-    "--delay-wgrad-compute": _MOE,
-    "--moe-use-upcycling": _MOE,
-    "--moe-flex-dispatcher-backend": _MOE,
-    "--moe-enable-deepep": _MOE,
-    "--disable-moe-token-dispatch": _MOE,
-    "--spec": "a model spec from a module",
-    "--bert-no-binary-head": _BERT,
-    "--mask-prob": _BERT,
-    "--short-seq-prob": _BERT,
-    "--encoder-num-layers": _T5,
-    "--decoder-num-layers": _T5,
-    "--decoder-seq-length": _T5,
-    "--vocab-extra-ids": _T5,
-    "--img-h": _VISION,
-    "--img-w": _VISION,
-    "--patch-dim": _VISION,
-    "--num-classes": _VISION,
-    "--language-model-type": _VISION,
-    "--vision-model-type": _VISION,
-    "--apply-residual-connection-post-layernorm": "post-norm residuals",
-    "--fp32-residual-connection": "an fp32 residual stream",
-    "--apply-query-key-layer-scaling": _ATTN,
-    "--mrope-section": _VISION,
-    "--heterogeneous-layers-config-path": "layers of different shapes",
-    "--use-mup": "muP",
-    "--mup-base-hidden-size": "muP",
-    "--init-method-xavier-uniform": "Xavier initialization",
-    "--data-parallel-random-init": "different initial weights per replica",
-    "--lazy-mpu-init": "lazy initialization",
-    "--fp8-margin": _FP8,
-    "--fp8-interval": _FP8,
-    "--no-fp8-wgrad": _FP8,
-    "--fp4-format": "FP4 training",
-    "--fp4-recipe": "FP4 training",
-    "--main-params-dtype": "master weights in half precision",
-    "--distribute-saved-activations": "saved activations spread over the tensor-parallel ranks",
-    "--fine-grained-activation-offloading": _OFFLOAD,
-    "--offload-modules": _OFFLOAD,
-    "--overlap-param-gather-with-optimizer-step": "gathering parameters during the optimizer step",
-    "--ddp-average-in-collective": "averaging inside the gradient collective",
-    "--use-nccl-ub": "NCCL tuning by flag",
-    "--use-sharp": "NCCL tuning by flag",
-    "--muon-use-syrk": "a kernel for the symmetric GEMMs of Muon",
-    "--decrease-batch-size-if-needed": "rounding the global batch size",
-    "--use-checkpoint-opt-param-scheduler": _CHECKPOINT,
-    "--non-persistent-save-interval": _CHECKPOINT,
-    "--non-persistent-ckpt-type": _CHECKPOINT,
-    "--ckpt-convert-format": _CHECKPOINT,
-    "--rerun-mode": _RETRY,
-    "--check-for-spiky-loss": _RETRY,
-    "--check-for-large-grads": _RETRY,
-    "--iterations-to-skip": _RETRY,
-    "--enable-ft-package": _RETRY,
-    "--inprocess-restart": _RETRY,
-    "--log-straggler": _RETRY,
-    "--check-weight-hash-across-dp-replicas-interval": _RETRY,
-    "--manual-gc": "control of garbage collection",
-    "--manual-gc-interval": "control of garbage collection",
-    "--empty-unused-memory-level": "emptying the device memory cache",
-    "--record-memory-history": "a record of every memory allocation",
-    "--timing-log-level": "timers by level",
-    "--timing-log-option": "timers by level",
-    "--log-timers-to-tensorboard": "timers by level",
-    "--log-memory-to-tensorboard": "memory curves",
-    "--log-memory-interval": "memory curves",
-    "--log-energy": "energy metering",
-    "--log-progress": "a progress file",
-    "--wandb-save-dir": "a folder of its own for W&B files",
-    "--wandb-entity": "W&B entities by flag",
-    "--skip-train": "evaluation without training",
-    "--full-validation": "evaluation over the whole split",
-    "--multiple-validation-sets": "several validation sets",
-    "--eval-global-batch-size": "a batch size of its own for evaluation",
-    "--no-mmap-bin-files": _DATA,
-    "--object-storage-cache-path": _DATA,
-    "--per-split-data-args-path": _DATA,
-    "--s3-cache-path": _DATA,
-    "--fim-data": _DATA,
-    "--fim-rate": _DATA,
-    "--tiktoken-pattern": "tiktoken tokenizers",
-    "--split-sentences": "sentence splitting",
-    "--sft": CONVERSATIONS,
-    "--sft-tokenizer-prompt-format": CONVERSATIONS,
-    "--perform-rl-step": REINFORCEMENT,
-    "--yaml-cfg": "Megatron's YAML files (ours are read by --config)",
-    "--use-legacy-models": "Megatron's legacy models",
-    "--inference-dynamic-batching": _SERVER,
-    "--inference-max-requests": _SERVER,
-}
+UNSUPPORTED_FLAGS: Mapping[str, str] = by_flag(
+    {
+        "CUDA graphs of single modules (--cuda-graphs records a whole step)": (
+            "--cuda-graph-scope --cuda-graph-modules --external-cuda-graph"
+        ),
+        "tensor-parallel overlap tuned by a file (--tp-comm-overlap-chunks is for all linears)": (
+            "--tp-comm-overlap-cfg"
+        ),
+        "tensor-parallel overlap by part (--tp-comm-overlap is for all linears, and the backward pass always overlaps)": (
+            "--disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --disable-tp-comm-split-ag "
+            "--disable-tp-comm-split-rs --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad "
+            "--tp-comm-overlap-rs-dgrad"
+        ),
+        "another rank order": "--use-tp-pp-dp-mapping",
+        "deferred gradients of the output head": "--defer-embedding-wgrad-compute",
+        "a context-parallel size per sample": "--hybrid-context-parallel",
+        "sharding over the copies of sharded state": "--outer-dp-sharding-strategy",
+        "this option of mixture of experts": (
+            "--delay-wgrad-compute --moe-use-upcycling --moe-flex-dispatcher-backend --moe-enable-deepep "
+            "--disable-moe-token-dispatch"
+        ),
+        "a model spec from a module": "--spec",
+        _BERT: "--bert-no-binary-head --mask-prob --short-seq-prob",
+        "encoder-decoder models (T5)": (
+            "--encoder-num-layers --decoder-num-layers --decoder-seq-length --vocab-extra-ids"
+        ),
+        _VISION: "--img-h --img-w --patch-dim --num-classes --language-model-type --vision-model-type --mrope-section",
+        "an fp32 residual stream": "--fp32-residual-connection",
+        "this attention variant": "--apply-query-key-layer-scaling",
+        "layers of different shapes": "--heterogeneous-layers-config-path",
+        "muP": "--use-mup --mup-base-hidden-size",
+        "Xavier initialization": "--init-method-xavier-uniform",
+        "different initial weights per replica": "--data-parallel-random-init",
+        "lazy initialization": "--lazy-mpu-init",
+        "this option of FP8 training": "--fp8-margin --fp8-interval --no-fp8-wgrad",
+        "FP4 training": "--fp4-format --fp4-recipe",
+        "master weights in half precision": "--main-params-dtype",
+        "saved activations spread over the tensor-parallel ranks": "--distribute-saved-activations",
+        "activation offload by module (--cpu-offloading-num-layers offloads by layer)": (
+            "--fine-grained-activation-offloading --offload-modules"
+        ),
+        "gathering parameters during the optimizer step": "--overlap-param-gather-with-optimizer-step",
+        "averaging inside the gradient collective": "--ddp-average-in-collective",
+        "NCCL tuning by flag": "--use-nccl-ub --use-sharp",
+        "a kernel for the symmetric GEMMs of Muon": "--muon-use-syrk",
+        "rounding the global batch size": "--decrease-batch-size-if-needed",
+        "this checkpoint option": (
+            "--use-checkpoint-opt-param-scheduler --non-persistent-save-interval --non-persistent-ckpt-type "
+            "--ckpt-convert-format"
+        ),
+        "fault tolerance beyond save and resume": (
+            "--rerun-mode --check-for-spiky-loss --check-for-large-grads --iterations-to-skip --enable-ft-package "
+            "--inprocess-restart --log-straggler --check-weight-hash-across-dp-replicas-interval"
+        ),
+        "control of garbage collection": "--manual-gc --manual-gc-interval",
+        "emptying the device memory cache": "--empty-unused-memory-level",
+        "a record of every memory allocation": "--record-memory-history",
+        "timers by level": "--timing-log-level --timing-log-option --log-timers-to-tensorboard",
+        "memory curves": "--log-memory-to-tensorboard --log-memory-interval",
+        "energy metering": "--log-energy",
+        "a progress file": "--log-progress",
+        "a folder of its own for W&B files": "--wandb-save-dir",
+        "W&B entities by flag": "--wandb-entity",
+        "evaluation without training": "--skip-train",
+        "evaluation over the whole split": "--full-validation",
+        "several validation sets": "--multiple-validation-sets",
+        "a batch size of its own for evaluation": "--eval-global-batch-size",
+        "this data option": (
+            "--no-mmap-bin-files --object-storage-cache-path --per-split-data-args-path --s3-cache-path "
+            "--fim-data --fim-rate"
+        ),
+        "tiktoken tokenizers": "--tiktoken-pattern",
+        "sentence splitting": "--split-sentences",
+        CONVERSATIONS: "--sft --sft-tokenizer-prompt-format",
+        REINFORCEMENT: "--perform-rl-step",
+        "Megatron's YAML files (ours are read by --config)": "--yaml-cfg",
+        "Megatron's legacy models": "--use-legacy-models",
+        "this option of text generation (`petatron serve` batches as requests come)": (
+            "--inference-dynamic-batching --inference-max-requests"
+        ),
+    }
+)
 
 # Values of our own fields that Megatron has and this version has not: field -> value -> its name in the message.
 UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
@@ -334,12 +283,7 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
         "distributed": "Newton-Schulz steps sharded over tensor-parallel ranks",
     },
     "ckpt_format": {
-        "torch_dist": SAVED_FORMAT,
-        "torch_dcp": SAVED_FORMAT,
-        "torch": SAVED_FORMAT,
-        "fsdp_dtensor": SAVED_FORMAT,
-        "huggingface": SAVED_FORMAT,
-        "megatron": SAVED_FORMAT,
+        **dict.fromkeys(("torch_dist", "torch_dcp", "torch", "fsdp_dtensor", "huggingface", "megatron"), SAVED_FORMAT),
         "zarr": ZARR_FORMAT,
     },
     "position_embedding_type": {"mrope": _VISION, "relative": "relative position bias"},
@@ -349,14 +293,10 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "recompute_modules": {"mla_up_proj": "recompute of the up-projections of latent attention alone"},
     "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {
-        "BertWordPieceLowerCase": _BERT,
-        "BertWordPieceCase": _BERT,
-        "SentencePieceTokenizer": "SentencePiece",
-        "GPTSentencePieceTokenizer": "SentencePiece",
-        "Llama2Tokenizer": "SentencePiece",
+        **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), _BERT),
+        **dict.fromkeys(("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "SentencePiece"),
+        **dict.fromkeys(("MultimodalTokenizer", "NullMultimodalTokenizer"), _VISION),
         "TikTokenizer": "tiktoken tokenizers",
-        "MultimodalTokenizer": _VISION,
-        "NullMultimodalTokenizer": _VISION,
         "SFTTokenizer": CONVERSATIONS,
     },
 }

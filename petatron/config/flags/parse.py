@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
 from petatron.config.flags import foreign_names, megatron_flags
-from petatron.config.flags.absent_features import ALTERNATIVES, absent_feature, alternative
+from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature, alternative
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -49,7 +49,9 @@ class ParsedFlags:
     def add_setting(self, info: FieldInfo, value: FieldValue, spelling: str) -> None:
         """The last of several wins; a flag that may be repeated takes the values of all."""
         if "repeatable" in info.marks and isinstance(value, tuple):
-            before = [one.value for one in self.settings if one.path == info.path and isinstance(one.value, tuple)]
+            before = [
+                given.value for given in self.settings if given.path == info.path and isinstance(given.value, tuple)
+            ]
             value = tuple(dict.fromkeys(map(str, (*(before[-1] if before else ()), *value))))
         self.settings.append(Setting(info.path, value, ValueOrigin("flag", spelling)))
 
@@ -62,6 +64,15 @@ class _FlagToken:
     flag: str
     inline_value: str | None
     following_words: tuple[str, ...]
+
+    @property
+    def value(self) -> str:
+        """Its one value; empty without any."""
+        return next(iter(self.following_words), "") if self.inline_value is None else self.inline_value
+
+    @property
+    def words_after_value(self) -> tuple[str, ...]:
+        return self.following_words[1:] if self.inline_value is None else self.following_words
 
 
 def parse_flags(argv: Sequence[str]) -> ParsedFlags:
@@ -77,20 +88,15 @@ def parse_flags(argv: Sequence[str]) -> ParsedFlags:
 
 def known_flags() -> list[str]:
     """Returns every accepted spelling, for suggestions."""
-    own = [info.flag for info in fields_by_name().values()]
+    of_fields = [info.flag for info in fields_by_name().values()]
     negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if _needs_no_value(info)]
-    others = (
-        megatron_flags.ALIASES,
-        megatron_flags.SHORTHANDS,
-        megatron_flags.CHOICE_FLAGS,
-        megatron_flags.NO_OP_FLAGS,
-    )
-    return [*own, *negated, *(flag for table in others for flag in table), *_SOURCES, TOY_FLAG]
+    others = [*megatron_flags.ALIASES, *megatron_flags.SHORTHANDS, *megatron_flags.CHOICE_FLAGS]
+    return [*of_fields, *negated, *others, *megatron_flags.NO_OP_FLAGS, *_SOURCES, TOY_FLAG]
 
 
-def unsupported_problem(where: str, found: str, feature: str, fix: str = "Leave it out") -> Problem:
+def unsupported_problem(where: str, value: str, feature: str, fix: str = "Leave it out") -> Problem:
     """The problem of a feature that exists elsewhere but not here yet."""
-    return Problem(where, found, f"needs {feature}, which is not in this version", f"{fix}.")
+    return Problem(where, value, f"needs {feature}, which is not in this version", f"{fix}.")
 
 
 def check_supported(info: FieldInfo, text: str) -> None:
@@ -110,7 +116,7 @@ def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Proble
 
 
 def _did_you_mean(text: str, choices: Iterable[str]) -> str:
-    """Among few choices a loose match is unambiguous, so a swapped pair of letters in a short word (`mpl`) is near enough."""
+    """Among few choices a loose match is unambiguous, so a swapped pair of characters in a short word (`mpl`) is near enough."""
     close = closest_matches(text, choices, count=1, cutoff=0.6)
     return f"Did you mean {close[0]}?" if close else ""
 
@@ -119,12 +125,12 @@ def _tokenize(argv: Sequence[str], parsed: ParsedFlags) -> list[_FlagToken]:
     starts = [index for index, text in enumerate(argv) if text.startswith("--")]
     first = starts[0] if starts else len(argv)
     parsed.problems += [_stray_word(text) for text in argv[:first]]
-    words: list[_FlagToken] = []
+    tokens: list[_FlagToken] = []
     for start, end in zip(starts, [*starts[1:], len(argv)]):
         typed, equals, attached = argv[start].partition("=")
         flag = typed.replace("_", "-")
-        words.append(_FlagToken(typed, flag, attached if equals else None, tuple(argv[start + 1 : end])))
-    return words
+        tokens.append(_FlagToken(typed, flag, attached if equals else None, tuple(argv[start + 1 : end])))
+    return tokens
 
 
 def _stray_word(text: str) -> Problem:
@@ -169,9 +175,6 @@ def _needs_no_value(info: FieldInfo) -> bool:
 def _apply_field(info: FieldInfo, token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
     if info.is_list:
         texts = token.following_words if token.inline_value is None else (token.inline_value, *token.following_words)
-        if not texts:
-            parsed.problems.append(_needs_value(info, token))
-            parsed.doubtful_flags.add(info.flag)
         _add_parsed(info, token, texts, parsed)
         return ()
     if token.inline_value is not None:
@@ -179,19 +182,18 @@ def _apply_field(info: FieldInfo, token: _FlagToken, parsed: ParsedFlags) -> Seq
         return token.following_words
     if _needs_no_value(info):
         # A word after a switch is meant as its choice, also where it is none.
-        explicit = tuple(word for word in token.following_words[:1] if info.is_switch or word in info.words)
+        explicit = tuple(word for word in token.following_words[:1] if info.is_switch or word in info.value_words)
         _add_parsed(info, token, explicit or ("true",), parsed)
         return token.following_words[len(explicit) :]
-    if not token.following_words:
-        parsed.problems.append(_needs_value(info, token))
-        parsed.doubtful_flags.add(info.flag)
-        return ()
     _add_parsed(info, token, token.following_words[:1], parsed)
     return token.following_words[1:]
 
 
 def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed: ParsedFlags) -> None:
     values: list[FieldValue] = []
+    if not texts:
+        parsed.problems.append(Problem(token.typed, "", "needs a value", info.meaning))
+        parsed.doubtful_flags.add(info.flag)
     for text in texts:
         try:
             check_supported(info, text)
@@ -218,7 +220,7 @@ def _apply_valueless(token: _FlagToken, parsed: ParsedFlags, apply: Callable[[],
 def _apply_choice(
     choices: Mapping[str, megatron_flags.Shorthand], token: _FlagToken, parsed: ParsedFlags
 ) -> Sequence[str]:
-    text = token.inline_value if token.inline_value is not None else next(iter(token.following_words), "")
+    text = token.value
     meant = choices.get(text)
     if meant is not None:
         parsed.add_setting(fields_by_name()[meant.field], meant.value, token.typed)
@@ -227,7 +229,7 @@ def _apply_choice(
         fix = _did_you_mean(text, choices) or f"Use {join_with_or(choices)}."
         parsed.problems.append(Problem(token.typed, text, rule, fix))
         parsed.doubtful_flags.update(fields_by_name()[choice.field].flag for choice in choices.values())
-    return token.following_words if token.inline_value is not None else token.following_words[1:]
+    return token.words_after_value
 
 
 def _apply_no_op(no_op: megatron_flags.NoOpFlag, token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
@@ -235,54 +237,41 @@ def _apply_no_op(no_op: megatron_flags.NoOpFlag, token: _FlagToken, parsed: Pars
     if not no_op.takes_value:
         return _apply_valueless(token, parsed, lambda: parsed.notices.append(notice))
     parsed.notices.append(notice)
-    return token.following_words[1:] if token.inline_value is None else token.following_words
+    return token.words_after_value
 
 
 def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
-    text = token.inline_value if token.inline_value is not None else next(iter(token.following_words), "")
-    if not text:
+    if not token.value:
         parsed.problems.append(Problem(token.typed, "", "needs a value", f"Give {_SOURCES[token.flag]}."))
     elif token.flag == PRESET_FLAG:
-        parsed.preset = text
+        parsed.preset = token.value
     elif token.flag == FROM_FLAG:
-        parsed.from_folder = text
+        parsed.from_folder = token.value
     else:
-        parsed.files.append(text)
-    return token.following_words if token.inline_value is not None else token.following_words[1:]
-
-
-def _needs_value(info: FieldInfo, token: _FlagToken) -> Problem:
-    return Problem(token.typed, "", "needs a value", info.meaning)
+        parsed.files.append(token.value)
+    return token.words_after_value
 
 
 def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
     flag, typed = token.flag, token.typed
-    found = token.inline_value if token.inline_value is not None else " ".join(token.following_words)
+    value = token.inline_value if token.inline_value is not None else " ".join(token.following_words)
     feature = megatron_flags.UNSUPPORTED_FLAGS.get(flag) or absent_feature(foreign_names.without_section(flag))
     if feature is not None:
-        return unsupported_problem(typed, found, feature, alternative(feature))
+        return unsupported_problem(typed, value, feature, alternative(feature))
     if (renamed := megatron_flags.RENAMED_FLAGS.get(flag)) is not None:
         parsed.doubtful_flags.update(foreign_names.suggested_flags(renamed))
         return Problem(typed, "", "is an old name", f"Use {renamed}.")
     if flag in megatron_flags.OTHER_COMMAND_FLAGS:
-        return Problem(
-            typed,
-            "",
-            "does not belong to this command",
-            f"It is a flag of `{megatron_flags.OTHER_COMMAND_FLAGS[flag]}`.",
-        )
-    meant = foreign_names.suggestion(flag) or _closest_flags(foreign_names.without_section(flag))
+        fix = f"It is a flag of `{megatron_flags.OTHER_COMMAND_FLAGS[flag]}`."
+        return Problem(typed, "", "does not belong to this command", fix)
+    close = closest_matches(foreign_names.without_section(flag), known_flags())
+    meant = foreign_names.suggestion(flag) or (join_with_or(close) if close else "")
     # A misspelt --num-layers should not also be reported as a missing --num-layers; what a model's folder or a preset would have
     # set is unknown, so that every value is in doubt.
     flags = foreign_names.suggested_flags(meant)
     parsed.doubtful_flags.update(flags if _SOURCES.keys().isdisjoint(flags) else known_flags())
     fix = f"Did you mean {meant}?" if meant else "See `petatron train --help` for all flags."
     return Problem(typed, "", "is not a known flag", fix)
-
-
-def _closest_flags(flag: str) -> str:
-    close = closest_matches(flag, known_flags())
-    return join_with_or(close) if close else ""
 
 
 def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:
@@ -309,7 +298,7 @@ def _check_contradictions(parsed: ParsedFlags) -> None:
         before[setting.path] = setting
         if earlier is None or earlier.value == setting.value:
             continue
-        first, last = (one.origin.detail.replace("_", "-") for one in (earlier, setting))
+        first, last = (given.origin.detail.replace("_", "-") for given in (earlier, setting))
         if first != last and {first, last} <= {info.flag, *megatron_flags.ALIASES}:
             rule = f"both set {info.flag}, and the last one wins"
             parsed.notices.append(f"{last} {setting.value} takes the place of {first} {earlier.value}: {rule}")
@@ -318,6 +307,6 @@ def _check_contradictions(parsed: ParsedFlags) -> None:
             continue
         short = [flag in megatron_flags.SHORTHANDS or flag in megatron_flags.CHOICE_FLAGS for flag in (first, last)]
         if first != last and (all(short) or (any(short) and info.section != "model")):
-            own = info.flag in (first, last)
-            rule = f"contradicts {earlier.origin.detail}" + ("" if own else f"; both set {info.flag}")
+            names_field = info.flag in (first, last)
+            rule = f"contradicts {earlier.origin.detail}" + ("" if names_field else f"; both set {info.flag}")
             parsed.problems.append(Problem(setting.origin.detail, "", rule, "Keep one of them."))

@@ -41,10 +41,9 @@ def reference_page() -> str:
             notice = "".join(f"Notice where they have no effect: {reason}.\n\n" for reason in reasons)
             heading = f"### {name}\n\n{notice}" if len(features) > 1 else ""
             parts.append(heading + _table(("Flag", "Type", "Default", "Meaning"), [_row(info) for info in infos]))
-    parts.append(_presets())
-    parts.append(_accepted())
-    parts.append(_refused())
-    return "\n".join(parts)
+    presets = [(f"`{name}`", preset_summary(name)) for name in preset_names()]
+    parts.append("## Presets\n\n" + _table(("Name", "What it is"), presets))
+    return "\n".join([*parts, _accepted(), _refused()])
 
 
 def _row(info: FieldInfo) -> tuple[str, ...]:
@@ -53,11 +52,6 @@ def _row(info: FieldInfo) -> tuple[str, ...]:
     if info.default is None and "Derived:" in info.doc:
         default = "derived"
     return "<br>".join(names), f"`{info.type_name}`", f"`{default}`", info.doc
-
-
-def _presets() -> str:
-    rows = [(f"`{name}`", preset_summary(name)) for name in preset_names()]
-    return "## Presets\n\n" + _table(("Name", "What it is"), rows)
 
 
 def _accepted() -> str:

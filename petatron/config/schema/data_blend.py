@@ -27,28 +27,28 @@ class BlendPart:
     weight: float | None
 
 
-def parse_blend(words: Sequence[str]) -> tuple[BlendPart, ...]:
+def parse_blend(blend: Sequence[str]) -> tuple[BlendPart, ...]:
     """Parses `a b` or `0.3 a 0.7 b`; either every dataset has a weight or none has.
 
     >>> [part.weight for part in parse_blend(["0.3", "a", "0.7", "b"])]
     [0.3, 0.7]
     """
-    numeric = [_number(word) is not None for word in words]
+    numeric = [_number(word) is not None for word in blend]
     if not any(numeric):
-        prefixes = [dataset_prefix(word) for word in words]
+        prefixes = [dataset_prefix(word) for word in blend]
         # `corpus.*` names both files of a dataset, which is still one.
         return tuple(
-            BlendPart(word, None) for word in (prefixes if prefixes == list(words) else dict.fromkeys(prefixes))
+            BlendPart(word, None) for word in (prefixes if prefixes == list(blend) else dict.fromkeys(prefixes))
         )
-    if len(words) % 2 or numeric != [True, False] * (len(words) // 2):
+    if len(blend) % 2 or numeric != [True, False] * (len(blend) // 2):
         raise BlendError("mixes weights and prefixes that do not pair up")
-    weights = [float(word) for word in words[::2]]
+    weights = [float(word) for word in blend[::2]]
     if min(weights) < 0 or sum(weights) <= 0:
         raise BlendError("has weights that are negative or all zero")
-    return tuple(BlendPart(dataset_prefix(prefix), weight) for weight, prefix in zip(weights, words[1::2]))
+    return tuple(BlendPart(dataset_prefix(prefix), weight) for weight, prefix in zip(weights, blend[1::2]))
 
 
-def named_sets(words: Sequence[str]) -> dict[str | None, list[str]]:
+def named_sets(paths: Sequence[str]) -> dict[str | None, list[str]]:
     """Returns the words of each of several sets by its name, `web=a code=0.3 b 0.7 c`; of one without a name by None.
 
     A word `NAME=...` begins a set. A relative path that begins like that is written with `./` in front of it.
@@ -58,7 +58,7 @@ def named_sets(words: Sequence[str]) -> dict[str | None, list[str]]:
     """
     sets: dict[str | None, list[str]] = {}
     name: str | None = None
-    for word in words:
+    for word in paths:
         named = _NAMED_WORD.fullmatch(word)
         if named is not None:
             name, word = named.groups()

@@ -103,7 +103,7 @@ class FieldInfo:
         return "switch" in self.marks
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def value_words(self) -> tuple[str, ...]:
         """The words that follow the flag of a boolean or a switch as its value; any other word does not belong to it."""
         return ("true", "false", *self.choices)
 
@@ -145,10 +145,6 @@ class FieldInfo:
         return value
 
 
-def _parse_int(text: str) -> int:
-    return int(text, 10)
-
-
 def _parse_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -163,7 +159,7 @@ def _parse_bool(text: str) -> bool:
     return word in _TRUE_WORDS
 
 
-_PARSERS: Mapping[str, Any] = {"int": _parse_int, "float": _parse_float, "bool": _parse_bool, "str": str}
+_PARSERS: Mapping[str, Any] = {"int": int, "float": _parse_float, "bool": _parse_bool, "str": str}
 
 
 def flag_name(name: str) -> str:
@@ -171,10 +167,10 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def join_with_or(words: Iterable[object], last: str = "or") -> str:
+def join_with_or(items: Iterable[object]) -> str:
     """Joins words as in `1, 2 or 4`."""
-    items = [str(word) for word in words]
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}"
+    texts = [str(item) for item in items]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
 def closest_matches(word: str, candidates: Iterable[str], *, count: int = 2, cutoff: float = 0.72) -> list[str]:
@@ -196,17 +192,16 @@ def sections() -> dict[str, type]:
 def all_fields() -> tuple[FieldInfo, ...]:
     """Returns every field of every section, in schema order."""
     documentation = _field_docs()
-    found: list[FieldInfo] = []
+    infos: list[FieldInfo] = []
     for section, section_class in sections().items():
         for item, owner in _fields_with_owners(section_class):
             hint, doc = vars(owner)["__annotations__"][item.name], documentation[owner.__name__, item.name]
-            if isinstance(
-                hint, str
-            ):  # not by `get_type_hints`, where functions among the notes would not see their module
+            if isinstance(hint, str):
+                # Not by `get_type_hints`, where functions among the notes would not see their module.
                 hint = eval(hint, vars(sys.modules[owner.__module__]))
             feature = vars(owner).get("feature") or vars(section_class).get("feature", Feature(section, role="runtime"))
-            found.append(_field_info(section, item, hint, doc, feature))
-    return tuple(found)
+            infos.append(_field_info(section, item, hint, doc, feature))
+    return tuple(infos)
 
 
 def _fields_with_owners(section_class: type) -> list[tuple[Field[Any], type]]:
@@ -214,8 +209,8 @@ def _fields_with_owners(section_class: type) -> list[tuple[Field[Any], type]]:
     declared = {
         name: owner for owner in reversed(section_class.__mro__) for name in vars(owner).get("__annotations__", {})
     }
-    found = [(item, declared[item.name]) for item in fields(section_class)]
-    return sorted(found, key=lambda pair: section_class.__mro__.index(pair[1]))
+    owned = [(item, declared[item.name]) for item in fields(section_class)]
+    return sorted(owned, key=lambda pair: section_class.__mro__.index(pair[1]))
 
 
 @functools.cache
@@ -248,7 +243,9 @@ def replace_fields(config: ConfigT, values: Mapping[str, FieldValue]) -> ConfigT
         info = fields_by_path()[path]
         if getattr(getattr(config, info.section), info.name) is not value:
             grouped.setdefault(info.section, {})[info.name] = value
-    changed: dict[str, Any] = {name: replace(getattr(config, name), **own) for name, own in grouped.items()}
+    changed: dict[str, Any] = {
+        name: replace(getattr(config, name), **section_values) for name, section_values in grouped.items()
+    }
     return replace(config, **changed)
 
 

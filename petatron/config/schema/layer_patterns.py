@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.moe_layer_freq import marked_by_multiples, pattern_problems, unmarked_by_multiples
 
@@ -70,7 +70,5 @@ def layer_pattern_problems(name: str, model: RawModelConfig) -> Iterator[Problem
 def _marked_layers(
     name: str, model: RawModelConfig, marks: Callable[[Any, Mapping[str, Any]], tuple[bool, ...]]
 ) -> tuple[bool, ...]:
-    problems = list(layer_pattern_problems(name, model))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(layer_pattern_problems(name, model))
     return marks(getattr(model, name), {"num_layers": model.num_layers})

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal, TypeAlias, TypeVar, dataclass_transform
 
-if TYPE_CHECKING:
-    from petatron.config.schema.run import RawRunConfig
-
+RunSettings: TypeAlias = Any
+"""The settings of a run by section, a `RawRunConfig`: it is made of classes whose conditions read it, so they cannot import it."""
 Role = Literal["identity", "redundant", "limit", "runtime", "training"]
 """`identity`: two models that differ in it are different functions of their weights. `redundant`: stored with the identity, and follows
 from the rest of it. `limit`: how far a model may be used. `runtime`: how a run computes or shards. `training`: only training reads it."""
@@ -42,7 +41,7 @@ class UsedWhen:
     Without a reason it counts where models are compared only: nobody is told, as the setting decides something else besides.
     """
 
-    holds: Callable[[RawRunConfig], object]
+    holds: Callable[[RunSettings], object]
     reason: str = ""
 
 
@@ -55,9 +54,9 @@ def used_with(*settings: str, value: Any = None, reason: str = "") -> UsedWhen:
     flags = " and ".join(f"--{path.partition('.')[2].replace('_', '-')}" for path in settings)
     getters = [attrgetter(path) for path in settings]
 
-    def is_used(run: RawRunConfig) -> bool:
-        found = [getter(run) for getter in getters]
-        return value in found if value is not None else any(item is not None and item is not False for item in found)
+    def is_used(run: RunSettings) -> bool:
+        values = [getter(run) for getter in getters]
+        return value in values if value is not None else any(item is not None and item is not False for item in values)
 
     return UsedWhen(is_used, reason or f"it is for {flags}{'' if value is None else f' {value}'}")
 
@@ -78,7 +77,7 @@ class Feature:
     always_stored: bool = False
     recompute_modules: tuple[str, ...] = ()
 
-    def unused_reason(self, run: RawRunConfig) -> str | None:
+    def unused_reason(self, run: RunSettings) -> str | None:
         """Returns why the feature is not in use, or None if it is."""
         return next((item.reason.format(run=run) for item in self.used_when if not item.holds(run)), None)
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import EXPERTS
-
-if TYPE_CHECKING:
-    from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.metadata import RunSettings
+from petatron.config.schema.sections.hybrid import EXPERTS
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
 # Far above any model; keeps `[1]*999999999` from filling memory before it is refused.
@@ -26,7 +24,7 @@ class MoELayerFreqError(ValueError):
     """What is wrong with a pattern, as the predicate of a sentence about it."""
 
 
-def moe_layers(config: RawRunConfig) -> tuple[bool, ...]:
+def moe_layers(config: RunSettings) -> tuple[bool, ...]:
     """Returns for each layer whether it is an MoE layer; `ConfigError` if the pattern does not fit the model.
 
     >>> from petatron.config import ModelConfig, MoEConfig, RunConfig
@@ -38,13 +36,11 @@ def moe_layers(config: RawRunConfig) -> tuple[bool, ...]:
         return (False,) * layers
     if config.model.hybrid_layer_pattern is not None:
         return tuple(symbol == EXPERTS for symbol in config.model.hybrid_layer_pattern)
-    problems = list(moe_layer_freq_problems(config))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(moe_layer_freq_problems(config))
     return _marked(config)
 
 
-def moe_layer_freq_problems(config: RawRunConfig) -> Iterator[Problem]:
+def moe_layer_freq_problems(config: RunSettings) -> Iterator[Problem]:
     """Yields problems of the pattern, for a model with experts; the layers of a hybrid are in a pattern of their own."""
     if config.model.hybrid_layer_pattern is not None:
         return
@@ -74,14 +70,14 @@ def pattern_problems(name: str, text: str, num_layers: int, fix: str) -> Iterato
         yield Problem(flag, text, rule, "Write one 0 or 1 per layer.")
 
 
-def every_layer_has_experts(config: RawRunConfig) -> bool:
+def every_layer_has_experts(config: RunSettings) -> bool:
     """Whether no layer has an MLP instead; False while the pattern is a problem of its own."""
     if config.moe.num_experts is None or config.model.hybrid_layer_pattern is not None:
         return False
     return all(_marked(config))
 
 
-def _marked(config: RawRunConfig) -> tuple[Any, ...]:
+def _marked(config: RunSettings) -> tuple[Any, ...]:
     return marked_from_the_first(config.moe.moe_layer_freq, {"num_layers": config.model.num_layers})
 
 

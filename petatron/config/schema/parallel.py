@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, UsedWhen, settings_section, used_with
+from petatron.config.schema.metadata import Feature, RunSettings, UsedWhen, settings_section, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     BucketElements,
@@ -21,9 +21,6 @@ from petatron.config.schema.numeric_bounds import (
 from petatron.config.schema.pipeline_schedules import PipelineScheduleName
 from petatron.config.schema.sections.moe import HAS_EXPERTS
 from petatron.config.schema.training import FilePath
-
-if TYPE_CHECKING:
-    from petatron.config.schema.run import RawRunConfig
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 RecomputeModule = Literal[
@@ -42,13 +39,13 @@ MESH_SIZES = (*MODEL_PARALLEL_SIZES, "expert_tensor_parallel_size", "data_parall
 MIN_BUCKET_SIZE = 40_000_000
 
 
-def num_micro_batches(run: RawRunConfig) -> int | None:
+def num_micro_batches(run: RunSettings) -> int | None:
     """Returns the micro-batches of a step on one data-parallel rank after any ramp; None while the sizes are a problem of their own."""
     size, dp, micro = run.train.global_batch_size, run.parallel.data_parallel_size, run.train.micro_batch_size
     return None if size is None or not dp or micro < 1 else size // (dp * micro)
 
 
-def weights_are_replicated(run: RawRunConfig) -> bool:
+def weights_are_replicated(run: RunSettings) -> bool:
     """Whether dense weights or experts have several replicas; True while the sizes are a problem of their own."""
     parallel = run.parallel
     dp, etp = parallel.data_parallel_size, parallel.expert_tensor_parallel_size

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.hybrid_pattern import MAMBA, branch_letters
-from petatron.config.schema.metadata import Feature, UsedWhen, used_with
+from petatron.config.schema.metadata import Feature, RunSettings, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     DecayRate,
@@ -29,11 +28,9 @@ from petatron.config.schema.optimizers.muon import MuonSettings
 from petatron.config.schema.optimizers.sgd import SgdSettings
 from petatron.config.schema.optimizers.soap import SoapSettings
 from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
+from petatron.config.schema.sections.hybrid import MAMBA, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
-
-if TYPE_CHECKING:
-    from petatron.config.schema.run import RawRunConfig
 
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
@@ -62,12 +59,12 @@ _ONE_PATH = UsedWhen(
 )
 
 
-def _compiles_functions(run: RawRunConfig) -> bool:
+def _compiles_functions(run: RunSettings) -> bool:
     """Whether a model has functions without kernels of their own."""
     model = run.model
     if model.normalization != "RMSNorm" or model.activation not in GATED_ACTIVATIONS:
         return True
-    recurrent = MAMBA in branch_letters(model.hybrid_layer_pattern) or has_linear_attention(model)
+    recurrent = MAMBA in branch_symbols(model.hybrid_layer_pattern) or has_linear_attention(model)
     return recurrent or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
 
 

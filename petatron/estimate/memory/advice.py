@@ -25,15 +25,23 @@ from petatron.estimate.memory.forecast import (
     DeviceKind,
     largest_forecast,
     moments_per_rank,
+    pinned_activation_bytes,
+    pinned_optimizer_bytes,
     recompute_plans,
     state_bytes_per_rank,
 )
-from petatron.estimate.memory.host_memory import pinned_activation_bytes, pinned_optimizer_bytes
-from petatron.estimate.memory.options import MemoryOption, OptionGroup, bf16_options, option_groups
+from petatron.estimate.memory.options import (
+    MemoryOption,
+    OptionGroup,
+    apply_options,
+    bf16_options,
+    is_allowed,
+    option_groups,
+    problems_of,
+)
 from petatron.estimate.memory.peak import PeakMoment
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
 from petatron.estimate.state_bytes import StateBytes
-from petatron.validate import check_config
 
 _NUM_SUGGESTIONS = 3
 _MAX_COMBINED_GROUPS = 3  # groups in a set
@@ -56,6 +64,10 @@ class SuggestedChange:
     remark: str = ""
     pinned_bytes: int = 0
 
+    def price(self) -> tuple[float, int]:
+        """Returns what suggestions are ranked by: time, and memory where times are equal."""
+        return round(self.time_cost, 4), self.total_bytes
+
 
 def suggest_changes(
     run: RunConfig, capacity_bytes: int, *, device: DeviceKind = "cuda", pinned_capacity_bytes: float = math.inf
@@ -69,12 +81,11 @@ def suggest_changes(
     three: any other set costs far more.
     """
     baseline = _Baseline(largest_forecast(run, device=device).total, predicted_step_time(run, device=device))
-    found: list[SuggestedChange] = []
+    limits, changes = _Limits(capacity_bytes, pinned_capacity_bytes), list[SuggestedChange]()
     for common_options in [*([option] for option in bf16_options(run)), []]:
-        if len(found) < _NUM_SUGGESTIONS:
-            limits = _Limits(capacity_bytes, pinned_capacity_bytes)
-            found += _Search(run, common_options, limits, device, baseline).cheapest_changes()
-    return sorted(found, key=lambda change: (round(change.time_cost, 4), change.total_bytes))[:_NUM_SUGGESTIONS]
+        if len(changes) < _NUM_SUGGESTIONS:
+            changes += _Search(run, common_options, limits, device, baseline).cheapest_changes()
+    return sorted(changes, key=SuggestedChange.price)[:_NUM_SUGGESTIONS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +144,8 @@ class _Search:
         self._common_options, self._baseline = common_options, baseline
         self._capacity, self._pinned_capacity = limits.device_bytes, limits.pinned_bytes
         self._device: DeviceKind = device
-        self._existing_problems = {str(problem) for problem in check_config(run, require_training=False)}
-        self._run = _apply_options(run, common_options)
+        self._existing_problems = problems_of(run)
+        self._run = apply_options(run, common_options)
         self._pass_costs: dict[OptionSet, _PassCost] = {}
         self._state_costs: dict[OptionSet, _StateCost] = {}
         self._pass_time_floors: dict[OptionSet, float] = {}
@@ -143,19 +154,19 @@ class _Search:
     def cheapest_changes(self) -> list[SuggestedChange]:
         """Returns the cheapest candidate of every set of groups, as far as it may be among the first three."""
         groups = list(option_groups(self._run))
-        found: dict[frozenset[int], SuggestedChange] = {}
+        cheapest: dict[frozenset[int], SuggestedChange] = {}
         if not self._may_fit(groups):
             return []
         for count in range(0 if self._common_options else 1, len(groups) + 1):
-            if count > _MAX_COMBINED_GROUPS and len(found) >= _NUM_SUGGESTIONS:
+            if count > _MAX_COMBINED_GROUPS and len(cheapest) >= _NUM_SUGGESTIONS:
                 break
             for chosen in combinations(range(len(groups)), count):
-                limits = [change.time_cost - _MIN_GAIN for fewer, change in found.items() if fewer < set(chosen)]
-                limits += sorted(change.time_cost for change in found.values())[_NUM_SUGGESTIONS - 1 : _NUM_SUGGESTIONS]
+                limits = [change.time_cost - _MIN_GAIN for fewer, change in cheapest.items() if fewer < set(chosen)]
+                limits += sorted(change.time_cost for change in cheapest.values())[_NUM_SUGGESTIONS - 1 :][:1]
                 best = self._cheapest([groups[index] for index in chosen], cost_limit=min(limits, default=math.inf))
                 if best is not None:
-                    found[frozenset(chosen)] = best
-        return list(found.values())
+                    cheapest[frozenset(chosen)] = best
+        return list(cheapest.values())
 
     def _cheapest(self, groups: Sequence[OptionGroup], *, cost_limit: float) -> SuggestedChange | None:
         """Returns the cheapest options of these groups that are allowed and fit, if they cost less than `cost_limit`."""
@@ -189,7 +200,7 @@ class _Search:
     def _viable_options(self, groups: Sequence[OptionGroup], at: int) -> list[MemoryOption]:
         """Returns the options of one group with which those of the others may fit."""
         before, after = groups[:at], groups[at + 1 :]
-        return [one for one in groups[at].options if self._may_fit([*before, OptionGroup([one], [one]), *after])]
+        return [option for option in groups[at].options if self._may_fit([*before, OptionGroup([option]), *after])]
 
     def _total_bytes(self, options: OptionSet) -> float:
         """Returns the bytes of the largest rank; infinite if its weights and optimizer state are too much already."""
@@ -219,14 +230,14 @@ class _Search:
         if cost is not None:
             return cost.seconds
         if options not in self._pass_time_floors:
-            subsets = (options[:at] + options[at + 1 :] for at, one in enumerate(options) if one.only_slows)
+            subsets = (options[:at] + options[at + 1 :] for at, option in enumerate(options) if option.only_slows)
             self._pass_time_floors[options] = max((self._pass_time_floor(subset) for subset in subsets), default=0.0)
         return self._pass_time_floors[options]
 
     def _pass_cost(self, options: OptionSet) -> _PassCost:
         key = _affecting(options, "passes")
         if key not in self._pass_costs:
-            run = _apply_options(self._run, key)
+            run = apply_options(self._run, key)
             try:
                 plans = recompute_plans(run, device=self._device)
             except ConfigError:
@@ -241,7 +252,7 @@ class _Search:
     def _state_cost(self, options: OptionSet) -> _StateCost:
         key = _affecting(options, "state")
         if key not in self._state_costs:
-            run = _apply_options(self._run, key)
+            run = apply_options(self._run, key)
             pinned = pinned_optimizer_bytes(run)
             self._state_costs[key] = _StateCost(state_bytes_per_rank(run), optimizer_offload_time(run), pinned)
         return self._state_costs[key]
@@ -254,8 +265,7 @@ class _Search:
         if len(options) > 2 and not all(self._allowed(pair) for pair in combinations(options, 2)):
             return False
         if options not in self._allowed_cache:
-            found = check_config(_apply_options(self._run, options), require_training=False)
-            self._allowed_cache[options] = all(str(problem) in self._existing_problems for problem in found)
+            self._allowed_cache[options] = is_allowed(apply_options(self._run, options), self._existing_problems)
         return self._allowed_cache[options]
 
     def _suggested_change(self, options: OptionSet) -> SuggestedChange:
@@ -272,9 +282,3 @@ class _Search:
 
 def _affecting(options: OptionSet, side: str) -> OptionSet:
     return tuple([option for option in options if option.affects in (side, "both")])
-
-
-def _apply_options(run: RunConfig, options: Sequence[MemoryOption]) -> RunConfig:
-    for option in options:
-        run = option.edit(run)
-    return run

@@ -7,6 +7,10 @@
     workspace               of the moment: logits of a chunk of the loss, or the gradients inside of a branch
 
 Not counted: communication buffers, and the device's own share. The log has the prediction with the measured peak.
+
+Offload takes page-locked host memory, a budget like that of the device: every rank pins memory for the activations of offloaded layers, for
+all micro-batches in flight, and for its offloaded optimizer state. The ranks of a node share its memory, of which a fifth is left for
+processes, data and the page cache. A disk (`--optimizer-nvme-offload`) takes none.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from petatron.base.errors import Problem
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import pipeline_stages
 from petatron.estimate.memory.peak import PeakMoment, peak_moments
-from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, plan_recompute
+from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, offloaded_bytes, plan_recompute
 from petatron.estimate.state_bytes import StateBytes, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.frozen_params import frozen_params
@@ -109,21 +113,21 @@ def forecast_memory(
     plans = recompute_plans(run, device=device) if plans is None else plans
     moments = moments_per_rank(run, plans, device=device)
     return [
-        MemoryForecast.at_peak(rank, state, own)
-        for rank, (state, own) in enumerate(zip(state_bytes_per_rank(run), moments, strict=True))
+        MemoryForecast.at_peak(rank, state, rank_moments)
+        for rank, (state, rank_moments) in enumerate(zip(state_bytes_per_rank(run), moments, strict=True))
     ]
 
 
 def state_bytes_per_rank(run: RunConfig) -> list[StateBytes]:
     """Returns the state of every pipeline rank, with all gradients."""
     stages = pipeline_stages(run)
-    return [state_bytes(run, [stages[stage] for stage in own]) for own in stages_per_rank(run)]
+    return [state_bytes(run, [stages[stage] for stage in local]) for local in stages_per_rank(run)]
 
 
 def moments_per_rank(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> list[list[PeakMoment]]:
     """Returns the moments of every pipeline rank at which it may need most."""
     shape = ActivationShape.from_config(run, device=device)
-    return [peak_moments(run, plans, own, shape) for own in stages_per_rank(run)]
+    return [peak_moments(run, plans, local, shape) for local in stages_per_rank(run)]
 
 
 def stages_per_rank(run: RunConfig) -> list[list[int]]:
@@ -139,11 +143,11 @@ def largest_forecast(run: RunConfig, *, device: DeviceKind) -> MemoryForecast:
 
 def shared_device_problem(run: RunConfig, *, memory_bytes: int) -> Problem | None:
     """Returns why a device cannot hold the ranks that share it (`--ranks-per-device`); None if it can, as predicted."""
-    ranks, each = run.launch.ranks_per_device, largest_forecast(run, device="cuda").total
-    if ranks == 1 or ranks * each <= memory_bytes:
+    ranks, rank_bytes = run.launch.ranks_per_device, largest_forecast(run, device="cuda").total
+    if ranks == 1 or ranks * rank_bytes <= memory_bytes:
         return None
-    rule = f"ranks of up to {format_gigabytes(each)} GB each do not fit into the {format_gigabytes(memory_bytes)} GB of one device"
-    most = memory_bytes // each
+    rule = f"ranks of up to {format_gigabytes(rank_bytes)} GB each do not fit into the {format_gigabytes(memory_bytes)} GB of one device"
+    most = memory_bytes // rank_bytes
     fix = f"Use {most} or fewer" if most > 1 else "Use a smaller model or micro-batch"
     return Problem("--ranks-per-device", str(ranks), rule, f"{fix}.")
 
@@ -153,3 +157,53 @@ def memory_log_line(run: RunConfig, *, device: DeviceKind, pipeline_rank: int, m
     predicted = forecast_memory(run, device=device)[pipeline_rank].describe()
     what = "measured peak" if device == "cuda" else "resident peak of the process"
     return f"memory: predicted {predicted}, {what} {format_gigabytes(measured_bytes)} GB"
+
+
+DEVICES_PER_NODE = 8
+_USABLE_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """The memory of a node, and the ranks that share it."""
+
+    total_bytes: int
+    ranks_per_node: int
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """What a rank may pin."""
+        return int(_USABLE_SHARE * self.total_bytes) // self.ranks_per_node
+
+
+def ranks_per_node(run: RunConfig) -> int:
+    """Returns the ranks of a node: as many as are started on each of several, else no more than 8 devices."""
+    launch, world = run.launch, run.parallel.world_size
+    if launch.nnodes > 1:
+        return max(1, world // launch.nnodes)
+    return min(world, DEVICES_PER_NODE)
+
+
+def pinned_activation_bytes(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> int:
+    """Returns what the rank that pins most has of activations; `plans` are those of all stages."""
+    number = run.memory.cpu_offloading_num_layers
+    if number == 0:
+        return 0
+    spec, shape, stages = model_spec(run), ActivationShape.from_config(run, device=device), pipeline_stages(run)
+    return max(
+        sum(
+            plans[index].in_flight * offloaded_bytes(plans[index], shape, spec.stage_layers(stages[index]), number)
+            for index in local
+        )
+        for local in stages_per_rank(run)
+    )
+
+
+def pinned_optimizer_bytes(run: RunConfig) -> int:
+    """Returns what the rank that pins most has of optimizer state."""
+    if not run.memory.optimizer_cpu_offload:
+        return 0
+    on_device = replace(run, memory=replace(run.memory, optimizer_cpu_offload=False, optimizer_nvme_offload=None))
+    stages = pipeline_stages(run)
+    ranks = [[stages[index] for index in local] for local in stages_per_rank(run)]
+    return max(state_bytes(on_device, rank).optimizer - state_bytes(run, rank).optimizer for rank in ranks)

@@ -14,30 +14,30 @@ from itertools import product
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.schema.parallel import MIN_BUCKET_SIZE
+from petatron.config.schema.parallel import MIN_BUCKET_SIZE, MODEL_PARALLEL_SIZES
 from petatron.estimate.memory.advice import SuggestedChange, suggest_changes
 from petatron.estimate.memory.forecast import (
+    DEVICES_PER_NODE,
     DeviceKind,
+    HostMemory,
     forecast_memory,
     largest_forecast,
+    pinned_activation_bytes,
+    pinned_optimizer_bytes,
     recompute_plans,
     state_bytes_per_rank,
 )
-from petatron.estimate.memory.host_memory import (
-    DEVICES_PER_NODE,
-    HostMemory,
-    pinned_activation_bytes,
-    pinned_optimizer_bytes,
-)
 from petatron.estimate.memory.options import (
     MemoryOption,
+    apply_options,
     full_recompute_option,
+    is_allowed,
+    problems_of,
     sharded_optimizer_option,
     smaller_state_options,
 )
 from petatron.estimate.memory.peak import frees_gradients
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
-from petatron.validate import check_config
 
 _TENSOR, _PIPELINE, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8, 16), (2, 4)
 _LONG_SEQUENCE = 16_384  # tokens from which on context parallelism is worth its communication
@@ -61,14 +61,10 @@ def fitting_changes(
             layouts = suggest_layouts(
                 run, capacity_bytes, device=device, pinned_capacity_bytes=pinned, required_options=options
             )
-    ranked = sorted([*changes, *layouts], key=_price)[:_NUM_CHANGES]
+    ranked = sorted([*changes, *layouts], key=SuggestedChange.price)[:_NUM_CHANGES]
     if layouts and layouts[0] not in ranked:
         ranked[-1] = layouts[0]
     return ranked
-
-
-def _price(change: SuggestedChange) -> tuple[float, int]:
-    return round(change.time_cost, 4), change.total_bytes
 
 
 def suggest_layouts(
@@ -85,9 +81,8 @@ def suggest_layouts(
     """
     if run.parallel.world_size == 1:
         return []
-    existing = {str(problem) for problem in check_config(run, require_training=False)}
+    existing, changes = problems_of(run), list[SuggestedChange]()
     before, seconds = largest_forecast(run, device=device).total, predicted_step_time(run, device=device)
-    found: list[SuggestedChange] = []
     for flags, layout in _viable_layouts(run, capacity_bytes, existing, required_options):
         fitting = [
             SuggestedChange(
@@ -102,16 +97,16 @@ def suggest_layouts(
             for size, time, pinned in _costs(layout, options, existing, device=device)
             if size <= capacity_bytes and pinned <= pinned_capacity_bytes
         ]
-        found += sorted(fitting, key=_price)[:1]
-    return sorted(found, key=_price)[:_NUM_LAYOUTS]
+        changes += sorted(fitting, key=SuggestedChange.price)[:1]
+    return sorted(changes, key=SuggestedChange.price)[:_NUM_LAYOUTS]
 
 
 def _costs(
     layout: RunConfig, options: Sequence[MemoryOption], existing: set[str], *, device: DeviceKind
 ) -> Iterator[tuple[int, float, int]]:
     """Yields bytes, seconds and pinned bytes of a layout with these options, if it may have them."""
-    layout = _with_options(layout, options)
-    if not _is_allowed(layout, existing):
+    layout = apply_options(layout, options)
+    if not is_allowed(layout, existing):
         return
     try:
         plans = recompute_plans(layout, device=device)
@@ -128,10 +123,10 @@ def _viable_layouts(
     """Yields layouts that the validator accepts and whose weights may fit, those that split a layer least first."""
     shard, yielded = sharded_optimizer_option(run), 0
     for flags, layout in _layouts(run):
-        least = _with_options(shard.edit(layout) if shard is not None else layout, required_options)
+        least = apply_options(shard.edit(layout) if shard is not None else layout, required_options)
         if yielded == _MAX_FORECAST_LAYOUTS:
             return
-        if _is_allowed(layout, existing) and _state_fits(least, capacity_bytes):
+        if is_allowed(layout, existing) and _state_fits(least, capacity_bytes):
             yielded += 1
             yield flags, layout
 
@@ -158,12 +153,7 @@ def _layouts(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         for tp, pp, cp, ep in product(_TENSOR, stages, contexts, expert_sizes)
         if world % (tp * pp * cp) == 0 and tp <= min(world, DEVICES_PER_NODE)
     ]
-    now = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-    )
+    now = tuple(getattr(parallel, name) for name in MODEL_PARALLEL_SIZES)
     for tp, pp, cp, ep in sorted(sizes, key=lambda size: (size[0] * size[1] * size[2], size[3])):
         if (tp, pp, cp, ep) != now and run.train.global_batch_size % (world // (tp * pp * cp)) == 0:
             yield _with_sizes(run, tp=tp, pp=pp, cp=cp, ep=ep)
@@ -197,19 +187,19 @@ def _with_sizes(run: RunConfig, *, tp: int, pp: int, cp: int, ep: int) -> tuple[
         data_parallel_size=dp,
         ddp_bucket_size=max(MIN_BUCKET_SIZE, 1_000_000 * dp),
     )
-    words = [f"--tensor-model-parallel-size {tp}", *(["--sequence-parallel"] if tp > 1 else [])]
-    words += [f"--pipeline-model-parallel-size {pp}"]
-    words += [f"--decoder-last-pipeline-num-layers {last}"] if last is not None else []
-    words += [f"--context-parallel-size {cp}"] if max(cp, parallel.context_parallel_size) > 1 else []
+    flags = [f"--tensor-model-parallel-size {tp}", *(["--sequence-parallel"] if tp > 1 else [])]
+    flags += [f"--pipeline-model-parallel-size {pp}"]
+    flags += [f"--decoder-last-pipeline-num-layers {last}"] if last is not None else []
+    flags += [f"--context-parallel-size {cp}"] if max(cp, parallel.context_parallel_size) > 1 else []
     if run.moe.num_experts is not None:
-        words += [f"--expert-model-parallel-size {ep}", "--expert-tensor-parallel-size 1"]
+        flags += [f"--expert-model-parallel-size {ep}", "--expert-tensor-parallel-size 1"]
     micro = run.train.micro_batch_size
     while micro > 1 and run.train.global_batch_size % (micro * dp):
         micro //= 2
-    words += [f"--micro-batch-size {micro}"] if micro != run.train.micro_batch_size else []
-    words += [f"--data-parallel-size {dp} --global-batch-size {run.train.global_batch_size}"]
+    flags += [f"--micro-batch-size {micro}"] if micro != run.train.micro_batch_size else []
+    flags += [f"--data-parallel-size {dp} --global-batch-size {run.train.global_batch_size}"]
     train = replace(run.train, micro_batch_size=micro)
-    return " ".join(words), replace(run, parallel=layout, train=train)
+    return " ".join(flags), replace(run, parallel=layout, train=train)
 
 
 def _layers_of_last_rank(run: RunConfig, pp: int) -> int | None:
@@ -221,19 +211,9 @@ def _layers_of_last_rank(run: RunConfig, pp: int) -> int | None:
     return last if last > 0 else None
 
 
-def _with_options(run: RunConfig, options: Sequence[MemoryOption]) -> RunConfig:
-    for option in options:
-        run = option.edit(run)
-    return run
-
-
 def _additions(run: RunConfig, required_options: Sequence[MemoryOption]) -> list[Sequence[MemoryOption]]:
     shard = [option for option in (sharded_optimizer_option(run),) if option is not None]
     recompute = [full_recompute_option("uniform", 1)] if run.memory.recompute_granularity is None else []
     optional = [[], shard, recompute, [*shard, *recompute]]
     sets: list[Sequence[MemoryOption]] = [[*options, *required_options] for options in optional]
     return [options for index, options in enumerate(sets) if options not in sets[:index]]
-
-
-def _is_allowed(run: RunConfig, existing: set[str]) -> bool:
-    return all(str(problem) in existing for problem in check_config(run, require_training=False))

@@ -5,7 +5,7 @@ The validator decides whether a run may have them, `advice.py` whether they help
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ from petatron.config.optimizers import rule_spec
 from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.config.schema.fields import flag_name
 from petatron.estimate.memory.time_cost import computes_in_fp32
+from petatron.validate import check_config
 
 _OFFLOAD_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 _OPTIM = "--data-parallel-sharding-strategy optim"  # also where someone wrote no_shard
-_SHARDED_OPTIMIZER = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim"}
+_SHARDED_OPTIMIZER: Mapping[str, Any] = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim"}
 _SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 ConfigEdit = Callable[[RunConfig], RunConfig]
@@ -41,65 +42,77 @@ class MemoryOption:
 
 @dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """Settings of which a run can have one. `most_saving` are those that may free most, whatever they are combined with."""
+    """Settings of which a run can have one; none where the setting is fixed, or does not apply.
 
-    options: Sequence[MemoryOption]
-    most_saving: Sequence[MemoryOption]
+    `may_save_most` are those that may free most, whatever they are combined with; None: each option frees more than the one before.
+    """
 
-    @classmethod
-    def increasing(cls, variants: Sequence[MemoryOption]) -> OptionGroup:
-        """Builds a group in which each option frees more than the one before."""
-        return cls(variants, variants[-1:])
+    options: Sequence[MemoryOption] = ()
+    may_save_most: Sequence[MemoryOption] | None = None
 
-    @classmethod
-    def empty(cls) -> OptionGroup:
-        """Builds the group of a setting that is fixed, or does not apply."""
-        return cls((), ())
+    @property
+    def most_saving(self) -> Sequence[MemoryOption]:
+        return self.options[-1:] if self.may_save_most is None else self.may_save_most
 
 
 def option_groups(run: RunConfig) -> Iterator[OptionGroup]:
     """Yields every group of options that this run leaves open."""
-    passes = (_micro_batch_options(run), _recompute_options(run), _activation_offload_options(run))
-    state = (
-        _sharding_options(run),
-        _moment_dtype_options(run),
-        _gradient_dtype_options(run),
-        _optimizer_offload_options(run),
-    )
-    for group in (*passes, *state, _sequence_parallel_options(run), _context_parallel_options(run)):
-        if group.options:
+    passes = (_micro_batch_options, _recompute_options, _activation_offload_options)
+    state = (_sharding_options, _moment_dtype_options, _gradient_dtype_options, _optimizer_offload_options)
+    for options in (*passes, *state, _sequence_parallel_options, _context_parallel_options):
+        if (group := options(run)).options:
             yield group
+
+
+def _option(
+    section: str, affects: AffectedPart, remark: str = "", *, flags: str = "", only_slows: bool = False, **values: Any
+) -> MemoryOption:
+    """Returns the option that sets fields of one section of a config; its flags are theirs, unless others are given."""
+
+    def edit(run: RunConfig) -> RunConfig:
+        return replace(run, **{section: replace(getattr(run, section), **values)})
+
+    typed = " ".join(f"{flag_name(name)} {_as_typed(value)}".strip() for name, value in values.items())
+    return MemoryOption(flags or typed, edit, affects, remark, only_slows)
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, bool):
+        return ""
+    return " ".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def apply_options(run: RunConfig, options: Sequence[MemoryOption]) -> RunConfig:
+    """Returns the run with these options."""
+    for option in options:
+        run = option.edit(run)
+    return run
+
+
+def problems_of(run: RunConfig) -> set[str]:
+    """Returns what the validator says of a run."""
+    return {str(problem) for problem in check_config(run, require_training=False)}
+
+
+def is_allowed(run: RunConfig, existing_problems: set[str]) -> bool:
+    """Whether the validator reports no problem besides those that the run had before."""
+    return problems_of(run) <= existing_problems
 
 
 def bf16_options(run: RunConfig) -> list[MemoryOption]:
     """Returns bf16 for a run in fp32; a float64 run is meant to be exact."""
     if run.precision.fp64 or not computes_in_fp32(run):
         return []
-    remark = "computes in bfloat16, master weights stay in fp32"
-    return [MemoryOption("--bf16", _edit_section("precision", bf16=True), "both", remark)]
-
-
-def _edit_section(name: str, **values: Any) -> ConfigEdit:
-    """Returns an edit that sets fields of one section of a config."""
-
-    def edit(run: RunConfig) -> RunConfig:
-        return replace(run, **{name: replace(getattr(run, name), **values)})
-
-    return edit
+    return [_option("precision", "both", "computes in bfloat16, master weights stay in fp32", bf16=True)]
 
 
 def _micro_batch_options(run: RunConfig) -> OptionGroup:
     """Smaller micro-batches, of which a step has more. The global batch is unchanged, and must be given if it was derived before."""
     size, batch = run.train.micro_batch_size, run.train.global_batch_size
     smaller = [number for number in range(size - 1, 0, -1) if size % number == 0]
-    return OptionGroup.increasing(
+    return OptionGroup(
         [
-            MemoryOption(
-                f"--micro-batch-size {number} --global-batch-size {batch}",
-                _edit_section("train", micro_batch_size=number),
-                "both",
-                only_slows=True,
-            )
+            _option("train", "both", only_slows=True, micro_batch_size=number, global_batch_size=batch)
             for number in smaller
         ]
     )
@@ -108,15 +121,14 @@ def _micro_batch_options(run: RunConfig) -> OptionGroup:
 def _recompute_options(run: RunConfig) -> OptionGroup:
     memory, layers = run.memory, max_layers_per_stage(run)
     if memory.recompute_granularity == "full" or memory.recompute_memory_budget_gb is not None or layers is None:
-        return OptionGroup.empty()
+        return OptionGroup()
     branches = ("moe", "mlp") if run.moe.num_experts is not None else ("mlp",)
     asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    parts: list[MemoryOption] = []
-    for more in (branches, (*branches, "attention")):
-        modules = tuple(dict.fromkeys((*asked, *more)))
-        edit = _edit_section("memory", recompute_granularity="selective", recompute_modules=modules)
-        flags = f"--recompute-granularity selective --recompute-modules {' '.join(modules)}"
-        parts.append(MemoryOption(flags, edit, "passes"))
+    parts = [
+        _option("memory", "passes", recompute_granularity="selective", recompute_modules=modules)
+        for further in (branches, (*branches, "attention"))
+        for modules in [tuple(dict.fromkeys((*asked, *further)))]
+    ]
     some = [
         full_recompute_option("block", number)
         for number in sorted({max(1, layers * part // 8) for part in range(1, 8)} - {layers})
@@ -127,22 +139,16 @@ def _recompute_options(run: RunConfig) -> OptionGroup:
 
 def full_recompute_option(method: str, number: int) -> MemoryOption:
     """Returns the recompute of whole layers, in units of `number` or of the first `number`."""
-    edit = _edit_section("memory", recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
-    flags = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers {number}"
-    return MemoryOption(flags, edit, "passes")
+    values = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": number}
+    return _option("memory", "passes", **values)
 
 
 def _activation_offload_options(run: RunConfig) -> OptionGroup:
     layers, now = max_layers_per_stage(run) or 0, run.memory.cpu_offloading_num_layers
     numbers = sorted({max(1, layers * part // 8) for part in range(1, 7)})
-    return OptionGroup.increasing(
+    return OptionGroup(
         [
-            MemoryOption(
-                f"--cpu-offloading-num-layers {number}",
-                _edit_section("memory", cpu_offloading_num_layers=number),
-                "passes",
-                only_slows=True,
-            )
+            _option("memory", "passes", only_slows=True, cpu_offloading_num_layers=number)
             for number in numbers
             if now < number < layers
         ]
@@ -155,17 +161,16 @@ def _sharding_options(run: RunConfig) -> OptionGroup:
     Which frees most depends on other settings: fully sharded, gradients are in fp32 and master weights stay on the device.
     """
     parallel, now = run.parallel, run.parallel.data_parallel_sharding_strategy
-    num_replicas = parallel.data_parallel_size * parallel.context_parallel_size
-    if num_replicas == 1:
-        return OptionGroup.empty()
+    if parallel.data_parallel_size * parallel.context_parallel_size == 1:
+        return OptionGroup()
     variants: list[MemoryOption] = []
     if (overlapped := sharded_optimizer_option(run)) is not None:
-        variants += [overlapped, MemoryOption(_OPTIM, _edit_section("parallel", **_SHARDED_OPTIMIZER), "both")]
+        variants += [overlapped, _option("parallel", "both", flags=_OPTIM, **_SHARDED_OPTIMIZER)]
+    use_fp32_grads = _option("optim", "both", main_grads_dtype="fp32")
     for strategy in _SHARDING_STRATEGIES[max(2, _SHARDING_STRATEGIES.index(now) + 1) :]:
-        flags = f"--data-parallel-sharding-strategy {strategy}"
-        if run.optim.main_grads_dtype != "fp32":
-            flags += " --main-grads-dtype fp32"
-        variants.append(MemoryOption(flags, _fully_sharded_edit(strategy), "both"))
+        shard = _option("parallel", "both", data_parallel_sharding_strategy=strategy)
+        flags = f"{shard.flags} {use_fp32_grads.flags}" if run.optim.main_grads_dtype != "fp32" else shard.flags
+        variants.append(replace(shard, flags=flags, edit=lambda run, shard=shard: use_fp32_grads.edit(shard.edit(run))))
     return OptionGroup(variants, variants)
 
 
@@ -173,44 +178,29 @@ def sharded_optimizer_option(run: RunConfig) -> MemoryOption | None:
     """Returns optimizer state sharded over data-parallel ranks, for a run that shards nothing."""
     if run.parallel.data_parallel_sharding_strategy != "no_shard":
         return None
-    overlapped = _edit_section("parallel", **_SHARDED_OPTIMIZER, overlap_param_gather=True)
-    return MemoryOption(f"{_OPTIM} --overlap-param-gather", overlapped, "both")
-
-
-def _fully_sharded_edit(strategy: str) -> ConfigEdit:
-    shard = _edit_section("parallel", data_parallel_sharding_strategy=strategy)
-    use_fp32_grads = _edit_section("optim", main_grads_dtype="fp32")
-    return lambda run: use_fp32_grads(shard(run))
+    flags = f"{_OPTIM} --overlap-param-gather"
+    return _option("parallel", "both", flags=flags, **_SHARDED_OPTIMIZER, overlap_param_gather=True)
 
 
 def _moment_dtype_options(run: RunConfig) -> OptionGroup:
     narrow = rule_spec(run.optim).bf16_state_settings
     if not narrow or any(getattr(run.optim, name) == value for name, value in narrow.items()):
-        return OptionGroup.empty()
-    edit = _edit_section("optim", **narrow)
-    flags = " ".join(f"{flag_name(name)} {value}" for name, value in narrow.items())
-    return OptionGroup.increasing([MemoryOption(flags, edit, "state", "moments are rounded")])
+        return OptionGroup()
+    return OptionGroup([_option("optim", "state", "moments are rounded", **narrow)])
 
 
 def _gradient_dtype_options(run: RunConfig) -> OptionGroup:
     if run.optim.main_grads_dtype == "bf16" or not run.precision.bf16:
-        return OptionGroup.empty()
-    edit = _edit_section("optim", main_grads_dtype="bf16")
-    return OptionGroup.increasing(
-        [MemoryOption("--main-grads-dtype bf16", edit, "state", "small parts of a gradient's sum are lost")]
-    )
+        return OptionGroup()
+    return OptionGroup([_option("optim", "state", "small parts of a gradient's sum are lost", main_grads_dtype="bf16")])
 
 
 def _optimizer_offload_options(run: RunConfig) -> OptionGroup:
     if run.memory.optimizer_cpu_offload or rule_spec(run.optim).offload_problem is not None:
-        return OptionGroup.empty()
-    return OptionGroup.increasing(
+        return OptionGroup()
+    return OptionGroup(
         [
-            MemoryOption(
-                f"--optimizer-cpu-offload --optimizer-offload-fraction {fraction:g}",
-                _edit_section("memory", optimizer_cpu_offload=True, optimizer_offload_fraction=fraction),
-                "state",
-            )
+            _option("memory", "state", optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
             for fraction in _OFFLOAD_FRACTIONS
         ]
     )
@@ -226,18 +216,12 @@ def smaller_state_options(run: RunConfig) -> list[Sequence[MemoryOption]]:
 
 def _sequence_parallel_options(run: RunConfig) -> OptionGroup:
     if run.parallel.tensor_model_parallel_size == 1 or run.parallel.sequence_parallel:
-        return OptionGroup.empty()
-    edit = _edit_section("parallel", sequence_parallel=True)
-    return OptionGroup.increasing([MemoryOption("--sequence-parallel", edit, "passes", only_slows=True)])
+        return OptionGroup()
+    return OptionGroup([_option("parallel", "passes", only_slows=True, sequence_parallel=True)])
 
 
 def _context_parallel_options(run: RunConfig) -> OptionGroup:
     """Data-parallel ranks become context-parallel ranks, at the same number of ranks."""
-    replicas, size = run.parallel.data_parallel_size, run.parallel.context_parallel_size
-    variants: list[MemoryOption] = []
-    for factor in (2, 4, 8):
-        if replicas % factor == 0:
-            edit = _edit_section("parallel", context_parallel_size=size * factor, data_parallel_size=replicas // factor)
-            flags = f"--data-parallel-size {replicas // factor} --context-parallel-size {size * factor}"
-            variants.append(MemoryOption(flags, edit, "both", only_slows=True))
-    return OptionGroup.increasing(variants)
+    dp, cp = run.parallel.data_parallel_size, run.parallel.context_parallel_size
+    sizes = [{"data_parallel_size": dp // k, "context_parallel_size": cp * k} for k in (2, 4, 8) if dp % k == 0]
+    return OptionGroup([_option("parallel", "both", only_slows=True, **values) for values in sizes])

@@ -23,8 +23,7 @@ from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.estimate.activation_bytes import branch_bytes, layer_bytes, layer_input_bytes
-from petatron.estimate.offload_plan import LAYERS_IN_TRANSIT, freed_bytes, offloaded_layers
-from petatron.estimate.recompute_plan import RecomputePlan
+from petatron.estimate.recompute_plan import LAYERS_IN_TRANSIT, RecomputePlan, freed_bytes, offloaded_layers
 from petatron.estimate.state_bytes import count_parameters
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL
@@ -64,10 +63,10 @@ def peak_moments(
     run: RunConfig, plans: Sequence[RecomputePlan], stages: Sequence[int], shape: ActivationShape
 ) -> list[PeakMoment]:
     """Returns the moments of a rank with these stages of the model at which it may need most; `plans` are those of all stages."""
-    spec, whole = model_spec(run), pipeline_stages(run)
+    spec, all_stages = model_spec(run), pipeline_stages(run)
     if len(stages) == 1 and frees_gradients(run):
-        return [*_OneMicroBatch(run, spec, shape, whole[stages[0]], plans[stages[0]]).moments()]
-    return [*_moments_with_all_gradients(run, spec, shape, [(whole[index], plans[index]) for index in stages])]
+        return [*_OneMicroBatch(run, spec, shape, all_stages[stages[0]], plans[stages[0]]).moments()]
+    return [*_moments_with_all_gradients(run, spec, shape, [(all_stages[index], plans[index]) for index in stages])]
 
 
 def _moments_with_all_gradients(
@@ -83,7 +82,7 @@ def _moments_with_all_gradients(
     recomputed = sum(plan.peak_bytes - plan.in_flight * plan.saved_bytes for _, plan in stages)
     kinds = {layer for stage, plan in stages for layer in spec.stage_layers(stage)[plan.num_without_backward :]}
     workspace = max(
-        (one.workspace for layer in kinds for branch in layer.branches for one in branch.backward_moments(shape)),
+        (moment.workspace for layer in kinds for branch in layer.branches for moment in branch.backward_moments(shape)),
         default=0,
     )
     yield PeakMoment(saved - logits + recomputed, logits, workspace, 1.0)
@@ -169,14 +168,11 @@ class _OneMicroBatch:
 
     def _trained_by_layer(self) -> list[int]:
         """Returns the trained elements of every layer; equal ones are counted once."""
-        counts: dict[tuple[LayerSpec, frozenset[str]], int] = {}
         keys = [
             (layer, self._frozen.layer_names[number] if self._frozen else frozenset[str]())
             for layer, number in zip(self._layers, self._stage.layer_indices, strict=True)
         ]
-        for index, key in enumerate(keys):
-            if key not in counts:
-                counts[key] = self._trained(index)
+        counts = {key: self._trained(keys.index(key)) for key in set(keys)}
         return [counts[key] for key in keys]
 
     def _is_between_equals(self, index: int) -> bool:
@@ -198,11 +194,12 @@ class _OneMicroBatch:
         for at in reversed(range(len(layer.branches))):
             branch = layer.branches[at]
             earlier = sum(
-                branch_bytes(layer, one, shape, () if FULL in modules else modules) for one in layer.branches[:at]
+                branch_bytes(layer, previous, shape, () if FULL in modules else modules)
+                for previous in layer.branches[:at]
             )
             activations = before + earlier + branch_bytes(layer, branch, shape)
             elements = self._trained(index, f"{branch.name}.")
-            for one in branch.backward_moments(shape):
-                share = (written + one.grad_share * elements) / total
-                yield PeakMoment(activations, logits, one.workspace, share)
+            for moment in branch.backward_moments(shape):
+                share = (written + moment.grad_share * elements) / total
+                yield PeakMoment(activations, logits, moment.workspace, share)
             written += elements

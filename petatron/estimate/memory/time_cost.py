@@ -41,8 +41,7 @@ from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token
 from petatron.estimate.memory.forecast import DeviceKind, recompute_plans
-from petatron.estimate.offload_plan import offloaded_bytes
-from petatron.estimate.recompute_plan import RecomputePlan, recompute_flops
+from petatron.estimate.recompute_plan import RecomputePlan, offloaded_bytes, recompute_flops
 from petatron.estimate.state_bytes import ElementCounts, element_bytes, local_element_counts, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.rank_layout import Layout
@@ -88,8 +87,8 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     seconds = ideal * (1.0 + 256.0 / shape.gathered_tokens) + micro_batches * 12.0 * local / _MEMORY_BANDWIDTH
     seconds += _largest_recompute_flops(spec, stages, shape, plans) * micro_batches / speed
     head = 6 * head_gemm_elements(spec, tp_size=tp)
-    whole = model_flops_per_token(spec, tp_size=tp)  # forward costs the same, whatever is frozen
-    forward = (1.0 - head / whole) * (ideal * whole / per_token) / micro_batches / 3.0
+    unfrozen = model_flops_per_token(spec, tp_size=tp)  # forward costs the same, whatever is frozen
+    forward = (1.0 - head / unfrozen) * (ideal * unfrozen / per_token) / micro_batches / 3.0
     seconds += _activation_offload_wait(run, shape, plans[0], stages[0], forward_s=forward) * micro_batches
     trained = local_element_counts(run, stages[:1], trained=True)
     seconds += _data_parallel_wait(run, elements, trained, micro_batches, forward_s=forward)
@@ -178,11 +177,8 @@ def _data_parallel_wait(
     backward = 2.0 * forward_s
     if fully_sharded:
         copy = 2.0 * weight * local / _MEMORY_BANDWIDTH
-        casts = (
-            12.0 * (local - elements.embedding_and_head) / _MEMORY_BANDWIDTH
-            if run.precision.fp8_format is not None
-            else 0.0
-        )
+        in_fp8 = local - elements.embedding_and_head if run.precision.fp8_format is not None else 0
+        casts = 12.0 * in_fp8 / _MEMORY_BANDWIDTH
         if parallel.data_parallel_sharding_strategy == "optim_grads":
             return micro_batches * (exposed(reduce, backward) + casts) + exposed(gather, forward_s) + copy
         regather = gather * (1.0 - elements.embedding_and_head / local)

@@ -29,11 +29,11 @@ from petatron.kernels.registry import KernelContext
 from petatron.layers.mtp import MtpLayerSpec
 from petatron.layers.spec.generation_state import GenerationState
 from petatron.layers.vocabulary.embedding import TokenEmbedding
+from petatron.models.batch_arrays import mark_long_rows
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.hf import folder_shapes
-from petatron.models.hf.folder_config_json import own_config_json
-from petatron.models.long_rows import mark_long_rows
+from petatron.models.hf.config_json import own_config_json
 from petatron.parallel.select_kernels import select_kernels
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.open_weights import ModelSource, open_model_source
@@ -60,7 +60,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
     def _build(self, config: PetatronConfig) -> None:
         super().__init__(config)
         self.spec: DecoderSpec = config.spec()
-        self.decoder: Decoder = self.spec.build_stage(self.spec.whole)
+        self.decoder: Decoder = self.spec.build_stage(self.spec.whole_model)
         self._kernels_for: tuple[torch.device, torch.dtype] | None = None
         if self.generation_states is None:
             self.generation_config.use_cache = False

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
-from petatron.base.private_home_dir import private_folder
-from petatron.base.safe_files import is_private_folder
+from petatron.base.safe_files import is_private_folder, private_folder
 
 _log = get_logger(__name__)
 SECRET_VARIABLE = "PETATRON_SECRET"

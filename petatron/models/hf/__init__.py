@@ -8,9 +8,14 @@ folder_entries(spec)                                                         # t
 build_config_json(spec, dtype)                                               # its config.json
 """
 
-from petatron.models.hf.config_json import from_hf_config, matching_family, to_hf_config
+from petatron.models.hf.config_json import (
+    build_config_json,
+    from_hf_config,
+    matching_family,
+    parse_config_json,
+    to_hf_config,
+)
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
-from petatron.models.hf.fill_model import fill_model
 from petatron.models.hf.find_family import (
     FAMILIES,
     family_name_of_config,
@@ -20,10 +25,10 @@ from petatron.models.hf.find_family import (
     has_separate_experts,
     keys_of_flags,
 )
-from petatron.models.hf.folder_config_json import build_config_json, parse_config_json
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
 from petatron.models.hf.tensor_names import (
     drop_missing_predictions,
+    fill_model,
     output_head_name,
     stored_names_by_full_name,
     to_hf,

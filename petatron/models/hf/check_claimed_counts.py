@@ -12,8 +12,8 @@ from typing import Any
 
 from petatron.base.errors import PetatronError
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import EXPERTS
 from petatron.config.schema.moe_layer_freq import MoELayerFreqError, parse_moe_layer_freq
+from petatron.config.schema.sections.hybrid import EXPERTS
 
 MAX_LAYERS = MAX_EXPERTS = MAX_HEADS = 100_000
 MAX_WIDTH = 1 << 24

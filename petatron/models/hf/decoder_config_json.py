@@ -7,7 +7,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, branch_symbols
 from petatron.config.schema.sections.mlp import ActivationName
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
@@ -128,7 +128,7 @@ def heads(config: Translation, *, divide_width: bool = False) -> None:
 
 def _without_attention(spec: ModelSpec) -> bool:
     pattern = spec.config.hybrid_layer_pattern
-    return pattern is not None and ATTENTION not in branch_letters(pattern)
+    return pattern is not None and ATTENTION not in branch_symbols(pattern)
 
 
 def _has_common_width(spec: ModelSpec) -> bool:
@@ -147,9 +147,8 @@ def _read_heads(config: Translation, keys: Keys) -> tuple[Settings, list[Problem
         return {}, [Problem("num_attention_heads", f"{num_heads}", rule, OWN_FOLDER_FIX)]
     given = keys.get("head_dim")
     if "kv_channels" not in config.names and not latent and given not in (None, hidden // num_heads):
-        rule = (
-            f"is not hidden_size / num_attention_heads, and heads of a {config.family} model have no other width here"
-        )
+        other = f"heads of a {config.family} model have no other width here"
+        rule = f"is not hidden_size / num_attention_heads, and {other}"
         return {}, [Problem("head_dim", f"{given!r:.40}", rule, "Use another model.")]
     groups = config.setting("num_query_groups") or num_heads
     return {
@@ -209,11 +208,9 @@ def dropouts(config: Translation, residual_key: str, embedding_key: str, default
 
 def latent_attention(config: Translation, *, q_lora_rank: int | None) -> None:
     """Translates the ranks and widths of latent attention."""
-    config.copy("q_lora_rank", "q_lora_rank", q_lora_rank)
-    config.copy("kv_lora_rank", "kv_lora_rank", 512)
+    config.copy_same(q_lora_rank=q_lora_rank, kv_lora_rank=512, v_head_dim=128)
     config.copy("qk_head_dim", "qk_nope_head_dim", 128)
     config.copy("qk_pos_emb_head_dim", "qk_rope_head_dim", 64)
-    config.copy("v_head_dim", "v_head_dim", 128)
     config.always(multi_latent_attention=True)
 
 

@@ -18,19 +18,17 @@ FAMILIES: Mapping[str, Family] = {family.name: family for family in ALL_FAMILIES
 
 # Keys that say nothing of the mathematics, or that every family reads.
 _COMMON_KEYS = (
-    *(
-        "architectures",
-        "auto_map",
-        "model_type",
-        "transformers_version",
-        "_name_or_path",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-    ),
+    *("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype"),
     *("rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "return_dict", "output_attentions"),
     *("output_hidden_states", "chunk_size_feed_forward", "problem_type", "id2label", "label2id", "is_encoder_decoder"),
-    *("pretraining_tp", "classifier_dropout", "router_aux_loss_coef", "output_router_logits", "is_decoder"),
+    *(
+        "use_cache",
+        "pretraining_tp",
+        "classifier_dropout",
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "is_decoder",
+    ),
 )
 _MAX_NAMED = 8
 
@@ -134,7 +132,9 @@ def _nearest_family(config: Mapping[str, Any]) -> str:
     """Returns a sentence on the family with most keys in common with a config.json, and what differs."""
     keys = _own_keys(config)
     readers = [_read_by(family, config) for family in FAMILIES.values()]
-    nearest = min(readers, key=lambda reader: len(keys ^ _copied_keys(reader)) + len(keys - reader.keys()))
+    nearest = min(
+        readers, key=lambda reader: len(keys ^ (set(reader.names.values()) - {""})) + len(keys - reader.keys())
+    )
     missing = sorted(key for key in nearest.wrong if key not in config)
     extra = sorted(keys - nearest.keys())
     differences = [f"it lacks {_named(missing)}"] * bool(missing) + [f"it has {_named(extra)} besides"] * bool(extra)
@@ -146,10 +146,6 @@ def _own_keys(config: Mapping[str, Any]) -> set[str]:
     """Returns the keys of settings that are set and that not every family has."""
     ids = {key for key in config if key.endswith("_token_id")}
     return {key for key, value in config.items() if value is not None} - ids - set(_COMMON_KEYS)
-
-
-def _copied_keys(reader: ConfigReader) -> set[str]:
-    return set(reader.names.values()) - {""}
 
 
 def _named(keys: Sequence[str]) -> str:

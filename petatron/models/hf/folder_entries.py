@@ -184,7 +184,7 @@ def _entry_fused_by_head(name: str, parts: Mapping[str, Shape], num_heads: int) 
 def _interleaved_entry(name: str, parts: Mapping[str, Shape], *, fused_dim: int, transposed: bool) -> FolderEntry:
     """Fuses logical tensors of one shape by rows that alternate along the logical dimension `fused_dim`."""
     shape, count = next(iter(parts.values())), len(parts)
-    whole = tuple(size * count if dim == fused_dim else size for dim, size in enumerate(shape))
+    fused = tuple(size * count if dim == fused_dim else size for dim, size in enumerate(shape))
     swaps = transposed and fused_dim >= len(shape) - 2
     dim = 2 * len(shape) - 3 - fused_dim if swaps else fused_dim
     regions = tuple(
@@ -198,7 +198,7 @@ def _interleaved_entry(name: str, parts: Mapping[str, Shape], *, fused_dim: int,
         )
         for number, logical in enumerate(parts)
     )
-    return FolderEntry(name, _swap_last_dims(whole) if transposed else whole, regions)
+    return FolderEntry(name, _swap_last_dims(fused) if transposed else fused, regions)
 
 
 def _swap_last_dims(shape: Shape) -> Shape:

@@ -15,8 +15,8 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.longrope_factors import format_longrope_factors, is_factor, parse_longrope_factors
 from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.rope import format_longrope_factors, is_factor, parse_longrope_factors
 from petatron.layers.rope import yarn_attention_scaling
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.translation import Keys, Settings, Translation
@@ -137,7 +137,7 @@ def _read(config: Translation, family: _FamilyRope, hf_config: Keys) -> tuple[Se
     return values | scaling, problems
 
 
-def _part_problems(family: _FamilyRope, part: object, own: object) -> list[Problem]:
+def _part_problems(family: _FamilyRope, part: object, model_part: object) -> list[Problem]:
     """Returns what is wrong with the part of each head that is rotated, by the table or by the model's own key."""
     if _PARTIAL not in family.defaults and part not in (None, 1, 1.0):
         rule = "rotates a part of each head, which this family does not do"
@@ -145,7 +145,7 @@ def _part_problems(family: _FamilyRope, part: object, own: object) -> list[Probl
     if _PARTIAL in family.defaults and part is None:
         return [Problem(_PARTIAL, "None", "is not a number", OWN_FOLDER_FIX)]
     only = family.only_part
-    wrong = [value for value in (part, own) if only is not None and value != only]
+    wrong = [value for value in (part, model_part) if only is not None and value != only]
     rule = f"is not {only}, the only value that transformers has for a {family.family} model"
     return [Problem(_PARTIAL, str(value), rule, "Use another model.") for value in wrong[:1]]
 
@@ -305,14 +305,14 @@ def _write(family: _FamilyRope, model: ModelConfig) -> Settings:
     if parameters["rope_type"] != "default":
         scaling = dict(parameters)
     partial = {_PARTIAL: model.rotary_percent} if _PARTIAL in family.defaults else {}
-    whole: dict[str, Any] = {**parameters, **partial, "rope_theta": model.rotary_base}
+    full: dict[str, Any] = {**parameters, **partial, "rope_theta": model.rotary_base}
     legacy = {"rope_theta": model.rotary_base, "rope_scaling": scaling, **partial}
     if parameters["rope_type"] == "longrope":
         legacy[_ORIGINAL] = model.original_max_position_embeddings
     if not family.by_layer_type:
-        return {"rope_parameters": whole, **legacy}
+        return {"rope_parameters": full, **legacy}
     local = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
-    by_type = {FULL: whole, SLIDING: {"rope_type": "default", "rope_theta": local}}
+    by_type = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local}}
     return {"rope_parameters": by_type, "rope_local_base_freq": local, **legacy}
 
 

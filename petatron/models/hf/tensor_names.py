@@ -11,15 +11,15 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
 from petatron.models.hf.family import Family
 from petatron.models.hf.find_family import family_name_of_config, get_family
-from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_shapes
+from petatron.models.hf.folder_entries import FolderEntry, family_entries, folder_shapes
 from petatron.models.model_spec import ModelSpec
-from petatron.sharding.shard_spec import Shape
+from petatron.sharding.shard_spec import Placement, Shape
 
 _PROJECTION = ("layers.*.projection",)
 _EMBEDDING, _OUTPUT_HEAD = "embedding.weight", "head.weight"
@@ -45,11 +45,8 @@ def to_logical(family: str, hf_tensors: Mapping[str, Tensor], spec: ModelSpec) -
         for entry in entries
         if entry.name in stored and tuple(hf_tensors[stored[entry.name]].shape) != entry.shape
     ]
-    logical = (
-        {}
-        if problems
-        else _logical_from_entries(entries, {full: hf_tensors[name] for full, name in stored.items()}, shapes)
-    )
+    tensors = {full: hf_tensors[name] for full, name in stored.items()}
+    logical = {} if problems else _logical_from_entries(entries, tensors, shapes)
     if tied_head is not None and not problems and not torch.equal(hf_tensors[tied_head], logical[_EMBEDDING]):
         problems.append(f"{tied_head} differs from the embedding, but the config ties them")
     if problems:
@@ -80,10 +77,10 @@ def to_hf(family: str, logical: Mapping[str, Tensor], spec: ModelSpec) -> dict[s
     return {entry.name: _entry_from_logical(entry, logical) for entry in entries}
 
 
-def _matching_entries(family: Family, spec: ModelSpec, found: Mapping[str, Tensor]) -> tuple[FolderEntry, ...]:
+def _matching_entries(family: Family, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> tuple[FolderEntry, ...]:
     """Returns the entries of the family's files, or those of a model in memory where more of the names match."""
     tables = [family_entries(family, rows, spec) for rows in (family.mappings, family.in_memory_mappings) if rows]
-    return max(tables, key=lambda entries: sum(entry.name in found for entry in entries))
+    return max(tables, key=lambda entries: sum(entry.name in tensors for entry in entries))
 
 
 def _logical_from_entries(
@@ -105,17 +102,13 @@ def _logical_from_entries(
 
 def _entry_from_logical(entry: FolderEntry, logical: Mapping[str, Tensor]) -> Tensor:
     if len(entry.regions) == 1:
-        return _region_in_entry(entry.regions[0], logical).contiguous()
-    whole = logical[entry.regions[0].name].new_empty(entry.shape)
+        region = entry.regions[0]
+        part = logical[region.name][region.logical_slices()]
+        return (part.transpose(-2, -1) if region.transposed else part).reshape(region.shape_in_entry).contiguous()
+    tensor = logical[entry.regions[0].name].new_empty(entry.shape)
     for region in entry.regions:
-        region.view_in(whole).copy_(logical[region.name][region.logical_slices()])
-    return whole
-
-
-def _region_in_entry(region: EntryRegion, logical: Mapping[str, Tensor]) -> Tensor:
-    part = logical[region.name][region.logical_slices()]
-    part = part.transpose(-2, -1) if region.transposed else part
-    return part.reshape(region.shape_in_entry)
+        region.view_in(tensor).copy_(logical[region.name][region.logical_slices()])
+    return tensor
 
 
 def output_head_name(family: Family) -> str:
@@ -138,7 +131,7 @@ def stored_names_by_full_name(family: Family, names: Iterable[str], expected: Co
 def _full_name(family: Family, name: str, expected: Container[str]) -> str:
     """Returns the expected name that a stored one stands for, or itself."""
     names = [name, *(name.replace(part, written) for part, written in family.tensor_aliases.items() if part in name)]
-    return next((full for each in names for full in (each, family.prefix + each) if full in expected), name)
+    return next((full for alias in names for full in (alias, family.prefix + alias) if full in expected), name)
 
 
 def drop_missing_predictions(
@@ -163,3 +156,33 @@ def _name_problems(entries: Sequence[FolderEntry], stored: Mapping[str, str]) ->
     unknown = [name for full, name in stored.items() if full not in expected]
     problems = [f"missing: {abbreviate_names(missing)}"] if missing else []
     return problems + ([f"not in this model: {abbreviate_names(unknown)}"] if unknown else [])
+
+
+@torch.no_grad()
+def fill_model(module: nn.Module, placements: Mapping[str, Placement], logical: Mapping[str, Tensor]) -> None:
+    """Overwrites this rank's weights, and its routers' expert biases; rows of vocabulary padding become zero.
+
+    Tensors of `logical` without a shard on this rank are ignored. An optimizer with master weights must be built after this,
+    since it copies the weights.
+    """
+    shards = [shard for name, _ in module.named_parameters() for shard in placements[name].tensor_shards]
+    biases = {name: buffer for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias")}
+    needed = {shard.name for shard in shards} | biases.keys()
+    problems = sorted(f"{name} is missing" for name in needed if name not in logical)
+    problems += sorted(
+        {
+            f"{shard.name} is {list(logical[shard.name].shape)} instead of {list(shard.logical_shape)}"
+            for shard in shards
+            if shard.name in logical and tuple(logical[shard.name].shape) != shard.logical_shape
+        }
+    )
+    if problems:
+        raise CheckpointError(
+            f"The weights do not fit the model: {'; '.join(problems[:12])}. Build the model from the weights' own config."
+        )
+    for name, parameter in module.named_parameters():
+        parameter.zero_()
+        for shard in placements[name].tensor_shards:
+            parameter[shard.local_slices()].copy_(logical[shard.name][shard.logical_slices()])
+    for name, bias in biases.items():
+        bias.copy_(logical[name])

@@ -9,6 +9,7 @@
 A function calls these, or helpers that call them, in order:
 
     copy(setting, key, default)         a setting is the value of a key; without transformers' default the key is required
+    copy_same(setting=default)          the same of settings whose keys have their names
     convert(settings, read, write)      settings that are no copies: `read` takes the keys and returns the settings with what is wrong,
                                         `write` takes a model and returns the keys; further arguments are keys, with their defaults
     always(setting=value)               every model of the family has this value; a copy or a conversion, and a later call, count more
@@ -101,6 +102,11 @@ class Translation(ABC):
     @abstractmethod
     def copy(self, setting: str, key: str, default: Any = REQUIRED, *, needed: bool = False) -> None:
         """needed: it may not be unset."""
+
+    def copy_same(self, **defaults: Any) -> None:
+        """Copies settings whose keys have their names; `defaults` are transformers'."""
+        for name, default in defaults.items():
+            self.copy(name, name, default)
 
     @abstractmethod
     def convert(self, settings: Names, read: Read | None = None, write: Write | None = None, **keys: Any) -> None: ...

@@ -22,7 +22,7 @@ time, and they switch at those waits alone. Hence:
 - Neither order changes: forwards run micro-batch by micro-batch, and so do backwards. Every sum of gradients and every random
   number (dropout, router noise) is that of a run without, to the last bit.
 - State that one pass changes would be seen by the other in the middle of a layer. Only options that the config refuses have any
-  (`validate/moe_overlap.py`).
+  (`validate/moe.py`).
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from petatron.base.errors import CheckpointError, ConfigError, Problem, TrainErr
 from petatron.base.text import count_with_noun
 from petatron.config import RunConfig
 from petatron.estimate.memory.advice import SuggestedChange
-from petatron.estimate.memory.forecast import format_gigabytes, largest_forecast
-from petatron.estimate.memory.host_memory import HostMemory, ranks_per_node
+from petatron.estimate.memory.forecast import HostMemory, format_gigabytes, largest_forecast, ranks_per_node
 from petatron.estimate.memory.layouts import fitting_changes
 from petatron.mesh.launch.environment import read_environment
 

@@ -12,10 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 from petatron.config import RunConfig
-from petatron.config.absolute_paths import absolute_value, with_absolute_paths
-from petatron.config.saved_config import without_private_paths
+from petatron.config.declared_rules import unused_settings
+from petatron.config.saved_config import absolute_value, with_absolute_paths, without_private_paths
 from petatron.config.schema.fields import fields_by_path
-from petatron.config.unused_flags import unused_settings
 
 _SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
     "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen "

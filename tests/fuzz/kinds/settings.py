@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError
-from petatron.config.absolute_paths import with_absolute_paths
 from petatron.config.nccl_communicators import communicator_options
+from petatron.config.saved_config import with_absolute_paths
 from petatron.config.yaml_file import dump_yaml
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_writer import IndexedWriter

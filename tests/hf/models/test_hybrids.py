@@ -121,11 +121,11 @@ def test_layers_are_read_in_every_spelling(content: dict[str, Any], pattern: str
         (changed("nemotron-h", layers_block_type=["mamba", "rwkv"]), "layers_block_type 'rwkv' is a kind of layer"),
         (
             changed("nemotron-h", layers_block_type=None, hybrid_override_pattern="MG*"),
-            "hybrid_override_pattern 'MG*' is no pattern of the letters M*-E",
+            "hybrid_override_pattern 'MG*' is no pattern of the symbols M*-E",
         ),
         (
             changed("nemotron-h", layers_block_type=None, hybrid_override_pattern="M|M"),
-            "hybrid_override_pattern 'M|M' is no pattern of the letters",
+            "hybrid_override_pattern 'M|M' is no pattern of the symbols",
         ),
         (changed("nemotron-h-moe", n_shared_experts=0), "n_shared_experts 0 is not a positive whole number"),
         (changed("bamba", num_hidden_layers=0), "num_hidden_layers 0 is not a positive whole number of layers"),

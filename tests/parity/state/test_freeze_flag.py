@@ -115,7 +115,7 @@ def train_rank(run: RunConfig) -> RankResult:
 def whole_module(run: RunConfig, weights: Tensors) -> tuple[nn.Module, dict[nn.Parameter, list[tuple[str, Tensor]]]]:
     """The model of a run as one plain module with these weights; its parameters with the logical tensors in them."""
     spec, mesh = model_spec(run), ParallelMesh.single()
-    module = spec.build_stage(spec.whole).to(torch.float64)
+    module = spec.build_stage(spec.whole_model).to(torch.float64)
     apply_tensor_parallel(module, spec.params(), mesh.tp, sequence_parallel=False, shared_generator=None)
     tensors: dict[nn.Parameter, list[tuple[str, Tensor]]] = {}
     for name, param in spec.params().items():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError
 from petatron.cli.main import VERBS
 from petatron.config.flags import foreign_names, megatron_flags
-from petatron.config.flags.absent_features import ALTERNATIVES, absent_feature
+from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature
 from petatron.config.flags.parse import known_flags, parse_flags
 from petatron.config.schema.fields import all_fields, fields_by_name, flag_name
 from petatron.validate import load_config, resolve_config
@@ -270,6 +270,12 @@ def test_flags_that_only_select_an_implementation_give_a_notice():
         "--transformer-impl",
         "--attention-backend",
     ]
+
+
+def test_residuals_of_normed_streams_are_a_norm_placement():
+    parsed = parse_flags(["--apply-residual-connection-post-layernorm"])
+    assert parsed.problems == []
+    assert [(setting.path, setting.value) for setting in parsed.settings] == [("model.norm_placement", "stream")]
 
 
 def test_preset_and_files():

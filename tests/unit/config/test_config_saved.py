@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from petatron.config import RunConfig
-from petatron.config.absolute_paths import path_fields
-from petatron.config.saved_config import saved_yaml
+from petatron.config.saved_config import path_fields, saved_yaml
 from petatron.validate import load_config
 
 MOCK = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 4".split()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from petatron.cli.main import main
-from petatron.config.origin_comments import read_origin_comments
 from petatron.config.saved_config import saved_yaml
+from petatron.config.value_origins import read_origin_comments
 from petatron.validate import load_config
 
 MOCK = "--mock-data --train-iters 4 --lr 1e-3".split()

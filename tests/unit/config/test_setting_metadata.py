@@ -11,19 +11,24 @@ from typing import Annotated, Any, ClassVar
 import pytest
 
 from petatron.config import ModelConfig, RawModelConfig, RawRunConfig
-from petatron.config.adapt.overridden_values import meaningless_values
+from petatron.config.adapt.adapt_model import meaningless_values
 from petatron.config.adapt.toy_model import toy_values
-from petatron.config.declared_rules import conflict_problems, number_problems
+from petatron.config.declared_rules import (
+    conflict_problems,
+    number_problems,
+    training_flags,
+    unused_flag_notices,
+    unused_settings,
+)
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.schema import fields, model_identity
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flatten_config, unflatten_config
-from petatron.config.schema.metadata import Feature, NotWith, ToySize, settings_section, used_with
+from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen, settings_section, used_with
 from petatron.config.schema.model_identity import identity_differences, is_identity_field
 from petatron.config.schema.numeric_bounds import Size
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.training import WeightsCopy
-from petatron.config.unused_flags import training_flags, unused_flag_notices, unused_settings
-from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.validate import load_config, resolve_config
 
 
@@ -105,7 +110,7 @@ def test_a_section_of_ones_own_is_everywhere_without_an_edit():
     typed = {
         "model.multi_latent_attention": Setting("model.multi_latent_attention", True, ValueOrigin("flag", "--mla"))
     }
-    dropped, said = meaningless_values(values, of_preset, typed, heads_may_follow=True)
+    dropped, said = meaningless_values(SourcedValues(values, of_preset), typed, heads_may_follow=True)
     assert dropped == ["model.lightning_heads"] and "--lightning-heads 8" in said[0]
 
 
@@ -196,3 +201,11 @@ def test_factors_of_longrope_without_the_short_ones_are_a_problem():
     assert "--longrope-short-factor is missing, and LongRoPE has two lists of factors. Give both, or neither." in map(
         str, problems
     )
+
+
+def test_every_condition_reads_settings_that_exist():
+    notes = [note for info in all_fields() for note in (*info.feature.used_when, *info.notes_of(UsedWhen))]
+    assert len(notes) > 100
+    for note in notes:
+        note.holds(RawRunConfig())
+        note.reason.format(run=RawRunConfig())

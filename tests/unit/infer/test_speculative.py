@@ -24,8 +24,8 @@ from petatron.layers.spec.generation_state import PagedState
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
+from petatron.models.batch_arrays import add_shifted_arrays
 from petatron.models.decoder import Decoder
-from petatron.models.mtp_batch import add_shifted_arrays
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model, build_optimizer
 from petatron.validate import load_config

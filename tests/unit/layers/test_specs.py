@@ -57,7 +57,7 @@ def run_of(flags: str):
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 def test_a_spec_names_the_parameters_of_the_module_it_builds(flags: str):
     spec = model_spec(run_of(flags))
-    built = {name: tuple(p.shape) for name, p in spec.build_stage(spec.whole).named_parameters()}
+    built = {name: tuple(p.shape) for name, p in spec.build_stage(spec.whole_model).named_parameters()}
     declared = {name: param.shape for name, param in spec.params().items()}
     assert declared == built
     assert list(declared) == list(built), "the order of the modules"

@@ -113,7 +113,7 @@ def build(
 def built(run: RunConfig, stage: PipelineStage | None = None) -> Decoder:
     """The whole model or a stage, as its spec makes it."""
     spec = model_spec(run)
-    model = spec.build_stage(stage or spec.whole)
+    model = spec.build_stage(stage or spec.whole_model)
     assert isinstance(model, Decoder)
     return model
 

@@ -20,8 +20,8 @@ from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
 from petatron.kernels.attention.documents import Documents
 from petatron.models.batch import Batch
+from petatron.models.batch_arrays import add_shifted_arrays, labels_name, mask_name, tokens_name
 from petatron.models.decoder import Decoder
-from petatron.models.mtp_batch import add_shifted_arrays, labels_name, mask_name, tokens_name
 from petatron.models.registry import model_spec
 from petatron.pretrained.run_model import Model
 from petatron.train.build_run import build_model

@@ -221,7 +221,7 @@ def test_who_updates_what():
     run = run_of(MOE)
     model_params = model_spec(run).params()
     with torch.device("meta"):
-        model = model_spec(run).build_stage(model_spec(run).whole)
+        model = model_spec(run).build_stage(model_spec(run).whole_model)
     found: dict[str, set[str]] = {}
     for name, _ in model.named_parameters():
         spec = optimizer_group(run.optim, name, model_params[name])

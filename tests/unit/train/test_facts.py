@@ -126,7 +126,7 @@ def test_cuda_asked_for_but_absent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parameter_count_is_what_the_model_has(model: ModelConfig) -> None:
     spec = spec_from_config(model)
     with torch.device("meta"):
-        built = spec.build_stage(spec.whole)
+        built = spec.build_stage(spec.whole_model)
     assert parameter_count(spec) == sum(parameter.numel() for parameter in built.parameters())
 
 
@@ -157,7 +157,7 @@ def test_flops_are_what_torch_counts(model: ModelConfig) -> None:
     model = dataclasses.replace(model, vocab_size=1024, hidden_dropout=0.0, attention_dropout=0.0)
     tokens = torch.zeros(3, 32, dtype=torch.long)
     spec = spec_from_config(model)
-    built = spec.build_stage(spec.whole)
+    built = spec.build_stage(spec.whole_model)
     # The math backend multiplies masked pairs too, which is the full convention.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         run_stage(built, Batch(tokens, tokens, torch.ones(3, 32)), loss_weights_SB=torch.ones(32, 3)).sum().backward()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.config import RawRunConfig
-from petatron.config.absolute_paths import path_fields
 from petatron.config.derived_defaults import derive_defaults, resolve_derived
+from petatron.config.saved_config import path_fields
 from petatron.config.schema.fields import all_fields, flatten_config, unflatten_config
 from petatron.validate import check_config, load_config, resolve_config
 

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from petatron.config.schema.hybrid_pattern import allocate_layers
 from petatron.config.schema.model_identity import identity_differences, model_identity
+from petatron.config.schema.sections.hybrid import allocate_layers
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
@@ -106,7 +106,7 @@ ONE_PROBLEM = [
     ),
     (
         f"{PATTERN} MM --num-layers 3",
-        "--hybrid-layer-pattern MM is a pattern of 2 layers, but --num-layers is 3. Use --num-layers 2, or write one letter per layer.",
+        "--hybrid-layer-pattern MM is a pattern of 2 layers, but --num-layers is 3. Use --num-layers 2, or write one symbol per layer.",
     ),
     (
         "--num-layers 4 --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.5",

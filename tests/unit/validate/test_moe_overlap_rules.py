@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from petatron.validate import resolve_config
-from petatron.validate.moe_overlap import MOE_OVERLAP_FLAG
+from petatron.validate.moe import MOE_OVERLAP_FLAG
 
 BASE = shlex.split(
     f"--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --global-batch-size 16 {MOE_OVERLAP_FLAG}"

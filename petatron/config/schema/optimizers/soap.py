@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from petatron.config.schema.numeric_bounds import DecayRate, PositiveCount, PositiveFactor
-from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import (
+    RuleStateTensor,
+    SectionRuleSpec,
+    StateShape,
+    UpdateRuleSpec,
+)
 
 
 class SoapSpec(SectionRuleSpec["SoapSettings"]):
@@ -18,20 +23,14 @@ class SoapSpec(SectionRuleSpec["SoapSettings"]):
     def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         """A side that is too long has no covariance and no basis."""
         limit = self.settings.soap_max_precondition_dim
-        left = (
-            RuleStateTensor("soap_left", "row_pair"),
-            RuleStateTensor("soap_left_basis", "row_pair", initial="identity"),
-        )
-        right = (
-            RuleStateTensor("soap_right", "column_pair"),
-            RuleStateTensor("soap_right_basis", "column_pair", initial="identity"),
-        )
-        return (
-            RuleStateTensor("soap_exp_avg"),
-            RuleStateTensor("soap_exp_avg_sq", "matrix"),
-            *(left if shape[-2] <= limit else ()),
-            *(right if shape[-1] <= limit else ()),
-        )
+        pairs: dict[str, StateShape] = {"left": "row_pair"} if shape[-2] <= limit else {}
+        pairs |= {"right": "column_pair"} if shape[-1] <= limit else {}
+        sides = [
+            RuleStateTensor(f"soap_{side}{part}", pair, initial="identity" if part else "zeros")
+            for side, pair in pairs.items()
+            for part in ("", "_basis")
+        ]
+        return (RuleStateTensor("soap_exp_avg"), RuleStateTensor("soap_exp_avg_sq", "matrix"), *sides)
 
     def matrix_flops(self, rows: int, columns: int) -> int:
         """On each side: a covariance, two projections and one back, and, once in so many updates, a GEMM and a QR."""

@@ -1,20 +1,65 @@
-"""The settings of a hybrid model, whose layers are given one by one."""
+"""The settings of a hybrid model, whose layers are given one by one by `--hybrid-layer-pattern`, or by ratios of kinds.
+
+    M  Mamba-2      G  gated delta net      *  attention      -  MLP      E  experts      P  attention and Mamba-2 in parallel
+
+Each symbol is a layer with this one residual branch; P has two, which take the same normed input and are added (Falcon-H1).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
 
-from petatron.config.schema.hybrid_pattern import ATTENTION, branch_letters
 from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Fraction
 
-if TYPE_CHECKING:
-    from petatron.config.schema.model import RawModelConfig
+MAMBA, DELTA, ATTENTION, MLP, EXPERTS, PARALLEL = "M", "G", "*", "-", "E", "P"
+SYMBOLS = MAMBA + DELTA + ATTENTION + MLP + EXPERTS + PARALLEL
+_BRANCHES = {PARALLEL: ATTENTION + MAMBA}
+STAGE_BOUNDARY, PREDICTION_DEPTH = "|", "/"
+"""Of Megatron's newer patterns, and not of ours: where pipeline stages end, and where the layers of multi-token prediction begin."""
 
 
-def has_attention(model: RawModelConfig) -> bool:
+def branch_symbols(pattern: str | None) -> str:
+    """Returns the symbols of all branches, in their order; none without a pattern.
+
+    >>> branch_symbols("P-M")
+    '*M-M'
+    """
+    return "".join(_BRANCHES.get(symbol, symbol) for symbol in pattern or "")
+
+
+def allocate_layers(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:
+    """Returns the pattern of so many layers with these shares of attention and MLP, as Megatron allocates them.
+
+    Attention is spread so that the runs of other layers before, between and after are about equally long; MLPs are then spread
+    over the remaining layers, each after its run of Mamba layers.
+
+    >>> allocate_layers(9, 1 / 9, 4 / 9), allocate_layers(5, 0.0, 0.0)
+    ('M-M-*M-M-', 'MMMMM')
+    """
+    num_attention, num_mlps = round(num_layers * attention_ratio), round(num_layers * mlp_ratio)
+    others = num_layers - num_attention
+    layers = [ATTENTION if chosen else MAMBA for chosen in _spread(num_layers, others / (num_attention + 1))]
+    if num_mlps > 0:
+        mamba_layers = [index for index, layer in enumerate(layers) if layer == MAMBA]
+        for index, chosen in zip(mamba_layers, _spread(len(mamba_layers), (others - num_mlps) / num_mlps)):
+            layers[index] = MLP if chosen else MAMBA
+    return "".join(layers)
+
+
+def _spread(length: int, run: float) -> Iterator[bool]:
+    """Yields for each place whether it is chosen, where chosen ones follow runs of `run` others, on average."""
+    remaining = run
+    for _ in range(length):
+        chosen = remaining < 0.5
+        yield chosen
+        remaining += run if chosen else -1.0
+
+
+def has_attention(model: HybridSettings) -> bool:
     """Whether a model has attention layers."""
-    return model.hybrid_layer_pattern is None or ATTENTION in branch_letters(model.hybrid_layer_pattern)
+    return model.hybrid_layer_pattern is None or ATTENTION in branch_symbols(model.hybrid_layer_pattern)
 
 
 HAS_ATTENTION = UsedWhen(lambda run: has_attention(run.model), "no layer is attention")
@@ -26,11 +71,11 @@ class HybridSettings:
 
     feature: ClassVar = Feature("hybrid models", (UsedWhen(lambda run: run.model.hybrid_layer_pattern is not None),))
     is_hybrid_model: Annotated[bool, "redundant"] = False
-    """A model whose layers are given one by one, by letters or ratios of kinds. Derived: on with a pattern or a ratio of them."""
+    """A model whose layers are given one by one, by a layer pattern or ratios of kinds. Derived: on with a pattern or a ratio of them."""
     hybrid_layer_pattern: (
         Annotated[str, "selects", "later", NotWith("is_hybrid_model", lambda hybrid: not hybrid)] | None
     ) = None
-    """The layers of a hybrid model, one letter each: M Mamba-2, G gated delta net, * attention, - MLP, E experts, P
+    """The layers of a hybrid model, one symbol each: M Mamba-2, G gated delta net, * attention, - MLP, E experts, P
     attention and Mamba-2 in parallel. Derived: from ratios."""
     hybrid_attention_ratio: Annotated[Fraction, "redundant"] = 0.0
     """Hybrid models without a pattern: the share of layers that are attention."""

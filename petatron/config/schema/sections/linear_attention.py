@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from petatron.config.schema.hybrid_pattern import DELTA
 from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
 from petatron.config.schema.numeric_bounds import PositiveFactor, SequenceLength, Size, Width
+from petatron.config.schema.sections.hybrid import DELTA
 from petatron.config.schema.sections.norm import STREAM
-
-if TYPE_CHECKING:
-    from petatron.config.schema.model import RawModelConfig
 
 LinearAttentionName = Literal["gated_delta_net", "kimi_delta_attention", "lightning_attention"]
 DELTA_NETS = ("gated_delta_net", "kimi_delta_attention")
@@ -27,14 +24,14 @@ _LIGHTNING = UsedWhen(
 )
 
 
-def has_delta_layers(model: RawModelConfig) -> bool:
-    """Whether some layer is a gated delta net, by the letters of a hybrid or by the variant."""
+def has_delta_layers(model: Any) -> bool:
+    """Whether some layer is a gated delta net, by the layer pattern of a hybrid or by the variant."""
     if model.hybrid_layer_pattern is not None:
         return DELTA in model.hybrid_layer_pattern
     return model.experimental_attention_variant in DELTA_NETS
 
 
-def has_linear_attention(model: RawModelConfig) -> bool:
+def has_linear_attention(model: Any) -> bool:
     """Whether some layer has linear attention of any kind."""
     return model.experimental_attention_variant is not None or has_delta_layers(model)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.hybrid_pattern import EXPERTS, MLP
-from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen, settings_section
+from petatron.config.schema.metadata import Feature, NotWith, RunSettings, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import every_layer_has_experts
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
-
-if TYPE_CHECKING:
-    from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.hybrid import EXPERTS, MLP
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
 ActivationName = Literal[
@@ -25,9 +22,9 @@ _GATED = NotWith(
 )
 
 
-def _has_layers(run: RawRunConfig, letters: str) -> bool:
-    """Whether some layer of a hybrid is of these letters; other models have all kinds."""
-    return run.model.hybrid_layer_pattern is None or any(letter in run.model.hybrid_layer_pattern for letter in letters)
+def _has_layers(run: RunSettings, symbols: str) -> bool:
+    """Whether some layer of a hybrid has one of these symbols; other models have all kinds."""
+    return run.model.hybrid_layer_pattern is None or any(symbol in run.model.hybrid_layer_pattern for symbol in symbols)
 
 
 _HAS_MLPS = UsedWhen(lambda run: _has_layers(run, MLP), "no layer is an MLP")

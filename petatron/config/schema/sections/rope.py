@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, UsedWhen, settings_section, used_with
+from petatron.config.schema.metadata import (
+    ComparedAs,
+    Feature,
+    NotWith,
+    RunSettings,
+    UsedWhen,
+    settings_section,
+    used_with,
+)
 from petatron.config.schema.moe_layer_freq import marked_by_multiples
 from petatron.config.schema.numeric_bounds import (
     Factor,
@@ -17,14 +28,11 @@ from petatron.config.schema.numeric_bounds import (
 )
 from petatron.config.schema.sections.latent_attention import LATENT_HEADS, NOT_LATENT
 
-if TYPE_CHECKING:
-    from petatron.config.schema.run import RawRunConfig
-
 ROTARY_TYPES = ("rope", "yarn")
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "alibi", "none"]
 
 
-def has_rotary_positions(run: RawRunConfig) -> bool:
+def has_rotary_positions(run: RunSettings) -> bool:
     return run.model.position_embedding_type in ROTARY_TYPES
 
 
@@ -123,3 +131,41 @@ class YarnSettings:
     """YaRN: second scale of the temperature correction (DeepSeek); 0 leaves it out."""
     yarn_correction_range_round_to_int: Annotated[bool, "later"] = True
     """YaRN: the ramp between kept and interpolated frequencies begins and ends at a pair; off: between two of them (gpt-oss)."""
+
+
+MAX_FACTORS = 1 << 16
+
+
+class LongRopeFactorError(ValueError):
+    """A text that is not a list of factors; the message tells what is wrong with it."""
+
+
+def parse_longrope_factors(text: str) -> tuple[float, ...]:
+    """Returns the factors.
+
+    >>> parse_longrope_factors("[1.0, 2.5]")
+    (1.0, 2.5)
+    """
+    try:
+        factors = json.loads(text)
+    except (ValueError, RecursionError):
+        raise LongRopeFactorError("is not a list of numbers such as [1.0, 1.5]") from None
+    if not isinstance(factors, list) or not 0 < len(factors) <= MAX_FACTORS:
+        raise LongRopeFactorError("is not a list of numbers such as [1.0, 1.5]")
+    if not all(is_factor(number) for number in factors):
+        raise LongRopeFactorError("holds something else than positive numbers")
+    return tuple(float(number) for number in factors)
+
+
+def is_factor(number: object) -> bool:
+    """Whether a value of JSON is a positive number."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and number > 0 and math.isfinite(number)
+
+
+def format_longrope_factors(factors: Sequence[float]) -> str:
+    """Returns the text of factors.
+
+    >>> format_longrope_factors((1, 2.5))
+    '[1.0, 2.5]'
+    """
+    return json.dumps([float(number) for number in factors])

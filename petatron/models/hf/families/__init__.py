@@ -5,29 +5,25 @@ A family is a file of this folder, or a part of one, and a line of this list; no
 
 from petatron.models.hf.families.alibi import BLOOM, MPT
 from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from petatron.models.hf.families.experts.glm4_moe import GLM4_MOE
 from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
 from petatron.models.hf.families.experts.llama4 import LLAMA4
 from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
-from petatron.models.hf.families.glm import GLM, GLM4
-from petatron.models.hf.families.gpt2 import GPT2
-from petatron.models.hf.families.gpt_neox import GPT_NEOX
+from petatron.models.hf.families.glm import GLM, GLM4, GLM4_MOE
+from petatron.models.hf.families.gpt import GPT2, GPT_NEOX
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
-from petatron.models.hf.families.hybrid.bamba import BAMBA
-from petatron.models.hf.families.hybrid.falcon_h1 import FALCON_H1
+from petatron.models.hf.families.hybrid.bamba import BAMBA, FALCON_H1
 from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID
 from petatron.models.hf.families.hybrid.kimi_linear import KIMI_LINEAR
 from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
 from petatron.models.hf.families.hybrid.minimax import MINIMAX
 from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
 from petatron.models.hf.families.hybrid.qwen3_next import QWEN3_NEXT
-from petatron.models.hf.families.llama import LLAMA
+from petatron.models.hf.families.llama import LLAMA, SMOLLM3
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.nemotron import NEMOTRON
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from petatron.models.hf.families.phi3 import PHI3
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from petatron.models.hf.families.smollm3 import SMOLLM3
 from petatron.models.hf.families.starcoder2 import STARCODER2
 
 FAMILIES = (

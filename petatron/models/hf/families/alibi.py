@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.errors import Problem
-from petatron.models.hf.decoder_config_json import heads, tied_embeddings
-from petatron.models.hf.families.gpt2 import layer_norms
+from petatron.config.schema.sections.rope import is_factor
+from petatron.models.hf.families.gpt import gpt
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
+from petatron.models.hf.shared_tables import QKV
 from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
-_QKV = ("layers.*.attention.q", "layers.*.attention.k", "layers.*.attention.v")
 _BLOOM_LAYER, _MPT_LAYER = "transformer.h.*", "transformer.blocks.*"
 _MPT_ATTENTION: Mapping[str, Any] = {
     "attn_type": "multihead_attention",
@@ -33,31 +33,23 @@ _MPT_ATTENTION: Mapping[str, Any] = {
 _MPT_SINGLE = ("attn_type", "prefix_lm", "qk_ln", "alibi", "alibi_bias_max")
 
 
-def _alibi_decoder(config: Translation) -> None:
-    """Translates what Bloom and MPT have in common, after their sizes."""
-    config.copy("vocab_size", "vocab_size")
+def _alibi_decoder(config: Translation, **sizes: str) -> None:
+    """Translates what Bloom and MPT have in common; `sizes` are their keys."""
     config.copy("norm_epsilon", "layer_norm_epsilon", 1e-5)
-    config.copy("init_method_std", "initializer_range", 0.02)
-    heads(config, divide_width=True)
-    tied_embeddings(config, True)
-    layer_norms(config)
+    gpt(config, {**sizes, "vocab_size": "vocab_size"}, tied=True, divide_width=True)
     config.always(position_embedding_type="alibi")
-    config.expect("ffn_hidden_size", "only 4 x hidden size", _has_common_mlp)
-
-
-def _has_common_mlp(spec: ModelSpec) -> bool:
-    return spec.config.ffn_hidden_size == 4 * spec.config.hidden_size
+    config.expect(
+        "ffn_hidden_size",
+        "only 4 x hidden size",
+        lambda spec: spec.config.ffn_hidden_size == 4 * spec.config.hidden_size,
+    )
 
 
 def _bloom(config: Translation) -> None:
     config.also(hidden_size="n_embed", n_head="num_attention_heads", n_layer="num_hidden_layers")
-    config.copy("num_layers", "n_layer")
-    config.copy("hidden_size", "hidden_size")
-    config.copy("num_attention_heads", "n_head")
     config.copy("max_position_embeddings", "seq_length", 2048)
-    config.copy("hidden_dropout", "hidden_dropout", 0.0)
-    config.copy("attention_dropout", "attention_dropout", 0.0)
-    _alibi_decoder(config)
+    config.copy_same(hidden_dropout=0.0, attention_dropout=0.0)
+    _alibi_decoder(config, num_layers="n_layer", hidden_size="hidden_size", num_attention_heads="n_head")
     config.always(add_bias_linear=True, activation="gelu_tanh", embed_layernorm=True)
     config.only(apply_residual_connection_post_layernorm=False)
     config.convert((), _read_bloom)
@@ -73,18 +65,11 @@ def _read_bloom(keys: Keys) -> tuple[Settings, list[Problem]]:
 
 def _mpt(config: Translation) -> None:
     config.also(d_model="hidden_size", n_heads="num_attention_heads", n_layers="num_hidden_layers")
-    config.copy("num_layers", "n_layers")
-    config.copy("hidden_size", "d_model")
-    config.copy("num_attention_heads", "n_heads")
     config.copy("max_position_embeddings", "max_seq_len", 2048)
-    _alibi_decoder(config)
+    _alibi_decoder(config, num_layers="n_layers", hidden_size="d_model", num_attention_heads="n_heads")
     config.always(add_bias_linear=False, add_qkv_bias=False, norm_bias=False, activation="gelu")
     config.only(expansion_ratio=4, logit_scale=None, no_bias=True)
     config.convert(("clip_qkv", "softmax_scale"), _read_mpt, _write_mpt, attn_config=None)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _read_mpt(keys: Keys) -> tuple[Settings, list[Problem]]:
@@ -105,18 +90,14 @@ def _read_mpt(keys: Keys) -> tuple[Settings, list[Problem]]:
     problems += [
         Problem(f"attn_config.{key}", f"{attention[key]!r:.40}", "is not a positive number", OWN_FOLDER_FIX)
         for key in ("clip_qkv", "softmax_scale", "attn_pdrop")
-        if attention[key] and not _is_number(attention[key])
+        if attention[key] and not is_factor(attention[key])
     ]
     if problems:
         return {}, problems
     dropout = float(attention["attn_pdrop"] or 0.0)
     scores = {key: None if attention[key] is None else float(attention[key]) for key in ("clip_qkv", "softmax_scale")}
-    return {
-        **scores,
-        "clip_qkv": scores["clip_qkv"] or None,
-        "attention_dropout": dropout,
-        "hidden_dropout": dropout,
-    }, []
+    dropouts = {"attention_dropout": dropout, "hidden_dropout": dropout}
+    return {**scores, "clip_qkv": scores["clip_qkv"] or None, **dropouts}, []
 
 
 def _write_mpt(spec: ModelSpec) -> Keys:
@@ -136,7 +117,7 @@ BLOOM = Family(
         ModuleMapping(("embedding",), "transformer.word_embeddings"),
         ModuleMapping(("embedding_norm",), "transformer.word_embeddings_layernorm"),
         ModuleMapping(("layers.*.attention_norm",), f"{_BLOOM_LAYER}.input_layernorm"),
-        ModuleMapping(_QKV, f"{_BLOOM_LAYER}.self_attention.query_key_value", fused_by_head=True),
+        ModuleMapping(QKV, f"{_BLOOM_LAYER}.self_attention.query_key_value", fused_by_head=True),
         ModuleMapping(("layers.*.attention.out",), f"{_BLOOM_LAYER}.self_attention.dense"),
         ModuleMapping(("layers.*.mlp_norm",), f"{_BLOOM_LAYER}.post_attention_layernorm"),
         ModuleMapping(("layers.*.mlp.up",), f"{_BLOOM_LAYER}.mlp.dense_h_to_4h"),
@@ -156,7 +137,7 @@ MPT = Family(
     mappings=(
         ModuleMapping(("embedding",), "transformer.wte"),
         ModuleMapping(("layers.*.attention_norm",), f"{_MPT_LAYER}.norm_1"),
-        ModuleMapping(_QKV, f"{_MPT_LAYER}.attn.Wqkv"),
+        ModuleMapping(QKV, f"{_MPT_LAYER}.attn.Wqkv"),
         ModuleMapping(("layers.*.attention.out",), f"{_MPT_LAYER}.attn.out_proj"),
         ModuleMapping(("layers.*.mlp_norm",), f"{_MPT_LAYER}.norm_2"),
         ModuleMapping(("layers.*.mlp.up",), f"{_MPT_LAYER}.ffn.up_proj"),

@@ -15,36 +15,43 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.models.hf.decoder_config_json import latent_attention, llama, no_biases, predictions
-from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_after_dense_layers
+from petatron.models.hf.moe_config_json import (
+    deepseek_routing,
+    expert_sizes,
+    experts_after_dense_layers,
+    sigmoid_router,
+)
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import (
+    FUSED_EXPERTS,
+    GATED_MLP,
+    ROUTER_MAPPING,
+    SEPARATE_EXPERTS,
+    llama_mappings_without,
+    module_mappings,
+)
 from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
 
 SHARED_EXPERTS = (
-    ModuleMapping(("layers.*.mlp.router",), "model.layers.*.mlp.gate"),
-    ModuleMapping(("layers.*.mlp.shared.gate",), "model.layers.*.mlp.shared_experts.gate_proj"),
-    ModuleMapping(("layers.*.mlp.shared.up",), "model.layers.*.mlp.shared_experts.up_proj"),
-    ModuleMapping(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_experts.down_proj"),
+    ROUTER_MAPPING,
+    *module_mappings("layers.*.mlp.shared", "model.layers.*.mlp.shared_experts", GATED_MLP),
 )
-_NOT_IN_LATENT_ATTENTION = ("layers.*.attention.q_norm",)  # here the norm of a latent, under another name
+_LATENTS = {
+    "q_down": "q_a_proj",
+    "q_norm": "q_a_layernorm",
+    "q_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_norm": "kv_a_layernorm",
+    "kv_up": "kv_b_proj",
+}
 LATENT_MAPPINGS = (
-    *(row for row in LLAMA_MAPPINGS if row.logical_modules != _NOT_IN_LATENT_ATTENTION),
-    ModuleMapping(("layers.*.attention.q_down",), "model.layers.*.self_attn.q_a_proj"),
-    ModuleMapping(("layers.*.attention.q_norm",), "model.layers.*.self_attn.q_a_layernorm"),
-    ModuleMapping(("layers.*.attention.q_up",), "model.layers.*.self_attn.q_b_proj"),
-    ModuleMapping(("layers.*.attention.kv_down",), "model.layers.*.self_attn.kv_a_proj_with_mqa"),
-    ModuleMapping(("layers.*.attention.kv_norm",), "model.layers.*.self_attn.kv_a_layernorm"),
-    ModuleMapping(("layers.*.attention.kv_up",), "model.layers.*.self_attn.kv_b_proj"),
+    *llama_mappings_without("layers.*.attention.q_norm"),  # here the norm of a latent, under another name
+    *module_mappings("layers.*.attention", "model.layers.*.self_attn", _LATENTS),
 )
 _MAPPINGS = (*LATENT_MAPPINGS, *SHARED_EXPERTS)
-MTP_MAPPINGS = (
-    ModuleMapping(("layers.*.embedding_norm",), "model.layers.*.enorm"),
-    ModuleMapping(("layers.*.hidden_norm",), "model.layers.*.hnorm"),
-    ModuleMapping(("layers.*.projection",), "model.layers.*.eh_proj"),
-    ModuleMapping(("layers.*.norm",), "model.layers.*.shared_head.norm"),
-)
+_MTP = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
+MTP_MAPPINGS = module_mappings("layers.*", "model.layers.*", _MTP)
 # Copies of the embedding and the head, which depths of multi-token prediction share.
 MTP_COPIES = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
 EXPERT_BIAS_MAPPING = ModuleMapping(
@@ -52,17 +59,6 @@ EXPERT_BIAS_MAPPING = ModuleMapping(
     "model.layers.*.mlp.gate.e_score_correction_bias",
     no_weight_suffix=True,
     leaf="expert_bias",
-)
-SEPARATE_EXPERTS = (
-    ModuleMapping((f"{EXPERTS}.gate",), "model.layers.*.mlp.experts.#.gate_proj"),
-    ModuleMapping((f"{EXPERTS}.up",), "model.layers.*.mlp.experts.#.up_proj"),
-    ModuleMapping((f"{EXPERTS}.down",), "model.layers.*.mlp.experts.#.down_proj"),
-)
-FUSED_EXPERTS = (
-    ModuleMapping(
-        (f"{EXPERTS}.gate", f"{EXPERTS}.up"), "model.layers.*.mlp.experts.gate_up_proj", no_weight_suffix=True
-    ),
-    ModuleMapping((f"{EXPERTS}.down",), "model.layers.*.mlp.experts.down_proj", no_weight_suffix=True),
 )
 
 
@@ -82,17 +78,10 @@ def _latent_decoder(
     rope(config)
 
 
-def expert_sizes(config: Translation, *, experts: int, width: int, topk: int = REQUIRED) -> None:
-    """Translates how many experts there are, how many a token has, and their width."""
-    config.copy("num_experts", "n_routed_experts", experts)
-    config.copy("moe_router_topk", "num_experts_per_tok", topk)
-    config.copy("moe_ffn_hidden_size", "moe_intermediate_size", width)
-
-
 def _deepseek_v2(config: Translation) -> None:
     config.also(n_routed_experts="num_experts")
     _latent_decoder(config, heads_divide_width=True)
-    expert_sizes(config, experts=64, width=1407)
+    expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(64, REQUIRED, 1407))
     sigmoid_router(config)
     config.always(moe_router_score_function="softmax", moe_router_pre_softmax=True, moe_router_enable_expert_bias=False)
     config.only(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False)
@@ -106,7 +95,7 @@ def _deepseek_v3(config: Translation) -> None:
     _latent_decoder(config, max_position_embeddings=4096)
     config.convert((), _check_head_dim)
     predictions(config)
-    expert_sizes(config, experts=256, width=2048, topk=8)
+    expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(256, 8, 2048))
     sigmoid_router(config)
     config.only(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True, norm_topk_prob=True)
     deepseek_routing(config, 2, n_shared_experts=1, routed_scaling_factor=2.5, n_group=8, topk_group=4)

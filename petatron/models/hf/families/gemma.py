@@ -15,7 +15,7 @@ from petatron.config.schema.sections.mlp import ActivationName
 from petatron.models.hf.decoder_config_json import GATED, activation, llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import LLAMA_MAPPINGS, llama_mappings_without
 from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.hf.window_config_json import windows
 from petatron.models.model_spec import ModelSpec
@@ -24,7 +24,7 @@ _GATES: Mapping[str, ActivationName] = {name: GATED[name] for name in ("gelu_pyt
 
 # The name that is the MLP's norm in a Llama is that of attention's output here.
 _POST_NORM_MAPPINGS = (
-    *(mapping for mapping in LLAMA_MAPPINGS if mapping.logical_modules != ("layers.*.mlp_norm",)),
+    *llama_mappings_without("layers.*.mlp_norm"),
     ModuleMapping(("layers.*.attention_post_norm",), "model.layers.*.post_attention_layernorm"),
     ModuleMapping(("layers.*.mlp_norm",), "model.layers.*.pre_feedforward_layernorm"),
     ModuleMapping(("layers.*.mlp_post_norm",), "model.layers.*.post_feedforward_layernorm"),
@@ -58,8 +58,7 @@ def _later_decoder(config: Translation, *, max_position_embeddings: int, full_at
 
 def _gemma2(config: Translation) -> None:
     _later_decoder(config, max_position_embeddings=8192, full_attention_every=2)
-    config.copy("attn_logit_softcapping", "attn_logit_softcapping", 50.0)
-    config.copy("final_logit_softcapping", "final_logit_softcapping", 30.0)
+    config.copy_same(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     config.only(use_bidirectional_attention=None)
     rope(config)
 
@@ -67,7 +66,7 @@ def _gemma2(config: Translation) -> None:
 def _gemma3(config: Translation) -> None:
     _later_decoder(config, max_position_embeddings=131072, full_attention_every=6)
     config.always(qk_layernorm=True)
-    config.copy("final_logit_softcapping", "final_logit_softcapping", None)
+    config.copy_same(final_logit_softcapping=None)
     # transformers caps no scores here, whatever the key says.
     config.only(use_bidirectional_attention=False, attn_logit_softcapping=None)
     rope(config, by_layer_type=True, rope_theta=1e6, rope_local_base_freq=1e4)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from petatron.models.hf.decoder_config_json import biases, llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_in_every_layer, softmax_router
+from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS, fused_experts
 from petatron.models.hf.translation import Translation
 
 _MOE = "model.layers.*.block_sparse_moe"
@@ -21,17 +21,14 @@ EXPERTS_IN_FILES = (
 )
 EXPERTS_IN_MEMORY = (
     ModuleMapping(("layers.*.mlp.router",), f"{_MOE}.router"),
-    ModuleMapping((f"{EXPERTS}.gate", f"{EXPERTS}.up"), f"{_MOE}.experts.gate_up_proj", no_weight_suffix=True),
-    ModuleMapping((f"{EXPERTS}.down",), f"{_MOE}.experts.down_proj", no_weight_suffix=True),
+    *fused_experts(f"{_MOE}.experts"),
 )
 
 
 def multipliers(config: Translation) -> None:
     """Translates Granite's factors."""
-    config.copy("embedding_multiplier", "embedding_multiplier", 1.0)
-    config.copy("residual_multiplier", "residual_multiplier", 1.0)
+    config.copy_same(embedding_multiplier=1.0, residual_multiplier=1.0, logits_scaling=1.0)
     config.copy("softmax_scale", "attention_multiplier", 1.0, needed=True)
-    config.copy("logits_scaling", "logits_scaling", 1.0)
 
 
 def _granite(config: Translation) -> None:
@@ -47,11 +44,8 @@ def _granite_moe(config: Translation) -> None:
     no_biases(config)
     config.only(attention_bias=False)
     rope(config)
-    config.copy("num_experts", "num_local_experts")
-    config.copy("moe_router_topk", "num_experts_per_tok")
-    config.copy("moe_ffn_hidden_size", "intermediate_size")
+    expert_sizes(config)
     softmax_router(config)
-    config.always(moe_router_pre_softmax=False)
     experts_in_every_layer(config)
 
 

@@ -6,20 +6,23 @@ softmax over the chosen logits, which is our routing without `moe_router_pre_sof
 
 from __future__ import annotations
 
+from functools import partial
+
 from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_in_every_layer, softmax_router
+from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import EXPERTS, FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import EXPERTS, FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS, module_mappings
 from petatron.models.hf.translation import Translation
 from petatron.models.hf.window_config_json import windows
 
+MIXTRAL_EXPERTS = module_mappings(
+    EXPERTS, "model.layers.*.block_sparse_moe.experts.#", {"gate": "w1", "up": "w3", "down": "w2"}
+)
 _MIXTRAL_MAPPINGS = (
     *LLAMA_MAPPINGS,
     ModuleMapping(("layers.*.mlp.router",), "model.layers.*.block_sparse_moe.gate"),
-    ModuleMapping((f"{EXPERTS}.gate",), "model.layers.*.block_sparse_moe.experts.#.w1"),
-    ModuleMapping((f"{EXPERTS}.up",), "model.layers.*.block_sparse_moe.experts.#.w3"),
-    ModuleMapping((f"{EXPERTS}.down",), "model.layers.*.block_sparse_moe.experts.#.w2"),
+    *MIXTRAL_EXPERTS,
 )
 
 
@@ -28,10 +31,6 @@ def _mistral(config: Translation, **layer_types: None) -> None:
     no_biases(config)
     windows(config, 4096, **layer_types)
     rope(config)
-
-
-def _ministral(config: Translation) -> None:
-    _mistral(config, layer_types=None)
 
 
 def _mixtral(config: Translation) -> None:
@@ -45,11 +44,8 @@ def _mixtral(config: Translation) -> None:
 
 def mixtral_experts(config: Translation) -> None:
     """Translates experts in every layer whose weights are normalized over the chosen ones."""
-    config.copy("num_experts", "num_local_experts")
-    config.copy("moe_router_topk", "num_experts_per_tok")
-    config.copy("moe_ffn_hidden_size", "intermediate_size")
+    expert_sizes(config)
     softmax_router(config)
-    config.always(moe_router_pre_softmax=False)
     config.only(router_jitter_noise=0.0)  # it would add jitter to the experts' input, not only to the router's
     experts_in_every_layer(config)
 
@@ -77,5 +73,5 @@ MINISTRAL = Family(
     models="Ministral",
     what_differs="a window in some layers",
     mappings=LLAMA_MAPPINGS,
-    translate=_ministral,
+    translate=partial(_mistral, layer_types=None),
 )

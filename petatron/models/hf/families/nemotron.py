@@ -5,7 +5,7 @@ from __future__ import annotations
 from petatron.models.hf.decoder_config_json import SQUARED_RELU, biases, llama
 from petatron.models.hf.family import Family
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import llama_mappings_without
 from petatron.models.hf.translation import Translation
 
 
@@ -29,6 +29,6 @@ NEMOTRON = Family(
     architecture="NemotronForCausalLM",
     models="Nemotron-3 (2023), Nemotron-4, Minitron",
     what_differs="LayerNorm as offset from one, squared ReLU, half of each head rotated",
-    mappings=tuple(mapping for mapping in LLAMA_MAPPINGS if mapping.logical_modules != ("layers.*.mlp.gate",)),
+    mappings=llama_mappings_without("layers.*.mlp.gate"),
     translate=_translate,
 )

@@ -5,16 +5,15 @@ from __future__ import annotations
 from petatron.models.hf.decoder_config_json import llama
 from petatron.models.hf.families.qwen import head_norms
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_in_every_layer, normalized_weights, softmax_router
+from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, normalized_weights, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS, SEPARATE_EXPERT_MAPPINGS
+from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, SEPARATE_EXPERT_MAPPINGS, llama_mappings_without
 from petatron.models.hf.translation import Translation
 from petatron.models.hf.window_config_json import windows
 
 # The names of these norms mean other places than in a Llama.
-_INPUT_NORMS = ("layers.*.attention_norm", "layers.*.mlp_norm")
 _MAPPINGS = (
-    *(mapping for mapping in LLAMA_MAPPINGS if mapping.logical_modules[0] not in _INPUT_NORMS),
+    *llama_mappings_without("layers.*.attention_norm", "layers.*.mlp_norm"),
     ModuleMapping(("layers.*.attention_post_norm",), "model.layers.*.post_attention_layernorm"),
     ModuleMapping(("layers.*.mlp_post_norm",), "model.layers.*.post_feedforward_layernorm"),
 )
@@ -44,9 +43,7 @@ def _olmoe(config: Translation) -> None:
     _decoder(config, max_position_embeddings=4096)
     config.only(clip_qkv=None)
     rope(config)
-    config.copy("num_experts", "num_experts")
-    config.copy("moe_router_topk", "num_experts_per_tok")
-    config.copy("moe_ffn_hidden_size", "intermediate_size")
+    expert_sizes(config, "num_experts")
     softmax_router(config)
     normalized_weights(config, False)
     experts_in_every_layer(config)

@@ -10,17 +10,11 @@ from __future__ import annotations
 from petatron.models.hf.decoder_config_json import dropouts, llama
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import QKV, llama_mappings_without
 from petatron.models.hf.translation import Translation
 from petatron.models.hf.window_config_json import windows
 
-_FUSED = (
-    "layers.*.attention.q",
-    "layers.*.attention.k",
-    "layers.*.attention.v",
-    "layers.*.mlp.gate",
-    "layers.*.mlp.up",
-)
+_GATE_UP = ("layers.*.mlp.gate", "layers.*.mlp.up")
 
 
 def _translate(config: Translation) -> None:
@@ -38,9 +32,9 @@ PHI3 = Family(
     models="Phi-3, Phi-4, Phi-4-mini",
     what_differs="q, k and v in one matrix, gate and up in another, part of each head rotated",
     mappings=(
-        *(mapping for mapping in LLAMA_MAPPINGS if mapping.logical_modules[0] not in _FUSED),
-        ModuleMapping(_FUSED[:3], "model.layers.*.self_attn.qkv_proj"),
-        ModuleMapping(_FUSED[3:], "model.layers.*.mlp.gate_up_proj"),
+        *llama_mappings_without(*QKV, *_GATE_UP),
+        ModuleMapping(QKV, "model.layers.*.self_attn.qkv_proj"),
+        ModuleMapping(_GATE_UP, "model.layers.*.mlp.gate_up_proj"),
     ),
     translate=_translate,
 )

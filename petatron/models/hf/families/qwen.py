@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_at_steps, normalized_weights, softmax_router
+from petatron.models.hf.moe_config_json import expert_sizes, experts_at_steps, normalized_weights, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS, SEPARATE_EXPERT_MAPPINGS
+from petatron.models.hf.shared_tables import (
+    FUSED_EXPERT_MAPPINGS,
+    GATED_MLP,
+    LLAMA_MAPPINGS,
+    SEPARATE_EXPERT_MAPPINGS,
+    module_mappings,
+)
 from petatron.models.hf.translation import Translation
 from petatron.models.hf.window_config_json import windows
 
 _SHARED_EXPERT_MAPPINGS = (
-    ModuleMapping(("layers.*.mlp.shared.gate",), "model.layers.*.mlp.shared_expert.gate_proj"),
-    ModuleMapping(("layers.*.mlp.shared.up",), "model.layers.*.mlp.shared_expert.up_proj"),
-    ModuleMapping(("layers.*.mlp.shared.down",), "model.layers.*.mlp.shared_expert.down_proj"),
+    *module_mappings("layers.*.mlp.shared", "model.layers.*.mlp.shared_expert", GATED_MLP),
     ModuleMapping(("layers.*.mlp.shared_gate",), "model.layers.*.mlp.shared_expert_gate"),
 )
 
@@ -64,9 +68,7 @@ def _qwen3_moe(config: Translation) -> None:
 
 def qwen_experts(config: Translation, *, norm_topk_prob: bool) -> None:
     """Translates experts in every n-th layer."""
-    config.copy("num_experts", "num_experts")
-    config.copy("moe_router_topk", "num_experts_per_tok")
-    config.copy("moe_ffn_hidden_size", "moe_intermediate_size")
+    expert_sizes(config, "num_experts", width="moe_intermediate_size")
     softmax_router(config)
     normalized_weights(config, norm_topk_prob)
     experts_at_steps(config)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from petatron.models.hf.decoder_config_json import PLAIN, dropouts, llama
-from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.family import Family
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import GATED_MLP, llama_mappings_without, module_mappings
 from petatron.models.hf.translation import Translation
 from petatron.models.hf.window_config_json import windows
 
@@ -35,9 +35,8 @@ STARCODER2 = Family(
     models="StarCoder2",
     what_differs="LayerNorm, biases, a plain MLP",
     mappings=(
-        *(mapping for mapping in LLAMA_MAPPINGS if ".mlp." not in mapping.hf_module),
-        ModuleMapping(("layers.*.mlp.up",), "model.layers.*.mlp.c_fc"),
-        ModuleMapping(("layers.*.mlp.down",), "model.layers.*.mlp.c_proj"),
+        *llama_mappings_without(*(f"layers.*.mlp.{name}" for name in GATED_MLP)),
+        *module_mappings("layers.*.mlp", "model.layers.*.mlp", {"up": "c_fc", "down": "c_proj"}),
     ),
     translate=_translate,
 )

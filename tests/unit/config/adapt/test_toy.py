@@ -94,8 +94,8 @@ _EXPERT_SIZES = {
 
 def _layer_kinds(config: petatron.RunConfig) -> set[tuple[object, ...]]:
     model = config.model
-    letters = model.hybrid_layer_pattern or " " * model.num_layers
-    return {*zip(letters, moe_layers(config), window_layers(model), linear_layers(model))}
+    layer_pattern = model.hybrid_layer_pattern or " " * model.num_layers
+    return {*zip(layer_pattern, moe_layers(config), window_layers(model), linear_layers(model))}
 
 
 def test_origins_tell_what_is_of_the_toy_and_what_of_the_preset():
@@ -131,6 +131,16 @@ def test_flags_win_and_other_sizes_follow():
 def test_a_toy_splits_over_ranks(flags: str):
     preset, *words = flags.split()
     assert toy(preset, *words).config.parallel.world_size > 1
+
+
+def test_a_toy_has_few_positions_for_generation_to_keep():
+    assert (
+        load_config([], preset="minimax-text-01", require_training=False).config.model.max_position_embeddings
+        > 1_000_000
+    )
+    assert toy("minimax-text-01").config.model.max_position_embeddings == 2048
+    assert toy("minimax-text-01", "--seq-length", "4096").config.model.max_position_embeddings == 4096
+    assert toy("gpt3-125m").config.model.max_position_embeddings == 128
 
 
 def test_a_vocabulary_is_that_of_the_tokenizer():

@@ -17,7 +17,7 @@ from petatron.config.derived_defaults import derive_defaults
 from petatron.config.pipeline_stages import PipelineStage, max_layers_per_stage, pipeline_stages, stage_problems
 from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
 from petatron.validate import load_config, resolve_config
-from petatron.validate.pipeline import check_pipeline
+from petatron.validate.layout import check_pipeline
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100")
 

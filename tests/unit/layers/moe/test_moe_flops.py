@@ -47,7 +47,7 @@ def test_parameter_count_is_what_the_model_has(model: ModelConfig, moe: MoEConfi
     spec = spec_from_config(model, moe)
     assert spec.moe_layers == (1, 2)
     with torch.device("meta"):
-        built = spec.build_stage(spec.whole)
+        built = spec.build_stage(spec.whole_model)
     sizes = {name: parameter.numel() for name, parameter in built.named_parameters()}
     assert parameter_count(spec) == sum(sizes.values())
     unmet = sum(
@@ -62,7 +62,7 @@ def test_parameter_count_is_what_the_model_has(model: ModelConfig, moe: MoEConfi
 def test_flops_are_what_torch_counts(moe: MoEConfig):
     tokens = torch.zeros(2, 12, dtype=torch.long)
     spec = spec_from_config(GATED, moe)
-    built = spec.build_stage(spec.whole)
+    built = spec.build_stage(spec.whole_model)
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

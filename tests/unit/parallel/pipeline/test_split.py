@@ -30,7 +30,7 @@ def logical_tensors(flags: str, tp: int) -> tuple[dict[str, torch.Tensor], set[t
     shapes = set()
     for rank in range(tp):
         with torch.device("meta"):
-            model = spec.build_stage(spec.whole)
+            model = spec.build_stage(spec.whole_model)
         placements = shard_params(model, params, ModelParallelCoordinate(tp, rank, sequence_parallel=True))
         shapes.add(tuple(tuple(parameter.shape) for parameter in model.parameters()))
         for name, placement in placements.items():
@@ -59,7 +59,7 @@ def test_every_layout_holds_the_same_logical_model(flags: str):
 def test_fused_layers_learn_their_local_widths():
     spec = model_spec(tiny_run("--num-query-groups 2"))
     with torch.device("meta"):
-        model = spec.build_stage(spec.whole)
+        model = spec.build_stage(spec.whole_model)
     shard_params(model, spec.params(), ModelParallelCoordinate(4, 1))
     block = model.layers["0"]
     assert block.attention.qkv.sections == (8, 8, 8)  # one query head, one key and one value head shared by two ranks

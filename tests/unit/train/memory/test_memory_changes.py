@@ -14,8 +14,7 @@ from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
 from petatron.estimate.memory import advice
 from petatron.estimate.memory.advice import suggest_changes
-from petatron.estimate.memory.forecast import largest_forecast, state_bytes_per_rank
-from petatron.estimate.memory.host_memory import pinned_optimizer_bytes
+from petatron.estimate.memory.forecast import largest_forecast, pinned_optimizer_bytes, state_bytes_per_rank
 from petatron.estimate.memory.layouts import fitting_changes, suggest_layouts
 from petatron.estimate.memory.options import option_groups
 from petatron.estimate.memory.time_cost import predicted_step_time

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from petatron.models.hf.decoder_config_json import llama
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_in_every_layer, softmax_router
+from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, softmax_router
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
-from petatron.models.hf.translation import Translation
+from petatron.models.hf.translation import REQUIRED, Translation
 from petatron.models.hf.window_config_json import windows
 
 _GATE_UP, _DOWN = (f"{EXPERTS}.gate", f"{EXPERTS}.up"), (f"{EXPERTS}.down",)
@@ -41,11 +41,9 @@ def _translate(config: Translation) -> None:
     config.copy("activation_func_clamp_value", "swiglu_limit", 7.0, needed=True)
     windows(config, 128, layer_types=None, full_attention_every=2)
     rope(config, rope_theta=150000.0, rope_parameters=_YARN)
-    config.copy("num_experts", "num_local_experts", 128)
-    config.copy("moe_router_topk", "num_experts_per_tok", 4)
-    config.copy("moe_ffn_hidden_size", "intermediate_size")
+    expert_sizes(config, defaults=(128, 4, REQUIRED))
     softmax_router(config)
-    config.always(moe_router_pre_softmax=False, moe_router_linear_bias=True)
+    config.always(moe_router_linear_bias=True)
     experts_in_every_layer(config)
 
 

@@ -10,12 +10,12 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import no_rope_layers
 from petatron.models.hf.decoder_config_json import llama, no_biases
-from petatron.models.hf.families.smollm3 import read_no_rope, rotary_layers, write_no_rope
+from petatron.models.hf.families.llama import read_no_rope, rotary_layers, write_no_rope
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_in_named_layers, softmax_router
+from petatron.models.hf.moe_config_json import expert_sizes, experts_in_named_layers, softmax_router
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
+from petatron.models.hf.shared_tables import GATED_MLP, fused_experts, llama_mappings_without, module_mappings
 from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
@@ -80,12 +80,10 @@ def _translate(config: Translation) -> None:
     settings = ("no_rope_freq", "attention_chunk_size", "attention_temperature_scale", "attention_temperature_floor")
     layers = {"no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None, "attention_chunk_size": 8192}
     config.convert(settings, _read_attention, _write_attention, **layers, attn_scale=0.1, floor_scale=8192)
-    config.copy("num_experts", "num_local_experts", 16)
-    config.copy("moe_router_topk", "num_experts_per_tok", 1)
-    config.copy("moe_ffn_hidden_size", "intermediate_size", 8192)
+    expert_sizes(config, defaults=(16, 1, 8192))
     config.copy("moe_shared_expert_intermediate_size", "intermediate_size", 8192)
     softmax_router(config)
-    config.always(moe_router_score_function="sigmoid", moe_router_pre_softmax=False, moe_apply_probs_on_input=True)
+    config.always(moe_router_score_function="sigmoid", moe_apply_probs_on_input=True)
     experts_in_named_layers(config)
 
 
@@ -95,18 +93,11 @@ LLAMA4 = Family(
     models="Llama 4 (text)",
     what_differs="chunked attention, layers without positions, one expert per token weighted at its input, a shared one",
     mappings=(
-        *(row for row in LLAMA_MAPPINGS if not row.logical_modules[0].startswith(f"{_MLP}.")),
-        ModuleMapping((f"{_MLP}.gate",), f"{_HF}.gate_proj"),
-        ModuleMapping((f"{_MLP}.up",), f"{_HF}.up_proj"),
-        ModuleMapping((f"{_MLP}.down",), f"{_HF}.down_proj"),
+        *llama_mappings_without(*(f"{_MLP}.{name}" for name in GATED_MLP)),
+        *module_mappings(_MLP, _HF, GATED_MLP),
         ModuleMapping((f"{_MLP}.router",), f"{_HF}.router"),
-        ModuleMapping((f"{_MLP}.shared.gate",), f"{_HF}.shared_expert.gate_proj"),
-        ModuleMapping((f"{_MLP}.shared.up",), f"{_HF}.shared_expert.up_proj"),
-        ModuleMapping((f"{_MLP}.shared.down",), f"{_HF}.shared_expert.down_proj"),
-        ModuleMapping(
-            (f"{EXPERTS}.gate", f"{EXPERTS}.up"), f"{_HF}.experts.gate_up_proj", transposed=True, no_weight_suffix=True
-        ),
-        ModuleMapping((f"{EXPERTS}.down",), f"{_HF}.experts.down_proj", transposed=True, no_weight_suffix=True),
+        *module_mappings(f"{_MLP}.shared", f"{_HF}.shared_expert", GATED_MLP),
+        *fused_experts(f"{_HF}.experts", transposed=True),
     ),
     translate=_translate,
 )

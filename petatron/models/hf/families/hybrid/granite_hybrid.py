@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP
+from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.families.granite import EXPERTS_IN_FILES, EXPERTS_IN_MEMORY, multipliers
 from petatron.models.hf.families.hybrid.mamba_tables import (
     LAYER_KEYS,
     LAYER_TYPES,
-    attention_mappings,
     bamba_expansion,
     bamba_mixers,
     mixer_mappings,
@@ -21,9 +20,11 @@ from petatron.models.hf.families.hybrid.mamba_tables import (
     read_layer_kinds,
 )
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_of_pattern, softmax_router
+from petatron.models.hf.moe_config_json import expert_sizes, experts_of_pattern, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.shared_tables import ATTENTION as SELF_ATTENTION
+from petatron.models.hf.shared_tables import module_mappings
+from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 _LAYER = "model.layers.*"
@@ -32,7 +33,7 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.mamba_norm",), f"{_LAYER}.input_layernorm"),
     ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.input_layernorm"),
     *mixer_mappings(f"{_LAYER}.mamba"),
-    *attention_mappings(f"{_LAYER}.self_attn"),
+    *module_mappings("layers.*.attention", f"{_LAYER}.self_attn", SELF_ATTENTION),
     ModuleMapping(("layers.*.mlp_norm",), f"{_LAYER}.post_attention_layernorm"),
     ModuleMapping(("layers.*.mlp.gate", "layers.*.mlp.up"), f"{_LAYER}.shared_mlp.input_linear"),
     ModuleMapping(("layers.*.mlp.down",), f"{_LAYER}.shared_mlp.output_linear"),
@@ -41,13 +42,11 @@ _MAPPINGS = (
     ModuleMapping(("norm",), "model.norm"),
     ModuleMapping(("head",), "lm_head"),
 )
-_NO_SCALING = {
-    "use_rope_scaling": False,
-    "rotary_seq_len_interpolation_factor": None,
-    "longrope_short_factor": None,
-    "longrope_long_factor": None,
-    "longrope_attention_factor": None,
-}
+_FACTORS = (
+    "rotary_seq_len_interpolation_factor",
+    *(f"longrope_{name}_factor" for name in ("short", "long", "attention")),
+)
+_NO_SCALING = {"use_rope_scaling": False, **dict.fromkeys(_FACTORS)}
 
 
 def _read_layers(keys: Keys) -> str | Problem:
@@ -59,9 +58,8 @@ def _read_layers(keys: Keys) -> str | Problem:
     if isinstance(mixers, Problem):
         return mixers
     if is_count(count) and len(mixers) != count:
-        return Problem(
-            "layer_types", f"{len(mixers)} kinds", f"are not those of {count!r:.20} layers", "Correct config.json."
-        )
+        rule = f"are not those of {count!r:.20} layers"
+        return Problem("layer_types", f"{len(mixers)} kinds", rule, "Correct config.json.")
     return "".join(mixer + _channel_mixer(keys) for mixer in mixers)
 
 
@@ -70,7 +68,7 @@ def _channel_mixer(keys: Keys) -> str:
 
 
 def _write_layers(pattern: str) -> Keys:
-    kinds = [LAYER_TYPES[letter] for letter in pattern[::2]]
+    kinds = [LAYER_TYPES[symbol] for symbol in pattern[::2]]
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
@@ -80,12 +78,10 @@ def _read_positions(keys: Keys) -> tuple[Settings, list[Problem]]:
 
 
 def _write_positions(spec: ModelSpec) -> Keys:
-    return {"position_embedding_type": None if spec.config.position_embedding_type == "none" else "rope"}
-
-
-def _without_experts(spec: ModelSpec) -> Keys:
-    """Returns the keys of experts in a model that has none; those of one that has are written after them."""
-    return {"intermediate_size": spec.config.ffn_hidden_size, "num_local_experts": 0}
+    """Writes the keys of experts too, as of a model that has none; those of one that has are written after them."""
+    positions = None if spec.config.position_embedding_type == "none" else "rope"
+    experts = {"intermediate_size": spec.config.ffn_hidden_size, "num_local_experts": 0}
+    return {"position_embedding_type": positions, **experts}
 
 
 def _translate(config: Translation) -> None:
@@ -100,17 +96,13 @@ def _translate(config: Translation) -> None:
     no_biases(config)
     config.only(attention_bias=False)
     rope(config, optional=True)
-    config.convert((), _read_positions, _write_positions)
+    config.convert((), _read_positions, _write_positions, num_local_experts=8, num_experts_per_tok=2)
     bamba_mixers(config)
     bamba_expansion(config)
-    config.convert((), None, _without_experts, num_local_experts=8, num_experts_per_tok=2)
     if EXPERTS in pattern:
-        config.copy("num_experts", "num_local_experts", 8)
-        config.copy("moe_router_topk", "num_experts_per_tok", 2)
-        config.copy("moe_ffn_hidden_size", "intermediate_size")
+        expert_sizes(config, defaults=(8, 2, REQUIRED))
         config.copy("moe_shared_expert_intermediate_size", "shared_intermediate_size", 1024)
         softmax_router(config)
-        config.always(moe_router_pre_softmax=False)
         experts_of_pattern(config)
 
 

@@ -18,15 +18,19 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import format_layers, linear_layers
 from petatron.models.hf.check_claimed_counts import MAX_HEADS
 from petatron.models.hf.decoder_config_json import SILU_ALONE, latent_attention, llama, no_biases
-from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
-from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, FUSED_EXPERTS, LATENT_MAPPINGS, SHARED_EXPERTS
-from petatron.models.hf.families.hybrid.qwen3_next import LINEAR
+from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, LATENT_MAPPINGS, SHARED_EXPERTS
+from petatron.models.hf.families.mistral import MIXTRAL_EXPERTS
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_after_dense_layers
+from petatron.models.hf.moe_config_json import (
+    deepseek_routing,
+    expert_sizes,
+    experts_after_dense_layers,
+    sigmoid_router,
+)
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import EXPERTS
+from petatron.models.hf.shared_tables import FUSED_EXPERTS, leaf_mappings, module_mappings
 from petatron.models.hf.translation import Keys, Settings, Translation
-from petatron.models.hf.window_config_json import FULL
+from petatron.models.hf.window_config_json import linear_attention, read_linear_layers, write_linear_layers
 from petatron.models.model_spec import ModelSpec
 
 _TABLE = "linear_attn_config"
@@ -45,20 +49,17 @@ _OURS = {
 _NET_MAPPINGS = (
     ModuleMapping(("layers.*.delta_norm",), "model.layers.*.input_layernorm"),
     *(ModuleMapping((f"{_NET}.in_{name}",), f"{_HF_NET}.{name}_proj") for name in ("q", "k", "v", "b")),
-    ModuleMapping((f"{_NET}.gate_down",), f"{_HF_NET}.g_a_proj"),
-    ModuleMapping((f"{_NET}.gate_up",), f"{_HF_NET}.g_b_proj"),
-    ModuleMapping((f"{_NET}.norm",), f"{_HF_NET}.o_norm"),
-    ModuleMapping((f"{_NET}.out_proj",), f"{_HF_NET}.o_proj"),
+    *module_mappings(
+        _NET, _HF_NET, {"gate_down": "g_a_proj", "gate_up": "g_b_proj", "norm": "o_norm", "out_proj": "o_proj"}
+    ),
 )
 
 
 def _decay_mappings(module: str) -> tuple[ModuleMapping, ...]:
     """Returns the mappings of decays, which are in a module of their own in memory."""
     return (
-        ModuleMapping((f"{_NET}.decay_down",), f"{module}.f_a_proj"),
-        ModuleMapping((f"{_NET}.decay_up",), f"{module}.f_b_proj"),
-        ModuleMapping((_NET,), f"{module}.A_log", no_weight_suffix=True, leaf="A_log"),
-        ModuleMapping((_NET,), f"{module}.dt_bias", no_weight_suffix=True, leaf="dt_bias"),
+        *module_mappings(_NET, module, {"decay_down": "f_a_proj", "decay_up": "f_b_proj"}),
+        *leaf_mappings(_NET, module, "A_log", "dt_bias"),
     )
 
 
@@ -73,9 +74,7 @@ _FILES = (
     *_decay_mappings(_HF_NET),
     *(ModuleMapping((f"{_NET}.conv_{name}",), f"{_HF_NET}.{name}_conv1d") for name in ("q", "k", "v")),
     *(_in_files(mapping) for mapping in (*SHARED_EXPERTS, EXPERT_BIAS_MAPPING)),
-    ModuleMapping((f"{EXPERTS}.gate",), f"model.layers.*.{_MOE}.experts.#.w1"),
-    ModuleMapping((f"{EXPERTS}.up",), f"model.layers.*.{_MOE}.experts.#.w3"),
-    ModuleMapping((f"{EXPERTS}.down",), f"model.layers.*.{_MOE}.experts.#.w2"),
+    *MIXTRAL_EXPERTS,
 )
 _MEMORY = (
     *LATENT_MAPPINGS,
@@ -112,11 +111,7 @@ def _read_layers(keys: Keys, table: Keys) -> list[bool] | Problem:
     """Returns for each layer whether it has linear attention."""
     layers, kinds = keys["num_hidden_layers"], keys["layer_types"]
     if kinds is not None:
-        if isinstance(kinds, list) and len(kinds) == layers and not {str(kind) for kind in kinds} - {FULL, LINEAR}:
-            return [kind == LINEAR for kind in kinds]
-        return Problem(
-            "layer_types", "", f"does not name each of the {layers} layers {FULL} or {LINEAR}", OWN_FOLDER_FIX
-        )
+        return read_linear_layers(kinds, layers)
     full, linear = table.get("full_attn_layers"), table.get("kda_layers")
     if full is None or linear is None:
         return [layer == 0 or layer % 4 != 0 for layer in range(layers)]
@@ -133,7 +128,7 @@ def _write_linear_attention(spec: ModelSpec) -> Keys:
     table = {name: sizes[key] for name, key in _SIZES.items()}
     table["full_attn_layers"] = [layer + 1 for layer, chosen in enumerate(linear) if not chosen]
     table["kda_layers"] = [layer + 1 for layer, chosen in enumerate(linear) if chosen]
-    return {**sizes, "layer_types": [LINEAR if chosen else FULL for chosen in linear], _TABLE: table}
+    return {**sizes, **write_linear_layers(spec), _TABLE: table}
 
 
 def _translate(config: Translation) -> None:
@@ -152,9 +147,7 @@ def _translate(config: Translation) -> None:
     config.always(qk_layernorm=True, latent_norm_epsilon=1e-6, position_embedding_type="none")
     config.only(attention_bias=False, mla_use_nope=True)
     _linear_attention(config)
-    config.copy("num_experts", "num_experts", 256)
-    config.copy("moe_router_topk", "num_experts_per_token", 8)
-    config.copy("moe_ffn_hidden_size", "moe_intermediate_size", 1024)
+    expert_sizes(config, "num_experts", "num_experts_per_token", "moe_intermediate_size", defaults=(256, 8, 1024))
     sigmoid_router(config)
     config.only(moe_renormalize=True, moe_router_activation_func="sigmoid")
     keys = {"shared_key": "num_shared_experts", "groups_key": "num_expert_group"}
@@ -165,13 +158,9 @@ def _translate(config: Translation) -> None:
 
 def _linear_attention(config: Translation) -> None:
     """Translates the sizes of linear attention, and which layers have it; keys and values have the same heads in every model."""
-    config.always(experimental_attention_variant="kimi_delta_attention")
-    frequency = "linear_attention_freq"
-    settings = (frequency, *(name for names in _OURS.values() for name in names))
-    sizes = {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
-    tables = {_TABLE: None, "layer_types": None}
-    config.convert(settings, _read_linear_attention, _write_linear_attention, **sizes, **tables)
-    config.expect(frequency, "always one", lambda spec: spec.config.linear_attention_freq is not None)
+    settings = [name for names in _OURS.values() for name in names]
+    keys = {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4, _TABLE: None}
+    linear_attention(config, "kimi_delta_attention", _read_linear_attention, _write_linear_attention, *settings, **keys)
     for names in _OURS.values():
         key_heads, value_heads = config.setting(names[0]), config.setting(names[-1])
         config.expect(names[0], f"the value of {names[-1]} there", lambda spec, same=key_heads == value_heads: same)

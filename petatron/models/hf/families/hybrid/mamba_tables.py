@@ -12,16 +12,18 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.hybrid_pattern import ATTENTION, EXPERTS, MAMBA, MLP, branch_letters
+from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, branch_symbols
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.family import ModuleMapping
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.shared_tables import ATTENTION as SELF_ATTENTION
+from petatron.models.hf.shared_tables import GATED_MLP, leaf_mappings, module_mappings
+from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 LAYER_TYPES = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}
-_LETTERS = {kind: letter for letter, kind in LAYER_TYPES.items()} | {"mamba": MAMBA, "attention": ATTENTION}
+_SYMBOLS = {kind: symbol for symbol, kind in LAYER_TYPES.items()} | {"mamba": MAMBA, "attention": ATTENTION}
 """The kinds of transformers 5, and what they were called before."""
 
 
@@ -30,36 +32,25 @@ def mixer_mappings(mixer: str) -> tuple[ModuleMapping, ...]:
     parts = tuple(f"layers.*.mamba.in_{part}" for part in ("z", "x", "B", "C", "dt"))
     channels = tuple(f"layers.*.mamba.conv_{part}" for part in ("x", "B", "C"))
     return (
-        *(
-            ModuleMapping(("layers.*.mamba",), f"{mixer}.{leaf}", no_weight_suffix=True, leaf=leaf)
-            for leaf in ("A_log", "D", "dt_bias")
-        ),
+        *leaf_mappings("layers.*.mamba", mixer, "A_log", "D", "dt_bias"),
         ModuleMapping(parts, f"{mixer}.in_proj"),
         ModuleMapping(channels, f"{mixer}.conv1d"),
-        ModuleMapping(("layers.*.mamba.norm",), f"{mixer}.norm"),
-        ModuleMapping(("layers.*.mamba.out_proj",), f"{mixer}.out_proj"),
+        *module_mappings("layers.*.mamba", mixer, {"norm": "norm", "out_proj": "out_proj"}),
     )
-
-
-def attention_mappings(attention: str) -> tuple[ModuleMapping, ...]:
-    """Returns the tensors of attention under the name of its module."""
-    names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
-    return tuple(ModuleMapping((f"layers.*.attention.{ours}",), f"{attention}.{hf}") for ours, hf in names.items())
 
 
 _BAMBA_LAYER = "model.layers.*"
 BAMBA_MAPPINGS = (
     ModuleMapping(("embedding",), "model.embed_tokens"),
     *mixer_mappings(f"{_BAMBA_LAYER}.mamba"),
-    *attention_mappings(f"{_BAMBA_LAYER}.self_attn"),
+    *module_mappings("layers.*.attention", f"{_BAMBA_LAYER}.self_attn", SELF_ATTENTION),
+    ModuleMapping(("layers.*.attention_norm",), f"{_BAMBA_LAYER}.input_layernorm"),
     ModuleMapping(("layers.*.mlp_norm",), f"{_BAMBA_LAYER}.pre_ff_layernorm"),
-    ModuleMapping(("layers.*.mlp.gate",), f"{_BAMBA_LAYER}.feed_forward.gate_proj"),
-    ModuleMapping(("layers.*.mlp.up",), f"{_BAMBA_LAYER}.feed_forward.up_proj"),
-    ModuleMapping(("layers.*.mlp.down",), f"{_BAMBA_LAYER}.feed_forward.down_proj"),
+    *module_mappings("layers.*.mlp", f"{_BAMBA_LAYER}.feed_forward", GATED_MLP),
     ModuleMapping(("norm",), "model.final_layernorm"),
     ModuleMapping(("head",), "lm_head"),
 )
-"""Of Bamba and Falcon-H1, but for the norms before the mixers."""
+"""Of Bamba and Falcon-H1, but for the norms before mixers of Mamba-2 alone."""
 
 
 def read_layer_count(keys: Keys) -> int | Problem:
@@ -72,35 +63,32 @@ def read_layer_count(keys: Keys) -> int | Problem:
 LAYER_KEYS = ("layers_block_type", "layer_types")
 
 
-def read_layer_kinds(keys: Keys, key: str, letters: str) -> str | Problem:
-    """Returns the letters of the kinds of layers under either key, `key` where there is none; two lists must say the same."""
+def read_layer_kinds(keys: Keys, key: str, symbols: str) -> str | Problem:
+    """Returns the layer pattern of the kinds under either key, `key` where there is none; two lists must say the same."""
     given = {name: keys[name] for name in LAYER_KEYS if keys.get(name)} or {key: keys.get(key)}
-    found = {name: read_layer_types(name, kinds, letters) for name, kinds in given.items()}
-    for pattern in found.values():
-        if isinstance(pattern, Problem):
-            return pattern
-    if len(set(found.values())) > 1:
+    patterns = [read_layer_types(name, kinds, symbols) for name, kinds in given.items()]
+    if problem := next((pattern for pattern in patterns if isinstance(pattern, Problem)), None):
+        return problem
+    if len(set(patterns)) > 1:
         rule = f"is another spelling of {LAYER_KEYS[1]}, and names other kinds of layers"
         return Problem(LAYER_KEYS[0], "", rule, OWN_FOLDER_FIX)
-    return next(iter(found.values()))
+    return patterns[0]
 
 
-def read_layer_types(key: str, kinds: object, letters: str) -> str | Problem:
-    """Returns the letters of a list of kinds of layers.
+def read_layer_types(key: str, kinds: object, symbols: str) -> str | Problem:
+    """Returns the layer pattern of a list of kinds of layers.
 
     >>> read_layer_types("layer_types", ["mamba", "full_attention"], "M*")
     'M*'
     """
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not 0 < len(kinds) <= MAX_LAYERS:
         return Problem(key, "", "is no list of the kinds of layers", OWN_FOLDER_FIX)
-    found = [_LETTERS.get(kind, "") if isinstance(kind, str) else "" for kind in kinds]
-    unknown = [kind for kind, letter in zip(kinds, found) if not letter or letter not in letters]
+    pattern = [_SYMBOLS.get(kind, "") if isinstance(kind, str) else "" for kind in kinds]
+    unknown = [kind for kind, symbol in zip(kinds, pattern) if not symbol or symbol not in symbols]
     if unknown:
-        known = ", ".join(LAYER_TYPES[letter] for letter in letters)
-        return Problem(
-            key, f"{unknown[0]!r:.40}", "is a kind of layer that the decoder does not have", f"It has {known}."
-        )
-    return "".join(found)
+        rule, known = "is a kind of layer that the decoder does not have", ", ".join(map(LAYER_TYPES.get, symbols))
+        return Problem(key, f"{unknown[0]!r:.40}", rule, f"It has {known}.")
+    return "".join(pattern)
 
 
 def bamba_decoder(config: Translation, *, max_position_embeddings: int, head_dim: bool) -> None:
@@ -120,13 +108,17 @@ def bamba_decoder(config: Translation, *, max_position_embeddings: int, head_dim
 
 def bamba_mixers(config: Translation) -> None:
     """Translates the sizes of Mamba-2 layers in Bamba's spelling."""
-    config.copy("mamba_num_heads", "mamba_n_heads", 128)
-    config.copy("mamba_head_dim", "mamba_d_head")
-    config.copy("mamba_num_groups", "mamba_n_groups", 1)
-    config.copy("mamba_state_dim", "mamba_d_state", 256)
-    config.copy("mamba_chunk_size", "mamba_chunk_size", 256)
+    keys = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_chunk_size")
+    mixer_sizes(config, keys, (128, REQUIRED, 1, 256, 256))
     config.only(mamba_d_conv=4, mamba_conv_bias=True, mamba_proj_bias=False)
-    any_time_step(config)
+
+
+def mixer_sizes(config: Translation, keys: Sequence[str], defaults: Sequence[Any]) -> None:
+    """Translates the sizes of Mamba-2 layers: heads, their width, groups, the width of a state, tokens of a chunk."""
+    names = ("num_heads", "head_dim", "num_groups", "state_dim", "chunk_size")
+    for name, key, default in zip(names, keys, defaults, strict=True):
+        config.copy(f"mamba_{name}", key, default)
+    config.convert((), _read_time_steps)
 
 
 def bamba_expansion(config: Translation) -> None:
@@ -154,12 +146,8 @@ def _is_multiple(spec: ModelSpec) -> bool:
     return not has_mamba(spec) or model.mamba_num_heads * model.mamba_head_dim % model.hidden_size == 0
 
 
-def any_time_step(config: Translation) -> None:
-    """Refuses bounds of step sizes; the decoder's are any positive numbers."""
-    config.convert((), _read_time_steps)
-
-
 def _read_time_steps(keys: Keys) -> tuple[Settings, list[Problem]]:
+    """Refuses bounds of step sizes; the decoder's are any positive numbers."""
     match keys.get("time_step_limit"):
         case None | [0 | 0.0, {"__float__": "Infinity"}]:
             return {}, []
@@ -171,7 +159,7 @@ def _read_time_steps(keys: Keys) -> tuple[Settings, list[Problem]]:
 
 
 def has_mamba(spec: ModelSpec) -> bool:
-    return MAMBA in branch_letters(spec.config.hybrid_layer_pattern)
+    return MAMBA in branch_symbols(spec.config.hybrid_layer_pattern)
 
 
 def expansion(spec: ModelSpec) -> int:

@@ -11,25 +11,28 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.layer_patterns import format_layers, linear_layers
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
-from petatron.models.hf.families.hybrid.qwen3_next import LINEAR
 from petatron.models.hf.families.mistral import MIXTRAL, mixtral_experts
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS
+from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, module_mappings
 from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Settings, Translation
-from petatron.models.hf.window_config_json import FULL
+from petatron.models.hf.window_config_json import (
+    FULL,
+    LINEAR,
+    linear_attention,
+    linear_settings,
+    read_linear_layers,
+    write_linear_layers,
+)
 from petatron.models.model_spec import ModelSpec
 
 _OURS, _THEIRS = "layers.*.lightning", "model.layers.*.self_attn"
 _LIGHTNING = (
     ModuleMapping(("layers.*.lightning_norm",), "model.layers.*.input_layernorm"),
     ModuleMapping((f"{_OURS}.in_q", f"{_OURS}.in_k", f"{_OURS}.in_v"), f"{_THEIRS}.qkv_proj", fused_by_head=True),
-    ModuleMapping((f"{_OURS}.in_z",), f"{_THEIRS}.output_gate"),
-    ModuleMapping((f"{_OURS}.norm",), f"{_THEIRS}.norm"),
-    ModuleMapping((f"{_OURS}.out_proj",), f"{_THEIRS}.out_proj"),
+    *module_mappings(_OURS, _THEIRS, {"in_z": "output_gate", "norm": "norm", "out_proj": "out_proj"}),
 )
 _FACTORS = {
     "attention_stream_multiplier": "full_attn_alpha_factor",
@@ -58,18 +61,12 @@ def _translate(config: Translation) -> None:
     no_biases(config)
     rope(config, rope_theta=1e6)
     _rotated_channels(config)
-    _lightning_layers(config)
+    config.always(norm_placement="stream")
+    config.only(postnorm=True)
+    linear_attention(config, "lightning_attention", _read_layer_types, write_linear_layers)
     _factors(config)
     mixtral_experts(config)
     config.convert((), _read_absent_parts)
-
-
-def _lightning_layers(config: Translation) -> None:
-    frequency = "linear_attention_freq"
-    config.always(norm_placement="stream", experimental_attention_variant="lightning_attention")
-    config.only(postnorm=True)
-    config.convert((frequency,), _read_layer_types, _write_layer_types, layer_types=None)
-    config.expect(frequency, "always one", lambda spec: spec.config.linear_attention_freq is not None)
 
 
 def _read_layer_types(keys: Keys) -> tuple[Settings, list[Problem]]:
@@ -78,14 +75,7 @@ def _read_layer_types(keys: Keys) -> tuple[Settings, list[Problem]]:
     if kinds is None:
         kinds = [FULL, LINEAR] * layers if numbers is None else numbers
         kinds = [{0: LINEAR, 1: FULL}.get(kind, kind) for kind in kinds[:layers]] if isinstance(kinds, list) else kinds
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, LINEAR) for kind in kinds):
-        rule = f"does not name each of the {layers} layers {FULL} or {LINEAR}"
-        return {}, [Problem("layer_types", "", rule, OWN_FOLDER_FIX)]
-    return {"linear_attention_freq": format_layers([kind == LINEAR for kind in kinds])}, []
-
-
-def _write_layer_types(spec: ModelSpec) -> Keys:
-    return {"layer_types": [LINEAR if linear else FULL for linear in linear_layers(spec.config)]}
+    return linear_settings(read_linear_layers(kinds, layers))
 
 
 def _rotated_channels(config: Translation) -> None:

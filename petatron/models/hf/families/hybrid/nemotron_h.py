@@ -13,34 +13,29 @@ from __future__ import annotations
 from dataclasses import replace
 
 from petatron.base.errors import Problem
-from petatron.config.schema.hybrid_pattern import EXPERTS as EXPERT_LAYER
+from petatron.config.schema.sections.hybrid import EXPERTS as EXPERT_LAYER
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.decoder_config_json import SQUARED_RELU, activation, llama, no_biases
-from petatron.models.hf.deepseek_config_json import deepseek_routing, sigmoid_router
-from petatron.models.hf.families.deepseek import expert_sizes
 from petatron.models.hf.families.hybrid.mamba_tables import (
     LAYER_KEYS,
     LAYER_TYPES,
-    any_time_step,
-    attention_mappings,
     has_mamba,
     mixer_mappings,
+    mixer_sizes,
     read_layer_kinds,
 )
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import experts_of_pattern
+from petatron.models.hf.moe_config_json import deepseek_routing, expert_sizes, experts_of_pattern, sigmoid_router
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import EXPERTS
+from petatron.models.hf.shared_tables import ATTENTION, EXPERTS, module_mappings
 from petatron.models.hf.translation import Keys, Translation
 from petatron.models.model_spec import ModelSpec
 
 _NO_BOUND = 1e-30
 _LAYER = "backbone.layers.*"
 _MIXER = f"{_LAYER}.mixer"
-_EXPERTS_IN_FILES = (
-    ModuleMapping((f"{EXPERTS}.up",), f"{_MIXER}.experts.#.up_proj"),
-    ModuleMapping((f"{EXPERTS}.down",), f"{_MIXER}.experts.#.down_proj"),
-)
+_UNGATED_MLP = {"up": "up_proj", "down": "down_proj"}
+_EXPERTS_IN_FILES = module_mappings(EXPERTS, f"{_MIXER}.experts.#", _UNGATED_MLP)
 _EXPERTS_IN_MEMORY = (
     ModuleMapping((f"{EXPERTS}.up",), f"{_MIXER}.experts.up_proj", no_weight_suffix=True),
     ModuleMapping((f"{EXPERTS}.down",), f"{_MIXER}.experts.down_proj", no_weight_suffix=True),
@@ -51,36 +46,32 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.norm"),
     ModuleMapping(("layers.*.mlp_norm",), f"{_LAYER}.norm"),
     *mixer_mappings(_MIXER),
-    *attention_mappings(_MIXER),
-    ModuleMapping(("layers.*.mlp.up",), f"{_MIXER}.up_proj"),
-    ModuleMapping(("layers.*.mlp.down",), f"{_MIXER}.down_proj"),
+    *module_mappings("layers.*.attention", _MIXER, ATTENTION),
+    *module_mappings("layers.*.mlp", _MIXER, _UNGATED_MLP),
+    *module_mappings("layers.*.mlp.shared", f"{_MIXER}.shared_experts", _UNGATED_MLP),
+    *module_mappings("layers.*.mlp", _MIXER, {"latent_down": "fc1_latent_proj", "latent_up": "fc2_latent_proj"}),
     ModuleMapping(("layers.*.mlp.router",), f"{_MIXER}.gate"),
     ModuleMapping(
         ("layers.*.mlp.router",), f"{_MIXER}.gate.e_score_correction_bias", no_weight_suffix=True, leaf="expert_bias"
     ),
-    ModuleMapping(("layers.*.mlp.latent_down",), f"{_MIXER}.fc1_latent_proj"),
-    ModuleMapping(("layers.*.mlp.latent_up",), f"{_MIXER}.fc2_latent_proj"),
-    ModuleMapping(("layers.*.mlp.shared.up",), f"{_MIXER}.shared_experts.up_proj"),
-    ModuleMapping(("layers.*.mlp.shared.down",), f"{_MIXER}.shared_experts.down_proj"),
     ModuleMapping(("norm",), "backbone.norm_f"),
     ModuleMapping(("head",), "lm_head"),
 )
-_LETTERS = "".join(LAYER_TYPES)
+_SYMBOLS = "".join(LAYER_TYPES)
 
 
 def _read_layers(keys: Keys) -> str | Problem:
     pattern = keys.get("hybrid_override_pattern")
     if pattern is None or any(keys.get(key) is not None for key in LAYER_KEYS):
-        return read_layer_kinds(keys, "layers_block_type", _LETTERS)
-    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_LETTERS):
-        return Problem(
-            "hybrid_override_pattern", f"{pattern!r:.40}", f"is no pattern of the letters {_LETTERS}", OWN_FOLDER_FIX
-        )
+        return read_layer_kinds(keys, "layers_block_type", _SYMBOLS)
+    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_SYMBOLS):
+        rule = f"is no pattern of the symbols {_SYMBOLS}"
+        return Problem("hybrid_override_pattern", f"{pattern!r:.40}", rule, OWN_FOLDER_FIX)
     return pattern
 
 
 def _write_layers(pattern: str) -> Keys:
-    kinds = [LAYER_TYPES[letter] for letter in pattern]
+    kinds = [LAYER_TYPES[symbol] for symbol in pattern]
     return {"layers_block_type": kinds, "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
 
 
@@ -116,13 +107,9 @@ def _translate(config: Translation) -> None:
 
 
 def _mixers(config: Translation) -> None:
-    config.copy("mamba_num_heads", "mamba_num_heads", 128)
-    config.copy("mamba_head_dim", "mamba_head_dim", 64)
-    config.copy("mamba_num_groups", "n_groups", 8)
-    config.copy("mamba_state_dim", "ssm_state_size", 128)
-    config.copy("mamba_chunk_size", "chunk_size", 128)
+    keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "chunk_size")
+    mixer_sizes(config, keys, (128, 64, 8, 128, 128))
     config.only(conv_kernel=4, use_conv_bias=True, mamba_hidden_act="silu")
-    any_time_step(config)
     groups, rest = "mamba_norm_groups", {"time_step_min": _NO_BOUND, "num_nextn_predict_layers": 0}
     config.convert((groups,), lambda keys: ({groups: keys["n_groups"]}, []), lambda spec: rest)
     config.expect(groups, "a gated norm over as many groups as B and C have", _has_common_groups)
@@ -134,16 +121,12 @@ def _has_common_groups(spec: ModelSpec) -> bool:
 
 def _experts(config: Translation) -> None:
     width = "moe_shared_expert_intermediate_size"
-    expert_sizes(config, experts=8, width=7688, topk=2)
+    expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(8, 2, 7688))
     config.copy(width, width, 7688)
     config.copy("moe_latent_size", "moe_latent_size", None)
     sigmoid_router(config)
     deepseek_routing(config, 2, **_ROUTING)
     experts_of_pattern(config)
-
-
-def _in_memory(mapping: ModuleMapping) -> ModuleMapping:
-    return replace(mapping, hf_module=mapping.hf_module.replace("backbone.", "model."))
 
 
 NEMOTRON_H = Family(
@@ -153,7 +136,10 @@ NEMOTRON_H = Family(
     what_differs="a [hybrid](mamba.md) with one branch a layer; attention without positions, squared ReLU, experts",
     prefix="backbone.",
     mappings=(*_MAPPINGS, *_EXPERTS_IN_FILES),
-    in_memory_mappings=tuple(map(_in_memory, (*_MAPPINGS, *_EXPERTS_IN_MEMORY))),
+    in_memory_mappings=tuple(
+        replace(mapping, hf_module=mapping.hf_module.replace("backbone.", "model."))
+        for mapping in (*_MAPPINGS, *_EXPERTS_IN_MEMORY)
+    ),
     ignored_tensors=("mtp.*",),
     branches=1,
     translate=_translate,

@@ -1,4 +1,6 @@
-"""Rules about the mesh: the sizes multiply to the world size, and every split divides evenly."""
+"""Rules about the mesh: the sizes multiply to the world size, every split divides evenly, data-parallel ranks shard what they can, and the
+schedule of the pipeline, its virtual stages and the split of the layers are compatible.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from collections.abc import Iterator
 from petatron.base.errors import Problem
 from petatron.base.network_address import is_default_loopback
 from petatron.config.declared_rules import at_least, divisors, multiples_near, or_default, within
-from petatron.config.schema.parallel import MESH_SIZES
+from petatron.config.pipeline_stages import stage_problems
+from petatron.config.schema.fields import flag_name, join_with_or
+from petatron.config.schema.parallel import FSDP_STRATEGIES, MESH_SIZES, MODEL_PARALLEL_SIZES, RawParallelConfig
+from petatron.config.schema.pipeline_schedules import ONE_STAGE_PER_RANK, SPLIT_BACKWARD_SCHEDULES
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import LaunchConfig
 
@@ -65,11 +70,7 @@ def _meeting_point(launch: LaunchConfig) -> Iterator[Problem]:
 
 def _world(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    tp, pp, cp, _ = (getattr(parallel, name) for name in MODEL_PARALLEL_SIZES)
     world, dp, model_ranks = parallel.world_size, parallel.data_parallel_size, tp * pp * cp
     product = f"tp {tp} x pp {pp} x cp {cp} = {model_ranks}"
     if world is None:
@@ -130,44 +131,39 @@ def _tp_comm_overlap(config: RawRunConfig) -> Iterator[Problem]:
 
 def _context(config: RawRunConfig) -> Iterator[Problem]:
     parallel = config.parallel
-    cp, kind, sizes = (
-        parallel.context_parallel_size,
-        parallel.cp_comm_type,
-        parallel.hierarchical_context_parallel_sizes,
-    )
+    cp, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    sizes = parallel.hierarchical_context_parallel_sizes
     if sizes and kind != "a2a+p2p":
         rule = f"is for --cp-comm-type a2a+p2p, but that is {kind}"
-        yield Problem(_HIERARCHY, _words(sizes), rule, "Leave it out, or use a2a+p2p.")
+        yield Problem(_HIERARCHY, _joined(sizes), rule, "Leave it out, or use a2a+p2p.")
         return
     if sizes and (len(sizes) != 2 or min(sizes) < 1 or (cp > 1 and sizes[0] * sizes[1] != cp)):
         rule = f"is not two positive numbers whose product is --context-parallel-size {cp}"
-        yield Problem(_HIERARCHY, _words(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
+        yield Problem(_HIERARCHY, _joined(sizes), rule, f"Use, for instance, 1 {cp}; or leave it out.")
     elif cp == 1:
         return
     elif kind == "a2a":
-        yield from _all_to_all_heads(
-            config, cp, "--cp-comm-type", kind, "Use p2p, all_gather or a2a+p2p, or another layout."
-        )
+        fix = "Use p2p, all_gather or a2a+p2p, or another layout."
+        yield from _all_to_all_heads(config, cp, "--cp-comm-type", kind, fix)
     elif sizes:
         fix = "Use a smaller first number, or leave it out."
-        yield from _all_to_all_heads(config, sizes[0], _HIERARCHY, _words(sizes), fix)
+        yield from _all_to_all_heads(config, sizes[0], _HIERARCHY, _joined(sizes), fix)
 
 
-def _all_to_all_heads(config: RawRunConfig, num_ranks: int, where: str, found: str, fix: str) -> Iterator[Problem]:
+def _all_to_all_heads(config: RawRunConfig, num_ranks: int, where: str, value: str, fix: str) -> Iterator[Problem]:
     """All-to-all attention gives each of `num_ranks` an equal share of a tensor-parallel rank's heads."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads < tp or heads % tp or groups is None or groups < 1:
         return
-    own, shared = heads // tp, max(1, groups // tp)
-    for count, kind in ((own, "query"), (shared, "key/value")):
+    for count, kind in ((heads // tp, "query"), (max(1, groups // tp), "key/value")):
         if count % num_ranks:
             rule = f"splits the {count} {kind} heads of a rank over {num_ranks} ranks, which does not divide"
-            yield Problem(where, found, rule, fix)
+            yield Problem(where, value, rule, fix)
             return
 
 
-def _words(numbers: tuple[int, ...]) -> str:
+def _joined(numbers: tuple[int, ...]) -> str:
     return " ".join(str(number) for number in numbers)
 
 
@@ -214,3 +210,103 @@ def _expert_widths(config: RawRunConfig, etp: int) -> Iterator[Problem]:
     if tp > 1 and not parallel.sequence_parallel:
         rule = f"cannot be turned off with --num-experts and --tensor-model-parallel-size {tp}: each token must be routed once"
         yield Problem("--sequence-parallel", "", rule, "Leave it out; it is turned on by itself.")
+
+
+_STRATEGY = "--data-parallel-sharding-strategy"
+_INSTANCES = "--num-distributed-optimizer-instances"
+
+
+def check_data_parallel(config: RawRunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    if strategy not in FSDP_STRATEGIES:
+        yield from _optimizer_sharded(parallel, strategy)
+    elif parallel.pipeline_schedule in SPLIT_BACKWARD_SCHEDULES:
+        rule = f"splits the backward pass, which would bypass the gradient reduction of {_STRATEGY} {strategy}"
+        fix = "Use 1f1b, interleaved or gpipe; or optim."
+        yield Problem("--pipeline-schedule", str(parallel.pipeline_schedule), rule, fix)
+    yield from _instances(parallel, experts=config.moe.num_experts is not None)
+    if parallel.grad_reduce_in_bf16 and not config.precision.bf16:
+        yield Problem("--grad-reduce-in-bf16", "", "needs --bf16", "Give it, or leave this out.")
+
+
+def _optimizer_sharded(parallel: RawParallelConfig, strategy: str | None) -> Iterator[Problem]:
+    sharded = parallel.use_distributed_optimizer
+    if strategy == "no_shard" and sharded:
+        rule = "contradicts --use-distributed-optimizer"
+        yield Problem(_STRATEGY, strategy, rule, "Use optim, or leave one of them out.")
+    elif strategy == "optim" and not sharded:
+        rule = "contradicts --no-use-distributed-optimizer"
+        yield Problem(_STRATEGY, strategy, rule, "Leave one of them out.")
+    if parallel.overlap_param_gather and not (sharded and parallel.overlap_grad_reduce):
+        rule = "needs --use-distributed-optimizer and --overlap-grad-reduce"
+        yield Problem("--overlap-param-gather", "", rule, "Add them, or leave it out.")
+
+
+def _instances(parallel: RawParallelConfig, *, experts: bool) -> Iterator[Problem]:
+    """Every instance is a full replica, of the dense parameters and of the experts."""
+    count, dp = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size
+    yield from at_least("num_distributed_optimizer_instances", count, 1)
+    if count < 1 or dp is None or dp < 1:
+        return
+    if dp % count:
+        yield Problem(_INSTANCES, str(count), f"does not divide the data-parallel size {dp}", f"Use {divisors(dp)}.")
+        return
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    ranks = dp * parallel.context_parallel_size * parallel.tensor_model_parallel_size
+    if experts and etp is not None and ep > 0 and etp > 0 and ranks % (ep * etp) == 0:
+        replicas = ranks // (ep * etp)
+        if replicas % count:
+            rule = f"does not divide the {replicas} copies of each expert (edp)"
+            usable = [size for size in range(1, replicas + 1) if replicas % size == 0 and dp % size == 0]
+            yield Problem(_INSTANCES, str(count), rule, f"Use {join_with_or(usable)}.")
+
+
+_STAGE_SIZES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
+_SCHEDULE, _VIRTUAL = "--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"
+
+
+def check_pipeline(config: RawRunConfig) -> Iterator[Problem]:
+    parallel = config.parallel
+    low = [problem for name in (*_STAGE_SIZES, _GROUP) for problem in at_least(name, getattr(parallel, name), 1)]
+    yield from low
+    if low or parallel.pipeline_model_parallel_size < 1:
+        return
+    mismatch = list(_schedule(parallel))
+    yield from mismatch
+    if not mismatch:
+        yield from stage_problems(config)
+    group, pp = getattr(parallel, _GROUP), parallel.pipeline_model_parallel_size
+    if group is not None and group < pp and parallel.pipeline_schedule == "interleaved":  # no effect elsewhere
+        rule = f"is below --pipeline-model-parallel-size {pp}, so a rank would wait for its own output"
+        yield Problem(flag_name(_GROUP), str(group), rule, f"Use {pp} or more.")
+
+
+def _schedule(parallel: RawParallelConfig) -> Iterator[Problem]:
+    pp, schedule = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    chunked = parallel.num_layers_per_virtual_pipeline_stage is not None
+    if pp == 1 and (chunked or schedule in ("interleaved", "zb-v") or (virtual or 1) > 1):
+        where, value = _cause(parallel)
+        yield Problem(where, value, "needs --pipeline-model-parallel-size above 1", "Leave it out.")
+    elif schedule == "zb-v" and virtual is not None and virtual != 2:
+        rule = f"has exactly 2 stages per rank, but {virtual} {'was' if virtual == 1 else 'were'} asked for"
+        yield Problem(_SCHEDULE, schedule, rule, f"Leave out {_cause(parallel)[0]}, or use another schedule.")
+    elif schedule == "interleaved" and virtual == 1:
+        rule = "needs more than one virtual stage per rank"
+        yield Problem(_SCHEDULE, schedule, rule, f"Give {_VIRTUAL} 2, say, or use 1f1b.")
+    elif schedule in ONE_STAGE_PER_RANK and virtual is not None and virtual > 1:
+        rule = f"has one stage per rank, but there are {virtual} virtual stages"
+        yield Problem(_SCHEDULE, schedule, rule, "Use interleaved, or leave it out.")
+
+
+def _cause(parallel: RawParallelConfig) -> tuple[str, str]:
+    """Returns the flag that determined how many stages a rank holds, with its value."""
+    for name in ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"):
+        if (value := getattr(parallel, name)) is not None:
+            return flag_name(name), str(value)
+    schedule, virtual = parallel.pipeline_schedule, parallel.num_virtual_stages_per_pipeline_rank
+    if (schedule, virtual) in (("zb-v", 2), ("interleaved", 1)):
+        return _SCHEDULE, str(schedule)
+    return _VIRTUAL, str(virtual)

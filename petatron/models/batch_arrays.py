@@ -1,7 +1,11 @@
-"""The arrays of a batch that multi-token prediction needs: tokens, labels and loss mask, shifted by each depth. B batch, S sequence."""
+"""Arrays that models add to a batch of whole sequences, before context parallelism splits them. B batch, S sequence.
+
+Multi-token prediction needs tokens, labels and loss mask, shifted by each depth; LongRoPE which sequences exceed the original context.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -66,3 +70,25 @@ def _same_document(batch: Batch, by: int) -> Tensor | float:
         return 1.0
     starts_BS = batch.documents.starts_BS
     return (starts_BS == _shifted(starts_BS, by)).to(batch.loss_mask.dtype)
+
+
+IS_LONG = "is_long"
+
+
+def mark_long_rows(batch: Batch, original_context: int, lengths: Sequence[int] | None = None) -> Batch:
+    """Adds the array, unless the batch has it: one value for all rows, of their common length, or one for each of `lengths`.
+
+    >>> mark_long_rows(Batch(torch.zeros(2, 5)), 4)["is_long"], mark_long_rows(Batch(torch.zeros(2, 5)), 4, [3, 5])["is_long"]
+    (tensor([True]), tensor([False,  True]))
+    """
+    if IS_LONG in batch:
+        return batch
+    counts = batch.tokens.shape[1:2] if lengths is None else lengths
+    marks_B = torch.tensor([count > original_context for count in counts], device="cpu").to(batch.tokens.device)
+    dims = {**batch.sequence_dims, IS_LONG: None}
+    return replace(batch, arrays={**batch.arrays, IS_LONG: marks_B}, sequence_dims=dims)
+
+
+def are_rows_long(batch: Batch, original_context: int) -> Tensor | bool:
+    """Returns the array as [1, B or 1], or what the length of a whole batch says."""
+    return batch[IS_LONG].unsqueeze(0) if IS_LONG in batch else batch.tokens.shape[1] > original_context
