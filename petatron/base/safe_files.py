@@ -72,16 +72,16 @@ def open_atomic(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 
     sync: also survives a power cut; without it, a reader must be able to detect an incomplete file.
     """
-    draft = tmp_path_for(path)
+    tmp_file = tmp_path_for(path)
     try:
-        with create_file(draft, buffering=1 << 16) as file:
+        with create_file(tmp_file, buffering=1 << 16) as file:
             yield file
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        draft.replace(path)
+        tmp_file.replace(path)
     except BaseException:
-        draft.unlink(missing_ok=True)
+        tmp_file.unlink(missing_ok=True)
         raise
 
 

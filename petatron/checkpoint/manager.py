@@ -48,7 +48,7 @@ _MIN_ROUND_BYTES = 1 << 20
 _log = get_logger(__name__)
 Result = TypeVar("Result")
 SelectChunks = Callable[[Mapping[str, Any]], Sequence[Chunk]]
-"""Returns the chunks to load, given the facts of the checkpoint."""
+"""Returns the chunks to load, given the metadata of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class CheckpointManager:
     >>> manager = CheckpointManager(tempfile.mkdtemp(), ParallelMesh.single().world)
     >>> weight = torch.ones(2, 3)
     >>> chunk = Chunk("model/weight", (2, 3), (0, 0), weight)
-    >>> manager.save(10, [chunk], facts={"samples": 80}, same_layout_key="one")
+    >>> manager.save(10, [chunk], metadata={"samples": 80}, same_layout_key="one")
     >>> _ = weight.zero_()
-    >>> manager.load(None, [chunk]).facts, manager.latest(), weight.sum()
+    >>> manager.load(None, [chunk]).metadata, manager.latest(), weight.sum()
     ({'samples': 80}, 10, tensor(6.))
     """
 
@@ -115,7 +115,7 @@ class CheckpointManager:
         step: int,
         chunks: Sequence[Chunk],
         *,
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         same_layout_key: str,
         local: Mapping[str, Tensor] | None = None,
         model: ModelFolder | None = None,
@@ -123,11 +123,11 @@ class CheckpointManager:
     ) -> None:
         """Publishes a checkpoint; when this returns it is on disk, and when it raises the earlier ones are untouched.
 
-        facts: JSON values, the same on every rank. local: this rank's own tensors, returned only to a run with the same `same_layout_key`.
-        model: how weights map to the model folder; without it they are saved as boxes. wait: False returns as soon as everything is
-        copied (after waiting for an earlier async save), and `drain` tells the outcome.
+        metadata: JSON values, the same on every rank. local: this rank's own tensors, returned only to a run with the same
+        `same_layout_key`. model: how weights map to the model folder; without it they are saved as boxes. wait: False returns as soon
+        as everything is copied (after waiting for an earlier async save), and `drain` tells the outcome.
         """
-        job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local or {}, model=model)
+        job = self._prepare(step, chunks, metadata=metadata, layout=same_layout_key, local=local or {}, model=model)
         if wait:
             self._write_and_publish(job, self._control_axis)
             return
@@ -153,22 +153,22 @@ class CheckpointManager:
         step: int,
         chunks: Sequence[Chunk],
         *,
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         layout: str,
         local: Mapping[str, Tensor],
         model: ModelFolder | None,
     ) -> RankWriteJob:
         """Does everything that needs the run's own tensors and the ranks' devices."""
         self.drain()
-        words = self._save_error_texts(step)
+        error_texts = self._save_error_texts(step)
         now = save_plan_key(chunks, local, model)
         frozen = self._ranks.run_locally(
-            lambda: json.loads(json.dumps(dict(facts))), *words
+            lambda: json.loads(json.dumps(dict(metadata))), *error_texts
         )  # as read; the caller may change it
         [changed] = self._ranks.max_or_raise(frozen, [int(self._cached_plan is None or self._cached_plan[0] != now)])
         if changed:
             self._cached_plan = None
-            self._cached_plan = (now, *self._make_plan(chunks, local, model, words))
+            self._cached_plan = (now, *self._make_plan(chunks, local, model, error_texts))
         _, plan, needed_bytes = self._cached_plan  # pyright: ignore[reportGeneralTypeIssues]
 
         def begin() -> WeightGather:
@@ -179,16 +179,16 @@ class CheckpointManager:
             return WeightGather(plan.files, plan.dtypes, plan.transfers, chunks, self._world_axis, self._device)
 
         with self._removing_tmp_on_error(self._control_axis):
-            whole = self._ranks.run(begin, *words).run()
+            gathered = self._ranks.run(begin, *error_texts).run()
             return build_write_job(
                 step,
                 plan,
                 chunks,
-                whole,
+                gathered,
                 rank=self._control_axis.rank,
                 local=local,
                 model=model,
-                facts=frozen.result or {},
+                metadata=frozen.result or {},
                 layout=layout,
             )
 
@@ -237,23 +237,29 @@ class CheckpointManager:
     def _write_and_publish(self, write_job: RankWriteJob, axis: Axis) -> None:
         """Writes, publishes and prunes; every stage on all ranks, over an axis that nothing else uses at the time."""
         folder, disk, step = self._folder, self._disk, write_job.step
-        words = self._save_error_texts(step)
+        error_texts = self._save_error_texts(step)
         with self._removing_tmp_on_error(axis):
             tables = self._gather_tables(
-                self._ranks.run_locally(lambda: write_rank_files(folder, write_job, disk), *words), axis
+                self._ranks.run_locally(lambda: write_rank_files(folder, write_job, disk), *error_texts), axis
             )
             following = tables[(axis.rank + 1) % axis.size]
-            self._ranks.run(lambda: step_folder.check_visible(folder, step, following), *words, axis)
+            self._ranks.run(lambda: step_folder.check_visible(folder, step, following), *error_texts, axis)
 
             def publish() -> None:
                 if self._is_first_rank:
                     step_folder.publish_step(
-                        folder, step, tables, facts=write_job.facts, layout=write_job.layout, disk=disk, sign=self._sign
+                        folder,
+                        step,
+                        tables,
+                        metadata=write_job.metadata,
+                        layout=write_job.layout,
+                        disk=disk,
+                        sign=self._sign,
                     )
                     # Before the other ranks continue: they would wait for this one in a collective that may time out.
                     self._prune()
 
-            self._ranks.run(publish, *words, axis)
+            self._ranks.run(publish, *error_texts, axis)
 
     def _gather_tables(self, write_result: LocalResult[TableFile], axis: Axis) -> list[TableFile]:
         """Gathers every rank's table as name, size and digest, together with its success, in one all-gather."""
@@ -307,7 +313,7 @@ class CheckpointManager:
     ) -> LoadedCheckpoint:
         """Fills every chunk from a step (None: the newest), whatever layout saved it (reshards).
 
-        chunks: or what selects them, given the checkpoint's facts; it may raise. read_manifest: of a step, or of the folder itself if it
+        chunks: or what selects them, given the checkpoint's metadata; it may raise. read_manifest: of a step, or of the folder itself if it
         has no steps: another program's model. strict: every key must be in the checkpoint, and no key of the same kind may be left over;
         otherwise missing keys keep their values and are named in the result. may_ignore_key: which keys may be left unread; by
         default, those of kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if
@@ -344,8 +350,8 @@ class CheckpointManager:
 
     def broadcast_from_rank0(self, read: Callable[[], Result]) -> Result:
         """Returns on every rank what rank 0 reads on disk; a JSON value."""
-        found = self._ranks.run(lambda: read() if self._is_first_rank else None)
-        return broadcast_object(found, self._control_axis)
+        value = self._ranks.run(lambda: read() if self._is_first_rank else None)
+        return broadcast_object(value, self._control_axis)
 
     def _fill(
         self,
@@ -361,7 +367,7 @@ class CheckpointManager:
         """Fills chunks from one folder: rank 0 reads the manifest, and the ranks share its tables (`load/box_directory.py`)."""
         reader = RankReader(source, self._control_axis, self._ranks)
         head = reader.read_manifest(read_manifest)
-        selected = self._ranks.run(lambda: chunks(head.facts) if callable(chunks) else chunks)
+        selected = self._ranks.run(lambda: chunks(head.metadata) if callable(chunks) else chunks)
         plan = reader.plan_reads(
             selected, strict=strict, may_ignore_key=may_ignore_key, check_all_files=check_all_files
         )
@@ -369,4 +375,4 @@ class CheckpointManager:
         same_layout = head.layout == same_layout_key
         local = self._ranks.run(lambda: reader.read_local() if same_layout else None)
         is_signed = os.path.lexists(source / SIGNATURE_FILE)
-        return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing_keys, is_signed, source)
+        return LoadedCheckpoint(head.step, dict(head.metadata), local, plan.missing_keys, is_signed, source)

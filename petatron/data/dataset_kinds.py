@@ -178,13 +178,13 @@ def register_dataset(name: str, kind: type[DatasetKind]) -> None:
     """Makes `--dataset-type name` open datasets of a kind, a frozen dataclass; the name must be new, or have the same class.
 
     >>> @dataclass(frozen=True)
-    ... class Letters(DatasetKind):
+    ... class Characters(DatasetKind):
     ...     first: int = 0
     ...     def open(self, source, request):
     ...         raise NotImplementedError
-    >>> register_dataset("letters", Letters)
-    >>> dataset_kind("letters", ["first=3"])
-    Letters(first=3)
+    >>> register_dataset("characters", Characters)
+    >>> dataset_kind("characters", ["first=3"])
+    Characters(first=3)
     """
     if _KINDS.setdefault(name, kind) is not kind:
         raise ConfigError([Problem(_FLAG, name, "is registered already", "Register it under another name.")])

@@ -237,8 +237,8 @@ def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
         if options.input_format == "jsonl":
             blocks = read_line_blocks(path, max_lines=left, **limits)
         else:
-            whole = options.input_format == "text-file"
-            blocks = read_text_blocks(path, key=options.json_keys[0], whole_file=whole, max_lines=left, **limits)
+            whole_file = options.input_format == "text-file"
+            blocks = read_text_blocks(path, key=options.json_keys[0], whole_file=whole_file, max_lines=left, **limits)
         for block in blocks:
             lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
             yield block, before + block.file_position

@@ -143,8 +143,8 @@ class GPT2BPETokenizer:
         return self._decoder.decode(ids)
 
     def files(self) -> dict[str, bytes]:
-        whole = {"tokenizer.json": self._fast.to_str().encode()}
-        return {**_default_tokenizer_config(self._fast, self.eod), **whole, **self._files}
+        merged = {"tokenizer.json": self._fast.to_str().encode()}
+        return {**_default_tokenizer_config(self._fast, self.eod), **merged, **self._files}
 
 
 class ByteTokenizer:

@@ -37,7 +37,7 @@ def detokenize_wikitext(text: str) -> str:
         text = text.replace(f" {mark} ", f"{mark} ")
     for left, right in _PAIRS:
         inside = f"{re.escape(left)}([^{re.escape(right)}]*){re.escape(right)}"
-        text = re.sub(inside, lambda found: found[0][0] + found[1].strip() + found[0][-1], text)
+        text = re.sub(inside, lambda match: match[0][0] + match[1].strip() + match[0][-1], text)
     for count in (4, 3, 2):
         text = text.replace(" ".join("=" * count), "=" * count)
     for spaced, tight in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
@@ -80,7 +80,7 @@ class WikiText103Task(_WindowedTask):
         sums, counts = self.loss_sums(scores)
         num_targets = sum(counts)
         ratio = num_targets / max(self.num_words - 1, 1)
-        found = {
+        estimates = {
             "loss": ratio_estimate(sums, counts),
             "perplexity": ratio_estimate(sums, counts, perplexity),
             "adjusted_perplexity": ratio_estimate(sums, counts, lambda loss: perplexity(loss * ratio)),
@@ -89,7 +89,7 @@ class WikiText103Task(_WindowedTask):
                 sums, counts, lambda loss: loss * num_targets * BITS_PER_NAT / self.num_bytes
             ),
         }
-        return found, {"tokens": num_targets + 1, "words": self.num_words, "bytes": self.num_bytes}
+        return estimates, {"tokens": num_targets + 1, "words": self.num_words, "bytes": self.num_bytes}
 
 
 def read_wikitext103(
@@ -120,15 +120,17 @@ class TextTask(_WindowedTask):
         for document, loss, count in zip(self.documents, sums, counts, strict=True):
             loss_of[document] += loss
             tokens_of[document] += count
-        one = len(self.document_bytes) == 1  # its windows are resampled then
-        items = (sums, counts) if one else (loss_of, tokens_of)
+        is_single = len(self.document_bytes) == 1  # its windows are resampled then
+        items = (sums, counts) if is_single else (loss_of, tokens_of)
         num_tokens, num_bytes = sum(counts), sum(self.document_bytes)
-        found = {"loss": ratio_estimate(*items), "perplexity": ratio_estimate(*items, perplexity)}
-        if one:
-            found["bits_per_byte"] = ratio_estimate(*items, lambda loss: loss * num_tokens * BITS_PER_NAT / num_bytes)
+        estimates = {"loss": ratio_estimate(*items), "perplexity": ratio_estimate(*items, perplexity)}
+        if is_single:
+            estimates["bits_per_byte"] = ratio_estimate(
+                *items, lambda loss: loss * num_tokens * BITS_PER_NAT / num_bytes
+            )
         else:
-            found["bits_per_byte"] = ratio_estimate(loss_of, self.document_bytes, lambda loss: loss * BITS_PER_NAT)
-        return found, {"documents": len(self.document_bytes), "tokens": num_tokens, "bytes": num_bytes}
+            estimates["bits_per_byte"] = ratio_estimate(loss_of, self.document_bytes, lambda loss: loss * BITS_PER_NAT)
+        return estimates, {"documents": len(self.document_bytes), "tokens": num_tokens, "bytes": num_bytes}
 
 
 def read_text_task(

@@ -56,8 +56,8 @@ class RecordedRun:
 
     @property
     def planned_iterations(self) -> int | None:
-        found = self.metrics.last("train_iters")
-        return None if found is None else int(found)
+        planned = self.metrics.last("train_iters")
+        return None if planned is None else int(planned)
 
 
 def open_runs(folders: Sequence[Path]) -> list[RecordedRun]:
@@ -87,7 +87,7 @@ def open_run(
     notes = list(_record_notes(metrics))
     settings = RunSettings()
     try:
-        settings = read_settings(folder / CONFIG_FILE, metrics.start_facts("origins"))
+        settings = read_settings(folder / CONFIG_FILE, metrics.start_metadata("origins"))
         notes += [f"{CONFIG_FILE}: {problem}" for problem in settings.problems[:5]]
     except (OSError, ValueError) as error:
         notes.append(f"{CONFIG_FILE} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}")
@@ -148,17 +148,17 @@ def find_run_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise RunFolderError(f"{printable(str(root))} {what}. Give a folder with runs in it.")
-    found: list[Path] = []
+    run_folders: list[Path] = []
     for place, folders, files in os.walk(root):
         if METRICS_FILE in files:
-            found.append(Path(place))
+            run_folders.append(Path(place))
         depth = len(Path(place).relative_to(root).parts)
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and not STEP_FOLDER_NAME.fullmatch(name)
         )
         if depth >= _MAX_DEPTH:
             folders.clear()
-    return found
+    return run_folders
 
 
 def _labels(folders: Iterable[Path]) -> list[str]:

@@ -115,24 +115,27 @@ class Difference:
 
 def setting_differences(first: RecordedRun, second: RecordedRun) -> list[Difference]:
     """Returns the settings that differ; where files and folders of a run are is told too, since it may be another dataset."""
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for path in dict.fromkeys((*first.settings.values, *second.settings.values)):
         a, b = first.settings.values.get(path), second.settings.values.get(path)
         if a is None or b is None or a.value != b.value:
-            texts = [("unknown", "") if one is None else (format_value(one.value), one.origin) for one in (a, b)]
-            found.append(Difference(path, texts[0][0], texts[1][0], texts[0][1], texts[1][1]))
-    return found
+            texts = [
+                ("unknown", "") if setting is None else (format_value(setting.value), setting.origin)
+                for setting in (a, b)
+            ]
+            differences.append(Difference(path, texts[0][0], texts[1][0], texts[0][1], texts[1][1]))
+    return differences
 
 
 def result_differences(first: RecordedRun, second: RecordedRun) -> list[Difference]:
     """Returns all results, and the loss at the last step that both have reached."""
     texts = [summary_texts(summarize_run(run)) for run in (first, second)]
-    found = [Difference("layout", first.layout, second.layout)]
-    found += [Difference(name, text, texts[1][name]) for name, text in texts[0].items()]
+    differences = [Difference("layout", first.layout, second.layout)]
+    differences += [Difference(name, text, texts[1][name]) for name, text in texts[0].items()]
     if (common := common_step_losses([first, second])) is not None:
         step, losses = common
-        found.append(Difference(f"loss at step {step:,}", *map(compact, losses)))
-    return found
+        differences.append(Difference(f"loss at step {step:,}", *map(compact, losses)))
+    return differences
 
 
 def common_step_losses(runs: Sequence[RecordedRun]) -> tuple[int, list[float]] | None:

@@ -26,7 +26,7 @@ from petatron.base.safe_files import remove_tree
 from petatron.base.text import format_bytes
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, free_bytes
-from petatron.checkpoint.files.manifest import RankTable
+from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable
 from petatron.checkpoint.files.safetensors_file import serialize_tensors
 from petatron.checkpoint.megatron import write_megatron
 from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, file_table_entries, plan_files
@@ -104,14 +104,14 @@ def convert(
     if options.target_format == "huggingface":
         _check_hf_family(source)
     writer = _ConversionWriter(source, options, disk, on_progress)
-    with _atomic_folder(target, disk) as draft:
-        _check_free_space(draft, writer.total_bytes)
+    with _atomic_folder(target, disk) as tmp_folder:
+        _check_free_space(tmp_folder, writer.total_bytes)
         if options.target_format == "huggingface":
-            writer.write_model_folder(draft)
+            writer.write_model_folder(tmp_folder)
         elif options.target_format == "petatron":
-            writer.write_step(draft)
+            writer.write_step(tmp_folder)
         else:
-            writer.write_megatron(draft)
+            writer.write_megatron(tmp_folder)
 
 
 def _check_hf_family(source: ModelSource) -> None:
@@ -131,15 +131,15 @@ def _atomic_folder(target: Path, disk: Disk) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `target` at the end, or removed on error."""
     target = target.absolute()
     try:
-        draft = create_tmp_folder(target)
+        tmp_folder = create_tmp_folder(target)
         try:
-            yield draft
-            disk.sync_folder(draft)
-            disk.rename(draft, target)
+            yield tmp_folder
+            disk.sync_folder(tmp_folder)
+            disk.rename(tmp_folder, target)
             disk.sync_folder(target.parent)
         except BaseException:
             with suppress(OSError):
-                remove_tree(draft)
+                remove_tree(tmp_folder)
             raise
     except OSError as error:
         raise CheckpointError(
@@ -194,12 +194,12 @@ class _ConversionWriter:
         """Writes a checkpoint folder with one step, and its model's settings as a config file."""
         source, disk = self._source, self._disk
         step_folder.begin_step(folder, source.step, disk)
-        draft = step_folder.make_tmp_step(folder, source.step, disk)
-        table = self.write_model_folder(draft / step_folder.MODEL_FOLDER, f"{step_folder.MODEL_FOLDER}/")
+        tmp_step = step_folder.make_tmp_step(folder, source.step, disk)
+        table = self.write_model_folder(tmp_step / step_folder.MODEL_FOLDER, f"{step_folder.MODEL_FOLDER}/")
         model = model_identity(source.spec.config, source.spec.moe)
-        facts = {"optimizer": None, "facts": {"converted_from": source.format, "model": model}}
-        written = step_folder.write_table(draft, 0, table, disk)
-        step_folder.publish_step(folder, source.step, [written], facts=facts, layout="", disk=disk)
+        metadata = {"optimizer": None, METADATA_KEY: {"converted_from": source.format, "model": model}}
+        written = step_folder.write_table(tmp_step, 0, table, disk)
+        step_folder.publish_step(folder, source.step, [written], metadata=metadata, layout="", disk=disk)
         disk.write(folder / CONFIG_YAML_FILE, [config_yaml_text(source.config_sections).encode()])
 
     def write_megatron(self, folder: Path) -> None:

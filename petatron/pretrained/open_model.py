@@ -138,11 +138,11 @@ def _folder_run_config(
 def _precision_of(dtype: torch.dtype | str) -> str:
     """Returns the flags' name of a dtype."""
     name = str(dtype).removeprefix("torch.")
-    found = name if name in _DTYPE_TO_PRECISION.values() else _DTYPE_TO_PRECISION.get(name)
-    if found is None:
+    precision = name if name in _DTYPE_TO_PRECISION.values() else _DTYPE_TO_PRECISION.get(name)
+    if precision is None:
         rule = "is not a dtype that a model can be computed in"
         raise ConfigError([Problem("dtype", str(dtype), rule, f"Use one of torch's {', '.join(_DTYPE_TO_PRECISION)}.")])
-    return found
+    return precision
 
 
 def _run_config(

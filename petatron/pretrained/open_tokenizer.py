@@ -61,9 +61,9 @@ def _find_start_tokenizer(checkpoint: CheckpointConfig) -> StartTokenizer | None
 
 def _model_folder(path: Path, step: int | None) -> Path | None:
     """Returns the Hugging Face folder of what would be loaded; a damaged folder has its error from the load."""
-    own = step_list.containing_step(path)
-    if own is not None:
-        return own / step_folder.MODEL_FOLDER
+    containing = step_list.containing_step(path)
+    if containing is not None:
+        return containing / step_folder.MODEL_FOLDER
     step = latest_step(path) if step is None else step
     steps = step_folder.list_steps(path)
     if step is not None and step in steps:

@@ -77,20 +77,20 @@ def open_model_source(
     `step` selects among several. `vocab_size` is for Megatron's format, which may know its vocabulary only with its padding. `weights`
     is a kind of state that a checkpoint of ours has, to read in place of the model's weights: an average.
     """
-    found = model_format or detect_format(path)
+    model_kind = model_format or detect_format(path)
     problems: list[Problem] = []
-    if vocab_size is not None and found != "megatron":
-        rule = f"is known for a {found} model, whose settings say it"
+    if vocab_size is not None and model_kind != "megatron":
+        rule = f"is known for a {model_kind} model, whose settings say it"
         problems.append(Problem("--vocab-size", str(vocab_size), rule, "Leave it out."))
-    if step is not None and found == "huggingface":
+    if step is not None and model_kind == "huggingface":
         problems.append(
             Problem("--step", str(step), "chooses among steps, and a model's folder has none", "Leave it out.")
         )
-    problems += weights_kind_problems(weights, found)
+    problems += weights_kind_problems(weights, model_kind)
     if problems:
         raise ConfigError(problems)
     with reading_foreign(path, _source_error):
-        source = _open(path, found, step, vocab_size, weights)
+        source = _open(path, model_kind, step, vocab_size, weights)
     return replace(source, fill=partial(_fill_checked, source))
 
 
@@ -158,10 +158,10 @@ def _manifest_source(
     directory = BoxDirectory.from_tensors(path, manifest.tensors)
 
     def fill(chunks: Sequence[Chunk]) -> None:
-        found = [
+        lookups = [
             directory.lookup(chunk.key, chunk.box, full_precision=wants_full_precision(chunk))[:2] for chunk in chunks
         ]
-        plan = box_reads.plan_reads(path, chunks, found, strict=False)
+        plan = box_reads.plan_reads(path, chunks, lookups, strict=False)
         assert not plan.missing_keys, f"{plan.missing_keys} were not looked for"
         box_reads.execute_reads(path, plan, manifest.files)
 

@@ -112,31 +112,31 @@ def _traced_shard(kind: str, shard: TensorShard, view: Tensor) -> TracedShard:
 
 def assemble_tensors(shards: Iterable[TracedShard]) -> dict[tuple[str, str], Tensor]:
     """Assembles whole logical tensors from the shards of all ranks; elements that no rank supplied are NaN."""
-    whole: dict[tuple[str, str], Tensor] = {}
+    tensors: dict[tuple[str, str], Tensor] = {}
     for part in shards:
         key = (part.kind, part.name)
-        if key not in whole:
-            whole[key] = torch.full(part.logical_shape, float("nan"), dtype=torch.float64)
-        whole[key][part.slices()] = part.values.to(torch.float64)
-    return whole
+        if key not in tensors:
+            tensors[key] = torch.full(part.logical_shape, float("nan"), dtype=torch.float64)
+        tensors[key][part.slices()] = part.values.to(torch.float64)
+    return tensors
 
 
 def write_step_trace(step: StepTrace, path: Path) -> None:
     """Writes one step of one rank as a safetensors file."""
     tensors = {str(index): part.values for index, part in enumerate(step.shards)}
     parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.shards]
-    facts = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
-    save_file(tensors, path, metadata={"trace": json.dumps(facts)})
+    record = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
+    save_file(tensors, path, metadata={"trace": json.dumps(record)})
 
 
 def read_step_trace(path: Path) -> StepTrace:
     with safe_open(path, framework="pt") as file:
-        facts = json.loads(file.metadata()["trace"])
+        record = json.loads(file.metadata()["trace"])
         parts = [
             TracedShard(kind, name, tuple(shape), tuple(start), file.get_tensor(str(index)))
-            for index, (kind, name, shape, start) in enumerate(facts["parts"])
+            for index, (kind, name, shape, start) in enumerate(record["parts"])
         ]
-    return StepTrace(facts["loss"], facts["grad_norm"], parts)
+    return StepTrace(record["loss"], record["grad_norm"], parts)
 
 
 class StoredTrace(Sequence[StepTrace]):

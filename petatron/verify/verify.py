@@ -102,16 +102,18 @@ def record_run(argv: Sequence[str], folder: Path, *, every_step: bool, injection
     loaded, _ = open_tokenizer(load_config(argv, world_size=environment.world_size))
     ends = (1, loaded.config.train.train_iters)
     mesh = launch(loaded.config)
-    own = folder / f"rank-{environment.rank:05d}"
-    own.mkdir(parents=True, exist_ok=True)
+    rank_folder = folder / f"rank-{environment.rank:05d}"
+    rank_folder.mkdir(parents=True, exist_ok=True)
     steps = record_steps(loaded.config, mesh, keep_tensors=lambda step: every_step or step in ends, injection=injection)
     for number, step in enumerate(steps, start=1):
-        write_step_trace(step, own / f"step-{number:06d}.safetensors")
+        write_step_trace(step, rank_folder / f"step-{number:06d}.safetensors")
 
 
 def compare_recorded_runs(reference: Path, candidate: Path, dtype: str) -> TraceComparison:
     """Compares the traces that two runs wrote."""
-    ranks = [[StoredTrace(own) for own in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)]
+    ranks = [
+        [StoredTrace(rank_folder) for rank_folder in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)
+    ]
     return compare_traces(ranks[0], ranks[1], TOLERANCES[dtype])
 
 

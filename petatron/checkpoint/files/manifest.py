@@ -29,6 +29,8 @@ from petatron.sharding.boxes import Box, Shape
 VERSION = 4
 MAX_MANIFEST_BYTES = 1 << 28
 """The largest manifest or table that is read."""
+METADATA_KEY = "facts"
+"""The key of metadata in files, in the manifest and inside it once more."""
 _SINGLE_TABLE_VERSION, _READABLE_VERSIONS = 2, (2, 3, VERSION)
 _FORMAT, _TABLE_FORMAT = "petatron checkpoint", "petatron checkpoint table"
 _BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{16}|[0-9a-f]{8}|[0-9a-f]{64}"), re.compile("[0-9a-f]{64}")
@@ -105,7 +107,7 @@ class Manifest:
 
     step: int
     layout: str
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     local: Mapping[str, str]
     files: Mapping[str, StoredFile]
@@ -120,11 +122,11 @@ def merge_tables(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
         if seen.setdefault(key, (part.shape, part.dtype)) != (part.shape, part.dtype):
             raise ValueError(f"{key} is {seen[key]} in one table and {(part.shape, part.dtype)} in another")
         boxes.setdefault(key, []).extend(part.boxes)
-    return {key: StoredTensor(*seen[key], tuple(found)) for key, found in boxes.items()}
+    return {key: StoredTensor(*seen[key], tuple(stored)) for key, stored in boxes.items()}
 
 
 def manifest_to_json(
-    step: int, *, layout: str, facts: Mapping[str, Any], tables: Sequence[TableFile], version: int = VERSION
+    step: int, *, layout: str, metadata: Mapping[str, Any], tables: Sequence[TableFile], version: int = VERSION
 ) -> str:
     """Serializes manifest.json."""
     body = {
@@ -132,30 +134,30 @@ def manifest_to_json(
         "version": version,
         "step": step,
         "layout": layout,
-        "facts": dict(facts),
+        METADATA_KEY: dict(metadata),
         "block_bytes": BLOCK_BYTES,
         "tables": {table.path: [table.size_bytes, table.digest] for table in tables},
     }
-    # JSON changes tuples and integer keys in facts; the digest is of what will be read.
+    # JSON changes tuples and integer keys in metadata; the digest is of what will be read.
     body = json.loads(json.dumps(body))
     return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
 
 def write_manifest(
-    draft: Path,
+    tmp_folder: Path,
     step: int,
     *,
     layout: str,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     tables: Sequence[TableFile],
     disk: Disk,
     sign: SignFunction | None = None,
 ) -> None:
     """Writes manifest.json, and its signature where there is a key, into the temporary folder of a step: its last files."""
-    content = manifest_to_json(step, layout=layout, facts=facts, tables=tables).encode()
-    disk.write(draft / MANIFEST_FILE, [content])
+    content = manifest_to_json(step, layout=layout, metadata=metadata, tables=tables).encode()
+    disk.write(tmp_folder / MANIFEST_FILE, [content])
     if sign is not None:
-        disk.write(draft / SIGNATURE_FILE, [sign(content)])
+        disk.write(tmp_folder / SIGNATURE_FILE, [sign(content)])
 
 
 def manifest_from_json(text: str | bytes) -> Manifest:
@@ -171,14 +173,14 @@ def manifest_from_json(text: str | bytes) -> Manifest:
     if not is_count(body.get("step")):
         raise _invalid_field("its step")
     tables = () if body["version"] == _SINGLE_TABLE_VERSION else tuple(_table_files(_mapping(body, "tables")))
-    whole = _table_from_body(body) if body["version"] == _SINGLE_TABLE_VERSION else RankTable({}, (), {})
+    table = _table_from_body(body) if body["version"] == _SINGLE_TABLE_VERSION else RankTable({}, (), {})
     return Manifest(
         step=body["step"],
         layout=_text(body.get("layout"), "its layout"),
-        facts=_mapping(body, "facts"),
-        tensors=dict(whole.entries),
-        local=whole.local,
-        files=whole.files,
+        metadata=_mapping(body, METADATA_KEY),
+        tensors=dict(table.entries),
+        local=table.local,
+        files=table.files,
         tables=tables,
     )
 
@@ -234,10 +236,10 @@ def _table_files(tables: Mapping[str, Any]) -> Iterator[TableFile]:
 
 
 def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = body.get(name)
-    if not isinstance(found, dict):
+    value = body.get(name)
+    if not isinstance(value, dict):
         raise _invalid_field(f"its {name}")
-    return found
+    return value
 
 
 def _text(value: Any, what: str) -> str:

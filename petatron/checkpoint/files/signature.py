@@ -113,23 +113,27 @@ def _decoded(text: object) -> bytes:
 def signature_problem(source: Path, manifest: bytes, trusted_keys: Sequence[bytes]) -> str | None:
     """Tells why a step is not signed by any of the trusted keys, or None."""
     try:
-        found = read_signature(source)
+        signature = read_signature(source)
     except CheckpointError as error:
         return str(error)
-    if found is None:
+    if signature is None:
         return f"{source} is not signed: there is no {SIGNATURE_FILE}. Whoever trained it signs it with --sign-key."
-    if not _is_valid(found, manifest):
+    if not _is_valid(signature, manifest):
         return f"{source / SIGNATURE_FILE} is not a signature of this manifest: one of them was changed. Do not use the checkpoint."
-    if found.public_key not in trusted_keys:
+    if signature.public_key not in trusted_keys:
         known = ", ".join(map(key_fingerprint, trusted_keys))
-        return f"{source} is signed by {found.fingerprint}, which is not a trusted key ({known}). Ask whose key it is."
+        return (
+            f"{source} is signed by {signature.fingerprint}, which is not a trusted key ({known}). Ask whose key it is."
+        )
     return None
 
 
-def _is_valid(found: Signature, manifest: bytes) -> bool:
+def _is_valid(signature: Signature, manifest: bytes) -> bool:
     library = _import_cryptography()
     try:
-        library.ed25519.Ed25519PublicKey.from_public_bytes(found.public_key).verify(found.value, _CONTEXT + manifest)
+        library.ed25519.Ed25519PublicKey.from_public_bytes(signature.public_key).verify(
+            signature.value, _CONTEXT + manifest
+        )
     except library.invalid_signature:
         return False
     return True

@@ -81,7 +81,7 @@ def split_packed_tensors(infos: TensorInfos) -> tuple[dict[str, tuple[str, Tenso
         if base != name and base + _SCALES in infos:
             packed[base] = PackedTensor(base, file, info, *infos[base + _SCALES])
     taken = {base + suffix for base in packed for suffix in (_BLOCKS, _SCALES)}
-    return {name: found for name, found in infos.items() if name not in taken}, packed
+    return {name: place for name, place in infos.items() if name not in taken}, packed
 
 
 def num_stored_elements(infos: TensorInfos) -> int:

@@ -35,8 +35,8 @@ def warn_of_damaged_model_folder(step: Path, control: Axis) -> None:
     if not any_stored:
         return
     problems = [problem for table in tables for problem in _file_problems(step, table)]
-    found = [problem for of_rank in all_gather_objects(problems, control) for problem in of_rank]
-    for problem in found if control.rank == 0 else ():
+    gathered = [problem for of_rank in all_gather_objects(problems, control) for problem in of_rank]
+    for problem in gathered if control.rank == 0 else ():
         _log.warning(
             "%s. Training goes on from the master weights in %s, which are sound; what it saves is whole. "
             "Restore this file from a copy before anything reads the model of this step",
@@ -48,8 +48,8 @@ def warn_of_damaged_model_folder(step: Path, control: Axis) -> None:
 def _own_tables(step: Path, control: Axis) -> list[RankTable]:
     head = step_folder.read_manifest_head(step)
     if not head.tables:  # version 2 of the format
-        own = RankTable(head.files, tuple(head.tensors.items()), head.local)
-        return [own] if control.rank == 0 else []
+        table = RankTable(head.files, tuple(head.tensors.items()), head.local)
+        return [table] if control.rank == 0 else []
     return [step_folder.read_table(step, table) for table in head.tables[control.rank :: control.size]]
 
 

@@ -19,7 +19,7 @@ from petatron.checkpoint.files.manifest import Manifest, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error, read_manifest
 from petatron.checkpoint.inspect.inspect_checkpoint import ProgressCallback
-from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.load.box_reads import BoxRead, ReadPlan, execute_reads
 from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.sharding.boxes import overlap, tiling_problem
@@ -84,11 +84,11 @@ def diff_checkpoints(
     pairs, unlike = _match_tensors(manifests[0].tensors, manifests[1].tensors)
     differences = _tensor_diffs(pairs, (first, second), manifests, on_progress)
     return CheckpointDiff(
-        settings=tuple(_setting_diffs(run_facts(manifests[0]), run_facts(manifests[1]))),
+        settings=tuple(_setting_diffs(run_metadata(manifests[0]), run_metadata(manifests[1]))),
         only_first=tuple(sorted(manifests[0].tensors.keys() - {pair.key for pair in pairs} - unlike.keys())),
         only_second=tuple(sorted(manifests[1].tensors.keys() - {pair.second_key for pair in pairs} - unlike.keys())),
         unlike=tuple(unlike.values()),
-        tensors=tuple(sorted(differences, key=lambda found: (-found.relative, found.key))),
+        tensors=tuple(sorted(differences, key=lambda diff: (-diff.relative, diff.key))),
     )
 
 
@@ -117,9 +117,9 @@ def _setting_diffs(first: Mapping[str, Any], second: Mapping[str, Any]) -> Itera
                 yield f"{section}.{name}", old.get(name), new.get(name)
 
 
-def _section(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = facts.get(name)
-    return found if isinstance(found, dict) else {}
+def _section(metadata: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = metadata.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _match_tensors(

@@ -28,8 +28,8 @@ from petatron.checkpoint.files.safetensors_file import TensorInfo, read_header
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
 from petatron.checkpoint.files.step_list import check_steps_not_lost, read_latest, warn_of_unusable_latest
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
-from petatron.checkpoint.inspect.run_facts_check import run_fact_problems
-from petatron.checkpoint.inspect.summarize_checkpoint import run_facts
+from petatron.checkpoint.inspect.run_metadata_check import run_metadata_problems
+from petatron.checkpoint.inspect.summarize_checkpoint import run_metadata
 from petatron.config.schema.model_identity import identity_differences
 from petatron.sharding.boxes import tiling_problem
 
@@ -55,14 +55,14 @@ def find_checkpoint(path: Path, step: int | None = None, *, warn: bool = True) -
         return path
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder. Give one that --save wrote to, or a step-N in it.")
-    found = step_folder.list_steps(path)
+    steps = step_folder.list_steps(path)
     wanted = step_folder.latest_step(path) if step is None else step
-    if wanted in found:
+    if wanted in steps:
         if step is None and warn:
             warn_of_unusable_latest(path)
-        return found[wanted]
+        return steps[wanted]
     if wanted is not None:
-        have = ", ".join(map(str, found)) or "none"
+        have = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(f"{path} has no complete checkpoint of step {wanted}; it has: {have}.")
     if (path.parent / step_folder.MANIFEST_FILE).is_file():
         raise CheckpointError(f"{path} is a part of a checkpoint. Give {path.parent}.")
@@ -156,12 +156,12 @@ def verify_checkpoint(
         findings.append(_damage_finding(source / step_folder.MANIFEST_FILE, f"is that of step {manifest.step}"))
     findings += [
         _damage_finding(source / step_folder.MANIFEST_FILE, problem)
-        for problem in run_fact_problems(run_facts(manifest), step=manifest.step)
+        for problem in run_metadata_problems(run_metadata(manifest), step=manifest.step)
     ]
     findings += _table_findings(source, manifest, broken)
     findings += _signature_findings(source, manifest, trusted_keys)
     if _CONFIG_FILE in manifest.files and source / _CONFIG_FILE not in broken:
-        findings += _config_findings(source / _CONFIG_FILE, run_facts(manifest))
+        findings += _config_findings(source / _CONFIG_FILE, run_metadata(manifest))
     return VerificationReport(source, len(manifest.files), total, tuple(findings))
 
 
@@ -259,11 +259,11 @@ def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int]
 
     def check(number: int) -> bool:
         begin = number * BLOCK_BYTES
-        whole = buffers.get()
-        buffer = whole[: min(BLOCK_BYTES, expected.size_bytes - begin)]
+        memory = buffers.get()
+        buffer = memory[: min(BLOCK_BYTES, expected.size_bytes - begin)]
         count = read_fully(file.fileno(), buffer, begin)
         same = count == len(buffer) and matches_digest([buffer], expected.block_digests[number])
-        buffers.put(whole)
+        buffers.put(memory)
         return same
 
     count = -(-expected.size_bytes // BLOCK_BYTES)
@@ -302,9 +302,9 @@ def _table_findings(source: Path, manifest: Manifest, broken: set[Path]) -> Iter
     for name, file in manifest.local.items():
         if file in headers and name not in headers[file]:
             problems.setdefault(source / file, []).append(f"lacks {name}")
-    for path, found in problems.items():
-        more = f" (and {len(found) - _MAX_SHOWN} more of that kind)" if len(found) > _MAX_SHOWN else ""
-        yield _damage_finding(path, "; ".join(found[:_MAX_SHOWN]) + more)
+    for path, texts in problems.items():
+        more = f" (and {len(texts) - _MAX_SHOWN} more of that kind)" if len(texts) > _MAX_SHOWN else ""
+        yield _damage_finding(path, "; ".join(texts[:_MAX_SHOWN]) + more)
 
 
 def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> str | None:
@@ -319,18 +319,18 @@ def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> st
         transposed=stored.transposed,
         interleaved=stored.interleaved,
     )
-    whole = addressed_shape(info.shape, stored.interleaved)
-    if len(box.shape) != len(whole) or any(end > size for end, size in zip(box.stop, whole)):
+    entry_shape = addressed_shape(info.shape, stored.interleaved)
+    if len(box.shape) != len(entry_shape) or any(end > size for end, size in zip(box.stop, entry_shape)):
         return f"has {stored.entry_name} in another shape, {list(info.shape)}"
     return None
 
 
-def _config_findings(path: Path, facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _config_findings(path: Path, metadata: Mapping[str, Any]) -> Iterator[Finding]:
     """Checks that config.json describes the model that the run trained."""
     try:
         model, moe = HuggingFaceFolder(path.parent).settings()
         with reading_untrusted(path, step_folder.damaged_error):
-            differing = list(_config_differences(model | moe, facts))
+            differing = list(_config_differences(model | moe, metadata))
     except PetatronError as error:
         yield _damage_finding(path, f"cannot be understood: {' '.join(str(error).split())}")
         return
@@ -338,7 +338,7 @@ def _config_findings(path: Path, facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield _damage_finding(path, f"is of another model: {'; '.join(differing)}")
 
 
-def _config_differences(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
-    saved = facts.get("model") or {}
+def _config_differences(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[str]:
+    saved = metadata.get("model") or {}
     for name in identity_differences(values, saved):
         yield f"{name} is {values[name]} there and {saved[name]} in the manifest"

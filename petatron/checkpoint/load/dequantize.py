@@ -42,7 +42,7 @@ def scale_shape(shape: Shape, block: Shape) -> Shape:
     >>> scale_shape((256, 130), (128, 128))
     (2, 2)
     """
-    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    return tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=True))
 
 
 def read_scale(source: Path, scale: BlockScale) -> Tensor:
@@ -54,8 +54,8 @@ def read_scale(source: Path, scale: BlockScale) -> Tensor:
             raise damaged_error(path, f"lacks {scale.entry_name} as a matrix of float32")
         with untrusted_files.open_regular_file(path) as file:
             file.seek(info.begin)
-            found = np.frombuffer(file.read(info.end - info.begin), np.float32).reshape(info.shape)
-    return torch.from_numpy(found.copy())
+            values = np.frombuffer(file.read(info.end - info.begin), np.float32).reshape(info.shape)
+    return torch.from_numpy(values.copy())
 
 
 def apply_scale(values: Tensor, box: Box, scale: Tensor, block: Shape) -> None:
@@ -133,9 +133,9 @@ class PackedRead:
             info = read_header(path).get(name)
             if info is None or info.dtype != PACKED_DTYPE or info.end - info.begin != int(np.prod(addressed)):
                 raise damaged_error(path, f"lacks {name} as a byte for each block")
-            each = int(np.prod(addressed[1:]))
+            expert_size = int(np.prod(addressed[1:]))
             with untrusted_files.open_regular_file(path) as file:
-                file.seek(info.begin + box.start[0] * each)
-                found = np.frombuffer(file.read(box.shape[0] * each), np.uint8)
-        whole = torch.from_numpy(found.copy()).view(box.shape[0], *addressed[1:])
-        return whole[(slice(None), *box.slices()[1:])]
+                file.seek(info.begin + box.start[0] * expert_size)
+                exponents = np.frombuffer(file.read(box.shape[0] * expert_size), np.uint8)
+        of_experts = torch.from_numpy(exponents.copy()).view(box.shape[0], *addressed[1:])
+        return of_experts[(slice(None), *box.slices()[1:])]

@@ -117,9 +117,9 @@ def _read_metadata(step: Path) -> Iterator[_DistTensor]:
             _storage_key(index.fields["fqn"], _shape(index.fields["offset"] or ())): info
             for index, info in table.fields["storage_data"].items()
         }
-        for name, facts in tensors.items():
-            if isinstance(facts, InertObject) and "chunks" in facts.fields and _is_model_weight(name):
-                yield _dist_tensor(step, name, facts, places)
+        for name, metadata in tensors.items():
+            if isinstance(metadata, InertObject) and "chunks" in metadata.fields and _is_model_weight(name):
+                yield _dist_tensor(step, name, metadata, places)
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not a table that is understood ({type(error).__name__}: {error}). "

@@ -162,11 +162,11 @@ def _files_by_writer(
         for file in files
         if file.rank != rank and any(region.name in local_boxes for entry in file.entries for region in entry.regions)
     }
-    found: dict[int, list[FilePlan]] = {writer: [] for writer in sorted(writers)}
+    by_writer: dict[int, list[FilePlan]] = {writer: [] for writer in sorted(writers)}
     for file in files:
-        if file.rank in found:
-            found[file.rank].append(file)
-    return found
+        if file.rank in by_writer:
+            by_writer[file.rank].append(file)
+    return by_writer
 
 
 def _overlapping_transfers(
@@ -180,7 +180,7 @@ def _overlapping_transfers(
         name = segment.region.name
         boxes = boxes_by_name.get(name, ())
         if name not in indexes:
-            indexes[name] = BoxIndex([found.box for found in boxes])
+            indexes[name] = BoxIndex([primary.box for primary in boxes])
         for number, common in indexes[name].overlaps(segment.box):
             source = boxes[number]
             yield WeightTransfer(
@@ -198,7 +198,7 @@ def _by_round(transfers: Iterable[WeightTransfer], num_rounds: int) -> list[tupl
     rounds: list[list[WeightTransfer]] = [[] for _ in range(num_rounds)]
     for transfer in transfers:
         rounds[transfer.round_index].append(transfer)
-    return [tuple(sorted(found, key=lambda transfer: transfer.peer)) for found in rounds]
+    return [tuple(sorted(of_round, key=lambda transfer: transfer.peer)) for of_round in rounds]
 
 
 def _aliases(
@@ -208,7 +208,7 @@ def _aliases(
     boxes_by_name: Mapping[str, Sequence[PrimaryBox]],
 ) -> dict[str, WeightTransfer]:
     """Finds entries of one region inside one box of this rank, which are written from its own memory."""
-    found = {}
+    aliases = {}
     for entry in (entry for file in files for entry in file.entries):
         region = entry.regions[0]
         box = Box(region.start, region.shape)
@@ -216,8 +216,10 @@ def _aliases(
             continue
         for source in boxes_by_name.get(region.name, ()):
             if source.rank == rank and _is_inside(box, source.box):
-                found[entry.name] = WeightTransfer(0, rank, source.chunk_index, entry, region, box, dtypes[region.name])
-    return found
+                aliases[entry.name] = WeightTransfer(
+                    0, rank, source.chunk_index, entry, region, box, dtypes[region.name]
+                )
+    return aliases
 
 
 def _is_inside(inner: Box, outer: Box) -> bool:

@@ -1,4 +1,4 @@
-"""Public datasets that `petatron data fetch` knows by a short name: one table of facts.
+"""Public datasets that `petatron data fetch` knows by a short name: one table.
 
 A license is repeated here only for the list; what a fetch shows and records is the dataset card's own.
 """

@@ -42,9 +42,9 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, *, template: ChatTemplate | None = None) -> None:
         """`template` replaces the tokenizer's own."""
         self._tokenizer = tokenizer
-        own = template or tokenizer_chat_template(tokenizer)
-        self.has_template = own is not None
-        self._template = own or ChatTemplate(PLAIN_TEMPLATE)
+        template = template or tokenizer_chat_template(tokenizer)
+        self.has_template = template is not None
+        self._template = template or ChatTemplate(PLAIN_TEMPLATE)
         self.prefix_ids = prefix_ids(tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -97,9 +97,9 @@ def prefix_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
         fast = FastTokenizer.from_buffer(content)
         fast.no_truncation()
         fast.no_padding()
-        plain, whole = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
-    starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
-    return tuple(whole[: starts[0]]) if starts and plain else ()
+        plain, with_special = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
+    starts = [at for at in range(len(with_special) - len(plain) + 1) if with_special[at : at + len(plain)] == plain]
+    return tuple(with_special[: starts[0]]) if starts and plain else ()
 
 
 def bos_ids(tokenizer: Tokenizer, *, add: bool | None = None) -> tuple[int, ...]:
@@ -109,9 +109,9 @@ def bos_ids(tokenizer: Tokenizer, *, add: bool | None = None) -> tuple[int, ...]
     """
     if add is False:
         return ()
-    found = prefix_ids(tokenizer)
-    if found or add is None:
-        return found
+    prefix = prefix_ids(tokenizer)
+    if prefix or add is None:
+        return prefix
     token = special_token(tokenizer_settings(tokenizer), "bos_token")
     ids = [] if token is None else tokenizer.encode(token)
     if len(ids) != 1:

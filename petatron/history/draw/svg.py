@@ -132,10 +132,10 @@ def _diamond(x: float, y: float, panel: Panel, color: int) -> str:
 
 def _end_marks(panel: Panel) -> list[str]:
     """Says in the panel's corner what its signs mean."""
-    words = ["◆ validation"] if any(curve.is_marks and curve.x.size for curve in panel.curves) else []
-    words += ["✕ not finite"] if any(curve.lost_x for curve in panel.curves) else []
+    texts = ["◆ validation"] if any(curve.is_marks and curve.x.size for curve in panel.curves) else []
+    texts += ["✕ not finite"] if any(curve.lost_x for curve in panel.curves) else []
     left, _, width, _ = PLOT_BOX
-    return [f'<text class="dim" x="{left + width}" y="22" text-anchor="end">{"  ".join(words)}</text>'] if words else []
+    return [f'<text class="dim" x="{left + width}" y="22" text-anchor="end">{"  ".join(texts)}</text>'] if texts else []
 
 
 def _legend(labels: Sequence[str], theme: Theme, width: int) -> tuple[str, int]:

@@ -104,9 +104,9 @@ class StepProfiler:
             running.stop()
         path = self._folder / f"iterations-{self._first_iteration}-{self._last_iteration}-rank-{self._rank}.json.gz"
         try:
-            with tempfile.TemporaryDirectory(dir=self._folder) as draft:
-                running.export_chrome_trace(str(Path(draft) / path.name))
-                (Path(draft) / path.name).replace(path)
+            with tempfile.TemporaryDirectory(dir=self._folder) as tmp_folder:
+                running.export_chrome_trace(str(Path(tmp_folder) / path.name))
+                (Path(tmp_folder) / path.name).replace(path)
         except OSError as error:
             # Only rank 0 has sinks for events; errors of other ranks are logged.
             warn = self._log_event if self._rank == 0 else _log.error
