@@ -174,9 +174,10 @@ class CheckpointManager:
         def begin() -> WeightGather:
             if self._is_first_rank:
                 documents = () if model is None else model.aux_files.values()
-                self._ensure_free_space(needed_bytes + sum(map(len, documents)))
+                step_folder.recover_interrupted(self._folder, self._disk)  # before calling the disk full
+                check_free_space(self._folder, needed_bytes + sum(map(len, documents)))
                 step_folder.begin_step(self._folder, step, self._disk)
-            return WeightGather(plan.files, plan.dtypes, plan.transfers, chunks, self._world_axis, self._device)
+            return WeightGather(plan, chunks, self._world_axis, self._device)
 
         with self._removing_tmp_on_error(self._control_axis):
             gathered = self._ranks.run(begin, *error_texts).run()
@@ -223,11 +224,6 @@ class CheckpointManager:
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in local.values())
         total = all_reduce(torch.tensor([plan.primary_bytes + kept]), axis)
         return plan.with_rounds(rounds), int(total)
-
-    def _ensure_free_space(self, needed_bytes: int) -> None:
-        """Removes what a crash left behind before calling the disk full."""
-        step_folder.recover_interrupted(self._folder, self._disk)
-        check_free_space(self._folder, needed_bytes)
 
     def _save_error_texts(self, step: int) -> tuple[str, str]:
         """Returns what a failing save could not do, and what helps."""
@@ -321,21 +317,28 @@ class CheckpointManager:
         an error about a damaged file, the content of the chunks is undefined.
         """
         self.drain()
-        fill = partial(
-            self._fill,
-            chunks,
-            same_layout_key=same_layout_key,
-            strict=strict,
-            may_ignore_key=may_ignore_key,
-            check_all_files=check_all_files,
-        )
+
+        def fill(source: Path) -> LoadedCheckpoint:
+            """Rank 0 reads the manifest, and the ranks share its tables (`load/box_directory.py`)."""
+            reader = RankReader(source, self._control_axis, self._ranks)
+            head = reader.read_manifest(partial(read_manifest, source))
+            selected = self._ranks.run(lambda: chunks(head.metadata) if callable(chunks) else chunks)
+            plan = reader.plan_reads(
+                selected, strict=strict, may_ignore_key=may_ignore_key, check_all_files=check_all_files
+            )
+            self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
+            local = self._ranks.run(lambda: reader.read_local() if head.layout == same_layout_key else None)
+            is_signed = os.path.lexists(source / SIGNATURE_FILE)
+            return LoadedCheckpoint(head.step, dict(head.metadata), local, plan.missing_keys, is_signed, source)
+
         if not has_steps:
-            return fill(self._folder, partial(read_manifest, self._folder))
+            return fill(self._folder)
         while True:
             source = None
             try:
-                source = self._resolve_step(step)
-                return fill(source, partial(read_manifest, source))
+                resolve = partial(step_list.resolve_step, self._folder, step)
+                source = Path(self.broadcast_from_rank0(lambda resolve=resolve: str(resolve())))
+                return fill(source)
             except DamagedCheckpointError as error:
                 step = self.broadcast_from_rank0(partial(step_list.previous_step, self._folder, source))
                 if not fallback:
@@ -345,34 +348,7 @@ class CheckpointManager:
                 if self._is_first_rank:
                     _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
 
-    def _resolve_step(self, step: int | None) -> Path:
-        return Path(self.broadcast_from_rank0(lambda: str(step_list.resolve_step(self._folder, step))))
-
     def broadcast_from_rank0(self, read: Callable[[], Result]) -> Result:
         """Returns on every rank what rank 0 reads on disk; a JSON value."""
         value = self._ranks.run(lambda: read() if self._is_first_rank else None)
         return broadcast_object(value, self._control_axis)
-
-    def _fill(
-        self,
-        chunks: Sequence[Chunk] | SelectChunks,
-        source: Path,
-        read_manifest: Callable[[], Manifest],
-        *,
-        same_layout_key: str | None,
-        strict: bool,
-        may_ignore_key: Callable[[str], bool] | None,
-        check_all_files: bool,
-    ) -> LoadedCheckpoint:
-        """Fills chunks from one folder: rank 0 reads the manifest, and the ranks share its tables (`load/box_directory.py`)."""
-        reader = RankReader(source, self._control_axis, self._ranks)
-        head = reader.read_manifest(read_manifest)
-        selected = self._ranks.run(lambda: chunks(head.metadata) if callable(chunks) else chunks)
-        plan = reader.plan_reads(
-            selected, strict=strict, may_ignore_key=may_ignore_key, check_all_files=check_all_files
-        )
-        self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
-        same_layout = head.layout == same_layout_key
-        local = self._ranks.run(lambda: reader.read_local() if same_layout else None)
-        is_signed = os.path.lexists(source / SIGNATURE_FILE)
-        return LoadedCheckpoint(head.step, dict(head.metadata), local, plan.missing_keys, is_signed, source)

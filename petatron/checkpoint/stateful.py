@@ -261,7 +261,10 @@ class ComponentLoad:
         self.restored = [component for component in wanted if component.is_in(document)]
         missing = [component for component in wanted if component.required and component not in self.restored]
         names = {component.name for component in self.components}
-        self.frozen_then = _recorded_frozen(document)
+        frozen = document.get(_FROZEN_KEY, [])
+        if not isinstance(frozen, list) or not all(isinstance(name, str) for name in frozen):
+            raise ValueError("it does not list the names of what was frozen")
+        self.frozen_then = frozenset(frozen)
         recorded = _recorded_components(document)
         self._unused = [_RecordedComponent.from_json(entry) for name, entry in recorded.items() if name not in names]
         problems = [component.refusal(folder) for component in missing]
@@ -337,13 +340,6 @@ class ComponentLoad:
             yield f"not in the checkpoint: {title} of {abbreviate_names(names)}, which its run froze; these start anew"
         if names := sorted(now - self.frozen_then):
             yield f"left in the checkpoint: {title} of {abbreviate_names(names)}, which this run freezes"
-
-
-def _recorded_frozen(document: Mapping[str, Any]) -> frozenset[str]:
-    names = document.get(_FROZEN_KEY, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("it does not list the names of what was frozen")
-    return frozenset(names)
 
 
 def _with_prefix(prefix: str | None, local: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError
 from petatron.config.schema.data_blend import parse_blend as read_blend
+from petatron.data.batch_loader import Sample, SampleDataset
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
-from petatron.data.sample_dataset import Sample, SampleDataset
 
 MAX_DATASETS = 32766
 _SURPLUS = 0.005  # the default of Megatron's --mid-level-dataset-surplus

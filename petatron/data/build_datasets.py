@@ -19,6 +19,7 @@ from petatron.config.schema.default_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
 from petatron.data import gpt_kind  # noqa: F401  registers the kind of a run that names none
+from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import (
     BlendedDataset,
     WeightedPrefixes,
@@ -36,7 +37,6 @@ from petatron.data.dataset_kinds import (
     Split,
     dataset_kind,
 )
-from petatron.data.sample_dataset import SampleDataset
 from petatron.data.split_units import split_units
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.objective import build_objective
@@ -99,7 +99,9 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
 
     Every rank may call this; on a shared file system let one rank call it first, so that the others find its cache.
     """
-    kind = chosen_kind(config)
+    kind, vocab_size = chosen_kind(config), config.model.vocab_size
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
     requests = [
         DatasetRequest(
             split=split,
@@ -107,7 +109,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
             seq_length=config.model.seq_length,
             seed=config.train.seed,
             tokenizer=tokenizer,
-            vocab_size=_vocab_size(config, tokenizer),
+            vocab_size=vocab_size,
         )
         for split, count in zip(SPLITS, num_samples, strict=True)
     ]
@@ -125,12 +127,6 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
         }
     valid = {name: dataset for (split, name), dataset in built.items() if split == "valid" and dataset is not None}
     return SplitDatasets(built.get(("train", None)), built.get(("test", None)), valid, tuple(warnings))
-
-
-def _vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int | None:
-    if config.model.vocab_size is None and tokenizer is not None:
-        return tokenizer.vocab_size
-    return config.model.vocab_size
 
 
 def _wanted_sets(data: DataConfig, requests: Sequence[DatasetRequest]) -> list[_WantedSet]:

@@ -212,14 +212,14 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> Indexe
     return IndexedDataset(output)
 
 
-def _write_running_sum(source: BinaryIO, sink: BinaryIO, *, scale: int, with_total: bool) -> None:
+def _write_running_sum(source: BinaryIO, target: BinaryIO, *, scale: int, with_total: bool) -> None:
     """Writes, as int64, the exclusive prefix sum of the int32 entries of `source`; at the end also the total."""
     source.seek(0)
     total = 0
     while block := source.read(4 * CHUNK_ENTRIES):
         values = np.frombuffer(block, "<i4").astype(np.int64) * scale
         ends = np.cumsum(values) + total
-        sink.write((ends - values).astype("<i8").data)
+        target.write((ends - values).astype("<i8").data)
         total = int(ends[-1])
     if with_total:
-        sink.write(np.array([total], "<i8").data)
+        target.write(np.array([total], "<i8").data)

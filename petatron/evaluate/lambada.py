@@ -44,7 +44,8 @@ def read_lambada(
     bos: Sequence[int] = (),
 ) -> LambadaTask:
     """Reads JSON lines with a "text", after `bos`. Strict predicts the whole last word; else its last token, as the text is tokenized."""
-    pairs = read_examples(path, _split_strict if strict else _whole_text, limit=limit)
+    parse = _split_strict if strict else lambda record: (text_field(record, "text"), "")
+    pairs = read_examples(path, parse, limit=limit)
     contexts = tokenizer.encode_batch([context for context, _ in pairs])
     last_words = tokenizer.encode_batch([word for _, word in pairs])
     task, truncated = LambadaTask(), 0
@@ -62,10 +63,6 @@ def read_lambada(
         count = count_with_noun(truncated, "passage")
         task.notes.append(f"{count} cut from the left to {limits.max_tokens:,} tokens")
     return task
-
-
-def _whole_text(record: Mapping[str, Any]) -> tuple[str, str]:
-    return text_field(record, "text"), ""
 
 
 def _split_strict(record: Mapping[str, Any]) -> tuple[str, str]:

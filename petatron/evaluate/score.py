@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.required_settings import known_vocab_size
@@ -170,9 +169,10 @@ def _score_micro_batches(
     ]
     for view, batch, outputs_of_batch in zip(views, batches, outputs, strict=True):
         if outputs_of_batch and mesh.tp.rank == 0:  # ranks of one tensor-parallel group have the same
-            _write_local(
-                view[:, mesh.dp.rank], outputs_of_batch, split_batch(batch, mesh.cp, order=model.io.sequence_order)
-            )
+            positions = split_batch(batch, mesh.cp, order=model.io.sequence_order).positions
+            where = slice(None) if positions is None else positions
+            for kind, name in enumerate((TOKEN_LOSSES, GREEDY_TARGETS)):  # [B, S of this rank]
+                view[kind, mesh.dp.rank][:, where] = outputs_of_batch[name].to(view.dtype)
     collectives.all_reduce(flat, mesh.world)
     host = flat.cpu().split(sizes)
     for plan, part in zip(plans, host, strict=True):
@@ -190,11 +190,3 @@ def _make_batch(sequences: Sequence[Sequence[int]], plan: MicroBatchPlan, device
         arrays[0, row, :count], arrays[1, row, :count], arrays[2, row, :count] = ids[:-1], ids[1:], 1
     tokens, labels, counted = torch.from_numpy(arrays).to(device).unbind(0)
     return Batch(tokens, labels, counted.float())
-
-
-def _write_local(out: Tensor, outputs: dict[str, Tensor], local_batch: Batch) -> None:
-    """Writes this rank's losses and flags [B, S of this rank] to their positions in `out` [2, B, S]."""
-    positions = local_batch.positions
-    where = slice(None) if positions is None else positions
-    out[0, :, where] = outputs[TOKEN_LOSSES].to(out.dtype)
-    out[1, :, where] = outputs[GREEDY_TARGETS].to(out.dtype)

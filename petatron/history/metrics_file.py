@@ -102,22 +102,18 @@ class RunMetrics:
     def column(self, name: str) -> np.ndarray:
         return self.columns[name]
 
+    def finite(self, name: str) -> np.ndarray:
+        """Returns the finite numbers of a column."""
+        return self.columns[name][np.isfinite(self.columns[name])]
+
     def last(self, name: str) -> float | None:
         """Returns the last finite number of a column."""
-        values = self.columns[name]
-        finite = values[np.isfinite(values)]
-        return float(finite[-1]) if finite.size else None
-
-    def first(self, name: str) -> float | None:
-        values = self.columns[name]
-        finite = values[np.isfinite(values)]
-        return float(finite[0]) if finite.size else None
+        return float(finite[-1]) if (finite := self.finite(name)).size else None
 
     @property
     def iteration(self) -> int:
         """The last iteration that any record names."""
-        last = self.columns["iteration"]
-        known = [int(last[-1])] if last.size else []
+        known = self.columns["iteration"][-1:].astype(int).tolist()
         return max([*known, *(evaluation.iteration for evaluation in self.evaluations)], default=0)
 
     def split_evaluations(self, split: str = "valid") -> list[Evaluation]:
@@ -125,8 +121,9 @@ class RunMetrics:
         of_split = [evaluation for evaluation in self.evaluations if evaluation.split == split]
         return [evaluation for evaluation in of_split if evaluation.dataset == of_split[0].dataset]
 
-    def best_evaluation(self, split: str = "valid") -> Evaluation | None:
-        finite = [evaluation for evaluation in self.split_evaluations(split) if math.isfinite(evaluation.loss)]
+    def best_evaluation(self) -> Evaluation | None:
+        """Returns that of the validation set with the lowest loss."""
+        finite = [evaluation for evaluation in self.split_evaluations() if math.isfinite(evaluation.loss)]
         return min(finite, key=lambda evaluation: evaluation.loss, default=None)
 
     def start_metadata(self, name: str) -> Mapping[str, Any]:

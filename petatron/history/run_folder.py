@@ -56,8 +56,7 @@ class RecordedRun:
 
     @property
     def planned_iterations(self) -> int | None:
-        planned = self.metrics.last("train_iters")
-        return None if planned is None else int(planned)
+        return None if (planned := self.metrics.last("train_iters")) is None else int(planned)
 
 
 def open_runs(folders: Sequence[Path]) -> list[RecordedRun]:
@@ -74,9 +73,7 @@ def open_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     return runs
 
 
-def open_run(
-    folder: Path, *, label: str | None = None, every_point: bool = True, checkpoints: bool = True
-) -> RecordedRun:
+def open_run(folder: Path, *, label: str | None = None, every_point: bool = True) -> RecordedRun:
     """Opens the folder that `--save` or `--log-dir` named."""
     path = folder / METRICS_FILE
     try:
@@ -92,7 +89,7 @@ def open_run(
     except (OSError, ValueError) as error:
         notes.append(f"{CONFIG_FILE} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}")
     state, reason = run_state(metrics, locked=is_locked(folder), now_s=time.time())
-    steps = tuple(_saved_steps(folder)) if checkpoints else ()
+    steps = tuple(_saved_steps(folder))
     name = label or printable(folder.resolve().name, max_chars=MAX_LABEL_CHARS)
     return RecordedRun(folder, name, metrics, settings, steps, state, reason, changed_s, tuple(notes))
 

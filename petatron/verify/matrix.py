@@ -173,24 +173,7 @@ class MatrixEntry:
 
     @property
     def has_experts(self) -> bool:
-        return "--num-experts" in MODEL_FLAGS[self.model]
-
-    @property
-    def is_hybrid(self) -> bool:
-        return "--hybrid-layer-pattern" in MODEL_FLAGS[self.model]
-
-    @property
-    def first_letter(self) -> str:
-        """The kind of a hybrid's first layer."""
-        return MODEL_FLAGS[self.model].partition("--hybrid-layer-pattern ")[2][:1]
-
-    @property
-    def has_linear_attention(self) -> bool:
-        return "--experimental-attention-variant" in MODEL_FLAGS[self.model]
-
-    @property
-    def has_latents(self) -> bool:
-        return "--multi-latent-attention" in MODEL_FLAGS[self.model]
+        return "--num-experts" in self.model_flags
 
 
 def parse_entry(name: str) -> MatrixEntry:

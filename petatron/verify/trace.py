@@ -21,7 +21,6 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
-from petatron.sharding.shard_spec import TensorShard
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 
 
@@ -101,13 +100,8 @@ def _traced_shards(model: ParallelModel, kind: str) -> Iterator[TracedShard]:
     """Yields every shard this rank updates, replicas too: ranks that should hold the same may have diverged."""
     for group in _traced_groups(model, kind):
         for shard, view in group_tensor_shards(group, group.grads() if kind == "gradient" else group.weights()):
-            yield _traced_shard(kind, shard, view)
-
-
-def _traced_shard(kind: str, shard: TensorShard, view: Tensor) -> TracedShard:
-    return TracedShard(
-        kind, shard.name, shard.logical_shape, shard.start, view.detach().to("cpu", copy=True).contiguous()
-    )
+            values = view.detach().to("cpu", copy=True).contiguous()
+            yield TracedShard(kind, shard.name, shard.logical_shape, shard.start, values)
 
 
 def assemble_tensors(shards: Iterable[TracedShard]) -> dict[tuple[str, str], Tensor]:
@@ -127,6 +121,13 @@ def write_step_trace(step: StepTrace, path: Path) -> None:
     parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.shards]
     record = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
     save_file(tensors, path, metadata={"trace": json.dumps(record)})
+
+
+def write_trace(steps: Iterable[StepTrace], folder: Path) -> None:
+    """Writes all steps of one rank into a folder, which `StoredTrace` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, step in enumerate(steps, start=1):
+        write_step_trace(step, folder / f"step-{number:06d}.safetensors")
 
 
 def read_step_trace(path: Path) -> StepTrace:

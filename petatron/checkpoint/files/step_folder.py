@@ -35,11 +35,11 @@ from petatron.checkpoint.files.manifest import (
     TableFile,
     UnknownVersionError,
     manifest_from_json,
+    manifest_to_json,
     merge_tables,
     table_digest,
     table_from_json,
     table_to_json,
-    write_manifest,
 )
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 from petatron.checkpoint.files.step_list import (
@@ -68,8 +68,7 @@ def begin_step(folder: Path, step: int, disk: Disk) -> None:
         disk.make_folder(folder)
         disk.sync_folder(folder.parent)
     recover_interrupted(folder, disk)
-    tmp_folder = folder / f"{step_name(step)}.tmp"
-    if os.path.lexists(tmp_folder):
+    if os.path.lexists(tmp_folder := folder / f"{step_name(step)}.tmp"):
         disk.remove(tmp_folder)
     make_tmp_step(folder, step, disk)
 
@@ -141,7 +140,10 @@ def publish_step(
     tmp_folder, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
     for part in (MODEL_FOLDER, STATE_FOLDER):
         disk.sync_folder(tmp_folder / part)
-    write_manifest(tmp_folder, step, layout=layout, metadata=metadata, tables=tables, disk=disk, sign=sign)
+    content = manifest_to_json(step, layout=layout, metadata=metadata, tables=tables).encode()
+    disk.write(tmp_folder / MANIFEST_FILE, [content])
+    if sign is not None:
+        disk.write(tmp_folder / SIGNATURE_FILE, [sign(content)])
     disk.sync_folder(tmp_folder)
     if os.path.lexists(final):
         disk.rename(final, replaced)
@@ -323,11 +325,16 @@ def _is_step_file(name: str) -> bool:
 
 def check_size(path: Path, expected: StoredFile) -> None:
     """Raises if a file is missing or has another size than was saved."""
+    if (problem := size_problem(path, expected)) is not None:
+        raise damaged_error(path, problem)
+
+
+def size_problem(path: Path, expected: StoredFile) -> str | None:
+    """Returns, as a predicate of the file, why it is not one of the size that was saved."""
     if (reason := not_a_file_reason(path)) is not None:
-        raise damaged_error(path, reason)
+        return reason
     size = path.stat().st_size
-    if size != expected.size_bytes:
-        raise damaged_error(path, f"has {size} bytes where {expected.size_bytes} were saved")
+    return None if size == expected.size_bytes else f"has {size} bytes where {expected.size_bytes} were saved"
 
 
 def check_content(path: Path, expected: StoredFile) -> None:
@@ -354,7 +361,7 @@ def check_aux_files(source: Path, manifest: Manifest) -> None:
 
 def extra_files(source: Path, manifest: Manifest) -> list[Path]:
     """Returns files, links and folders in a step that its manifest does not list; of a folder, only itself."""
-    known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
+    known = _listed_paths(source, manifest)
     return [path for path in _step_contents(source) if path not in known]
 
 
@@ -363,10 +370,14 @@ def symlinks_in_step(source: Path, manifest: Manifest) -> dict[Path, Path]:
 
     The step itself counts when it has the name of a step: a run's folder contains its steps, and other links to one are fine.
     """
-    known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
+    known = _listed_paths(source, manifest)
     parts = [path for path in _step_contents(source) if path in known]
     parts += [source] if STEP_FOLDER_NAME.fullmatch(source.name) else []
     return {path: target for path in parts if (target := symlink_target(path, source)) is not None}
+
+
+def _listed_paths(source: Path, manifest: Manifest) -> set[Path]:
+    return {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
 
 
 def _step_contents(source: Path) -> list[Path]:

@@ -47,7 +47,6 @@ from petatron.models.hf import (
 )
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
-from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -192,15 +191,7 @@ def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
         problems += wrong
         dtype = slot.dtype if scale is None else _DEQUANTISED_DTYPE
         for region in entry.regions:
-            box = StoredBox(
-                file,
-                stored[entry.name],
-                Box(region.start, region.shape),
-                region.start_in_entry,
-                transposed=region.transposed,
-                scale=scale,
-                interleaved=region.interleaved,
-            )
+            box = StoredBox.of_region(file, stored[entry.name], region, scale)
             _add(tensors, folder_tensor_key(region.name), shapes[region.name], dtype, box)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems[:8])

@@ -18,10 +18,10 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError, PetatronError
 from petatron.base.safe_files import symlink_target
-from petatron.base.untrusted_files import not_a_file_reason, open_regular_file, read_limited_bytes, reading_untrusted
+from petatron.base.untrusted_files import open_regular_file, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.block_digest import is_sha256, matches_digest
-from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_fully
+from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_into
 from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box
 from petatron.checkpoint.files.manifest import MAX_MANIFEST_BYTES, Manifest, StoredBox
 from petatron.checkpoint.files.safetensors_file import TensorInfo, read_header
@@ -49,7 +49,7 @@ def find_checkpoint(path: Path, step: int | None = None, *, warn: bool = True) -
 
     warn: whether to log that the file `latest` does not say which step is the newest.
     """
-    if _is_step_folder(path):
+    if (path / step_folder.MANIFEST_FILE).is_file() or (path.is_dir() and path.name.startswith("step-")):
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint. Leave out --step, or give {path.parent}.")
         return path
@@ -75,10 +75,6 @@ def find_checkpoint(path: Path, step: int | None = None, *, warn: bool = True) -
     left = ", ".join(folder.name for folder in steps_without_manifest(path))
     more = f" ({left}: incomplete)" if left else ""
     raise CheckpointError(f"{path} holds no checkpoint{more}. Give a folder that --save wrote to, or a step-N in it.")
-
-
-def _is_step_folder(path: Path) -> bool:
-    return (path / step_folder.MANIFEST_FILE).is_file() or (path.is_dir() and path.name.startswith("step-"))
 
 
 def steps_without_manifest(folder: Path) -> list[Path]:
@@ -138,9 +134,8 @@ def verify_checkpoint(
         return VerificationReport(source, 0, 0, (Finding(source / step_folder.MANIFEST_FILE, str(error)),))
     total, done = sum(file.size_bytes for file in manifest.files.values()), 0
     for name, expected in manifest.files.items():
-        problem = file_problem(
-            source / name, expected, partial(_offset_progress, on_progress, done, total), read_content=read_content
-        )
+        report = partial(lambda before, read: on_progress(before + read, total), done)
+        problem = file_problem(source / name, expected, report, read_content=read_content)
         done += expected.size_bytes
         if problem is not None:
             findings.append(_damage_finding(source / name, problem))
@@ -218,10 +213,6 @@ def newest_valid(
     return None
 
 
-def _offset_progress(on_progress: ProgressCallback, before: int, total: int, done: int) -> None:
-    on_progress(before + done, total)
-
-
 def _damage_finding(path: Path, why: str) -> Finding:
     return Finding(path, str(step_folder.damaged_error(path, why)))
 
@@ -234,13 +225,9 @@ def file_problem(
     read_content: bool = True,
 ) -> str | None:
     """Returns, as a predicate of the file, how it differs from what was saved; None if it does not."""
-    if (reason := not_a_file_reason(path)) is not None:
-        return reason
-    size = path.stat().st_size
-    if size != expected.size_bytes:
-        return f"has {size} bytes where {expected.size_bytes} were saved"
-    if not read_content:
-        return None
+    problem = step_folder.size_problem(path, expected)
+    if problem is not None or not read_content:
+        return problem
     try:
         differing = [number for number, same in _verify_blocks(path, expected, on_progress) if not same]
     except OSError as error:
@@ -261,7 +248,7 @@ def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int]
         begin = number * BLOCK_BYTES
         memory = buffers.get()
         buffer = memory[: min(BLOCK_BYTES, expected.size_bytes - begin)]
-        count = read_fully(file.fileno(), buffer, begin)
+        count = read_into(file.fileno(), [buffer], begin)
         same = count == len(buffer) and matches_digest([buffer], expected.block_digests[number])
         buffers.put(memory)
         return same
@@ -312,13 +299,7 @@ def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> st
         return f"lacks {stored.entry_name}"
     if info.dtype != dtype:
         return f"has {stored.entry_name} in {info.dtype} where {dtype} was saved"
-    box = entry_box(
-        stored.box,
-        stored.box.start,
-        stored.start_in_entry,
-        transposed=stored.transposed,
-        interleaved=stored.interleaved,
-    )
+    box = entry_box(stored.box, stored.box.start, stored)
     entry_shape = addressed_shape(info.shape, stored.interleaved)
     if len(box.shape) != len(entry_shape) or any(end > size for end, size in zip(box.stop, entry_shape)):
         return f"has {stored.entry_name} in another shape, {list(info.shape)}"
@@ -329,16 +310,14 @@ def _config_findings(path: Path, metadata: Mapping[str, Any]) -> Iterator[Findin
     """Checks that config.json describes the model that the run trained."""
     try:
         model, moe = HuggingFaceFolder(path.parent).settings()
+        values, saved = model | moe, metadata.get("model") or {}
         with reading_untrusted(path, step_folder.damaged_error):
-            differing = list(_config_differences(model | moe, metadata))
+            differing = [
+                f"{name} is {values[name]} there and {saved[name]} in the manifest"
+                for name in identity_differences(values, saved)
+            ]
     except PetatronError as error:
         yield _damage_finding(path, f"cannot be understood: {' '.join(str(error).split())}")
         return
     if differing:
         yield _damage_finding(path, f"is of another model: {'; '.join(differing)}")
-
-
-def _config_differences(values: Mapping[str, Any], metadata: Mapping[str, Any]) -> Iterator[str]:
-    saved = metadata.get("model") or {}
-    for name in identity_differences(values, saved):
-        yield f"{name} is {values[name]} there and {saved[name]} in the manifest"

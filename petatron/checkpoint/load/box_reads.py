@@ -206,21 +206,14 @@ def _target(path: Path, read: BoxRead, infos: Mapping[str, TensorInfo]) -> _BoxC
     in_four_bits = stored.scale is not None and stored.scale.mxfp4
     shape = unpacked_shape(info.shape) if in_four_bits else info.shape
     entry_shape = addressed_shape(shape, stored.interleaved)
-    box = entry_box(
-        read.box,
-        stored.box.start,
-        stored.start_in_entry,
-        transposed=stored.transposed,
-        interleaved=stored.interleaved,
-    )
+    box = entry_box(read.box, stored.box.start, stored)
     if len(box.shape) != len(entry_shape) or any(stop > size for stop, size in zip(box.stop, entry_shape)):
         raise damaged_error(path, f"has {stored.entry_name} in another shape, {list(info.shape)}")
     dtype = read.chunk.tensor.dtype
     if info.dtype != PACKED_DTYPE if in_four_bits else _incompatible_dtypes(info.dtype, dtype):
         raise damaged_error(path, f"has {stored.entry_name} in {info.dtype}, which is not what was saved")
     part = read.chunk.tensor.detach()[read.box.slices_in(read.chunk.box)]
-    part = to_entry_layout(part, len(shape), transposed=stored.transposed, interleaved=stored.interleaved)
-    return _BoxCopy(replace(info, shape=entry_shape), box, part)
+    return _BoxCopy(replace(info, shape=entry_shape), box, to_entry_layout(part, len(shape), stored))
 
 
 def read_checked_header(path: Path, expected: StoredFile | None) -> dict[str, TensorInfo]:

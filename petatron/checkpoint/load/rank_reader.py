@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ class RankReader:
         self.files: dict[str, StoredFile] = {}
 
     def read_manifest(self, read: Callable[[], Manifest]) -> Manifest:
-        """Broadcasts the manifest that rank 0 reads. If it has no tables, rank 0 owns all tensors."""
+        """Broadcasts the manifest that rank 0 reads, all but its tensors. If it has no tables, rank 0 owns all tensors."""
         manifest = self._ranks.run(lambda: read() if self._axis.rank == 0 else None)
-        told = None if manifest is None else _manifest_to_message(manifest)
+        told = None if manifest is None else asdict(replace(manifest, tensors={}))
         head = _manifest_from_message(broadcast_object(told, self._axis))
         self._manifest = head if manifest is None else replace(head, tensors=manifest.tensors)
         self.files = dict(head.files)
@@ -123,25 +123,8 @@ class RankReader:
         return box_reads.read_rank_local(self._source, local, self.files, rank)
 
 
-def _manifest_to_message(manifest: Manifest) -> dict[str, Any]:
-    """Serializes what every rank needs of a manifest as JSON values: all but the tensors."""
-    return {
-        "step": manifest.step,
-        "layout": manifest.layout,
-        "metadata": manifest.metadata,
-        "local": manifest.local,
-        "files": {name: [file.size_bytes, file.block_digests] for name, file in manifest.files.items()},
-        "tables": [[table.path, table.size_bytes, table.digest] for table in manifest.tables],
-    }
-
-
 def _manifest_from_message(message: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        step=message["step"],
-        layout=message["layout"],
-        metadata=message["metadata"],
-        tensors={},
-        local=message["local"],
-        files={name: StoredFile(size, tuple(blocks)) for name, (size, blocks) in message["files"].items()},
-        tables=tuple(TableFile(*row) for row in message["tables"]),
-    )
+    files = {
+        name: StoredFile(file["size_bytes"], tuple(file["block_digests"])) for name, file in message["files"].items()
+    }
+    return Manifest(**{**message, "files": files, "tables": tuple(TableFile(**table) for table in message["tables"])})

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import is_count, open_regular_file, reading_untrusted
-from petatron.checkpoint.files.disk import read_fully
+from petatron.checkpoint.files.disk import read_into
 from petatron.checkpoint.files.safetensors_file import MAX_DIMS
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
 from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents
@@ -324,7 +324,7 @@ class _ChunkReader:
         blob = torch.empty(chunk.length, dtype=torch.uint8)
         try:
             with open_regular_file(chunk.file, buffering=0) as file:
-                count = read_fully(file.fileno(), memoryview(blob.numpy()), chunk.offset)
+                count = read_into(file.fileno(), [memoryview(blob.numpy())], chunk.offset)
         except OSError as error:
             raise _unreadable(chunk.file, tensor.name, error) from None
         if count != chunk.length:

@@ -74,15 +74,9 @@ def build_write_job(
     }
     if tensors or model is None:
         files[path] = tensors
-    documents = folder_aux_files(plan.files, plan.dtypes, model) if rank == 0 and model is not None else {}
+    writes_documents = rank == 0 and model is not None
+    documents = {**model.aux_files, **weight_index_file(plan.files, plan.dtypes)} if writes_documents else {}
     return RankWriteJob(step, rank, layout, metadata, documents, files, plan.table_entries, local_files)
-
-
-def folder_aux_files(
-    files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtype], model: ModelFolder
-) -> dict[str, bytes]:
-    """Returns the files of the model folder that contain no tensors; rank 0 writes them."""
-    return {**model.aux_files, **weight_index_file(files, dtypes)}
 
 
 def weight_index_file(files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtype]) -> dict[str, bytes]:

@@ -123,16 +123,18 @@ class SavePlanner:
 
     def messages(self) -> dict[int, dict[str, list[Any]]]:
         """Returns what each rank (this one included) needs to know of this rank's boxes, as JSON values by rank."""
-        self._check_shapes()
+        check_folder_complete(
+            self._entries, {self._name(index): self._chunks[index].logical_shape for index in self._folder_chunks}
+        )
         by_rank: dict[int, dict[str, list[Any]]] = {}
-        places: dict[str, tuple[BoxIndex, list[int]]] = {}
         regions: dict[str, list[tuple[Box, int]]] = {}
         mine = {self._name(index) for index in self._folder_chunks}
         for file in self._files:
             for region in (region for entry in file.entries for region in entry.regions if region.name in mine):
                 regions.setdefault(region.name, []).append((Box(region.start, region.shape), file.rank))
-        for name, parts in regions.items():
-            places[name] = BoxIndex([box for box, _ in parts]), [rank for _, rank in parts]
+        places = {
+            name: (BoxIndex([box for box, _ in parts]), [rank for _, rank in parts]) for name, parts in regions.items()
+        }
         for index in self._folder_chunks:
             name, box = self._name(index), self._chunks[index].box
             where, ranks = places[name]
@@ -144,11 +146,6 @@ class SavePlanner:
             row = [chunk.key, chunk.logical_shape, self._dtype_codes[index], chunk.start, tuple(chunk.tensor.shape)]
             by_rank.setdefault(owner_rank(chunk.key, self._world_size), {}).setdefault("state", []).append(row)
         return by_rank
-
-    def _check_shapes(self) -> None:
-        """Checks that the folder has this rank's tensors in their shapes, once."""
-        held = {self._name(index): self._chunks[index].logical_shape for index in self._folder_chunks}
-        check_folder_complete(self._entries, held)
 
     def plan(self, received: Mapping[int, Mapping[str, list[Any]]], round_bytes: int = ROUND_BYTES) -> SavePlan:
         """Builds this rank's plan from the messages of all ranks; raises if they are not the whole state."""

@@ -109,9 +109,7 @@ def _known(options: FetchOptions) -> KnownDataset:
             f"{printable(options.dataset)} is not a known dataset: {hint} any other is OWNER/NAME --files GLOB"
         )
     elif known is None:
-        known = KnownDataset(
-            repository=options.dataset, splits={"train": options.files}, license="", download="", summary=""
-        )
+        known = KnownDataset(options.dataset, {"train": options.files})
     elif options.files:
         problems.append(f"--files is for OWNER/NAME: fetch {known.repository} --files ... instead of {options.dataset}")
     missing = [split for split in options.splits if known is not None and split not in known.splits]

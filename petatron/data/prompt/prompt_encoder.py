@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as FastTokenizer
-
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.prompt.chat_template import (
@@ -16,7 +14,7 @@ from petatron.data.prompt.chat_template import (
     tokenizer_chat_template,
     tokenizer_settings,
 )
-from petatron.data.tokenizer import Tokenizer
+from petatron.data.tokenizer import Tokenizer, load_fast
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n"
@@ -94,9 +92,7 @@ def prefix_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     with reading_untrusted(
         Path(tokenizer.name), lambda path, why: DataError(f"The tokenizer {path} {why}. Check its files.")
     ):
-        fast = FastTokenizer.from_buffer(content)
-        fast.no_truncation()
-        fast.no_padding()
+        fast = load_fast(content)
         plain, with_special = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
     starts = [at for at in range(len(with_special) - len(plain) + 1) if with_special[at : at + len(plain)] == plain]
     return tuple(with_special[: starts[0]]) if starts and plain else ()

@@ -51,15 +51,14 @@ _DATA_FIELDS = "data."
 
 def report_html(run: RecordedRun) -> str:
     """Returns the whole page."""
-    name = escape(run.label)
+    name, placed = escape(run.label), (_DATA_FIELDS, _LAYOUT_FIELDS)
+    others = [setting for path, setting in run.settings.values.items() if not path.startswith(placed)]
     sections = [
         _section("Curves", _plots(run)),
         _section("Evaluation", _evaluations(run.metrics.evaluations)),
         _section("Tasks", _tasks(run.metrics.tasks)),
         _section("Text samples", _samples(run.metrics.samples)),
-        _section(
-            "Settings", _settings([setting for setting in run.settings.values.values() if not _is_placed(setting)])
-        ),
+        _section("Settings", _settings(others)),
         _section("Data", _settings_of(run, _DATA_FIELDS)),
         _section("Layout", f'<p class="dim">{_text(run.layout)}</p>' + _settings_of(run, _LAYOUT_FIELDS)),
         _section("Environment", _metadata_table(run.metrics.start_metadata("environment"))),
@@ -144,7 +143,7 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> str:
             _text(evaluation.label, 60),
             f"{evaluation.iteration:,}",
             f"{evaluation.loss:.4f}",
-            _evaluation_perplexity(evaluation),
+            _perplexity(evaluation),
             _named({**evaluation.named_losses, **evaluation.objective_metrics}),
         )
         for evaluation in reversed(evaluations[-_MAX_ROWS:])
@@ -163,14 +162,11 @@ def _tasks(tasks: Sequence[TaskMetrics]) -> str:
     return _folded(_table(("task", "step", "metrics"), rows, numbers=(1,)), "all results", len(rows))
 
 
-def _evaluation_perplexity(evaluation: Evaluation) -> str:
+def _perplexity(evaluation: Evaluation) -> str:
     """Returns the perplexity of a loss that contains the next token's; of another it would mean nothing."""
-    has_perplexity = not evaluation.named_losses or LM_LOSS in evaluation.named_losses
-    return _perplexity(evaluation.loss) if has_perplexity else ""
-
-
-def _perplexity(loss: float) -> str:
-    return compact(math.exp(loss)) if loss < 20 else "above e^20"
+    if evaluation.named_losses and LM_LOSS not in evaluation.named_losses:
+        return ""
+    return compact(math.exp(evaluation.loss)) if evaluation.loss < 20 else "above e^20"
 
 
 def _named(losses: Mapping[str, float]) -> str:
@@ -197,10 +193,6 @@ def _sample_texts(record: Mapping[str, Any]) -> str:
             parts.append(f"<pre>{start}{_lines(sample['text'])}</pre>")
     step = record.get("iteration")
     return f'<p class="dim">step {step:,}</p>{"".join(parts)}' if parts and isinstance(step, int) else "".join(parts)
-
-
-def _is_placed(setting: SettingWithOrigin) -> bool:
-    return setting.path.startswith((_DATA_FIELDS, _LAYOUT_FIELDS))
 
 
 def _settings_of(run: RecordedRun, prefix: str) -> str:

@@ -168,14 +168,12 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
 
         A batch that grows beyond the original context of LongRoPE begins anew, with an empty cache.
         """
-        if self._grows_long(args[0] if args else kwargs["input_ids"], kwargs.get("past_key_values")):
+        context, cache = self.spec.original_context, kwargs.get("past_key_values")
+        columns = (args[0] if args else kwargs["input_ids"]).shape[1]
+        if context is not None and cache is not None and 0 < cache.get_seq_length() <= context < columns:
             kwargs |= {"past_key_values": self.new_cache(), "next_sequence_length": None}
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)
         return {name: value for name, value in prepared.items() if name != "position_ids"}
-
-    def _grows_long(self, input_ids: Tensor, cache: PetatronCache | None) -> bool:
-        context = self.spec.original_context
-        return context is not None and cache is not None and 0 < cache.get_seq_length() <= context < input_ids.shape[1]
 
     def _is_long(self, inputs: PackedInputs, position_ids: Tensor | None) -> bool:
         """Whether the batch is beyond the original context of LongRoPE; its longest sequence decides, as in transformers."""

@@ -219,10 +219,10 @@ def test_rounds_hold_every_element_once(round_bytes: int, shape: tuple[int, ...]
     plans = [FilePlan("f", tuple(FolderEntry(f"e{n}", shape, regions) for n in range(2)), 0)]
     found = list(split_into_rounds(plans, {"w": torch.float32}, round_bytes))
     for entry in plans[0].entries:
-        assert tiling_problem(shape, [segment.box for segment in found if segment.entry is entry]) is None
+        assert tiling_problem(shape, [box for _, of_entry, _, box in found if of_entry is entry]) is None
     sizes = Counter[int]()
-    for segment in found:
-        sizes[segment.round_index] += 4 * segment.box.volume
+    for round_index, _, _, box in found:
+        sizes[round_index] += 4 * box.volume
     assert max(sizes.values()) <= max(round_bytes, 4)
     assert sorted(sizes) == list(range(len(sizes))), "no round is left out"
 
