@@ -196,13 +196,18 @@ class _Bench:
         with self.busy.running(), self._timed("background"):
             with self._timed("stall"):
                 self.manager.save(
-                    files.step + 1, self.chunks, facts={}, same_layout_key=SAME_LAYOUT_KEY, model=self.model, wait=False
+                    files.step + 1,
+                    self.chunks,
+                    metadata={},
+                    same_layout_key=SAME_LAYOUT_KEY,
+                    model=self.model,
+                    wait=False,
                 )
             self.manager.drain()
 
     def _save(self, step: int) -> None:
         with self._timed("save"):
-            self.manager.save(step, self.chunks, facts={}, same_layout_key=SAME_LAYOUT_KEY, model=self.model)
+            self.manager.save(step, self.chunks, metadata={}, same_layout_key=SAME_LAYOUT_KEY, model=self.model)
 
     def _save_theirs(self, path: Path) -> None:
         import torch

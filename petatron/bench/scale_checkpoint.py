@@ -79,7 +79,7 @@ def measure_checkpoint(run: RunConfig, timed: Timed) -> CheckpointSizes:
     table = RankTable(_written_files(plan, mine, world.busiest), plan.table_entries, {})
     content, digest = timed("table", lambda: _table_and_digest(table))
     tables = [TableFile(table_path(rank), len(content), digest) for rank in range(world.world_size)]
-    manifest = timed("manifest", lambda: manifest_to_json(1, layout="", facts={}, tables=tables))
+    manifest = timed("manifest", lambda: manifest_to_json(1, layout="", metadata={}, tables=tables))
     timed("read manifest", lambda: manifest_from_json(manifest))
     _plan_load(world, mine, content, timed)
     peers = {move.peer for moves in plan.transfers.rounds for move in (*moves.sends, *moves.receives)}

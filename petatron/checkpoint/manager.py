@@ -48,7 +48,7 @@ _MIN_ROUND_BYTES = 1 << 20
 _log = get_logger(__name__)
 Result = TypeVar("Result")
 SelectChunks = Callable[[Mapping[str, Any]], Sequence[Chunk]]
-"""Returns the chunks to load, given the facts of the checkpoint."""
+"""Returns the chunks to load, given the metadata of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class CheckpointManager:
     >>> manager = CheckpointManager(tempfile.mkdtemp(), ParallelMesh.single().world)
     >>> weight = torch.ones(2, 3)
     >>> chunk = Chunk("model/weight", (2, 3), (0, 0), weight)
-    >>> manager.save(10, [chunk], facts={"samples": 80}, same_layout_key="one")
+    >>> manager.save(10, [chunk], metadata={"samples": 80}, same_layout_key="one")
     >>> _ = weight.zero_()
-    >>> manager.load(None, [chunk]).facts, manager.latest(), weight.sum()
+    >>> manager.load(None, [chunk]).metadata, manager.latest(), weight.sum()
     ({'samples': 80}, 10, tensor(6.))
     """
 
@@ -115,7 +115,7 @@ class CheckpointManager:
         step: int,
         chunks: Sequence[Chunk],
         *,
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         same_layout_key: str,
         local: Mapping[str, Tensor] | None = None,
         model: ModelFolder | None = None,
@@ -123,11 +123,11 @@ class CheckpointManager:
     ) -> None:
         """Publishes a checkpoint; when this returns it is on disk, and when it raises the earlier ones are untouched.
 
-        facts: JSON values, the same on every rank. local: this rank's own tensors, returned only to a run with the same `same_layout_key`.
-        model: how weights map to the model folder; without it they are saved as boxes. wait: False returns as soon as everything is
-        copied (after waiting for an earlier async save), and `drain` tells the outcome.
+        metadata: JSON values, the same on every rank. local: this rank's own tensors, returned only to a run with the same
+        `same_layout_key`. model: how weights map to the model folder; without it they are saved as boxes. wait: False returns as soon
+        as everything is copied (after waiting for an earlier async save), and `drain` tells the outcome.
         """
-        job = self._prepare(step, chunks, facts=facts, layout=same_layout_key, local=local or {}, model=model)
+        job = self._prepare(step, chunks, metadata=metadata, layout=same_layout_key, local=local or {}, model=model)
         if wait:
             self._write_and_publish(job, self._control_axis)
             return
@@ -153,42 +153,43 @@ class CheckpointManager:
         step: int,
         chunks: Sequence[Chunk],
         *,
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         layout: str,
         local: Mapping[str, Tensor],
         model: ModelFolder | None,
     ) -> RankWriteJob:
         """Does everything that needs the run's own tensors and the ranks' devices."""
         self.drain()
-        words = self._save_error_texts(step)
+        error_texts = self._save_error_texts(step)
         now = save_plan_key(chunks, local, model)
         frozen = self._ranks.run_locally(
-            lambda: json.loads(json.dumps(dict(facts))), *words
+            lambda: json.loads(json.dumps(dict(metadata))), *error_texts
         )  # as read; the caller may change it
         [changed] = self._ranks.max_or_raise(frozen, [int(self._cached_plan is None or self._cached_plan[0] != now)])
         if changed:
             self._cached_plan = None
-            self._cached_plan = (now, *self._make_plan(chunks, local, model, words))
+            self._cached_plan = (now, *self._make_plan(chunks, local, model, error_texts))
         _, plan, needed_bytes = self._cached_plan  # pyright: ignore[reportGeneralTypeIssues]
 
         def begin() -> WeightGather:
             if self._is_first_rank:
                 documents = () if model is None else model.aux_files.values()
-                self._ensure_free_space(needed_bytes + sum(map(len, documents)))
+                step_folder.recover_interrupted(self._folder, self._disk)  # before calling the disk full
+                check_free_space(self._folder, needed_bytes + sum(map(len, documents)))
                 step_folder.begin_step(self._folder, step, self._disk)
-            return WeightGather(plan.files, plan.dtypes, plan.transfers, chunks, self._world_axis, self._device)
+            return WeightGather(plan, chunks, self._world_axis, self._device)
 
         with self._removing_tmp_on_error(self._control_axis):
-            whole = self._ranks.run(begin, *words).run()
+            gathered = self._ranks.run(begin, *error_texts).run()
             return build_write_job(
                 step,
                 plan,
                 chunks,
-                whole,
+                gathered,
                 rank=self._control_axis.rank,
                 local=local,
                 model=model,
-                facts=frozen.result or {},
+                metadata=frozen.result or {},
                 layout=layout,
             )
 
@@ -224,11 +225,6 @@ class CheckpointManager:
         total = all_reduce(torch.tensor([plan.primary_bytes + kept]), axis)
         return plan.with_rounds(rounds), int(total)
 
-    def _ensure_free_space(self, needed_bytes: int) -> None:
-        """Removes what a crash left behind before calling the disk full."""
-        step_folder.recover_interrupted(self._folder, self._disk)
-        check_free_space(self._folder, needed_bytes)
-
     def _save_error_texts(self, step: int) -> tuple[str, str]:
         """Returns what a failing save could not do, and what helps."""
         fix = "Free space there or make it writable; earlier checkpoints are untouched"
@@ -237,23 +233,29 @@ class CheckpointManager:
     def _write_and_publish(self, write_job: RankWriteJob, axis: Axis) -> None:
         """Writes, publishes and prunes; every stage on all ranks, over an axis that nothing else uses at the time."""
         folder, disk, step = self._folder, self._disk, write_job.step
-        words = self._save_error_texts(step)
+        error_texts = self._save_error_texts(step)
         with self._removing_tmp_on_error(axis):
             tables = self._gather_tables(
-                self._ranks.run_locally(lambda: write_rank_files(folder, write_job, disk), *words), axis
+                self._ranks.run_locally(lambda: write_rank_files(folder, write_job, disk), *error_texts), axis
             )
             following = tables[(axis.rank + 1) % axis.size]
-            self._ranks.run(lambda: step_folder.check_visible(folder, step, following), *words, axis)
+            self._ranks.run(lambda: step_folder.check_visible(folder, step, following), *error_texts, axis)
 
             def publish() -> None:
                 if self._is_first_rank:
                     step_folder.publish_step(
-                        folder, step, tables, facts=write_job.facts, layout=write_job.layout, disk=disk, sign=self._sign
+                        folder,
+                        step,
+                        tables,
+                        metadata=write_job.metadata,
+                        layout=write_job.layout,
+                        disk=disk,
+                        sign=self._sign,
                     )
                     # Before the other ranks continue: they would wait for this one in a collective that may time out.
                     self._prune()
 
-            self._ranks.run(publish, *words, axis)
+            self._ranks.run(publish, *error_texts, axis)
 
     def _gather_tables(self, write_result: LocalResult[TableFile], axis: Axis) -> list[TableFile]:
         """Gathers every rank's table as name, size and digest, together with its success, in one all-gather."""
@@ -307,7 +309,7 @@ class CheckpointManager:
     ) -> LoadedCheckpoint:
         """Fills every chunk from a step (None: the newest), whatever layout saved it (reshards).
 
-        chunks: or what selects them, given the checkpoint's facts; it may raise. read_manifest: of a step, or of the folder itself if it
+        chunks: or what selects them, given the checkpoint's metadata; it may raise. read_manifest: of a step, or of the folder itself if it
         has no steps: another program's model. strict: every key must be in the checkpoint, and no key of the same kind may be left over;
         otherwise missing keys keep their values and are named in the result. may_ignore_key: which keys may be left unread; by
         default, those of kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if
@@ -315,21 +317,28 @@ class CheckpointManager:
         an error about a damaged file, the content of the chunks is undefined.
         """
         self.drain()
-        fill = partial(
-            self._fill,
-            chunks,
-            same_layout_key=same_layout_key,
-            strict=strict,
-            may_ignore_key=may_ignore_key,
-            check_all_files=check_all_files,
-        )
+
+        def fill(source: Path) -> LoadedCheckpoint:
+            """Rank 0 reads the manifest, and the ranks share its tables (`load/box_directory.py`)."""
+            reader = RankReader(source, self._control_axis, self._ranks)
+            head = reader.read_manifest(partial(read_manifest, source))
+            selected = self._ranks.run(lambda: chunks(head.metadata) if callable(chunks) else chunks)
+            plan = reader.plan_reads(
+                selected, strict=strict, may_ignore_key=may_ignore_key, check_all_files=check_all_files
+            )
+            self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
+            local = self._ranks.run(lambda: reader.read_local() if head.layout == same_layout_key else None)
+            is_signed = os.path.lexists(source / SIGNATURE_FILE)
+            return LoadedCheckpoint(head.step, dict(head.metadata), local, plan.missing_keys, is_signed, source)
+
         if not has_steps:
-            return fill(self._folder, partial(read_manifest, self._folder))
+            return fill(self._folder)
         while True:
             source = None
             try:
-                source = self._resolve_step(step)
-                return fill(source, partial(read_manifest, source))
+                resolve = partial(step_list.resolve_step, self._folder, step)
+                source = Path(self.broadcast_from_rank0(lambda resolve=resolve: str(resolve())))
+                return fill(source)
             except DamagedCheckpointError as error:
                 step = self.broadcast_from_rank0(partial(step_list.previous_step, self._folder, source))
                 if not fallback:
@@ -339,34 +348,7 @@ class CheckpointManager:
                 if self._is_first_rank:
                     _log.error("%s\nFalling back to step %d, as --load-fallback says.", error, step)
 
-    def _resolve_step(self, step: int | None) -> Path:
-        return Path(self.broadcast_from_rank0(lambda: str(step_list.resolve_step(self._folder, step))))
-
     def broadcast_from_rank0(self, read: Callable[[], Result]) -> Result:
         """Returns on every rank what rank 0 reads on disk; a JSON value."""
-        found = self._ranks.run(lambda: read() if self._is_first_rank else None)
-        return broadcast_object(found, self._control_axis)
-
-    def _fill(
-        self,
-        chunks: Sequence[Chunk] | SelectChunks,
-        source: Path,
-        read_manifest: Callable[[], Manifest],
-        *,
-        same_layout_key: str | None,
-        strict: bool,
-        may_ignore_key: Callable[[str], bool] | None,
-        check_all_files: bool,
-    ) -> LoadedCheckpoint:
-        """Fills chunks from one folder: rank 0 reads the manifest, and the ranks share its tables (`load/box_directory.py`)."""
-        reader = RankReader(source, self._control_axis, self._ranks)
-        head = reader.read_manifest(read_manifest)
-        selected = self._ranks.run(lambda: chunks(head.facts) if callable(chunks) else chunks)
-        plan = reader.plan_reads(
-            selected, strict=strict, may_ignore_key=may_ignore_key, check_all_files=check_all_files
-        )
-        self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
-        same_layout = head.layout == same_layout_key
-        local = self._ranks.run(lambda: reader.read_local() if same_layout else None)
-        is_signed = os.path.lexists(source / SIGNATURE_FILE)
-        return LoadedCheckpoint(head.step, dict(head.facts), local, plan.missing_keys, is_signed, source)
+        value = self._ranks.run(lambda: read() if self._is_first_rank else None)
+        return broadcast_object(value, self._control_axis)

@@ -2,7 +2,7 @@
 
 In step k every rank forwards to the rank 2^k places further all messages whose remaining distance has bit k set (the algorithm
 of Bruck et al., 1997, for all-to-all). A message makes at most log2(ranks) hops, a rank communicates with as many others, and no
-rank ever holds all messages: an all-gather of the same facts would bring all of them to every rank, and an all-to-all would
+rank ever holds all messages: an all-gather of the same values would bring all of them to every rank, and an all-to-all would
 connect every pair of ranks.
 """
 

@@ -62,16 +62,16 @@ class AllRanks:
         """Max-reduces each number over all ranks in one small exchange, or raises some rank's failure on every rank."""
         axis = axis or self._axis
         flags = torch.tensor([int(local_result.error_text is not None), *numbers])
-        failed, *found = recursive_doubling_max(flags, axis).tolist()
+        failed, *largest = recursive_doubling_max(flags, axis).tolist()
         if failed:
             self.raise_failure(local_result, axis)
-        return found
+        return largest
 
     def raise_failure(self, local_result: LocalResult[Any], axis: Axis) -> NoReturn:
         """Exchanges error texts, only now that some rank has failed, and raises."""
-        found = all_gather_objects([local_result.error_text, local_result.damaged], axis)
-        failures = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
-        damaged = all(damaged for text, damaged in found if text is not None)
+        outcomes = all_gather_objects([local_result.error_text, local_result.damaged], axis)
+        failures = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
+        damaged = all(damaged for text, damaged in outcomes if text is not None)
         kind = DamagedCheckpointError if damaged else CheckpointError
         raise kind(_format_failures(failures, axis.size)) from local_result.cause
 

@@ -62,7 +62,9 @@ class Chunk:
     primary: bool = True
 
     def __post_init__(self) -> None:
-        fits = all(at + size <= whole for at, size, whole in zip(self.start, self.tensor.shape, self.logical_shape))
+        fits = all(
+            at + size <= dim_size for at, size, dim_size in zip(self.start, self.tensor.shape, self.logical_shape)
+        )
         assert fits and len(self.start) == self.tensor.dim() == len(self.logical_shape), (
             f"{self.key}: a box at {self.start} of shape {tuple(self.tensor.shape)} is not inside {self.logical_shape}"
         )
@@ -105,7 +107,7 @@ class ModelFolder:
 class LoadedCheckpoint:
     """What a load returns besides the tensors it filled.
 
-    facts: what `save` was given, as JSON values.
+    metadata: what `save` was given, as JSON values.
     local: this rank's own tensors (random states), or None when they were saved under another layout.
     missing_keys: requested keys that the checkpoint does not contain; always empty for a strict load.
     is_signed: whether it has a signature; a load does not check it.
@@ -113,7 +115,7 @@ class LoadedCheckpoint:
     """
 
     step: int
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     local: dict[str, Tensor] | None
     missing_keys: tuple[str, ...] = ()
     is_signed: bool = False

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
+from petatron.checkpoint.files.manifest import METADATA_KEY
 from petatron.checkpoint.state import Chunk
 
 _COMPONENTS_KEY, _FROZEN_KEY = "components", "frozen"
 _ABSENT = object()
-EMPTY_DOCUMENT: Mapping[str, Any] = {"optimizer": None, "facts": {}}
+EMPTY_DOCUMENT: Mapping[str, Any] = {"optimizer": None, METADATA_KEY: {}}
 """What the manifest of every checkpoint has, also where no component fills it: readers look for both."""
 
 
@@ -174,10 +175,10 @@ class FixedPlace(Stateful):
         return self._lookup(document) if self.path else None
 
     def _lookup(self, document: Mapping[str, Any]) -> Any:
-        found: Any = document
+        value: Any = document
         for key in self.path:
-            found = found.get(key, _ABSENT) if isinstance(found, Mapping) else _ABSENT
-        return found
+            value = value.get(key, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        return value
 
 
 def check_names(components: Sequence[Stateful]) -> None:
@@ -185,7 +186,9 @@ def check_names(components: Sequence[Stateful]) -> None:
     owners: dict[str, Stateful] = {}
     for component in components:
         if not component.name.replace("_", "").replace("-", "").replace(" ", "").isalnum():
-            raise CheckpointError(f"{component.name!r} is no name of a state component. Use letters, digits, - and _.")
+            raise CheckpointError(
+                f"{component.name!r} is no name of a state component. Use alphanumeric characters, - and _."
+            )
         for claimed in dict.fromkeys((component.name, *component.kinds)):
             if owners.setdefault(claimed, component) is not component:
                 raise CheckpointError(
@@ -195,10 +198,10 @@ def check_names(components: Sequence[Stateful]) -> None:
 
 
 def build_document(
-    components: Sequence[Stateful], facts: Mapping[str, Any] | None, frozen: Iterable[str] = ()
+    components: Sequence[Stateful], metadata: Mapping[str, Any] | None, frozen: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Returns the JSON document of a manifest: the components' values, facts that no load restores, and the frozen logical tensors."""
-    document: dict[str, Any] = {**EMPTY_DOCUMENT, "facts": dict(facts or {})}
+    """Returns the JSON document of a manifest: the components' values, metadata that no load restores, and the frozen logical tensors."""
+    document: dict[str, Any] = {**EMPTY_DOCUMENT, METADATA_KEY: dict(metadata or {})}
     if any(component.trained_only for component in components) and (names := sorted(frozen)):
         document[_FROZEN_KEY] = names
     for component in components:
@@ -258,7 +261,10 @@ class ComponentLoad:
         self.restored = [component for component in wanted if component.is_in(document)]
         missing = [component for component in wanted if component.required and component not in self.restored]
         names = {component.name for component in self.components}
-        self.frozen_then = _recorded_frozen(document)
+        frozen = document.get(_FROZEN_KEY, [])
+        if not isinstance(frozen, list) or not all(isinstance(name, str) for name in frozen):
+            raise ValueError("it does not list the names of what was frozen")
+        self.frozen_then = frozenset(frozen)
         recorded = _recorded_components(document)
         self._unused = [_RecordedComponent.from_json(entry) for name, entry in recorded.items() if name not in names]
         problems = [component.refusal(folder) for component in missing]
@@ -280,7 +286,9 @@ class ComponentLoad:
     def may_ignore_key(self, key: str) -> bool:
         """Whether a tensor may be left unread."""
         kind, _, name = key.partition("/")
-        if name in self.frozen and not any(kind in one.kinds for one in self.restored if not one.trained_only):
+        if name in self.frozen and not any(
+            kind in component.kinds for component in self.restored if not component.trained_only
+        ):
             return True
         if not self.strict:
             return all(kind not in component.kinds for component in self.restored)
@@ -310,8 +318,8 @@ class ComponentLoad:
         with parsing():
             values = [component.recorded_values(document) for component in self.restored]
         for component, recorded in zip(self.restored, values, strict=True):
-            own = None if local is None else _with_prefix(component.local_prefix, local)
-            saved = SavedState(recorded, own, step_folder, unfrozen)
+            rank_tensors = None if local is None else _with_prefix(component.local_prefix, local)
+            saved = SavedState(recorded, rank_tensors, step_folder, unfrozen)
             parses = saved.values is not None or component.local_prefix is not None
             with parsing() if parses else nullcontext():
                 notes.append(component.restore(saved))
@@ -332,13 +340,6 @@ class ComponentLoad:
             yield f"not in the checkpoint: {title} of {abbreviate_names(names)}, which its run froze; these start anew"
         if names := sorted(now - self.frozen_then):
             yield f"left in the checkpoint: {title} of {abbreviate_names(names)}, which this run freezes"
-
-
-def _recorded_frozen(document: Mapping[str, Any]) -> frozenset[str]:
-    names = document.get(_FROZEN_KEY, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("it does not list the names of what was frozen")
-    return frozenset(names)
 
 
 def _with_prefix(prefix: str | None, local: Mapping[str, Tensor]) -> dict[str, Tensor]:

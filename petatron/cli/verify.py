@@ -73,6 +73,7 @@ def main(argv: list[str]) -> int:
     flags = with_preset(flags)
     if options.record_into is not None:
         return run_rank_main(lambda: _record(flags, options))
+    from petatron.verify.compare_traces import TOLERANCES
     from petatron.verify.verify import SINGLE_PROCESS_FLAGS, compare_recorded_runs, parse_injection, plan_verification
 
     wrong = [] if options.steps >= 1 else [Problem("--steps", str(options.steps), "is below 1", "Use 5, say.")]
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> int:
             code = _train(loaded.config.parallel.world_size, [*options_of_ranks, *words])
             if code:
                 return _COULD_NOT_RUN if code == 1 else code
-        verdict = compare_recorded_runs(*folders, options.dtype)
+        verdict = compare_recorded_runs(*folders, TOLERANCES[options.dtype])
     print(comparison_table(verdict))
     if options.json:
         options.json.write_text(json.dumps({"agrees": verdict.agrees, **asdict(verdict)}, indent=1))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -28,9 +28,24 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.data.document_sample_shuffle_index import legacy_random_state
-from petatron.data.sample_dataset import SampleDataset
 from petatron.kernels.attention.documents import Documents
 from petatron.models.batch import Batch
+
+Sample = NDArray[np.int64] | Mapping[str, NDArray[Any]]
+"""Token ids of text, or arrays by name."""
+
+
+class SampleDataset(Protocol):
+    """An indexed set of samples in the dataset's own order: sample i is the i-th used in training."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two datasets that contain the same samples in the same order (up to the shorter one's length)."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

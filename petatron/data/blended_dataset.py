@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError
 from petatron.config.schema.data_blend import parse_blend as read_blend
+from petatron.data.batch_loader import Sample, SampleDataset
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
-from petatron.data.sample_dataset import Sample, SampleDataset
 
 MAX_DATASETS = 32766
 _SURPLUS = 0.005  # the default of Megatron's --mid-level-dataset-surplus
@@ -37,7 +37,7 @@ MIN_LANE_STEPS = 512
 WeightedPrefixes = tuple[tuple[float, ...] | None, tuple[str, ...]]
 
 
-def parse_weighted_prefixes(words: Sequence[str], *, flag: str = "--data-path") -> WeightedPrefixes:
+def parse_weighted_prefixes(blend: Sequence[str], *, flag: str = "--data-path") -> WeightedPrefixes:
     """Parses weights (None when not given) and prefixes; datasets of weight 0 are dropped.
 
     >>> parse_weighted_prefixes(("0.3", "web", "0.7", "code"))
@@ -46,10 +46,10 @@ def parse_weighted_prefixes(words: Sequence[str], *, flag: str = "--data-path") 
     (None, ('web', 'code'))
     """
     try:
-        parts = [part for part in read_blend(words) if part.weight != 0]
+        parts = [part for part in read_blend(blend) if part.weight != 0]
     except BlendError as error:
         fix = "Write `prefix prefix` or `weight prefix weight prefix`."
-        raise ConfigError([Problem(flag, " ".join(words), str(error), fix)]) from error
+        raise ConfigError([Problem(flag, " ".join(blend), str(error), fix)]) from error
     if len(parts) > MAX_DATASETS:
         rule = f"names {len(parts)} datasets, and a blend has at most {MAX_DATASETS}"
         raise ConfigError([Problem(flag, "", rule, "Merge datasets with `petatron data merge`.")])

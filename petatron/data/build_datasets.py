@@ -19,6 +19,7 @@ from petatron.config.schema.default_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
 from petatron.data import gpt_kind  # noqa: F401  registers the kind of a run that names none
+from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import (
     BlendedDataset,
     WeightedPrefixes,
@@ -36,7 +37,6 @@ from petatron.data.dataset_kinds import (
     Split,
     dataset_kind,
 )
-from petatron.data.sample_dataset import SampleDataset
 from petatron.data.split_units import split_units
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.objective import build_objective
@@ -120,8 +120,8 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
         sources = _open_all(kind, wanted)
         split_sources = _split_sources(config, wanted, sources)
         built = {
-            (one.request.split, one.name): _build_set(config, kind, one, of_set, warnings)
-            for one, of_set in zip(wanted, split_sources, strict=True)
+            (wanted_set.request.split, wanted_set.name): _build_set(config, kind, wanted_set, of_set, warnings)
+            for wanted_set, of_set in zip(wanted, split_sources, strict=True)
         }
     valid = {name: dataset for (split, name), dataset in built.items() if split == "valid" and dataset is not None}
     return SplitDatasets(built.get(("train", None)), built.get(("test", None)), valid, tuple(warnings))
@@ -159,34 +159,34 @@ def _wanted_sets(data: DataConfig, requests: Sequence[DatasetRequest]) -> list[_
     if data.data_args_path is not None:
         flags = [f"--data-args-path {data.data_args_path}"] * 3
     return [
-        _WantedSet(request, parse_weighted_prefixes(words, flag=flag), name)
+        _WantedSet(request, parse_weighted_prefixes(blend, flag=flag), name)
         for flag, paths, request in zip(flags, chosen, requests)
         if request.num_samples
-        for name, words in _named_sets(paths, flag).items()
+        for name, blend in _named_sets(paths, flag).items()
     ]
 
 
-def _named_sets(words: Sequence[str], flag: str) -> Mapping[str | None, Sequence[str]]:
+def _named_sets(paths: Sequence[str], flag: str) -> Mapping[str | None, Sequence[str]]:
     """Returns the words of each validation set by its name; other flags have one set, without a name."""
     if flag != "--valid-data-path":
-        return {None: words}
+        return {None: paths}
     try:
-        return named_sets(words)
+        return named_sets(paths)
     except BlendError as error:
         fix = "Begin each set with a name of its own, NAME=prefix; further words of the set follow without it."
-        raise ConfigError([Problem(flag, " ".join(words), str(error), fix)]) from error
+        raise ConfigError([Problem(flag, " ".join(paths), str(error), fix)]) from error
 
 
 def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet]) -> dict[str, DataSource]:
     """Opens each source once, and reports all that are missing, damaged or made for another vocabulary together."""
     sources: dict[str, DataSource] = {}
     problems: dict[str, str] = {}
-    for one in wanted:
-        for prefix in one.blend[1] if one.blend else ():
+    for wanted_set in wanted:
+        for prefix in wanted_set.blend[1] if wanted_set.blend else ():
             if prefix in sources or prefix in problems:
                 continue
             try:
-                sources[prefix] = kind.open(prefix, one.request)
+                sources[prefix] = kind.open(prefix, wanted_set.request)
             except DataError as error:
                 problems[prefix] = str(error)
     _raise_all(list(problems.values()))
@@ -202,31 +202,31 @@ def _split_sources(
     dataset may leave nothing for the others; then there is a warning and no such evaluation.
     """
     data = config.data
-    whole = _has_blend_per_split(data)
+    uses_all_units = _has_blend_per_split(data)
     needed = {"train", "valid"} if config.train.eval_interval else {"train"}
     problems: list[str] = []
     result: list[list[_SplitSource]] = []
-    for one in wanted:
-        weights, prefixes = one.blend or (None, ())
+    for wanted_set in wanted:
+        weights, prefixes = wanted_set.blend or (None, ())
         of_set: list[_SplitSource] = []
         for place, prefix in enumerate(prefixes):
             source = sources[prefix]
             units = range(source.num_units)
-            if not whole:
-                units = split_units(data.split, source.num_units)[SPLITS.index(one.request.split)]
+            if not uses_all_units:
+                units = split_units(data.split, source.num_units)[SPLITS.index(wanted_set.request.split)]
             part = _SplitSource(source, units, weights[place] if weights else None)
             if part.size:
                 of_set.append(part)
                 continue
-            text = f"{prefix}: the {one.title} split is empty: "
+            text = f"{prefix}: the {wanted_set.title} split is empty: "
             fix = "Give a file that has some."
             if whole or not source.num_units:
                 text += f"the file has no {source.size_unit}"
             else:
                 text += f"--split {data.split} gives it {len(units)} of {source.num_units:,} {source.unit}"
                 fix = "Give it a larger share, or turn its evaluation off (--eval-iters 0)."
-            if one.request.split in needed:
-                problems.append(f"{text}, but {one.request.num_samples:,} samples are needed. {fix}")
+            if wanted_set.request.split in needed:
+                problems.append(f"{text}, but {wanted_set.request.num_samples:,} samples are needed. {fix}")
             else:
                 get_logger(__name__).warning("%s; it will not be evaluated", text)
         result.append(of_set)

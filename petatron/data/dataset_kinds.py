@@ -14,14 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.plugin_settings import build_plugin, find_plugin
-from petatron.data.batch_loader import LoaderOptions, epoch_permutation, make_batch
+from petatron.data.batch_loader import LoaderOptions, Sample, SampleDataset, epoch_permutation, make_batch
 from petatron.data.index_cache import fingerprint
-from petatron.data.sample_dataset import Sample, SampleDataset
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.batch import Batch
 
@@ -123,7 +119,7 @@ class _ShuffledRecords:
         self._source, self._units, self._request = source, units, request
         key = {"kind": type(source).__qualname__, "source": source.fingerprint, "units": [units.start, units.stop]}
         self.fingerprint = fingerprint({**key, "seed": request.seed, "seq_length": request.seq_length})
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_permutation(request.seed, epoch, len(units)))
 
     def __len__(self) -> int:
         return self._request.num_samples
@@ -133,9 +129,6 @@ class _ShuffledRecords:
             raise IndexError(f"sample {index} of {len(self)}")
         epoch, place = divmod(index, len(self._units))
         return self._source.record(self._units[int(self._order(epoch)[place])], self._request)
-
-    def _epoch_order(self, epoch: int) -> NDArray[np.integer]:
-        return epoch_permutation(self._request.seed, epoch, len(self._units))
 
 
 class DatasetKind(ABC):
@@ -178,13 +171,13 @@ def register_dataset(name: str, kind: type[DatasetKind]) -> None:
     """Makes `--dataset-type name` open datasets of a kind, a frozen dataclass; the name must be new, or have the same class.
 
     >>> @dataclass(frozen=True)
-    ... class Letters(DatasetKind):
+    ... class Characters(DatasetKind):
     ...     first: int = 0
     ...     def open(self, source, request):
     ...         raise NotImplementedError
-    >>> register_dataset("letters", Letters)
-    >>> dataset_kind("letters", ["first=3"])
-    Letters(first=3)
+    >>> register_dataset("characters", Characters)
+    >>> dataset_kind("characters", ["first=3"])
+    Characters(first=3)
     """
     if _KINDS.setdefault(name, kind) is not kind:
         raise ConfigError([Problem(_FLAG, name, "is registered already", "Register it under another name.")])

@@ -69,8 +69,8 @@ def legacy_random_state(*numbers: int) -> np.random.RandomState:
     """Returns numpy's legacy generator, whose stream is frozen for good, seeded by numbers of any size."""
     if len(numbers) == 1 and numbers[0] < 1 << 32:
         return np.random.RandomState(numbers[0])
-    words = [number >> shift & 0xFFFFFFFF for number in numbers for shift in (0, 32) if shift == 0 or number >> 32]
-    return np.random.RandomState(words)
+    seeds = [number >> shift & 0xFFFFFFFF for number in numbers for shift in (0, 32) if shift == 0 or number >> 32]
+    return np.random.RandomState(seeds)
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> EpochPlan:

@@ -64,17 +64,17 @@ def load_or_build(
         return build()
     stem = fingerprint(key)
     paths = {name: Path(folder) / f"{stem}-{name}.npy" for name in names}
-    found, identities = _map_existing(paths)
-    if found is not None and _read_trust_record(paths) == identities:
-        return found
+    mapped, identities = _map_existing(paths)
+    if mapped is not None and _read_trust_record(paths) == identities:
+        return mapped
     arrays = build()
-    if found is not None:
-        different = [name for name in names if not _arrays_equal(found[name], arrays[name])]
+    if mapped is not None:
+        different = [name for name in names if not _arrays_equal(mapped[name], arrays[name])]
         if not different:
             newest = max(time_ns for identity in identities for time_ns in identity[-2:])
             if time.time_ns() - newest > _MIN_FILE_AGE_NS and _file_identities(paths) == identities:
                 _write_trust_record(paths, identities)
-            return found
+            return mapped
         _warn_mismatch(paths, " and ".join(different) + (" differ" if len(different) > 1 else " differs"))
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -119,8 +119,8 @@ def cached_digest(folder: str | Path | None, path: Path, subject: str, compute: 
 
 
 def _file_identity(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+    status = path.stat()
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
 FileIdentities = list[list[int]]
@@ -137,9 +137,9 @@ def _map_existing(paths: Mapping[str, Path]) -> tuple[Arrays | None, FileIdentit
         return None, []
     try:
         identities = _file_identities(paths)
-        found = {name: _map_array(path) for name, path in paths.items()}
+        mapped = {name: _map_array(path) for name, path in paths.items()}
         if identities == _file_identities(paths):
-            return found, identities
+            return mapped, identities
         flaw = "somebody writes it"
     except Exception as error:  # numpy parses a header as Python's own text, and raises whatever its tokenizer does
         flaw = str(error) or type(error).__name__
@@ -155,13 +155,13 @@ def _warn_mismatch(paths: Mapping[str, Path], reason: str) -> None:
     )
 
 
-def _arrays_equal(found: NDArray, built: NDArray) -> bool:
-    if found.shape != built.shape or found.dtype != built.dtype:
+def _arrays_equal(mapped: NDArray, built: NDArray) -> bool:
+    if mapped.shape != built.shape or mapped.dtype != built.dtype:
         return False
-    found, built = found.reshape(-1), built.reshape(-1)
+    mapped, built = mapped.reshape(-1), built.reshape(-1)
     starts = range(0, len(built), _COMPARED_ELEMENTS)
     return all(
-        np.array_equal(found[at : at + _COMPARED_ELEMENTS], built[at : at + _COMPARED_ELEMENTS]) for at in starts
+        np.array_equal(mapped[at : at + _COMPARED_ELEMENTS], built[at : at + _COMPARED_ELEMENTS]) for at in starts
     )
 
 

@@ -299,5 +299,5 @@ def _missing_hint(prefix: str, path: Path) -> str:
         return f"Did you mean {prefix}_text_document?"
     if not path.parent.is_dir():
         return f"The folder {path.parent} does not exist either."
-    nearby = sorted(found.stem for found in path.parent.glob("*.idx"))[:5]
+    nearby = sorted(index.stem for index in path.parent.glob("*.idx"))[:5]
     return f"Datasets in {path.parent}: {', '.join(nearby)}." if nearby else f"There is no dataset in {path.parent}."

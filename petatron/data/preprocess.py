@@ -85,19 +85,19 @@ class PreprocessProgress:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreprocessReport:
     """The result of a job. Documents are lines with a text that was written; the next three count over all keys."""
 
-    documents: int
-    sequences: int
-    tokens: int
-    empty: int
-    malformed: int
-    problems: tuple[str, ...]
-    bytes_read: int
-    seconds: float
     outputs: tuple[str, ...]
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    empty: int = 0
+    malformed: int = 0
+    problems: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +116,6 @@ class _EncodedBlock:
     malformed: tuple[tuple[int, str], ...]
 
 
-@dataclass(slots=True)
-class _Totals:
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    malformed: int = 0
-    bytes_read: int = 0
-    problems: list[str] = field(default_factory=list)
-
-
 def preprocess(
     options: PreprocessOptions, on_progress: Callable[[PreprocessProgress], None] | None = None
 ) -> PreprocessReport:
@@ -133,37 +123,26 @@ def preprocess(
     started = time.monotonic()
     tokenizer = _check_options(options)
     bytes_total = sum(Path(path).stat().st_size for path in options.inputs)
-    outputs = options.outputs
-    totals = _Totals()
+    report = PreprocessReport(options.outputs)
     with ExitStack() as stack:
-        writers = [
-            stack.enter_context(IndexedWriter(output, optimal_dtype(tokenizer.vocab_size))) for output in outputs
-        ]
+        dtype = optimal_dtype(tokenizer.vocab_size)
+        writers = [stack.enter_context(IndexedWriter(output, dtype)) for output in report.outputs]
         for block, encoded, bytes_read in stack.enter_context(closing(_encoded_blocks(options))):
-            totals.bytes_read = bytes_read
-            _record_problems(block, encoded, options, totals)
-            totals.documents += encoded.documents
+            report.bytes_read = bytes_read
+            _record_problems(block, encoded, options, report)
+            report.documents += encoded.documents
             for writer, key in zip(writers, encoded.keys):
                 kept = key.sequences[key.sequences > 0]
                 writer.add_sequences(key.tokens, key.lengths, sequences_per_document=kept)
-                totals.tokens += key.tokens.size
-                totals.empty += key.sequences.size - kept.size
+                report.tokens += key.tokens.size
+                report.empty += key.sequences.size - kept.size
             if on_progress is not None:
                 seconds = time.monotonic() - started
-                on_progress(PreprocessProgress(totals.documents, totals.tokens, bytes_read, bytes_total, seconds))
-        _check_not_empty(options, writers, totals)
-        sequences = sum(writer.num_sequences for writer in writers)
-    return PreprocessReport(
-        documents=totals.documents,
-        sequences=sequences,
-        tokens=totals.tokens,
-        empty=totals.empty,
-        malformed=totals.malformed,
-        problems=tuple(totals.problems),
-        bytes_read=totals.bytes_read,
-        seconds=time.monotonic() - started,
-        outputs=outputs,
-    )
+                on_progress(PreprocessProgress(report.documents, report.tokens, bytes_read, bytes_total, seconds))
+        _check_not_empty(options, writers, report)
+        report.sequences = sum(writer.num_sequences for writer in writers)
+    report.seconds = time.monotonic() - started
+    return report
 
 
 def _check_options(options: PreprocessOptions) -> Tokenizer:
@@ -208,24 +187,26 @@ def _missing_input(path: str) -> str:
     return f"input {path} is not a file" if Path(path).exists() else f"input {path} does not exist"
 
 
-def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter], totals: _Totals) -> None:
+def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter], report: PreprocessReport) -> None:
     for writer, key in zip(writers, options.json_keys):
         if writer.num_tokens == 0:
-            first = f" (the first: {totals.problems[0]})" if totals.problems else ""
+            first = f" (the first: {report.problems[0]})" if report.problems else ""
             raise DataError(
-                f"No tokens for key {key!r} in {', '.join(options.inputs)}: {totals.documents:,} documents, "
-                f"{totals.malformed:,} malformed lines{first}, {totals.empty:,} empty texts. Check the input and --json-keys."
+                f"No tokens for key {key!r} in {', '.join(options.inputs)}: {report.documents:,} documents, "
+                f"{report.malformed:,} malformed lines{first}, {report.empty:,} empty texts. Check the input and --json-keys."
             )
 
 
-def _record_problems(block: LineBlock, encoded: _EncodedBlock, options: PreprocessOptions, totals: _Totals) -> None:
+def _record_problems(
+    block: LineBlock, encoded: _EncodedBlock, options: PreprocessOptions, report: PreprocessReport
+) -> None:
     for line, reason in encoded.malformed:
         problem = f"{block.path}:{line}: {reason}"
         if options.on_error == "fail":
             raise DataError(f"{problem}. Correct the line, or skip and count such lines with --on-error skip.")
-        totals.malformed += 1
-        if len(totals.problems) < MAX_SHOWN_PROBLEMS:
-            totals.problems.append(problem)
+        report.malformed += 1
+        if len(report.problems) < MAX_SHOWN_PROBLEMS:
+            report.problems.append(problem)
 
 
 def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
@@ -237,8 +218,8 @@ def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
         if options.input_format == "jsonl":
             blocks = read_line_blocks(path, max_lines=left, **limits)
         else:
-            whole = options.input_format == "text-file"
-            blocks = read_text_blocks(path, key=options.json_keys[0], whole_file=whole, max_lines=left, **limits)
+            whole_file = options.input_format == "text-file"
+            blocks = read_text_blocks(path, key=options.json_keys[0], whole_file=whole_file, max_lines=left, **limits)
         for block in blocks:
             lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
             yield block, before + block.file_position
@@ -283,14 +264,8 @@ def init_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-@lru_cache(maxsize=1)
-def _encoder(options: PreprocessOptions) -> _Encoder:
-    """Builds a worker's tokenizer with its first block and caches it."""
-    return _Encoder(options)
-
-
 def _encode_block(options: PreprocessOptions, block: LineBlock) -> _EncodedBlock:
-    return _encoder(options).encode(block)
+    return _cached_encoder(options).encode(block)
 
 
 TextValue = str | list[str]
@@ -344,13 +319,8 @@ class _Encoder:
         return tuple(self._encode_key([row[place] for row in rows]) for place in range(len(self._keys)))
 
     def _encode_key(self, values: Sequence[TextValue]) -> _EncodedKey:
-        texts: list[str] = []
-        for value in values:
-            if isinstance(value, str):
-                texts.append(value)
-            else:
-                texts.extend(value)
-        encoded = iter(self._tokenizer.encode_batch(texts))
+        texts = chain.from_iterable([value] if isinstance(value, str) else value for value in values)
+        encoded = iter(self._tokenizer.encode_batch(list(texts)))
         sequences: list[list[int]] = []
         per_line: list[int] = []
         for value in values:
@@ -375,6 +345,10 @@ class _Encoder:
             except Exception as error:  # as above
                 malformed.append((number, f"cannot be tokenized: {error}"))
         return good
+
+
+_cached_encoder = lru_cache(maxsize=1)(_Encoder)
+"""A worker builds its tokenizer with its first block."""
 
 
 def _text_value(record: object, key: str) -> TextValue:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -27,12 +27,13 @@ from petatron.base.untrusted_files import read_limited_bytes, read_limited_json,
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.byte_level_decoder import IdDecoder, byte_characters
 from petatron.data.data_file_error import data_file_error
-from petatron.data.tokenizer_growth import check_growth
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_FILE_BYTES = 1 << 28
 """The largest files of published tokenizers have some 40 MB."""
 MAX_UNUSED_IDS = 1 << 16
+MAX_GROWTH = 256
+"""Published tokenizers replace a character by at most a few; a few replacements by ten characters in a row make gigabytes of a line."""
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 # Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
 EOD_CANDIDATES = (
@@ -64,7 +65,27 @@ class Tokenizer(Protocol):
         ...
 
 
-class HuggingFaceTokenizer:
+class _LibraryTokenizer:
+    """A tokenizer of the tokenizers library."""
+
+    name: str
+    eod: int | None
+    _fast: FastTokenizer
+    _decoder: IdDecoder
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        with reading_untrusted(Path(self.name), _encode_error):
+            # The fast variant omits character offsets, which nothing here uses; and, unlike `encode`, it lets other threads run meanwhile.
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(ids)
+
+
+class HuggingFaceTokenizer(_LibraryTokenizer):
     """A tokenizer.json, or a folder with one (and perhaps a tokenizer_config.json that names the eos token)."""
 
     def __init__(self, path: str | Path) -> None:
@@ -80,25 +101,14 @@ class HuggingFaceTokenizer:
         beside = find_companion_files(given, DataError, names=names) if given.is_dir() else {}
         with reading_untrusted(file, _tokenizer_file_error):
             content = read_limited_bytes(file, MAX_FILE_BYTES)
-            self._fast = _load_fast(content)
-            check_growth(file, self._fast)
+            self._fast = load_fast(content)
+            _check_growth(file, self._fast)
             self._decoder = IdDecoder(self._fast, given)
             self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)
         self.eod = self._find_eod(file.parent / "tokenizer_config.json")
         self._files = {name: read_companion_file(path, DataError) for name, path in beside.items()}
         self._files["tokenizer.json"] = content
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with reading_untrusted(Path(self.name), _encode_error):
-            # The fast variant omits character offsets, which nothing here uses; and, unlike `encode`, it lets other threads run meanwhile.
-            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._decoder.decode(ids)
 
     def files(self) -> dict[str, bytes]:
         return {**_default_tokenizer_config(self._fast, self.eod), **self._files}
@@ -110,7 +120,7 @@ class HuggingFaceTokenizer:
         return next((number for number in ids if number is not None), None)
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE from its vocab.json and merges.txt.
 
     Text is encoded literally, as GPT-2's own encoder does: the characters of <|endoftext|> in a document do not
@@ -132,19 +142,9 @@ class GPT2BPETokenizer:
             self.eod = self._fast.token_to_id(END_OF_TEXT)
         self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with reading_untrusted(Path(self.name), _encode_error):
-            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts))]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._decoder.decode(ids)
-
     def files(self) -> dict[str, bytes]:
-        whole = {"tokenizer.json": self._fast.to_str().encode()}
-        return {**_default_tokenizer_config(self._fast, self.eod), **whole, **self._files}
+        merged = {"tokenizer.json": self._fast.to_str().encode()}
+        return {**_default_tokenizer_config(self._fast, self.eod), **merged, **self._files}
 
 
 class ByteTokenizer:
@@ -213,7 +213,11 @@ class NullTokenizer:
 
 def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -> Tokenizer:
     """Builds the configured tokenizer; its type follows from the files given when it is not named."""
-    kind = config.tokenizer_type or _tokenizer_type_from_files(config)
+    kind = config.tokenizer_type
+    if kind is None and config.tokenizer_model is not None:
+        kind = "HuggingFaceTokenizer"
+    elif kind is None and (config.vocab_file is not None or config.merge_file is not None):
+        kind = "GPT2BPETokenizer"
     if kind == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(_required(config.tokenizer_model, kind, "--tokenizer-model"))
     if kind == "GPT2BPETokenizer":
@@ -253,7 +257,7 @@ def vocabulary_difference(given: Tokenizer, held: Tokenizer) -> str | None:
     counts = f"{given.vocab_size:,} ids, where the model has learned {held.vocab_size:,}"
     if first is None or second is None:
         return f"has {counts}"
-    ours, theirs = (_load_fast(content).get_vocab(with_added_tokens=True) for content in (first, second))
+    ours, theirs = (load_fast(content).get_vocab(with_added_tokens=True) for content in (first, second))
     if ours == theirs:
         return None
     tokens, learned = ({number: token for token, number in ids.items()} for ids in (ours, theirs))
@@ -273,7 +277,8 @@ def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str,
     return {"tokenizer_config.json": json.dumps(content, indent=1).encode()}
 
 
-def _load_fast(content: bytes) -> FastTokenizer:
+def load_fast(content: bytes) -> FastTokenizer:
+    """Opens a tokenizer.json without the truncation and padding that it may ask for."""
     fast = FastTokenizer.from_buffer(content)
     fast.no_truncation()
     fast.no_padding()
@@ -291,6 +296,38 @@ def _vocab_size(path: str | Path, fast: FastTokenizer) -> int:
             "every id; use a tokenizer that numbers its tokens without such gaps."
         )
     return size
+
+
+def _check_growth(file: Path, fast: FastTokenizer) -> None:
+    """Raises `DataError` for a tokenizer whose normalizer or decoder could make a text more than `MAX_GROWTH` times as long."""
+    for what, part in (("normalizer", fast.normalizer), ("decoder", fast.decoder)):
+        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > MAX_GROWTH:
+            raise DataError(
+                f"The {what} of {file} may make a text {growth:,} times as long, and {MAX_GROWTH} times is allowed. "
+                "Remove replacements by long texts from it."
+            )
+
+
+def _growth(part: Any) -> int:
+    """Returns the factor of a part and of all inside it, one after the other.
+
+    >>> _growth({"type": "Replace", "pattern": {"String": "ab"}, "content": "12345"})
+    3
+    """
+    if isinstance(part, list):
+        factor = 1
+        for inner in part:
+            factor = min(factor * _growth(inner), 1 << 62)
+        return factor
+    if not isinstance(part, dict):
+        return 1
+    if part.get("type") == "Replace":
+        pattern = part.get("pattern") or {}
+        # A regular expression may match every character, and the empty text between any two.
+        content, size = len(part.get("content") or ""), len(pattern.get("String") or "")
+        return max(1, -(-content // size) if size else content + 1)
+    return _growth([inner for inner in part.values() if isinstance(inner, list | dict)])
 
 
 def _read_file(path: Path) -> bytes:
@@ -325,12 +362,6 @@ def _eos_in_config(config: Path) -> str | None:
             raise TypeError("eos_token is neither a text nor an object with its content")
         (token or "").encode()  # half a surrogate is no text, and cannot be looked up
     return token
-
-
-def _tokenizer_type_from_files(config: TokenizerConfig) -> str | None:
-    if config.tokenizer_model is not None:
-        return "HuggingFaceTokenizer"
-    return "GPT2BPETokenizer" if config.vocab_file is not None or config.merge_file is not None else None
 
 
 def _required(value: str | None, kind: str, flag: str) -> str:

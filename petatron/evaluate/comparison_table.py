@@ -27,10 +27,10 @@ def result_table(results: Mapping[str, Mapping[str, TaskResult]]) -> str:
     `results` are by checkpoint, then by task.
     """
     checkpoints = list(results)
-    tasks = list(dict.fromkeys(task for found in results.values() for task in found))
+    tasks = list(dict.fromkeys(task for by_task in results.values() for task in by_task))
     rows: list[Sequence[str]] = [("task", "metric", *checkpoints)]
     for task in tasks:
-        of_task = [found.get(task) for found in results.values()]
+        of_task = [by_task.get(task) for by_task in results.values()]
         metrics = dict.fromkeys(name for result in of_task if result is not None for name in result.metrics)
         for name in metrics:
             cells = [

@@ -53,7 +53,7 @@ def ratio_estimate(
 
 def accuracy_estimate(correct: Sequence[bool]) -> Estimate:
     """Estimates the share of correct answers."""
-    return ratio_estimate([float(each) for each in correct], [1.0] * len(correct))
+    return ratio_estimate([float(is_correct) for is_correct in correct], [1.0] * len(correct))
 
 
 def perplexity(loss: float) -> float:

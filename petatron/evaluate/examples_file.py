@@ -23,21 +23,21 @@ def read_examples(
     path: Path, parse: Callable[[Mapping[str, Any]], Example], *, limit: int | None = None
 ) -> list[Example]:
     """Parses each JSON line, at most `limit` of them; raises `DataError` with the first problems, or if there is no example."""
-    found: list[Example] = []
+    examples: list[Example] = []
     problems: list[str] = []
     for number, line in _numbered_lines(path):
-        if (limit is not None and len(found) >= limit) or len(problems) >= _MAX_PROBLEMS:
+        if (limit is not None and len(examples) >= limit) or len(problems) >= _MAX_PROBLEMS:
             break
         try:
-            found.append(parse(_json_object(line)))
+            examples.append(parse(_json_object(line)))
         except ExampleError as error:
             problems.append(f"{path}:{number}: {error}.")
     if problems:
         more = ["There may be more: the file was read so far."] if len(problems) == _MAX_PROBLEMS else []
         raise DataError("\n".join([*problems, *more, "Correct the file, or choose the task it was made for."]))
-    if not found:
+    if not examples:
         raise DataError(f"{path} has no example. Give a file of JSON lines, one example on each.")
-    return found
+    return examples
 
 
 def read_text(path: Path) -> str:

@@ -27,11 +27,11 @@ class LambadaTask(EvalTask):
         lasts = [-count for count in self.num_targets]
         correct = [bool(score.greedy[last:].all()) for score, last in zip(scores, lasts, strict=True)]
         losses = [-float(score.logprobs[last:].sum()) for score, last in zip(scores, lasts, strict=True)]
-        found = {
+        estimates = {
             "accuracy": accuracy_estimate(correct),
             "perplexity": ratio_estimate(losses, [1.0] * len(losses), perplexity),
         }
-        return found, {"examples": len(correct), "correct": sum(correct)}
+        return estimates, {"examples": len(correct), "correct": sum(correct)}
 
 
 def read_lambada(
@@ -44,11 +44,12 @@ def read_lambada(
     bos: Sequence[int] = (),
 ) -> LambadaTask:
     """Reads JSON lines with a "text", after `bos`. Strict predicts the whole last word; else its last token, as the text is tokenized."""
-    pairs = read_examples(path, _split_strict if strict else _whole_text, limit=limit)
+    parse = _split_strict if strict else lambda record: (text_field(record, "text"), "")
+    pairs = read_examples(path, parse, limit=limit)
     contexts = tokenizer.encode_batch([context for context, _ in pairs])
-    words = tokenizer.encode_batch([word for _, word in pairs])
+    last_words = tokenizer.encode_batch([word for _, word in pairs])
     task, truncated = LambadaTask(), 0
-    for number, (context, word) in enumerate(zip(contexts, words, strict=True), start=1):
+    for number, (context, word) in enumerate(zip(contexts, last_words, strict=True), start=1):
         num_targets = len(word) if strict else 1
         ids, cut = truncate_left(with_bos([*context, *word], bos), limits.max_tokens)
         if len(ids) <= num_targets:
@@ -62,10 +63,6 @@ def read_lambada(
         count = count_with_noun(truncated, "passage")
         task.notes.append(f"{count} cut from the left to {limits.max_tokens:,} tokens")
     return task
-
-
-def _whole_text(record: Mapping[str, Any]) -> tuple[str, str]:
-    return text_field(record, "text"), ""
 
 
 def _split_strict(record: Mapping[str, Any]) -> tuple[str, str]:

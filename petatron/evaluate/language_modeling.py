@@ -7,7 +7,7 @@ as it is, before its spaces around punctuation are removed), and bits per byte o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from petatron.evaluate.estimate import Estimate, perplexity, ratio_estimate
 from petatron.evaluate.examples_file import is_json_lines, read_examples, read_text, text_field
 from petatron.evaluate.score import SequenceScore
 from petatron.evaluate.task import BITS_PER_NAT, ContextLimits, EvalTask
-from petatron.evaluate.windows import Window, sliding_windows
 
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 
@@ -37,12 +36,45 @@ def detokenize_wikitext(text: str) -> str:
         text = text.replace(f" {mark} ", f"{mark} ")
     for left, right in _PAIRS:
         inside = f"{re.escape(left)}([^{re.escape(right)}]*){re.escape(right)}"
-        text = re.sub(inside, lambda found: found[0][0] + found[1].strip() + found[0][-1], text)
+        text = re.sub(inside, lambda match: match[0][0] + match[1].strip() + match[0][-1], text)
     for count in (4, 3, 2):
         text = text.replace(" ".join("=" * count), "=" * count)
     for spaced, tight in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
         text = text.replace(spaced, tight)
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Scores tokens[start:stop] and counts those from `counted_from` on, each predicted by the ones before it in the window."""
+
+    start: int
+    stop: int
+    counted_from: int
+
+    @property
+    def num_counted(self) -> int:
+        return self.stop - self.counted_from
+
+
+def sliding_windows(num_tokens: int, *, length: int, stride: int, extend_last: bool = True) -> Iterator[Window]:
+    """Yields windows of `length` inputs that count every token but the first once.
+
+    The first one counts all its tokens, each further one its last `stride`. The last one is shorter; `extend_last` extends it to
+    the left to full length instead, which only adds context.
+
+    >>> [(w.start, w.stop, w.counted_from) for w in sliding_windows(10, length=4, stride=4)]
+    [(0, 5, 1), (4, 9, 5), (5, 10, 9)]
+    >>> [(w.start, w.stop, w.counted_from) for w in sliding_windows(10, length=4, stride=2, extend_last=False)]
+    [(0, 5, 1), (2, 7, 5), (4, 9, 7), (6, 10, 9)]
+    """
+    assert 1 <= stride <= length, (stride, length)
+    counted, start = 1, 0
+    while counted < num_tokens:
+        stop = min(start + length + 1, num_tokens)
+        first = max(0, stop - length - 1) if extend_last else start
+        yield Window(first, stop, counted)
+        counted, start = stop, start + stride
 
 
 @dataclass(slots=True)
@@ -80,7 +112,7 @@ class WikiText103Task(_WindowedTask):
         sums, counts = self.loss_sums(scores)
         num_targets = sum(counts)
         ratio = num_targets / max(self.num_words - 1, 1)
-        found = {
+        estimates = {
             "loss": ratio_estimate(sums, counts),
             "perplexity": ratio_estimate(sums, counts, perplexity),
             "adjusted_perplexity": ratio_estimate(sums, counts, lambda loss: perplexity(loss * ratio)),
@@ -89,7 +121,7 @@ class WikiText103Task(_WindowedTask):
                 sums, counts, lambda loss: loss * num_targets * BITS_PER_NAT / self.num_bytes
             ),
         }
-        return found, {"tokens": num_targets + 1, "words": self.num_words, "bytes": self.num_bytes}
+        return estimates, {"tokens": num_targets + 1, "words": self.num_words, "bytes": self.num_bytes}
 
 
 def read_wikitext103(
@@ -120,15 +152,17 @@ class TextTask(_WindowedTask):
         for document, loss, count in zip(self.documents, sums, counts, strict=True):
             loss_of[document] += loss
             tokens_of[document] += count
-        one = len(self.document_bytes) == 1  # its windows are resampled then
-        items = (sums, counts) if one else (loss_of, tokens_of)
+        is_single = len(self.document_bytes) == 1  # its windows are resampled then
+        items = (sums, counts) if is_single else (loss_of, tokens_of)
         num_tokens, num_bytes = sum(counts), sum(self.document_bytes)
-        found = {"loss": ratio_estimate(*items), "perplexity": ratio_estimate(*items, perplexity)}
-        if one:
-            found["bits_per_byte"] = ratio_estimate(*items, lambda loss: loss * num_tokens * BITS_PER_NAT / num_bytes)
+        estimates = {"loss": ratio_estimate(*items), "perplexity": ratio_estimate(*items, perplexity)}
+        if is_single:
+            estimates["bits_per_byte"] = ratio_estimate(
+                *items, lambda loss: loss * num_tokens * BITS_PER_NAT / num_bytes
+            )
         else:
-            found["bits_per_byte"] = ratio_estimate(loss_of, self.document_bytes, lambda loss: loss * BITS_PER_NAT)
-        return found, {"documents": len(self.document_bytes), "tokens": num_tokens, "bytes": num_bytes}
+            estimates["bits_per_byte"] = ratio_estimate(loss_of, self.document_bytes, lambda loss: loss * BITS_PER_NAT)
+        return estimates, {"documents": len(self.document_bytes), "tokens": num_tokens, "bytes": num_bytes}
 
 
 def read_text_task(

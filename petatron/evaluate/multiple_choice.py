@@ -101,8 +101,11 @@ def _arc(record: Mapping[str, Any]) -> ChoiceExample:
         stem, listed = text_field(record, "question"), field_of(record, "choices")
     if isinstance(listed, dict):
         texts, labels = field_of(listed, "text"), field_of(listed, "label")
-    elif isinstance(listed, list) and all(isinstance(one, dict) for one in listed):
-        texts, labels = [field_of(one, "text") for one in listed], [field_of(one, "label") for one in listed]
+    elif isinstance(listed, list) and all(isinstance(choice, dict) for choice in listed):
+        texts, labels = (
+            [field_of(choice, "text") for choice in listed],
+            [field_of(choice, "label") for choice in listed],
+        )
     else:
         raise ExampleError('"choices" has no texts and labels')
     choices = _choice_texts(texts, "choices")
@@ -128,16 +131,16 @@ def _winogrande(record: Mapping[str, Any]) -> ChoiceExample:
 
 def _mmlu(record: Mapping[str, Any]) -> ChoiceExample:
     choices = _choice_texts(field_of(record, "choices"), "choices")
-    letters = [chr(ord("A") + index) for index in range(len(choices))]
+    labels = [chr(ord("A") + index) for index in range(len(choices))]
     given = field_of(record, "answer")
     by_letter = isinstance(given, str) and not given.strip().isdigit()
-    answer = _answer_index(given, letters if by_letter else _indices(choices), "answer")
+    answer = _answer_index(given, labels if by_letter else _indices(choices), "answer")
     subject = str(record.get("subject") or "").replace("_", " ")
     about = f" about {subject}" if subject else ""
-    listed = "".join(f"{letter}. {choice}\n" for letter, choice in zip(letters, choices))
+    listed = "".join(f"{letter}. {choice}\n" for letter, choice in zip(labels, choices))
     head = f"The following are multiple choice questions (with answers){about}.\n\n"
     context = f"{head}{text_field(record, 'question').strip()}\n{listed}Answer:"
-    return _example(context, letters, answer, description=head)
+    return _example(context, labels, answer, description=head)
 
 
 def _general(record: Mapping[str, Any]) -> ChoiceExample:
@@ -180,8 +183,8 @@ class MultipleChoiceTask(EvalTask):
             start += len(of_choices)
             plain.append(int(of_choices.argmax()) == example.answer)
             normalized.append(int((of_choices / np.array(example.num_bytes)).argmax()) == example.answer)
-        found = {"accuracy": accuracy_estimate(plain), "accuracy_norm": accuracy_estimate(normalized)}
-        return found, {"examples": len(plain), "correct": sum(plain), "correct_norm": sum(normalized)}
+        estimates = {"accuracy": accuracy_estimate(plain), "accuracy_norm": accuracy_estimate(normalized)}
+        return estimates, {"examples": len(plain), "correct": sum(plain), "correct_norm": sum(normalized)}
 
 
 def read_multiple_choice(
@@ -229,7 +232,7 @@ class FewShot:
         self, examples: Sequence[ChoiceExample], pool: Sequence[ChoiceExample], *, source: Path
     ) -> list[ChoiceExample]:
         """Returns the examples with longer contexts; a draw is a function of (seed, index of the example)."""
-        found: list[ChoiceExample] = []
+        prepended: list[ChoiceExample] = []
         for index, example in enumerate(examples):
             order = (
                 range(len(pool))
@@ -244,8 +247,8 @@ class FewShot:
                 )
             head, cut = example.description + "".join(f"{text}\n\n" for text in shown), len(example.description)
             pairs = tuple((head + context[cut:], continuation) for context, continuation in example.pairs)
-            found.append(replace(example, pairs=pairs, description=head))
-        return found
+            prepended.append(replace(example, pairs=pairs, description=head))
+        return prepended
 
 
 def encode_pairs(
@@ -263,19 +266,19 @@ def encode_pairs(
     where there is none.
     """
     contexts = [context.rstrip() for context, _ in pairs]
-    whole = tokenizer.encode_batch([context + continuation for context, continuation in pairs])
+    joined = tokenizer.encode_batch([context + continuation for context, continuation in pairs])
     alone = tokenizer.encode_batch(contexts)
     start = document_start(tokenizer, bos) if start is None else start
-    found: list[tuple[list[int], int]] = []
-    for ids, before in zip(whole, alone, strict=True):
+    encoded: list[tuple[list[int], int]] = []
+    for ids, before in zip(joined, alone, strict=True):
         num_targets = max(len(ids) - len(before), 1)
         if before and num_targets < len(ids):
-            found.append((with_bos(ids, bos), num_targets))
+            encoded.append((with_bos(ids, bos), num_targets))
         elif start is not None:
-            found.append(([start, *ids], len(ids)))
+            encoded.append(([start, *ids], len(ids)))
         else:
             raise DataError(
                 f"{source} has an empty context, and the tokenizer {tokenizer.name} has no end-of-document id to start from. "
                 "Give every example a context."
             )
-    return found
+    return encoded

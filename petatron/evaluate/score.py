@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.required_settings import known_vocab_size
@@ -158,16 +157,22 @@ def _score_micro_batches(
         lengths = [
             [len(sequences[i]) - 1 for i in mine] + [0] * (plan.rows - len(mine)) for mine, plan in zip(local, plans)
         ]
-        batches = [mark_long_rows(batch, model.spec.original_context, each) for batch, each in zip(batches, lengths)]
+        batches = [
+            mark_long_rows(batch, model.spec.original_context, row_lengths)
+            for batch, row_lengths in zip(batches, lengths)
+        ]
     outputs = model.forward(batches, collect=(TOKEN_LOSSES, GREEDY_TARGETS))
     sizes = [2 * mesh.dp.size * plan.rows * plan.length for plan in plans]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=mesh.device)
     views = [
         part.view(2, mesh.dp.size, plan.rows, plan.length) for part, plan in zip(flat.split(sizes), plans, strict=True)
     ]
-    for view, batch, found in zip(views, batches, outputs, strict=True):
-        if found and mesh.tp.rank == 0:  # ranks of one tensor-parallel group have the same
-            _write_local(view[:, mesh.dp.rank], found, split_batch(batch, mesh.cp, order=model.io.sequence_order))
+    for view, batch, outputs_of_batch in zip(views, batches, outputs, strict=True):
+        if outputs_of_batch and mesh.tp.rank == 0:  # ranks of one tensor-parallel group have the same
+            positions = split_batch(batch, mesh.cp, order=model.io.sequence_order).positions
+            where = slice(None) if positions is None else positions
+            for kind, name in enumerate((TOKEN_LOSSES, GREEDY_TARGETS)):  # [B, S of this rank]
+                view[kind, mesh.dp.rank][:, where] = outputs_of_batch[name].to(view.dtype)
     collectives.all_reduce(flat, mesh.world)
     host = flat.cpu().split(sizes)
     for plan, part in zip(plans, host, strict=True):
@@ -185,11 +190,3 @@ def _make_batch(sequences: Sequence[Sequence[int]], plan: MicroBatchPlan, device
         arrays[0, row, :count], arrays[1, row, :count], arrays[2, row, :count] = ids[:-1], ids[1:], 1
     tokens, labels, counted = torch.from_numpy(arrays).to(device).unbind(0)
     return Batch(tokens, labels, counted.float())
-
-
-def _write_local(out: Tensor, found: dict[str, Tensor], local_batch: Batch) -> None:
-    """Writes this rank's losses and flags [B, S of this rank] to their positions in `out` [2, B, S]."""
-    positions = local_batch.positions
-    where = slice(None) if positions is None else positions
-    out[0, :, where] = found[TOKEN_LOSSES].to(out.dtype)
-    out[1, :, where] = found[GREEDY_TARGETS].to(out.dtype)

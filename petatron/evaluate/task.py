@@ -39,8 +39,12 @@ class TaskResult:
     def as_json(self) -> dict[str, Any]:
         """Returns plain values; what is not finite becomes text, since JSON has no such numbers."""
         metrics = {
-            name: {"value": _json_number(each.value), "low": _json_number(each.low), "high": _json_number(each.high)}
-            for name, each in self.metrics.items()
+            name: {
+                "value": _json_number(estimate.value),
+                "low": _json_number(estimate.low),
+                "high": _json_number(estimate.high),
+            }
+            for name, estimate in self.metrics.items()
         }
         return {
             "metrics": metrics,

@@ -77,38 +77,41 @@ class TaskSettings:
 
 def setting_problems(settings: TaskSettings, *, where: str) -> list[Problem]:
     """Returns everything that is wrong with a task's settings, before its file is opened."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if settings.task not in TASK_NAMES:
-        found.append(Problem(where, settings.task, "is not a task", f"Use one of {', '.join(TASK_NAMES)}."))
-        return found
+        problems.append(Problem(where, settings.task, "is not a task", f"Use one of {', '.join(TASK_NAMES)}."))
+        return problems
     by_flags = where == "--task"
-    for name in ("limit", "stride", "every"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            rule, fix = "is below 1", "Use a positive number, or leave it out."
-            found.append(Problem(_flag(name) if by_flags else f"{where} {name}", str(value), rule, fix))
-    for name in ("num_fewshot", "fewshot_seed"):
-        if (value := getattr(settings, name) or 0) < 0:
-            rule, fix = "is below 0", "Use 0 or more, or leave it out."
-            found.append(Problem(_flag(name) if by_flags else f"{where} {name}", str(value), rule, fix))
-    defaults = {each.name: each.default for each in fields(TaskSettings)}
+
+    def place(name: str) -> str:
+        return _flag(name) if by_flags else f"{where} {name}"
+
+    for names, least, kind in (
+        (("limit", "stride", "every"), 1, "a positive number"),
+        (("num_fewshot", "fewshot_seed"), 0, "0 or more"),
+    ):
+        for name in names:
+            if (value := getattr(settings, name)) is not None and value < least:
+                problems.append(Problem(place(name), str(value), f"is below {least}", f"Use {kind}, or leave it out."))
+    defaults = {setting.name: setting.default for setting in fields(TaskSettings)}
     for name, tasks in _SETTINGS_OF.items():
         if settings.task not in tasks and getattr(settings, name) != defaults[name]:
             rule = f"has no effect on {settings.task}"
-            named = _flag(name) if by_flags else f"{where} {name}"
-            found.append(Problem(named, "", rule, f"Leave it out; it is for {', '.join(tasks)}."))
+            problems.append(Problem(place(name), "", rule, f"Leave it out; it is for {', '.join(tasks)}."))
     if not settings.data.is_file():
         named = "--data" if by_flags else where
-        found.append(Problem(named, str(settings.data), "is not a file", "Give the path of the task's data."))
+        problems.append(Problem(named, str(settings.data), "is not a file", "Give the path of the task's data."))
     for name in ("fewshot_data", "fewshot_seed"):
         given = getattr(settings, name) is not None and settings.task in multiple_choice.FORMATS
         if given and settings.num_fewshot == 0:
-            named, count = (_flag(name), _flag("num_fewshot")) if by_flags else (f"{where} {name}", "num_fewshot")
-            found.append(Problem(named, "", f"has no effect without {count}", "Say how many examples to show."))
+            rule = f"has no effect without {_flag('num_fewshot') if by_flags else 'num_fewshot'}"
+            problems.append(Problem(place(name), "", rule, "Say how many examples to show."))
     if settings.fewshot_data is not None and not settings.fewshot_data.is_file():
         named = _flag("fewshot_data") if by_flags else where
-        found.append(Problem(named, str(settings.fewshot_data), "is not a file", "Give a file of the task's format."))
-    return found
+        problems.append(
+            Problem(named, str(settings.fewshot_data), "is not a file", "Give a file of the task's format.")
+        )
+    return problems
 
 
 def _flag(name: str) -> str:
@@ -122,7 +125,7 @@ def read_task_list(path: Path) -> list[TaskSettings]:
     if not isinstance(content, list) or not 1 <= len(content) <= _MAX_TASKS:
         rule = f"is not a list of 1 to {_MAX_TASKS} tasks"
         raise ConfigError([Problem("tasks", str(path), rule, "Write `- task: NAME` and `  data: FILE` for each.")])
-    found: list[TaskSettings] = []
+    tasks: list[TaskSettings] = []
     problems: list[Problem] = []
     for number, item in enumerate(content, start=1):
         where = f"{path}, task {number}:"
@@ -130,23 +133,29 @@ def read_task_list(path: Path) -> list[TaskSettings]:
         problems += wrong
         if settings is not None:
             problems += setting_problems(settings, where=where)
-            found.append(settings)
+            tasks.append(settings)
+    labels = [task.label for task in tasks]
     if not problems:
-        problems = _repeated_names(found, path)
+        problems = [
+            Problem(
+                "tasks", str(path), f"has more than one task of the name {label}", "Give each a `name:` of its own."
+            )
+            for label in sorted({label for label in labels if labels.count(label) > 1})
+        ]
     if problems:
         raise ConfigError(problems)
-    return found
+    return tasks
 
 
 def build_tasks(settings: Sequence[TaskSettings], tokenizer: Tokenizer, limits: ContextLimits) -> list[EvalTask]:
     """Reads and tokenizes the files of tasks; raises `DataError` with the problems of all of them."""
     tasks: list[EvalTask] = []
     problems: list[str] = []
-    for each in settings:
+    for task in settings:
         try:
-            tasks.append(_build_task(each, tokenizer, limits))
+            tasks.append(_build_task(task, tokenizer, limits))
         except DataError as error:
-            problems.append(f"task {each.label}: {error}")
+            problems.append(f"task {task.label}: {error}")
     if problems:
         raise DataError("\n".join(problems))
     return tasks
@@ -191,7 +200,7 @@ def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | Non
         return None, [
             Problem(where, "", "is not `task: NAME` with further settings", "Write one setting on each line.")
         ]
-    kinds = {each.name: str(each.type).removesuffix(" | None") for each in fields(TaskSettings)}
+    kinds = {setting.name: str(setting.type).removesuffix(" | None") for setting in fields(TaskSettings)}
     problems: list[Problem] = []
     values: dict[str, Any] = {}
     for key, value in item.items():
@@ -199,9 +208,8 @@ def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | Non
         if kind is None:
             problems.append(Problem(where, str(key), "is not a setting of a task", f"Settings: {', '.join(kinds)}."))
         elif not _has_kind(value, kind):
-            shown = (
-                repr(value) if isinstance(value, str | int | float | None) else "(a list or mapping)"
-            )  # may be endless
+            is_scalar = isinstance(value, str | int | float | None)  # anything else may be endless
+            shown = repr(value) if is_scalar else "(a list or mapping)"
             problems.append(Problem(where, f"{key} {shown}", "has the wrong type", f"It is {_KIND_TEXTS[kind]}."))
         else:
             values[key] = value
@@ -224,12 +232,3 @@ def _has_kind(value: Any, kind: str) -> bool:
     if kind == "bool":
         return isinstance(value, bool)
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _repeated_names(found: Sequence[TaskSettings], path: Path) -> list[Problem]:
-    labels = [each.label for each in found]
-    repeated = sorted({label for label in labels if labels.count(label) > 1})
-    return [
-        Problem("tasks", str(path), f"has more than one task of the name {label}", "Give each a `name:` of its own.")
-        for label in repeated
-    ]

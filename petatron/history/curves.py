@@ -173,12 +173,12 @@ def _evaluation_curve(run: RecordedRun, x: np.ndarray, color: int, dataset: str 
     """Evaluations have an iteration only; tokens and time between two log points are taken from a straight line."""
     steps = run.metrics.column("iteration")
     every = (evaluation for evaluation in run.metrics.evaluations if evaluation.split == "valid")
-    found = [evaluation for evaluation in every if evaluation.dataset == dataset]
-    at = np.array([evaluation.iteration for evaluation in found], dtype=np.float64)
+    evaluations = [evaluation for evaluation in every if evaluation.dataset == dataset]
+    at = np.array([evaluation.iteration for evaluation in evaluations], dtype=np.float64)
     if steps.size:
         known = np.isfinite(x)
         at = np.interp(at, steps[known], x[known]) if known.any() else np.full_like(at, math.nan)
-    y = np.array([evaluation.loss for evaluation in found])
+    y = np.array([evaluation.loss for evaluation in evaluations])
     finite = np.isfinite(at) & np.isfinite(y)
     lost = tuple(at[np.isfinite(at) & ~np.isfinite(y)].tolist())
     label = f"{run.label}: validation" if as_marks else run.label

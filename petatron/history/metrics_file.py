@@ -73,12 +73,12 @@ class TaskMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A message of a run, with further facts of its record."""
+    """A message of a run, with the other keys of its record."""
 
     iteration: int
     time: float
     message: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -102,37 +102,34 @@ class RunMetrics:
     def column(self, name: str) -> np.ndarray:
         return self.columns[name]
 
+    def finite(self, name: str) -> np.ndarray:
+        """Returns the finite numbers of a column."""
+        return self.columns[name][np.isfinite(self.columns[name])]
+
     def last(self, name: str) -> float | None:
         """Returns the last finite number of a column."""
-        found = self.columns[name]
-        finite = found[np.isfinite(found)]
-        return float(finite[-1]) if finite.size else None
-
-    def first(self, name: str) -> float | None:
-        found = self.columns[name]
-        finite = found[np.isfinite(found)]
-        return float(finite[0]) if finite.size else None
+        return float(finite[-1]) if (finite := self.finite(name)).size else None
 
     @property
     def iteration(self) -> int:
         """The last iteration that any record names."""
-        last = self.columns["iteration"]
-        known = [int(last[-1])] if last.size else []
-        return max([*known, *(found.iteration for found in self.evaluations)], default=0)
+        known = self.columns["iteration"][-1:].astype(int).tolist()
+        return max([*known, *(evaluation.iteration for evaluation in self.evaluations)], default=0)
 
     def split_evaluations(self, split: str = "valid") -> list[Evaluation]:
         """Returns the evaluations of a split; of several validation sets those of the first, which stands for the run."""
         of_split = [evaluation for evaluation in self.evaluations if evaluation.split == split]
         return [evaluation for evaluation in of_split if evaluation.dataset == of_split[0].dataset]
 
-    def best_evaluation(self, split: str = "valid") -> Evaluation | None:
-        finite = [evaluation for evaluation in self.split_evaluations(split) if math.isfinite(evaluation.loss)]
+    def best_evaluation(self) -> Evaluation | None:
+        """Returns that of the validation set with the lowest loss."""
+        finite = [evaluation for evaluation in self.split_evaluations() if math.isfinite(evaluation.loss)]
         return min(finite, key=lambda evaluation: evaluation.loss, default=None)
 
-    def start_facts(self, name: str) -> Mapping[str, Any]:
+    def start_metadata(self, name: str) -> Mapping[str, Any]:
         """Returns what the last start of the run has recorded under a name; empty in records of earlier versions."""
-        found = [event.facts[name] for event in self.events if isinstance(event.facts.get(name), Mapping)]
-        return found[-1] if found else {}
+        recorded = [event.metadata[name] for event in self.events if isinstance(event.metadata.get(name), Mapping)]
+        return recorded[-1] if recorded else {}
 
 
 def read_metrics(path: Path, *, every_point: bool = True) -> RunMetrics:
@@ -181,18 +178,18 @@ class _Reader:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._tasks: dict[tuple[str, int], TaskMetrics] = {}
-        self._found = RunMetrics({})
+        self._metrics = RunMetrics({})
 
     def add_line(self, line: bytes | None) -> None:
         if line is None:
-            self._found.damaged_lines += 1
+            self._metrics.damaged_lines += 1
         elif not self._every_point and _TRAIN_MARK in line[:40]:
             self._add_undecoded(line)
         elif line.strip():
             try:
                 self._add(json.loads(line))
             except (ValueError, RecursionError, TypeError, KeyError):
-                self._found.damaged_lines += 1
+                self._metrics.damaged_lines += 1
 
     def _add_undecoded(self, line: bytes) -> None:
         if len(self._columns["iteration"]) == 0 or self._rewind_to is not None:
@@ -210,7 +207,7 @@ class _Reader:
             raise ValueError("no record")
         time = _number(record.get("time"))
         if math.isfinite(time):
-            self._found.last_time = time
+            self._metrics.last_time = time
         if kind == "train":
             self._add_train(record, iteration)
         elif kind == "valid":
@@ -220,19 +217,19 @@ class _Reader:
         elif kind == "event":
             self._add_event(record, iteration, time)
         elif kind == "summary":
-            self._found.summary = record
+            self._metrics.summary = record
         elif kind == "sample":
             self._samples.append(record)
-        elif kind in self._found.other_kinds or len(self._found.other_kinds) < MAX_NAMES:
-            self._found.other_kinds[kind] = self._found.other_kinds.get(kind, 0) + 1
+        elif kind in self._metrics.other_kinds or len(self._metrics.other_kinds) < MAX_NAMES:
+            self._metrics.other_kinds[kind] = self._metrics.other_kinds.get(kind, 0) + 1
 
     def _add_train(self, record: Mapping[str, Any], iteration: int) -> None:
         if self._supersedes:
-            self._found.summary = None  # it was of an earlier start
+            self._metrics.summary = None  # it was of an earlier start
         rewind_to = iteration - 1 if self._rewind_to is None else min(iteration - 1, self._rewind_to)
         self._rewind_to = None
         iterations = self._columns["iteration"]
-        evaluations = self._found.evaluations
+        evaluations = self._metrics.evaluations
         removed = 0
         while self._supersedes and iterations and iterations[-1] > rewind_to:
             for column in (*self._columns.values(), *self._named.values()):
@@ -241,7 +238,7 @@ class _Reader:
         while self._supersedes and evaluations and evaluations[-1].iteration > rewind_to:
             evaluations.pop()
         if removed:
-            self._found.superseded += removed
+            self._metrics.superseded += removed
             self._starts += 1
         for name, column in self._recorded:
             value = record.get(name)
@@ -271,10 +268,12 @@ class _Reader:
         dataset = dataset[:_MAX_NAME_CHARS] if isinstance(dataset, str) else None
         losses, metrics = (_numbers(record.get(name)) for name in ("named_losses", "objective_metrics"))
         evaluation = Evaluation(split, iteration, time, loss, losses, metrics, dataset)
-        for earlier in self._found.evaluations[-MAX_NAMES:]:  # a finished run that is started again evaluates once more
+        for earlier in self._metrics.evaluations[
+            -MAX_NAMES:
+        ]:  # a finished run that is started again evaluates once more
             if (earlier.label, earlier.iteration) == (evaluation.label, iteration):
-                self._found.evaluations.remove(earlier)
-        self._found.evaluations.append(evaluation)
+                self._metrics.evaluations.remove(earlier)
+        self._metrics.evaluations.append(evaluation)
 
     def _add_task(self, record: Mapping[str, Any], iteration: int) -> None:
         task, metrics = record["task"], record["metrics"]
@@ -291,10 +290,10 @@ class _Reader:
         if not isinstance(message, str):
             raise ValueError("no event")
         known = ("schema", "kind", "time", "iteration", "message")
-        facts = {name: value for name, value in record.items() if name not in known}
-        self._events.append(Event(iteration, time, message[:_MAX_TEXT_CHARS], facts))
+        metadata = {name: value for name, value in record.items() if name not in known}
+        self._events.append(Event(iteration, time, message[:_MAX_TEXT_CHARS], metadata))
         if message.startswith(RESUMED):
-            self._found.resumed_at.append(iteration)
+            self._metrics.resumed_at.append(iteration)
             self._starts += 1
         iterations = self._columns["iteration"]
         if iterations and (iterations[-1] > iteration or self._undecoded):
@@ -307,15 +306,15 @@ class _Reader:
             self.add_line(self._undecoded.pop())
             if len(self._columns["iteration"]) > before:
                 break
-        found = self._found
-        found.columns = {
+        metrics = self._metrics
+        metrics.columns = {
             name: np.array(column, dtype=np.float64) for name, column in (*self._columns.items(), *self._named.items())
         }
-        found.named_losses = tuple(name for name in self._named if name not in self._metric_names)
-        found.objective_metrics = tuple(self._metric_names)
-        found.events, found.samples = list(self._events), list(self._samples)
-        found.tasks = list(self._tasks.values())
-        return found
+        metrics.named_losses = tuple(name for name in self._named if name not in self._metric_names)
+        metrics.objective_metrics = tuple(self._metric_names)
+        metrics.events, metrics.samples = list(self._events), list(self._samples)
+        metrics.tasks = list(self._tasks.values())
+        return metrics
 
 
 def _numbers(values: Any) -> dict[str, float]:

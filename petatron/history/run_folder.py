@@ -56,8 +56,7 @@ class RecordedRun:
 
     @property
     def planned_iterations(self) -> int | None:
-        found = self.metrics.last("train_iters")
-        return None if found is None else int(found)
+        return None if (planned := self.metrics.last("train_iters")) is None else int(planned)
 
 
 def open_runs(folders: Sequence[Path]) -> list[RecordedRun]:
@@ -74,9 +73,7 @@ def open_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     return runs
 
 
-def open_run(
-    folder: Path, *, label: str | None = None, every_point: bool = True, checkpoints: bool = True
-) -> RecordedRun:
+def open_run(folder: Path, *, label: str | None = None, every_point: bool = True) -> RecordedRun:
     """Opens the folder that `--save` or `--log-dir` named."""
     path = folder / METRICS_FILE
     try:
@@ -87,12 +84,12 @@ def open_run(
     notes = list(_record_notes(metrics))
     settings = RunSettings()
     try:
-        settings = read_settings(folder / CONFIG_FILE, metrics.start_facts("origins"))
+        settings = read_settings(folder / CONFIG_FILE, metrics.start_metadata("origins"))
         notes += [f"{CONFIG_FILE}: {problem}" for problem in settings.problems[:5]]
     except (OSError, ValueError) as error:
         notes.append(f"{CONFIG_FILE} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}")
     state, reason = run_state(metrics, locked=is_locked(folder), now_s=time.time())
-    steps = tuple(_saved_steps(folder)) if checkpoints else ()
+    steps = tuple(_saved_steps(folder))
     name = label or printable(folder.resolve().name, max_chars=MAX_LABEL_CHARS)
     return RecordedRun(folder, name, metrics, settings, steps, state, reason, changed_s, tuple(notes))
 
@@ -148,17 +145,17 @@ def find_run_folders(root: Path) -> list[Path]:
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise RunFolderError(f"{printable(str(root))} {what}. Give a folder with runs in it.")
-    found: list[Path] = []
+    run_folders: list[Path] = []
     for place, folders, files in os.walk(root):
         if METRICS_FILE in files:
-            found.append(Path(place))
+            run_folders.append(Path(place))
         depth = len(Path(place).relative_to(root).parts)
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and not STEP_FOLDER_NAME.fullmatch(name)
         )
         if depth >= _MAX_DEPTH:
             folders.clear()
-    return found
+    return run_folders
 
 
 def _labels(folders: Iterable[Path]) -> list[str]:

@@ -40,8 +40,8 @@ class RunSettings:
     problems: tuple[str, ...] = ()
 
     def get(self, path: str) -> FieldValue:
-        found = self.values.get(path)
-        return None if found is None else found.value
+        setting = self.values.get(path)
+        return None if setting is None else setting.value
 
     def section(self, name: str) -> dict[str, FieldValue]:
         return {path.partition(".")[2]: s.value for path, s in self.values.items() if path.startswith(f"{name}.")}

@@ -56,14 +56,14 @@ def _longest_silence_s(metrics: RunMetrics) -> float:
     return max(_QUIET_S, _QUIET_INTERVALS * interval * step_ms / 1000)
 
 
-def is_locked(folder: Path, locks: Path = _LOCKS) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a process of this machine holds the lock of a run folder.
 
     The kernel's list is read: taking the lock to see whether it is free would turn away a run that starts at that moment.
     """
     try:
         status = os.stat(folder / LOCK_FILE, follow_symlinks=False)
-        rows = [line.split() for line in locks.read_text().splitlines()]
+        rows = [line.split() for line in _LOCKS.read_text().splitlines()]
     except (OSError, ValueError):
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"

@@ -40,23 +40,22 @@ class RunSummary:
 def summarize_run(run: RecordedRun) -> RunSummary:
     metrics = run.metrics
     best = metrics.best_evaluation()
-    losses = {split: _last_evaluation(run, split) for split in ("valid", "test")}
-    elapsed = x_values(metrics, "time")
-    tokens, memory = metrics.last("consumed_tokens"), _finite(metrics.column("memory_bytes"))
+    elapsed, losses = x_values(metrics, "time"), metrics.finite("lm_loss")
+    tokens, memory = metrics.last("consumed_tokens"), metrics.finite("memory_bytes")
     return RunSummary(
         state=run.state,
         iteration=metrics.iteration,
         train_iters=run.planned_iterations,
         consumed_tokens=None if tokens is None else int(tokens),
         training_s=float(elapsed[-1]) if elapsed.size else None,
-        first_loss=metrics.first("lm_loss"),
+        first_loss=float(losses[0]) if losses.size else None,
         last_loss=metrics.last("lm_loss"),
         best_validation_loss=None if best is None else best.loss,
         best_validation_iteration=None if best is None else best.iteration,
-        last_validation_loss=losses["valid"],
-        test_loss=losses["test"],
-        tokens_per_second=_median(metrics.column("tokens_per_second")),
-        mfu=_median(metrics.column("mfu")),
+        last_validation_loss=_last_evaluation(run, "valid"),
+        test_loss=_last_evaluation(run, "test"),
+        tokens_per_second=_median(metrics.finite("tokens_per_second")),
+        mfu=_median(metrics.finite("mfu")),
         peak_memory_bytes=int(memory.max()) if memory.size else None,
         checkpoints=len(run.checkpoints),
     )
@@ -67,13 +66,8 @@ def _last_evaluation(run: RecordedRun, split: str) -> float | None:
     return losses[-1] if losses and math.isfinite(losses[-1]) else None
 
 
-def _finite(values: np.ndarray) -> np.ndarray:
-    return values[np.isfinite(values)]
-
-
 def _median(values: np.ndarray) -> float | None:
-    finite = _finite(values)
-    return float(np.median(finite)) if finite.size else None
+    return float(np.median(values)) if values.size else None
 
 
 def summary_texts(summary: RunSummary) -> dict[str, str]:
@@ -115,24 +109,27 @@ class Difference:
 
 def setting_differences(first: RecordedRun, second: RecordedRun) -> list[Difference]:
     """Returns the settings that differ; where files and folders of a run are is told too, since it may be another dataset."""
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for path in dict.fromkeys((*first.settings.values, *second.settings.values)):
         a, b = first.settings.values.get(path), second.settings.values.get(path)
         if a is None or b is None or a.value != b.value:
-            texts = [("unknown", "") if one is None else (format_value(one.value), one.origin) for one in (a, b)]
-            found.append(Difference(path, texts[0][0], texts[1][0], texts[0][1], texts[1][1]))
-    return found
+            texts = [
+                ("unknown", "") if setting is None else (format_value(setting.value), setting.origin)
+                for setting in (a, b)
+            ]
+            differences.append(Difference(path, texts[0][0], texts[1][0], texts[0][1], texts[1][1]))
+    return differences
 
 
 def result_differences(first: RecordedRun, second: RecordedRun) -> list[Difference]:
     """Returns all results, and the loss at the last step that both have reached."""
     texts = [summary_texts(summarize_run(run)) for run in (first, second)]
-    found = [Difference("layout", first.layout, second.layout)]
-    found += [Difference(name, text, texts[1][name]) for name, text in texts[0].items()]
+    differences = [Difference("layout", first.layout, second.layout)]
+    differences += [Difference(name, text, texts[1][name]) for name, text in texts[0].items()]
     if (common := common_step_losses([first, second])) is not None:
         step, losses = common
-        found.append(Difference(f"loss at step {step:,}", *map(compact, losses)))
-    return found
+        differences.append(Difference(f"loss at step {step:,}", *map(compact, losses)))
+    return differences
 
 
 def common_step_losses(runs: Sequence[RecordedRun]) -> tuple[int, list[float]] | None:

@@ -8,13 +8,13 @@ legacy files contain a rank's whole share, which must fit in memory when they ar
 
 from __future__ import annotations
 
-import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,15 +26,16 @@ from petatron.base.safe_files import remove_tree
 from petatron.base.text import format_bytes
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, free_bytes
-from petatron.checkpoint.files.manifest import RankTable
+from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable
 from petatron.checkpoint.files.safetensors_file import serialize_tensors
 from petatron.checkpoint.megatron import write_megatron
-from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, file_table_entries, plan_files
+from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, entry_bytes, file_table_entries, plan_files
 from petatron.checkpoint.save.rank_writer import weight_index_file
 from petatron.checkpoint.state import ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
-from petatron.models.hf import EntryRegion, FolderEntry, build_config_json, folder_entries, to_hf_config
+from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
 from petatron.pretrained.config_sections import config_yaml_text
+from petatron.pretrained.export_hf_folder import json_bytes
 from petatron.pretrained.folder_kind import ModelFormat
 from petatron.pretrained.new_folder import create_tmp_folder
 from petatron.pretrained.open_weights import ModelSource
@@ -70,10 +71,6 @@ class ConversionProgress:
     total_bytes: int
 
 
-def _no_progress(_: ConversionProgress) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOptions:
     """What to convert a source to.
@@ -93,7 +90,7 @@ def convert(
     options: ConversionOptions,
     *,
     disk: Disk | None = None,
-    on_progress: Callable[[ConversionProgress], None] = _no_progress,
+    on_progress: Callable[[ConversionProgress], None] = lambda progress: None,
 ) -> None:
     """Writes a source to a folder that does not exist yet, or is empty.
 
@@ -104,14 +101,19 @@ def convert(
     if options.target_format == "huggingface":
         _check_hf_family(source)
     writer = _ConversionWriter(source, options, disk, on_progress)
-    with _atomic_folder(target, disk) as draft:
-        _check_free_space(draft, writer.total_bytes)
+    with _atomic_folder(target, disk) as tmp_folder:
+        free = free_bytes(tmp_folder)
+        if free < writer.total_bytes:
+            raise CheckpointError(
+                f"the converted model has {format_bytes(writer.total_bytes)}, and the disk of {tmp_folder.parent} has {format_bytes(free)} "
+                "left. Free space there, or choose another disk."
+            )
         if options.target_format == "huggingface":
-            writer.write_model_folder(draft)
+            writer.write_model_folder(tmp_folder)
         elif options.target_format == "petatron":
-            writer.write_step(draft)
+            writer.write_step(tmp_folder)
         else:
-            writer.write_megatron(draft)
+            writer.write_megatron(tmp_folder)
 
 
 def _check_hf_family(source: ModelSource) -> None:
@@ -131,29 +133,20 @@ def _atomic_folder(target: Path, disk: Disk) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `target` at the end, or removed on error."""
     target = target.absolute()
     try:
-        draft = create_tmp_folder(target)
+        tmp_folder = create_tmp_folder(target)
         try:
-            yield draft
-            disk.sync_folder(draft)
-            disk.rename(draft, target)
+            yield tmp_folder
+            disk.sync_folder(tmp_folder)
+            disk.rename(tmp_folder, target)
             disk.sync_folder(target.parent)
         except BaseException:
             with suppress(OSError):
-                remove_tree(draft)
+                remove_tree(tmp_folder)
             raise
     except OSError as error:
         raise CheckpointError(
             f"{target} cannot be written: {error.strerror or error}. Make room there or make it writable, or choose another place."
         ) from error
-
-
-def _check_free_space(folder: Path, needed_bytes: int) -> None:
-    free = free_bytes(folder)
-    if free < needed_bytes:
-        raise CheckpointError(
-            f"the converted model has {format_bytes(needed_bytes)}, and the disk of {folder.parent} has {format_bytes(free)} left. "
-            "Free space there, or choose another disk."
-        )
 
 
 class _ConversionWriter:
@@ -171,6 +164,7 @@ class _ConversionWriter:
         model_type = None if source.config_json is None else str(source.config_json.get("model_type"))
         self._entries = folder_entries(source.spec, model_type)
         self._weights = _weight_specs(source, self._entries, options.dtype)
+        self._dtypes = {name: weight.dtype for name, weight in self._weights.items()}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._done_bytes = 0
 
@@ -180,11 +174,11 @@ class _ConversionWriter:
 
     def write_model_folder(self, folder: Path, prefix: str = "") -> RankTable:
         """Writes a model folder; `prefix` is the path of its files in a manifest."""
-        dtypes = {name: weight.dtype for name, weight in self._weights.items()}
-        plans = plan_files(self._entries, dtypes, world_size=1)
-        self._buffer = torch.empty(max(self._entry_bytes(entry) for entry in self._entries), dtype=torch.uint8)
+        plans = plan_files(self._entries, self._dtypes, world_size=1)
+        largest = max(entry_bytes(entry, self._dtypes) for entry in self._entries)
+        self._buffer = torch.empty(largest, dtype=torch.uint8)
         stored = {prefix + plan.name: self._disk.write(folder / plan.name, self._file_bytes(plan)) for plan in plans}
-        documents = {**weight_index_file(plans, dtypes), **self._aux_files()}
+        documents = {**weight_index_file(plans, self._dtypes), **self._aux_files()}
         for name, content in documents.items():
             stored[prefix + name] = self._disk.write(folder / name, [content])
         table = [row for plan in plans for row in file_table_entries(plan, self._weights, prefix + plan.name)]
@@ -194,12 +188,12 @@ class _ConversionWriter:
         """Writes a checkpoint folder with one step, and its model's settings as a config file."""
         source, disk = self._source, self._disk
         step_folder.begin_step(folder, source.step, disk)
-        draft = step_folder.make_tmp_step(folder, source.step, disk)
-        table = self.write_model_folder(draft / step_folder.MODEL_FOLDER, f"{step_folder.MODEL_FOLDER}/")
+        tmp_step = step_folder.make_tmp_step(folder, source.step, disk)
+        table = self.write_model_folder(tmp_step / step_folder.MODEL_FOLDER, f"{step_folder.MODEL_FOLDER}/")
         model = model_identity(source.spec.config, source.spec.moe)
-        facts = {"optimizer": None, "facts": {"converted_from": source.format, "model": model}}
-        written = step_folder.write_table(draft, 0, table, disk)
-        step_folder.publish_step(folder, source.step, [written], facts=facts, layout="", disk=disk)
+        metadata = {"optimizer": None, METADATA_KEY: {"converted_from": source.format, "model": model}}
+        written = step_folder.write_table(tmp_step, 0, table, disk)
+        step_folder.publish_step(folder, source.step, [written], metadata=metadata, layout="", disk=disk)
         disk.write(folder / CONFIG_YAML_FILE, [config_yaml_text(source.config_sections).encode()])
 
     def write_megatron(self, folder: Path) -> None:
@@ -233,30 +227,38 @@ class _ConversionWriter:
         source = self._source
         source.fill(chunks)
         for chunk in chunks:
-            stored = source.dtypes[chunk.key]
-            if _may_overflow(stored, chunk.tensor.dtype) and not _all_finite(chunk.tensor):
-                before = torch.empty(chunk.tensor.shape, dtype=stored)
+            stored, after = source.dtypes[chunk.key], chunk.tensor
+            may_overflow = stored.is_floating_point and torch.finfo(after.dtype).max < torch.finfo(stored).max
+            # In bounded memory: `isfinite` would need several times the tensor's size.
+            if may_overflow and after.numel() and not all(bound.isfinite() for bound in after.aminmax()):
+                before = torch.empty(after.shape, dtype=stored)
                 source.fill([replace(chunk, tensor=before)])
-                _check_finite(name, before, chunk.tensor)
+                _check_finite(name, before, after)
 
     def _file_bytes(self, file_plan: FilePlan) -> Iterator[bytes | memoryview]:
         """Yields the bytes of a file; each tensor overwrites the one before it in the buffer."""
-        entries = sorted(
-            file_plan.entries, key=lambda entry: -self._entry_dtype(entry).itemsize
-        )  # the order of `serialize_tensors`
-        like = {e.name: torch.empty(e.shape, dtype=self._entry_dtype(e), device="meta") for e in entries}
+        entries = [(entry, self._dtypes[entry.regions[0].name]) for entry in file_plan.entries]
+        entries.sort(key=lambda pair: -pair[1].itemsize)  # the order of `serialize_tensors`
+        like = {entry.name: torch.empty(entry.shape, dtype=dtype, device="meta") for entry, dtype in entries}
         yield next(serialize_tensors(like))  # the header, for which shapes are enough
         memory = memoryview(self._buffer.numpy())
-        for entry in entries:
-            size = self._entry_bytes(entry)
+        for entry, dtype in entries:
+            size = math.prod(entry.shape) * dtype.itemsize
             self._report_progress(entry.name, size)
-            values = self._buffer[:size].view(self._entry_dtype(entry)).view(entry.shape)
-            self._fill(entry.name, [_region_chunk(region, values, self._weights) for region in entry.regions])
+            values = self._buffer[:size].view(dtype).view(entry.shape)
+            chunks = [
+                Chunk(folder_tensor_key(part.name), self._weights[part.name].shape, part.start, part.view_in(values))
+                for part in entry.regions
+            ]
+            self._fill(entry.name, chunks)
             yield memory[:size]
 
     def _aux_files(self) -> dict[str, bytes]:
         source, tokenizer = self._source, self._options.tokenizer
-        dtype = str(_main_dtype(self._weights)).removeprefix("torch.")
+        sizes: Counter[torch.dtype] = Counter()
+        for weight in self._weights.values():
+            sizes[weight.dtype] += math.prod(weight.shape)
+        dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")  # of most of the model
         config = source.config_json or build_config_json(source.spec, dtype)
         config = {**strip_remote_code(config), "dtype": dtype, "torch_dtype": dtype}
         config.pop("quantization_config", None)  # what was quantized is read dequantized
@@ -271,14 +273,8 @@ class _ConversionWriter:
             documents |= tokenizer.files
         if tokenizer is not None or GENERATION_CONFIG_FILE not in documents:
             ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
-            documents[GENERATION_CONFIG_FILE] = _json({"_from_model_config": True, **ends})
-        return {CONFIG_FILE: _json(config), **documents}
-
-    def _entry_dtype(self, entry: FolderEntry) -> torch.dtype:
-        return self._weights[entry.regions[0].name].dtype
-
-    def _entry_bytes(self, entry: FolderEntry) -> int:
-        return math.prod(entry.shape) * self._entry_dtype(entry).itemsize
+            documents[GENERATION_CONFIG_FILE] = json_bytes({"_from_model_config": True, **ends})
+        return {CONFIG_FILE: json_bytes(config), **documents}
 
     def _report_progress(self, name: str, num_bytes: int) -> None:
         self._on_progress(ConversionProgress(name, self._done_bytes, self.total_bytes))
@@ -301,20 +297,6 @@ def _weight_specs(
     return weights
 
 
-def _region_chunk(region: EntryRegion, values: Tensor, weights: Mapping[str, WeightSpec]) -> Chunk:
-    """Views a region of an entry's memory as its box of the logical tensor."""
-    return Chunk(folder_tensor_key(region.name), weights[region.name].shape, region.start, region.view_in(values))
-
-
-def _may_overflow(before: torch.dtype, after: torch.dtype) -> bool:
-    return before.is_floating_point and torch.finfo(after).max < torch.finfo(before).max
-
-
-def _all_finite(values: Tensor) -> bool:
-    """Checks in bounded memory; `isfinite` would need several times the tensor's size."""
-    return not values.numel() or all(bound.isfinite() for bound in values.aminmax())
-
-
 def _check_finite(name: str, before: Tensor, after: Tensor) -> None:
     lost = before[before.isfinite() & ~after.isfinite()]
     if lost.numel():
@@ -323,15 +305,3 @@ def _check_finite(name: str, before: Tensor, after: Tensor) -> None:
             f"{name} has values up to {lost.abs().max().item():.4g}, and {dtype} ends at {torch.finfo(after.dtype).max:.4g}: "
             "they would become infinite. Use a wider --dtype, bf16 or fp32, or leave it out."
         )
-
-
-def _main_dtype(weights: Mapping[str, WeightSpec]) -> torch.dtype:
-    """Returns the dtype of most of the model."""
-    sizes: dict[torch.dtype, int] = {}
-    for weight in weights.values():
-        sizes[weight.dtype] = sizes.get(weight.dtype, 0) + math.prod(weight.shape)
-    return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()

@@ -12,7 +12,7 @@ import torch
 
 from petatron.checkpoint.state import ModelFolder
 from petatron.data.tokenizer import Tokenizer
-from petatron.models.hf import FolderEntry, build_config_json, folder_entries
+from petatron.models.hf import build_config_json, folder_entries
 from petatron.models.model_spec import ModelSpec
 
 _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -40,17 +40,15 @@ def build_hf_folder(spec: ModelSpec, dtype: torch.dtype, tokenizer: Tokenizer | 
     config = {key: value for key, value in config.items() if key not in _TOKEN_ID_KEYS} | dict(companions.token_ids)
     generation = {"_from_model_config": True, **companions.token_ids}
     documents = {
-        "config.json": _json_bytes(config),
-        "generation_config.json": _json_bytes(generation),
+        "config.json": json_bytes(config),
+        "generation_config.json": json_bytes(generation),
         **companions.files,
     }
     return ModelFolder(_cached_folder_entries(spec), documents)
 
 
-@lru_cache(maxsize=4)
-def _cached_folder_entries(spec: ModelSpec) -> tuple[FolderEntry, ...]:
-    """Cached between saves."""
-    return folder_entries(spec)
+_cached_folder_entries = lru_cache(maxsize=4)(folder_entries)
+"""Between saves."""
 
 
 def _companions_for_tokenizer(tokenizer: Tokenizer | None) -> CompanionFiles:
@@ -59,5 +57,6 @@ def _companions_for_tokenizer(tokenizer: Tokenizer | None) -> CompanionFiles:
     return CompanionFiles(ids, {} if tokenizer is None else tokenizer.files())
 
 
-def _json_bytes(content: dict[str, Any]) -> bytes:
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Serializes a JSON file of a model folder."""
     return (json.dumps(content, indent=2) + "\n").encode()

@@ -35,11 +35,11 @@ def local_model(name: str | Path, *, where: str = "--from", settings_only: bool 
     path = Path(name)
     if path.name == CONFIG_FILE and path.is_file():
         return path.parent
-    found = _NAME.fullmatch(str(name))
-    if found is None or path.exists() or Path(found["owner"]).exists():
+    match = _NAME.fullmatch(str(name))
+    if match is None or path.exists() or Path(match["owner"]).exists():
         return path
-    repository = f"{found['owner']}/{found['name']}"
-    folder = _download(repository, found["revision"], where=where, settings_only=settings_only)
+    repository = f"{match['owner']}/{match['name']}"
+    folder = _download(repository, match["revision"], where=where, settings_only=settings_only)
     if not (folder / CONFIG_FILE).is_file():
         rule = f"has no {CONFIG_FILE} on the hub, so it is no model of transformers"
         raise ConfigError([Problem(where, str(name), rule, "Name another repository, or convert this one first.")])

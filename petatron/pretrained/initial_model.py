@@ -56,16 +56,16 @@ def launch(run: RunConfig | HasConfig) -> ParallelMesh:
     'one device (1 rank)'
     """
     run, environment = config_of(run), read_environment()
-    facts = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
+    device_info = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
     backend = start_process_group(
         environment,
         backend=run.parallel.distributed_backend,
         timeout_minutes=run.parallel.distributed_timeout_minutes,
-        device_type=facts.kind,
+        device_type=device_info.kind,
         deterministic=run.train.deterministic_mode,
         ranks_per_device=run.launch.ranks_per_device,
     )
-    device = torch.device("cuda", torch.cuda.current_device()) if facts.kind == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if device_info.kind == "cuda" else torch.device("cpu")
     return ParallelMesh(
         Layout.from_config(run.parallel),
         environment.rank,

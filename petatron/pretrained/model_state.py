@@ -30,14 +30,14 @@ def model_components(
     random_states: bool = True,
 ) -> list[Stateful]:
     """Returns the components of a model and its optimizer. Without `moments` the optimizer only takes the weights of a load."""
-    whole = optimizer is not None and moments
-    components: list[Stateful] = [WeightState(model, optimizer, save_master=whole)]
+    trains = optimizer is not None and moments
+    components: list[Stateful] = [WeightState(model, optimizer, save_master=trains)]
     if optimizer is not None and moments:
         components.append(MomentState(optimizer))
     components.append(ExpertBiasState(model))
     if random_states:
         components.append(RandomState(model.rng_streams))
-    if whole:
+    if trains:
         components.append(Fp8HistoryState(model))
     return components
 

@@ -11,12 +11,12 @@ from petatron.checkpoint.files import step_list
 
 def check_not_inside_step(path: Path, display_name: str) -> None:
     """Raises for a path inside a checkpoint, which would no longer be what was saved."""
-    whole = path.resolve()
-    for folder in (whole, *whole.parents):
+    resolved = path.resolve()
+    for folder in (resolved, *resolved.parents):
         if _is_step_folder(folder):
             raise CheckpointError(
                 f"{display_name} is inside the checkpoint {folder}, where nothing else may be. Choose a place beside it, such as "
-                f"{folder.parent / (whole.name if whole != folder else 'new')}."
+                f"{folder.parent / (resolved.name if resolved != folder else 'new')}."
             )
 
 
@@ -37,16 +37,16 @@ def create_tmp_folder(target: Path, *, overwrite: bool = False) -> Path:
         raise CheckpointError(
             f"{target} is already there, and nothing is written over it. Remove it, or choose another name."
         )
-    draft = tmp_folder(target)
+    created = tmp_folder(target)
     if not target.parent.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        draft.mkdir()
+        created.mkdir()
     except FileExistsError:
         raise CheckpointError(
-            f"{draft} is in the way: a model is being written there, or was interrupted. Remove it if none is."
+            f"{created} is in the way: a model is being written there, or was interrupted. Remove it if none is."
         ) from None
-    return draft
+    return created
 
 
 def _is_step_folder(folder: Path) -> bool:

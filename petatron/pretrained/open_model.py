@@ -88,12 +88,13 @@ def from_pretrained(
     if isinstance(source, str | Path):
         path = local_model(source, where="from_pretrained")
         folder = open_model_folder(path)
-        companions = _read_companions(folder)
+        files = find_companion_files(folder.path, CheckpointError)
+        contents = {name: read_companion_file(file, CheckpointError) for name, file in files.items()}
         run = _folder_run_config(folder, mesh, flags, precision)
         model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
         loaded = load_checkpoint(str(path), model=model, random_states=False, weights=weights)
         assert loaded is not None, "a folder without a model was opened as one"
-        model.companion_files = companions
+        model.companion_files = CompanionFiles.from_config_json(folder.config, contents)
         return model
     if problems := weights_kind_problems(weights, "transformers"):
         raise ConfigError(problems)
@@ -116,12 +117,6 @@ def open_model_folder(path: Path) -> HuggingFaceFolder:
     return open_step(step, step_folder.read_manifest_head(step))
 
 
-def _read_companions(folder: HuggingFaceFolder) -> CompanionFiles:
-    files = find_companion_files(folder.path, CheckpointError)
-    contents = {name: read_companion_file(path, CheckpointError) for name, path in files.items()}
-    return CompanionFiles.from_config_json(folder.config, contents)
-
-
 def _folder_run_config(
     folder: HuggingFaceFolder, mesh: ParallelMesh | None, flags: Sequence[str], precision: str | None
 ) -> RunConfig:
@@ -138,11 +133,11 @@ def _folder_run_config(
 def _precision_of(dtype: torch.dtype | str) -> str:
     """Returns the flags' name of a dtype."""
     name = str(dtype).removeprefix("torch.")
-    found = name if name in _DTYPE_TO_PRECISION.values() else _DTYPE_TO_PRECISION.get(name)
-    if found is None:
+    precision = name if name in _DTYPE_TO_PRECISION.values() else _DTYPE_TO_PRECISION.get(name)
+    if precision is None:
         rule = "is not a dtype that a model can be computed in"
         raise ConfigError([Problem("dtype", str(dtype), rule, f"Use one of torch's {', '.join(_DTYPE_TO_PRECISION)}.")])
-    return found
+    return precision
 
 
 def _run_config(

@@ -17,7 +17,7 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
-from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
@@ -69,7 +69,7 @@ def _read_start_folder(folder: Path, *, settings_only: bool) -> CheckpointSettin
 
 
 def _settings_from_step(step: Path, manifest: Manifest) -> CheckpointSettings:
-    saved = run_config(run_facts(manifest))
+    saved = run_config(run_metadata(manifest))
     model_folder = step / step_folder.MODEL_FOLDER
     if not saved:
         return CheckpointSettings(str(step), _settings_from_hf_folder(open_step(step, manifest)))

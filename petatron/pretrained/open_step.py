@@ -10,7 +10,7 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
-from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.config.imports import import_stored
 from petatron.models.registry import is_registered
 
@@ -34,7 +34,7 @@ def open_step(step: Path, manifest: Manifest) -> HuggingFaceFolder:
 def stored_imports(step: Path, manifest: Manifest) -> tuple[str, ...]:
     """Returns the modules of its own that the run of a step has imported."""
     with reading_untrusted(step / step_folder.MANIFEST_FILE, step_folder.damaged_error):
-        imports = run_config(run_facts(manifest)).get("launch", {}).get("imports", [])
+        imports = run_config(run_metadata(manifest)).get("launch", {}).get("imports", [])
         if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
             raise ValueError(f"its imports are {imports!r}")
     return tuple(imports)

@@ -13,7 +13,6 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.checkpoint.files import step_folder, step_list
-from petatron.checkpoint.files.step_list import latest_step
 from petatron.config import CheckpointConfig, LoadedConfig, with_vocab_size
 from petatron.config.checkpoint_settings import tokenizer_paths
 from petatron.config.required_settings import known_vocab_size
@@ -61,10 +60,10 @@ def _find_start_tokenizer(checkpoint: CheckpointConfig) -> StartTokenizer | None
 
 def _model_folder(path: Path, step: int | None) -> Path | None:
     """Returns the Hugging Face folder of what would be loaded; a damaged folder has its error from the load."""
-    own = step_list.containing_step(path)
-    if own is not None:
-        return own / step_folder.MODEL_FOLDER
-    step = latest_step(path) if step is None else step
+    containing = step_list.containing_step(path)
+    if containing is not None:
+        return containing / step_folder.MODEL_FOLDER
+    step = step_list.latest_step(path) if step is None else step
     steps = step_folder.list_steps(path)
     if step is not None and step in steps:
         return steps[step] / step_folder.MODEL_FOLDER

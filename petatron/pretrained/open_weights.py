@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
 from petatron.base.model_companion_files import CONFIG_FILE, find_companion_files
 from petatron.base.text import abbreviate_names
-from petatron.base.untrusted_files import reading_untrusted as reading_foreign
+from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
@@ -77,36 +76,31 @@ def open_model_source(
     `step` selects among several. `vocab_size` is for Megatron's format, which may know its vocabulary only with its padding. `weights`
     is a kind of state that a checkpoint of ours has, to read in place of the model's weights: an average.
     """
-    found = model_format or detect_format(path)
+    model_kind = model_format or detect_format(path)
     problems: list[Problem] = []
-    if vocab_size is not None and found != "megatron":
-        rule = f"is known for a {found} model, whose settings say it"
+    if vocab_size is not None and model_kind != "megatron":
+        rule = f"is known for a {model_kind} model, whose settings say it"
         problems.append(Problem("--vocab-size", str(vocab_size), rule, "Leave it out."))
-    if step is not None and found == "huggingface":
+    if step is not None and model_kind == "huggingface":
         problems.append(
             Problem("--step", str(step), "chooses among steps, and a model's folder has none", "Leave it out.")
         )
-    problems += weights_kind_problems(weights, found)
+    problems += weights_kind_problems(weights, model_kind)
     if problems:
         raise ConfigError(problems)
-    with reading_foreign(path, _source_error):
-        source = _open(path, found, step, vocab_size, weights)
-    return replace(source, fill=partial(_fill_checked, source))
+    with reading_untrusted(path, _source_error):
+        if model_kind == "petatron":
+            source = _open_petatron(step_list.resolve_step(path, step), weights)
+        elif model_kind == "huggingface":
+            source = _open_huggingface(path)
+        else:
+            source = _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
 
+    def fill(chunks: Sequence[Chunk]) -> None:
+        with reading_untrusted(source.path, _source_error):
+            source.fill(chunks)
 
-def _open(
-    path: Path, model_format: ModelFormat, step: int | None, vocab_size: int | None, weights: str | None
-) -> ModelSource:
-    if model_format == "petatron":
-        return _open_petatron(step_list.resolve_step(path, step), weights)
-    if model_format == "huggingface":
-        return _open_huggingface(path)
-    return _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
-
-
-def _fill_checked(source: ModelSource, chunks: Sequence[Chunk]) -> None:
-    with reading_foreign(source.path, _source_error):
-        source.fill(chunks)
+    return replace(source, fill=fill)
 
 
 def _source_error(path: Path, why: str) -> CheckpointError:
@@ -158,10 +152,10 @@ def _manifest_source(
     directory = BoxDirectory.from_tensors(path, manifest.tensors)
 
     def fill(chunks: Sequence[Chunk]) -> None:
-        found = [
+        lookups = [
             directory.lookup(chunk.key, chunk.box, full_precision=wants_full_precision(chunk))[:2] for chunk in chunks
         ]
-        plan = box_reads.plan_reads(path, chunks, found, strict=False)
+        plan = box_reads.plan_reads(path, chunks, lookups, strict=False)
         assert not plan.missing_keys, f"{plan.missing_keys} were not looked for"
         box_reads.execute_reads(path, plan, manifest.files)
 
@@ -184,6 +178,16 @@ def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
     checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocab_size(path, vocab_size)
     values, spec = _resolve_spec(checkpoint.model, checkpoint.moe)
     keys = {folder_tensor_key(name): tensor for name, tensor in checkpoint.tensors.items()}
+    # The experts of a layer are parts of one tensor, and requested one after the other.
+    last: dict[str, Tensor] = {}
+
+    def fill(chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.name not in last:
+                last.clear()  # free the previous one first
+                last[chunk.name] = checkpoint.tensors[chunk.name].load()
+            chunk.tensor.copy_(last[chunk.name][chunk.box.slices()])
+
     return ModelSource(
         format="megatron",
         path=path,
@@ -194,7 +198,7 @@ def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
         companion_files={},
         shapes={key: tensor.shape for key, tensor in keys.items()},
         dtypes={key: tensor.dtype for key, tensor in keys.items()},
-        fill=_MegatronReader(checkpoint).fill,
+        fill=fill,
     )
 
 
@@ -209,22 +213,6 @@ def _open_with_vocab_size(path: Path, vocab_size: int) -> MegatronCheckpoint:
         rule = f"contradicts the checkpoint, whose arguments say {known}"
         raise ConfigError([Problem("--vocab-size", str(vocab_size), rule, "Leave it out.")])
     return checkpoint
-
-
-class _MegatronReader:
-    """Caches the last tensor: the experts of a layer are parts of one, and requested one after the other."""
-
-    def __init__(self, checkpoint: MegatronCheckpoint) -> None:
-        self._checkpoint = checkpoint
-        self._last: dict[str, Tensor] = {}
-
-    def fill(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            name = chunk.key.split("/", 1)[1]
-            if name not in self._last:
-                self._last.clear()  # free the previous one first
-                self._last[name] = self._checkpoint.tensors[name].load()
-            chunk.tensor.copy_(self._last[name][chunk.box.slices()])
 
 
 def _resolve_spec(

@@ -103,31 +103,31 @@ class Model(ParallelModel):
         ['config.json', 'generation_config.json', 'model.safetensors']
         """
         target = Path(path).absolute()
-        draft, control = tmp_folder(target), self.mesh.control
+        tmp, control = tmp_folder(target), self.mesh.control
         opened = HuggingFaceTokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         _on_first_rank(control, target, lambda: create_tmp_folder(target, overwrite=overwrite))
         try:
             save_with_manager(
-                CheckpointManager(draft, control, world_axis=self.mesh.world, device=self.mesh.device),
+                CheckpointManager(tmp, control, world_axis=self.mesh.world, device=self.mesh.device),
                 model_components(self, random_states=False),
                 step=0,
                 model=self,
-                facts=None,
+                metadata=None,
                 tokenizer=opened if opened is not None else self.saved_companions(),
             )
-            _on_first_rank(control, target, lambda: _publish_draft(draft, target, Disk()))
+            _on_first_rank(control, target, lambda: _publish_tmp_folder(tmp, target, Disk()))
         finally:
             if control.rank == 0:
                 with contextlib.suppress(OSError):
-                    remove_tree(draft)
+                    remove_tree(tmp)
 
 
-def _publish_draft(draft: Path, target: Path, disk: Disk) -> None:
-    replaced = draft / "replaced"  # removed with the draft
+def _publish_tmp_folder(tmp: Path, target: Path, disk: Disk) -> None:
+    replaced = tmp / "replaced"  # removed with the temporary folder
     if target.exists() and any(target.iterdir()):
         target.rename(replaced)
     try:
-        disk.rename(draft / step_folder.step_name(0) / step_folder.MODEL_FOLDER, target)
+        disk.rename(tmp / step_folder.step_name(0) / step_folder.MODEL_FOLDER, target)
     except OSError:
         if replaced.exists():
             replaced.rename(target)

@@ -15,7 +15,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_companion_files import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
-from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest
 from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
@@ -30,8 +30,8 @@ from petatron.pretrained.export_hf_folder import CompanionFiles, build_hf_folder
 from petatron.pretrained.folder_kind import has_steps, weights_kind_problems
 from petatron.pretrained.model_state import model_components
 
-LOOP_FACTS = "loop"
-"""Among the facts of a run: those that a loop of one's own gave to `save_checkpoint`."""
+LOOP_METADATA = "loop"
+"""In the metadata of a run: what a loop of one's own gave to `save_checkpoint`."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -41,15 +41,15 @@ def save_with_manager(
     *,
     step: int,
     model: ParallelModel,
-    facts: Mapping[str, Any] | None,
+    metadata: Mapping[str, Any] | None,
     tokenizer: Tokenizer | CompanionFiles | None,
     wait: bool = True,
 ) -> None:
-    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it. No load restores the facts."""
+    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it. No load restores the metadata."""
     manager.save(
         step,
         [chunk for component in components for chunk in component.chunks()],
-        facts=build_document(components, facts, model.frozen_tensors),
+        metadata=build_document(components, metadata, model.frozen_tensors),
         same_layout_key=model.layout_key,
         local=local_tensors(components),
         model=build_hf_folder(model.spec, _weight_dtype(model), tokenizer),
@@ -69,9 +69,9 @@ def load_checkpoint(
     components: Sequence[Stateful] = (),
     weights: str | None = None,
 ) -> dict[str, Any] | None:
-    """Fills the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and returns its facts.
+    """Fills the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and returns its metadata.
 
-    They are those that `save_checkpoint` was given, or everything that a training run recorded; None when the folder contains no
+    It is what `save_checkpoint` was given, or everything that a training run recorded; None when the folder contains no
     checkpoint. `step` None means the newest. Without `moments` the optimizer loads the
     weights alone; then `folder` may also be a Hugging Face model folder. With `fallback` a damaged step is replaced by the
     newest sound one before it. `components` are state of your own to restore (`petatron.Stateful`). `weights` is a kind of state to
@@ -85,7 +85,7 @@ def load_checkpoint(
     restored = [*model_components(model, optimizer, moments=moments, random_states=random_states), *components]
     strict = optimizer is not None and moments
     loaded = load_state(folder, restored, model=model, step=step, fallback=fallback, strict=strict, weights=weights)
-    return None if loaded is None else loaded.facts.get(LOOP_FACTS, loaded.facts)
+    return None if loaded is None else loaded.metadata.get(LOOP_METADATA, loaded.metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class LoadedState:
     is_signed: bool
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The facts of the run, or of the program, that saved it."""
-        return dict(self.document["facts"])
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the run, or of the program, that saved it."""
+        return dict(self.document[METADATA_KEY])
 
     @property
     def has_optimizer_state(self) -> bool:
@@ -117,14 +117,14 @@ def load_state(
     fallback: bool,
     strict: bool,
     skipped: Mapping[str, str] = _NOTHING,
-    check_facts: Callable[[Mapping[str, Any]], None] | None = None,
+    check_metadata: Callable[[Mapping[str, Any]], None] | None = None,
     weights: str | None = None,
 ) -> LoadedState | None:
     """Restores components from a folder's checkpoint; None when it contains none.
 
     strict: the checkpoint may have nothing that no component uses, but optional components. skipped: components that a flag excludes, by
-    name, with that flag. check_facts: sees the facts before anything is changed, and may raise. weights: the kind of state that is read in
-    the place of the weights.
+    name, with that flag. check_metadata: sees the metadata before anything is changed, and may raise. weights: the kind of state that is
+    read in the place of the weights.
     """
     path, mesh = Path(folder), model.mesh
     manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
@@ -150,11 +150,11 @@ def load_state(
     def select(document: Mapping[str, Any]) -> list[Chunk]:
         with reading_untrusted(path, step_folder.damaged_error):
             document = EMPTY_DOCUMENT if is_model else document
-            chunks, facts = load.select(document, folder), document["facts"]
-            if not isinstance(facts, dict) or "optimizer" not in document:
+            chunks, metadata = load.select(document, folder), document[METADATA_KEY]
+            if not isinstance(metadata, dict) or "optimizer" not in document:
                 raise ValueError("it does not say what saved it")
-            if check_facts is not None:
-                check_facts(facts)
+            if check_metadata is not None:
+                check_metadata(metadata)
             return chunks
 
     loaded = manager.load(
@@ -167,7 +167,7 @@ def load_state(
         check_all_files=strict,
         fallback=fallback,
     )
-    document = EMPTY_DOCUMENT if is_model else loaded.facts
+    document = EMPTY_DOCUMENT if is_model else loaded.metadata
     parsing = partial(reading_untrusted, path, step_folder.damaged_error)
     notes = load.restore(document, loaded.local, None if is_model else loaded.source, parsing)
     return LoadedState(document, tuple(notes), loaded.is_signed)

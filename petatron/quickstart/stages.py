@@ -73,10 +73,10 @@ class Workspace:
     def stage_keys(self) -> dict[str, str]:
         """Maps stages to the keys of what was last finished; an unreadable file counts as nothing finished."""
         try:
-            found = json.loads((self.root / STAGES_FILE).read_text(encoding="utf-8"))
+            keys = json.loads((self.root / STAGES_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return keys if isinstance(keys, dict) else {}
 
     def set_stage_key(self, stage: str, key: str | None) -> None:
         """Records that a stage is finished, or with None that it no longer is."""

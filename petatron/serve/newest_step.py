@@ -12,8 +12,8 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error, read_manifest_head
 from petatron.checkpoint.files.step_list import list_steps
 from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
-from petatron.checkpoint.inspect.run_facts_check import other_run_problems
-from petatron.checkpoint.inspect.summarize_checkpoint import run_facts
+from petatron.checkpoint.inspect.run_metadata_check import other_run_problems
+from petatron.checkpoint.inspect.summarize_checkpoint import run_metadata
 
 _log = get_logger(__name__)
 
@@ -41,7 +41,7 @@ def step_facts(folder: Path, step: int | None) -> Mapping[str, Any]:
     """Returns what a step's manifest says of its run; nothing where it cannot be read, or is gone."""
     path = list_steps(folder).get(step) if step is not None else None
     try:
-        return {} if path is None else run_facts(read_manifest_head(path))
+        return {} if path is None else run_metadata(read_manifest_head(path))
     except CheckpointError:
         return {}
 
@@ -51,7 +51,7 @@ def _problem(path: Path, served_facts: Mapping[str, Any]) -> str | None:
     if not report.is_valid:
         return report.findings[0].text
     try:
-        facts = run_facts(read_manifest_head(path))
+        facts = run_metadata(read_manifest_head(path))
         with reading_untrusted(path / MANIFEST_FILE, damaged_error):
             found = next(other_run_problems(facts, served_facts), None)
     except CheckpointError as error:

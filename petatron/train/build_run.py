@@ -27,7 +27,7 @@ from petatron.pretrained.initial_model import launch as launch
 from petatron.pretrained.run_model import Model
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.frozen_models import open_frozen_models
-from petatron.train.state.run_facts import TrainProgress
+from petatron.train.state.run_metadata import TrainProgress
 from petatron.train.state.start_weights import (
     find_start_folder,
     load_master_weights,

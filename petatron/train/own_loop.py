@@ -30,9 +30,9 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.initial_model import HasConfig, config_of
 from petatron.pretrained.model_state import model_components
 from petatron.pretrained.run_model import Model
-from petatron.pretrained.save_and_load import LOOP_FACTS, has_weights, save_with_manager
+from petatron.pretrained.save_and_load import LOOP_METADATA, has_weights, save_with_manager
 from petatron.train.state.components import DataOrder, DataOrderState, LossScaleState, ProgressState
-from petatron.train.state.run_facts import TrainProgress, run_settings
+from petatron.train.state.run_metadata import TrainProgress, run_settings
 from petatron.train.state.train_state import TrainState
 
 
@@ -85,7 +85,7 @@ def save_checkpoint(
     model: ParallelModel,
     optimizer: MixedPrecisionOptimizer | None = None,
     moments: bool = True,
-    facts: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     random_states: bool = True,
     tokenizer: Tokenizer | None = None,
     state: TrainState | None = None,
@@ -96,24 +96,24 @@ def save_checkpoint(
     The weights are in `folder/step-N/model`, with the tokenizer, which is that of the model's run unless another is given:
     `petatron generate folder` and transformers open it directly. The checkpoint also has the settings of the run that
     `build_model` built the model for, and its position: that of `state`, else `step` global batches from the first sample.
-    `petatron.restore` and `petatron train --load folder` continue from there. `facts` are JSON values of your own, which
+    `petatron.restore` and `petatron train --load folder` continue from there. `metadata` are JSON values of your own, which
     `load_checkpoint` returns; `components` are state of your own that `state` does not have.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
     >>> model = petatron.build_model(run, petatron.launch(run))
     >>> folder = tempfile.mkdtemp()
-    >>> petatron.save_checkpoint(folder, step=7, model=model, facts={"note": "first"})
+    >>> petatron.save_checkpoint(folder, step=7, model=model, metadata={"note": "first"})
     >>> petatron.load_checkpoint(folder, model=model)
     {'note': 'first'}
     """
     mesh, built = model.mesh, model if isinstance(model, Model) else None
-    recorded = dict(facts or {})
+    recorded = dict(metadata or {})
     position: list[Stateful] = []
     if state is not None:
-        recorded, position = {**run_settings(state.run), LOOP_FACTS: recorded}, state.own_components()
+        recorded, position = {**run_settings(state.run), LOOP_METADATA: recorded}, state.own_components()
     elif built is not None and built.run is not None and _can_train(built.run):
-        recorded, position = {**run_settings(built.run), LOOP_FACTS: recorded}, _position_after(built.run, step)
+        recorded, position = {**run_settings(built.run), LOOP_METADATA: recorded}, _position_after(built.run, step)
     if tokenizer is not None and "config" in recorded:  # the settings of the run say nothing about this one
         recorded["config"] = {**recorded["config"], "tokenizer": asdict(TokenizerConfig())}
     saved = [
@@ -127,7 +127,7 @@ def save_checkpoint(
         saved,
         step=step,
         model=model,
-        facts=recorded,
+        metadata=recorded,
         tokenizer=tokenizer if tokenizer is not None or built is None else built.saved_companions(),
     )
 

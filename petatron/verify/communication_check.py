@@ -43,15 +43,15 @@ class CommunicationReport:
     @property
     def problems(self) -> list[str]:
         """Describes everything that failed."""
-        found = [
-            f"{one.op} over {one.axis} ({one.ranks} ranks, {one.bytes:,} bytes) gave wrong values"
-            for one in self.measured
-            if not one.correct
+        texts = [
+            f"{result.op} over {result.axis} ({result.ranks} ranks, {result.bytes:,} bytes) gave wrong values"
+            for result in self.measured
+            if not result.correct
         ]
-        for step, (own, alone) in enumerate(self.losses, start=1):
-            if abs(own - alone) > _LOSS_TOLERANCE * abs(alone):
-                found.append(f"step {step} of {self.layout} has loss {own:.12f}, one process {alone:.12f}")
-        return found
+        for step, (here, alone) in enumerate(self.losses, start=1):
+            if abs(here - alone) > _LOSS_TOLERANCE * abs(alone):
+                texts.append(f"step {step} of {self.layout} has loss {here:.12f}, one process {alone:.12f}")
+        return texts
 
 
 def layout_flags(ranks: int) -> str:
@@ -88,16 +88,16 @@ def check_communication(
         if name == "pp":
             findings.measured += measure_send_recv(mesh.pp, sizes, mesh.device)
     log(f"training {_STEPS} steps in {flags} and in one process")
-    own = [step.loss for step in record_steps(run, mesh, keep_tensors=lambda step: False)]
-    alone = own
+    losses = [step.loss for step in record_steps(run, mesh, keep_tensors=lambda step: False)]
+    alone = losses
     if mesh.rank == 0:
-        words = f"{_MODEL} --global-batch-size {4 * ranks} --device {mesh.device.type}".split()
-        single = load_config(words, world_size=1).config
+        argv = f"{_MODEL} --global-batch-size {4 * ranks} --device {mesh.device.type}".split()
+        single = load_config(argv, world_size=1).config
         alone = [
             step.loss
             for step in record_steps(single, ParallelMesh.single(mesh.device), keep_tensors=lambda step: False)
         ]
-    findings.losses = list(zip(own, alone, strict=True))
+    findings.losses = list(zip(losses, alone, strict=True))
     collectives.barrier(mesh.control)
     findings.seconds = time.monotonic() - started
     return findings

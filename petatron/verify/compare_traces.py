@@ -145,8 +145,10 @@ def _differences(
             out[name] = _relative_difference(float((left[name] - right[name]).norm()), scales[name])
     for part in replica_shards:
         if left[part.name].shape == part.logical_shape:
-            own = _relative_difference(float((left[part.name][part.slices()] - part.values).norm()), scales[part.name])
-            out[part.name] = max(out[part.name], own)
+            difference = _relative_difference(
+                float((left[part.name][part.slices()] - part.values).norm()), scales[part.name]
+            )
+            out[part.name] = max(out[part.name], difference)
     return out
 
 
@@ -160,11 +162,11 @@ def _relative_difference(difference: float, scale: float) -> float:
 def _first_mismatch(step: StepComparison, tolerances: Tolerances) -> str | None:
     """Checks the loss, then each gradient, then their norm (which clipping uses), then the updated parameters."""
     by_kind = {worst.kind: (f"{worst.kind} {worst.name}", worst.difference) for worst in step.worst}
-    found = [("loss", step.loss_difference, tolerances.loss)]
-    found += [(*by_kind["gradient"], tolerances.gradient)] if "gradient" in by_kind else []
-    found += [("gradient norm", step.norm_difference, tolerances.gradient)]
-    found += [(*by_kind["parameter"], tolerances.parameter)] if "parameter" in by_kind else []
-    for what, difference, bound in found:
+    checks = [("loss", step.loss_difference, tolerances.loss)]
+    checks += [(*by_kind["gradient"], tolerances.gradient)] if "gradient" in by_kind else []
+    checks += [("gradient norm", step.norm_difference, tolerances.gradient)]
+    checks += [(*by_kind["parameter"], tolerances.parameter)] if "parameter" in by_kind else []
+    for what, difference, bound in checks:
         if difference > bound:
             return f"step {step.step}: {what} differs by {difference:.1e} (bound {bound:.0e})"
     return None

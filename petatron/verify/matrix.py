@@ -173,24 +173,7 @@ class MatrixEntry:
 
     @property
     def has_experts(self) -> bool:
-        return "--num-experts" in MODEL_FLAGS[self.model]
-
-    @property
-    def is_hybrid(self) -> bool:
-        return "--hybrid-layer-pattern" in MODEL_FLAGS[self.model]
-
-    @property
-    def first_letter(self) -> str:
-        """The kind of a hybrid's first layer."""
-        return MODEL_FLAGS[self.model].partition("--hybrid-layer-pattern ")[2][:1]
-
-    @property
-    def has_linear_attention(self) -> bool:
-        return "--experimental-attention-variant" in MODEL_FLAGS[self.model]
-
-    @property
-    def has_latents(self) -> bool:
-        return "--multi-latent-attention" in MODEL_FLAGS[self.model]
+        return "--num-experts" in self.model_flags
 
 
 def parse_entry(name: str) -> MatrixEntry:
@@ -202,17 +185,17 @@ def parse_entry(name: str) -> MatrixEntry:
     """
     model, _, layout = name.partition(":")
     assert model in MODEL_FLAGS, f"{name}: no model {model}"
-    words: list[str] = []
+    flags: list[str] = []
     sizes: list[int] = []
     for part in layout.split("."):
         match = _LAYOUT_PART.fullmatch(part)
         assert match is not None and match["axis"] in _AXIS_OPTIONS, f"{name}: cannot read {part!r}"
         if match["size"]:
-            words.append(f"--{match['axis']} {match['size']}")
+            flags.append(f"--{match['axis']} {match['size']}")
         if match["axis"] in _RANK_AXES:
             sizes.append(int(match["size"]))
-        words += [_AXIS_OPTIONS[match["axis"]][form] for form in match["forms"].split("-")[1:]]
-    return MatrixEntry(name, model, " ".join(words), prod(sizes))
+        flags += [_AXIS_OPTIONS[match["axis"]][form] for form in match["forms"].split("-")[1:]]
+    return MatrixEntry(name, model, " ".join(flags), prod(sizes))
 
 
 _SINGLE_AXIS = """
@@ -289,23 +272,23 @@ def select_entries(
 
     A full name selects that entry alone, any other word every entry whose name contains it; *, ? and [] are as in a shell.
     """
-    named = [found for found in MATRIX if pattern is None or _matches(found.name, pattern)]
-    chosen = [found for found in named if found.world_size <= max_ranks]
+    named = [entry for entry in MATRIX if pattern is None or _matches(entry.name, pattern)]
+    chosen = [entry for entry in named if entry.world_size <= max_ranks]
     if not named:
-        names = ", ".join(found.name for found in random.Random(seed).sample(MATRIX, 3))
+        names = ", ".join(entry.name for entry in random.Random(seed).sample(MATRIX, 3))
         rule = "fits no layout of the matrix"
         raise ConfigError([Problem("--only", pattern or "", rule, f"Names look like {names}; * stands for anything")])
     if not chosen:
         rule = f"is too few for {named[0].name if len(named) == 1 else f'any of the {len(named)} layouts chosen'}"
-        fix = f"Use {min(found.world_size for found in named)} or more"
+        fix = f"Use {min(entry.world_size for entry in named)} or more"
         raise ConfigError([Problem("--nproc", str(max_ranks), rule, fix)])
     if sample is None or sample >= len(chosen):
         return tuple(chosen)
     sampled = set(random.Random(seed).sample(range(len(chosen)), sample))
-    return tuple(found for index, found in enumerate(chosen) if index in sampled)
+    return tuple(entry for index, entry in enumerate(chosen) if index in sampled)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    if any(found.name == pattern for found in MATRIX):
+    if any(entry.name == pattern for entry in MATRIX):
         return name == pattern
     return fnmatchcase(name, pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*")

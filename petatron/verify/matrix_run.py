@@ -38,10 +38,10 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.validate import load_config
-from petatron.verify.compare_traces import TraceComparison, compare_traces
+from petatron.verify.compare_traces import TraceComparison
 from petatron.verify.matrix import MATRIX_TOLERANCES, MatrixEntry
-from petatron.verify.trace import Injection, StoredTrace, record_steps, write_step_trace
-from petatron.verify.verify import parse_injection, plan_verification
+from petatron.verify.trace import Injection, record_steps, write_trace
+from petatron.verify.verify import compare_recorded_runs, parse_injection, plan_verification
 
 TIMEOUT_MINUTES = 1.5
 """How long ranks wait for each other; a step of these models takes a fraction of a second."""
@@ -103,8 +103,8 @@ def make_case(entry: MatrixEntry, *, model_flags: str, steps: int, dtype: str, i
     if inject is not None:
         parse_injection(inject, both.candidate.config)
     fixed = both.candidate_argv[len(model) + len(layout) :]
-    words = tuple(both.candidate_argv), (*model, *fixed)
-    return MatrixCase(entry.name, model_flags, entry.flags, *words, entry.world_size, dtype, steps, inject)
+    argvs = tuple(both.candidate_argv), (*model, *fixed)
+    return MatrixCase(entry.name, model_flags, entry.flags, *argvs, entry.world_size, dtype, steps, inject)
 
 
 def write_cases(cases: Sequence[MatrixCase], folder: Path) -> None:
@@ -112,10 +112,10 @@ def write_cases(cases: Sequence[MatrixCase], folder: Path) -> None:
 
 
 def read_cases(folder: Path) -> list[MatrixCase]:
-    found: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
+    cases: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
     return [
         MatrixCase(**{**case, "argv": tuple(case["argv"]), "reference_argv": tuple(case["reference_argv"])})
-        for case in found
+        for case in cases
     ]
 
 
@@ -159,11 +159,11 @@ def run_cases(folder: Path, environment: RankEnvironment, on_result: Callable[[M
 
 def _run_case(case: MatrixCase, number: int, folder: Path, rendezvous: Rendezvous) -> TraceComparison | None:
     """Returns the comparison on rank 0, None on the others."""
-    own = folder / f"case-{number:05d}"
+    case_folder = folder / f"case-{number:05d}"
     reference = folder / case.reference_name
     with rendezvous.process_group(f"case-{number}", case.world_size, timeout_minutes=TIMEOUT_MINUTES):
         injection = parse_injection(case.inject) if case.inject else None
-        _record(case.argv, own, rank=rendezvous.rank, world_size=case.world_size, injection=injection)
+        _record(case.argv, case_folder, rank=rendezvous.rank, world_size=case.world_size, injection=injection)
     if rendezvous.rank:
         return None
     if not reference.exists():
@@ -171,9 +171,8 @@ def _run_case(case: MatrixCase, number: int, folder: Path, rendezvous: Rendezvou
         remove_tree(partial)
         _record(case.reference_argv, partial, rank=0, world_size=1)
         partial.rename(reference)
-    ranks = [[StoredTrace(rank) for rank in sorted(run.glob("rank-*"))] for run in (reference, own)]
-    verdict = compare_traces(ranks[0], ranks[1], MATRIX_TOLERANCES[case.dtype])
-    remove_tree(own)
+    verdict = compare_recorded_runs(reference, case_folder, MATRIX_TOLERANCES[case.dtype])
+    remove_tree(case_folder)
     return verdict
 
 
@@ -182,10 +181,7 @@ def _record(
 ) -> None:
     loaded, _ = open_tokenizer(load_config(argv, world_size=world_size))
     mesh = ParallelMesh(Layout.from_config(loaded.config.parallel), rank, timeout_minutes=TIMEOUT_MINUTES)
-    own = folder / f"rank-{rank:05d}"
-    own.mkdir(parents=True)
-    for number, step in enumerate(record_steps(loaded.config, mesh, injection=injection), start=1):
-        write_step_trace(step, own / f"step-{number:06d}.safetensors")
+    write_trace(record_steps(loaded.config, mesh, injection=injection), folder / f"rank-{rank:05d}")
 
 
 def _case_result(case: MatrixCase, verdict: TraceComparison, seconds: float) -> CaseResult:
@@ -198,19 +194,12 @@ def _case_result(case: MatrixCase, verdict: TraceComparison, seconds: float) -> 
 
 
 def _write_result(folder: Path, number: int, result: CaseResult) -> CaseResult:
-    _write_json_atomically(folder / f"outcome-{number:05d}.json", asdict(result))
+    write_atomic(folder / f"outcome-{number:05d}.json", json.dumps(asdict(result)))
     return result
 
 
 def _write_error(error: Exception, case: MatrixCase, number: int, folder: Path, rank: int, *, seconds: float) -> None:
     plain = isinstance(error, PetatronError)
     text = str(error) if plain else "".join(traceback.format_exception(error)).rstrip()
-    facts = {"name": case.name, "rank": rank, "text": text, "echo": is_echo(error)}
-    _write_json_atomically(
-        folder / f"error-{number:05d}-{rank:05d}.json", {**facts, "time": time.time(), "seconds": seconds}
-    )
-
-
-def _write_json_atomically(path: Path, facts: dict[str, object]) -> None:
-    """The file appears only when complete: the process may be ended at any moment."""
-    write_atomic(path, json.dumps(facts))
+    report = {"name": case.name, "rank": rank, "text": text, "echo": is_echo(error), "time": time.time()}
+    write_atomic(folder / f"error-{number:05d}-{rank:05d}.json", json.dumps({**report, "seconds": seconds}))

@@ -24,12 +24,7 @@ def random_model_flags(entry: MatrixEntry, *, seed: int) -> str:
     random = Random(f"{seed}:{entry.name}")
     last: ConfigError | None = None
     for _ in range(_MAX_TRIES):
-        flags = " ".join(
-            [
-                *_random_flags(random, entry),
-                *entry.optimizer_flags.split(),
-            ]
-        )
+        flags = " ".join([*_random_flags(random, entry), *entry.optimizer_flags.split()])
         if _is_ill_conditioned(flags):
             continue
         try:
@@ -51,20 +46,18 @@ def _is_ill_conditioned(flags: str) -> bool:
 
 def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
     """Latent and linear attention and multi-token prediction are those of the entry's model; others but hybrids have each now and then."""
-    experts, hybrid, latent = entry.has_experts, entry.is_hybrid, entry.has_latents
+    model, hybrid = entry.model_flags, "--hybrid-layer-pattern" in entry.model_flags
+    latent, linear = "--multi-latent-attention" in model, "--experimental-attention-variant" in model
     return [
         *_shape_flags(random),
-        *(_hybrid_flags(random, entry.first_letter) if hybrid else []),
+        *(_hybrid_flags(random, model.partition("--hybrid-layer-pattern ")[2][:1]) if hybrid else []),
         *_component_flags(random),
         *(_latent_flags(random) if latent or (random.random() < 0.2 and not hybrid) else []),
         *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and not hybrid) else []),
-        *(
-            _linear_attention_flags(random)
-            if entry.has_linear_attention or (random.random() < 0.2 and not hybrid)
-            else []
-        ),
-        *(_moe_flags(random) if experts else []),
-        *_training_flags(random),
+        *(_linear_attention_flags(random) if linear or (random.random() < 0.2 and not hybrid) else []),
+        *(_moe_flags(random) if entry.has_experts else []),
+        TRAINING_FLAGS,
+        f"--micro-batch-size {(micro := random.choice((1, 2, 3)))} --global-batch-size {8 * micro}",
     ]
 
 
@@ -206,8 +199,3 @@ def _moe_flags(random: Random) -> list[str]:
     flags += ["--moe-grouped-gemm"] * (random.random() < 0.5)
     dispatcher = random.choice(("allgather", "alltoall"))
     return [*flags, f"--moe-token-dispatcher-type {dispatcher}"]
-
-
-def _training_flags(random: Random) -> list[str]:
-    micro = random.choice((1, 2, 3))
-    return [TRAINING_FLAGS, f"--micro-batch-size {micro} --global-batch-size {8 * micro}"]

@@ -21,7 +21,6 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
-from petatron.sharding.shard_spec import TensorShard
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 
 
@@ -101,42 +100,44 @@ def _traced_shards(model: ParallelModel, kind: str) -> Iterator[TracedShard]:
     """Yields every shard this rank updates, replicas too: ranks that should hold the same may have diverged."""
     for group in _traced_groups(model, kind):
         for shard, view in group_tensor_shards(group, group.grads() if kind == "gradient" else group.weights()):
-            yield _traced_shard(kind, shard, view)
-
-
-def _traced_shard(kind: str, shard: TensorShard, view: Tensor) -> TracedShard:
-    return TracedShard(
-        kind, shard.name, shard.logical_shape, shard.start, view.detach().to("cpu", copy=True).contiguous()
-    )
+            values = view.detach().to("cpu", copy=True).contiguous()
+            yield TracedShard(kind, shard.name, shard.logical_shape, shard.start, values)
 
 
 def assemble_tensors(shards: Iterable[TracedShard]) -> dict[tuple[str, str], Tensor]:
     """Assembles whole logical tensors from the shards of all ranks; elements that no rank supplied are NaN."""
-    whole: dict[tuple[str, str], Tensor] = {}
+    tensors: dict[tuple[str, str], Tensor] = {}
     for part in shards:
         key = (part.kind, part.name)
-        if key not in whole:
-            whole[key] = torch.full(part.logical_shape, float("nan"), dtype=torch.float64)
-        whole[key][part.slices()] = part.values.to(torch.float64)
-    return whole
+        if key not in tensors:
+            tensors[key] = torch.full(part.logical_shape, float("nan"), dtype=torch.float64)
+        tensors[key][part.slices()] = part.values.to(torch.float64)
+    return tensors
 
 
 def write_step_trace(step: StepTrace, path: Path) -> None:
     """Writes one step of one rank as a safetensors file."""
     tensors = {str(index): part.values for index, part in enumerate(step.shards)}
     parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.shards]
-    facts = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
-    save_file(tensors, path, metadata={"trace": json.dumps(facts)})
+    record = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
+    save_file(tensors, path, metadata={"trace": json.dumps(record)})
+
+
+def write_trace(steps: Iterable[StepTrace], folder: Path) -> None:
+    """Writes all steps of one rank into a folder, which `StoredTrace` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, step in enumerate(steps, start=1):
+        write_step_trace(step, folder / f"step-{number:06d}.safetensors")
 
 
 def read_step_trace(path: Path) -> StepTrace:
     with safe_open(path, framework="pt") as file:
-        facts = json.loads(file.metadata()["trace"])
+        record = json.loads(file.metadata()["trace"])
         parts = [
             TracedShard(kind, name, tuple(shape), tuple(start), file.get_tensor(str(index)))
-            for index, (kind, name, shape, start) in enumerate(facts["parts"])
+            for index, (kind, name, shape, start) in enumerate(record["parts"])
         ]
-    return StepTrace(facts["loss"], facts["grad_norm"], parts)
+    return StepTrace(record["loss"], record["grad_norm"], parts)
 
 
 class StoredTrace(Sequence[StepTrace]):

@@ -17,8 +17,8 @@ from petatron.optim.loss_scaler import compute_dtype
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import launch
 from petatron.validate import load_config, resolve_config
-from petatron.verify.compare_traces import TOLERANCES, TraceComparison, compare_traces
-from petatron.verify.trace import Injection, StoredTrace, record_steps, write_step_trace
+from petatron.verify.compare_traces import Tolerances, TraceComparison, compare_traces
+from petatron.verify.trace import Injection, StoredTrace, record_steps, write_trace
 
 SINGLE_PROCESS_FLAGS = (
     "--tp 1 --pp 1 --cp 1 --ep 1 --etp 1 --dp 1 --no-sequence-parallel --pipeline-schedule none "
@@ -102,17 +102,14 @@ def record_run(argv: Sequence[str], folder: Path, *, every_step: bool, injection
     loaded, _ = open_tokenizer(load_config(argv, world_size=environment.world_size))
     ends = (1, loaded.config.train.train_iters)
     mesh = launch(loaded.config)
-    own = folder / f"rank-{environment.rank:05d}"
-    own.mkdir(parents=True, exist_ok=True)
     steps = record_steps(loaded.config, mesh, keep_tensors=lambda step: every_step or step in ends, injection=injection)
-    for number, step in enumerate(steps, start=1):
-        write_step_trace(step, own / f"step-{number:06d}.safetensors")
+    write_trace(steps, folder / f"rank-{environment.rank:05d}")
 
 
-def compare_recorded_runs(reference: Path, candidate: Path, dtype: str) -> TraceComparison:
+def compare_recorded_runs(reference: Path, candidate: Path, tolerances: Tolerances) -> TraceComparison:
     """Compares the traces that two runs wrote."""
-    ranks = [[StoredTrace(own) for own in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)]
-    return compare_traces(ranks[0], ranks[1], TOLERANCES[dtype])
+    ranks = [[StoredTrace(rank) for rank in sorted(folder.glob("rank-*"))] for folder in (reference, candidate)]
+    return compare_traces(ranks[0], ranks[1], tolerances)
 
 
 def parse_injection(text: str, run: RunConfig | None = None) -> Injection:

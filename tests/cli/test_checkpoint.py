@@ -276,7 +276,7 @@ def test_verify_sees_a_manifest_of_another_step(folder: Path, capsys: pytest.Cap
 def test_every_block_of_a_large_file_is_read(tmp_path: Path):
     manager = CheckpointManager(tmp_path, ParallelMesh.single().world)
     values = torch.arange(5 * (BLOCK_BYTES // 8) + 3, dtype=torch.float64)
-    manager.save(1, [Chunk("model/w", (len(values),), (0,), values)], facts={}, same_layout_key="")
+    manager.save(1, [Chunk("model/w", (len(values),), (0,), values)], metadata={}, same_layout_key="")
     step, told = tmp_path / "step-00000001", []
     assert verify_checkpoint(step, lambda done, total: told.append((done, total))).is_valid
     assert told[-1][0] == told[-1][1] and len(told) == 7, "six blocks and the table"
@@ -332,7 +332,7 @@ def test_inspect_says_what_there_is(folder: Path, capsys: pytest.CaptureFixture[
 def _save_whole(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """The tensors in one piece each, by a program that is no training run."""
     chunks = [Chunk(key, tuple(value.shape), (0,) * value.dim(), value) for key, value in tensors.items()]
-    CheckpointManager(folder, ParallelMesh.single().world).save(STEP, chunks, facts={}, same_layout_key="mine")
+    CheckpointManager(folder, ParallelMesh.single().world).save(STEP, chunks, metadata={}, same_layout_key="mine")
     return folder / step_folder.step_name(STEP)
 
 

@@ -54,7 +54,7 @@ def save(folder: Path, step: int, *, keep: int | None = None, disk: Disk | None 
     chunks = [Chunk(f"model/{name}", (3, 2), (0, 0), tensor) for name, tensor in weights.items()]
     chunks.append(Chunk("moment/a", (3, 2), (0, 0), weights["a"]))
     manager = CheckpointManager(folder, ParallelMesh.single().world, disk=disk, retention=Retention(keep))
-    manager.save(step, chunks, facts={}, same_layout_key="one", model=model, local={"rng": torch.ones(2)})
+    manager.save(step, chunks, metadata={}, same_layout_key="one", model=model, local={"rng": torch.ones(2)})
 
 
 def link(path: Path, target: Path) -> None:

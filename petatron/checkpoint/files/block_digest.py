@@ -109,7 +109,7 @@ def is_sha256(digest: str) -> bool:
 
 def matches_digest(parts: Iterable[bytes | memoryview], digest: str) -> bool:
     """Whether these parts, concatenated, have the digest."""
-    found = block_digest(digest_kind(digest))
+    computed = block_digest(digest_kind(digest))
     for part in parts:
-        found.update(part)
-    return found.hexdigest() == digest
+        computed.update(part)
+    return computed.hexdigest() == digest

@@ -50,13 +50,17 @@ class Disk:
         """Writes a file through to the device, and returns its size and digests."""
         with (
             safe_files.create_file(path) as file,
-            _BackgroundFlusher(file.fileno()) as flusher,
-            _FileDigester("sha256" if self.sha256_digests else "folded") as digests,
+            ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flush") as flush_pool,
+            ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest") as digest_pool,
         ):
+            flusher = _BackgroundFlusher(file.fileno(), flush_pool)
+            digests = _FileDigester("sha256" if self.sha256_digests else "folded", digest_pool)
             self.failpoint("opened", path)
             for part in parts:
                 for piece in digests.digest_pieces(part):
-                    _write_all(file.fileno(), piece)
+                    unwritten = piece
+                    while unwritten:
+                        unwritten = unwritten[os.write(file.fileno(), unwritten) :]
                     self.failpoint("written", path)
                     flusher.add_written(len(piece))
                 digests.wait()  # the caller may reuse a part's memory from here on
@@ -86,25 +90,16 @@ class Disk:
 class _BackgroundFlusher:
     """Flushes to the device while more is written: waiting for all of it at the end would take as long again."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, pool: ThreadPoolExecutor) -> None:
+        self._descriptor, self._pool = descriptor, pool
         self._unflushed_bytes = 0
-        self._pool: ThreadPoolExecutor | None = None
         self._pending_flush: Future[None] | None = None
-
-    def __enter__(self) -> _BackgroundFlusher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
 
     def add_written(self, num_bytes: int) -> None:
         self._unflushed_bytes += num_bytes
         if self._unflushed_bytes < _FLUSH_BYTES or (self._pending_flush is not None and not self._pending_flush.done()):
             return
         self._raise_flush_error()
-        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-flush")
         flush = getattr(os, "fdatasync", os.fsync)  # macOS has the second only
         self._pending_flush = self._pool.submit(flush, self._descriptor)
         self._unflushed_bytes = 0
@@ -122,19 +117,11 @@ class _BackgroundFlusher:
 class _FileDigester:
     """Computes the digests of a file's blocks on another core while the blocks are written."""
 
-    def __init__(self, kind: DigestKind) -> None:
+    def __init__(self, kind: DigestKind, pool: ThreadPoolExecutor) -> None:
         self._kind: DigestKind = kind
+        self._pool, self._pending = pool, list[Future[None]]()
         self._blocks: list[str] = []
         self._digest, self._size = block_digest(kind), 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
-
-    def __enter__(self) -> _FileDigester:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
 
     def digest_pieces(self, part: bytes | memoryview) -> Iterator[memoryview]:
         """Splits a part at block boundaries; each slice is being digested when it is yielded."""
@@ -144,7 +131,11 @@ class _FileDigester:
             piece, remaining = remaining[:num_bytes], remaining[num_bytes:]
             num_bytes = BLOCK_BYTES
             self._size += len(piece)
-            self._submit(piece, ends_block=self._size % BLOCK_BYTES == 0)
+            ends_block = self._size % BLOCK_BYTES == 0
+            if len(piece) < _MIN_THREADED_DIGEST_BYTES and not self._pending:
+                self._update(piece, ends_block)
+            else:
+                self._pending.append(self._pool.submit(self._update, piece, ends_block))
             yield piece
 
     def wait(self) -> None:
@@ -157,23 +148,11 @@ class _FileDigester:
         last = [self._digest.hexdigest()] if self._size % BLOCK_BYTES else []
         return StoredFile(self._size, (*self._blocks, *last))
 
-    def _submit(self, piece: memoryview, *, ends_block: bool) -> None:
-        if len(piece) < _MIN_THREADED_DIGEST_BYTES and not self._pending:
-            self._update(piece, ends_block)
-            return
-        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest")
-        self._pending.append(self._pool.submit(self._update, piece, ends_block))
-
     def _update(self, piece: memoryview, ends_block: bool) -> None:
         self._digest.update(piece)
         if ends_block:
             self._blocks.append(self._digest.hexdigest())
             self._digest = block_digest(self._kind)
-
-
-def _write_all(descriptor: int, part: memoryview) -> None:
-    while part:
-        part = part[os.write(descriptor, part) :]
 
 
 def digest_file(path: Path, *, kind: DigestKind = "folded") -> StoredFile:
@@ -182,7 +161,7 @@ def digest_file(path: Path, *, kind: DigestKind = "folded") -> StoredFile:
     size = 0
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(BLOCK_BYTES))
-        while count := read_fully(file.fileno(), buffer, size):
+        while count := read_into(file.fileno(), [buffer], size):
             digest = block_digest(kind)
             digest.update(buffer[:count])
             blocks.append(digest.hexdigest())
@@ -190,30 +169,15 @@ def digest_file(path: Path, *, kind: DigestKind = "folded") -> StoredFile:
     return StoredFile(size, tuple(blocks))
 
 
-def read_fully(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fills a buffer from an offset in a file; fewer bytes only at the end of the file."""
-    got = 0
-    while got < len(buffer):
-        count = os.preadv(descriptor, [buffer[got:]], offset + got)
-        if count == 0:
-            break
-        got += count
-    return got
-
-
 def read_into(descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
     """Fills several buffers, one after the other, from an offset in a file; fewer bytes only at the end of the file."""
-    got = os.preadv(descriptor, parts, offset)
-    begin = 0
-    for part in parts:
-        end = begin + len(part)
-        if got < end:  # a short read
-            got = max(got, begin)
-            more = read_fully(descriptor, part[got - begin :], offset + got)
-            got += more
-            if got < end:
-                return got
-        begin = end
+    unread, got = list(parts), 0
+    while unread and (count := os.preadv(descriptor, unread, offset + got)):
+        got += count
+        while unread and count >= len(unread[0]):
+            count -= len(unread.pop(0))
+        if count:  # a short read
+            unread[0] = unread[0][count:]
     return got
 
 

@@ -6,10 +6,23 @@ dimension were two, [size / count, count].
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
+
+
+class EntryPlace(Protocol):
+    """Where a box of a logical tensor is in an entry: `StoredBox`, `EntryRegion`."""
+
+    @property
+    def start_in_entry(self) -> Shape: ...
+    @property
+    def transposed(self) -> bool: ...
+    @property
+    def interleaved(self) -> Shape: ...
 
 
 def addressed_shape(shape: Shape, interleaved: Shape) -> Shape:
@@ -24,28 +37,28 @@ def addressed_shape(shape: Shape, interleaved: Shape) -> Shape:
     return (*shape[:dim], shape[dim] // count, count, *shape[dim + 1 :])
 
 
-def to_entry_layout(values: Tensor, num_dims: int, *, transposed: bool, interleaved: Shape = ()) -> Tensor:
+def to_entry_layout(values: Tensor, num_dims: int, place: EntryPlace) -> Tensor:
     """Views a box's values with the addressed dimensions of an entry of `num_dims`; those it lacks are leading ones of size 1."""
     for _ in range(values.dim() - num_dims):
         values = values.squeeze(0)
-    values = values.transpose(-1, -2) if transposed else values
-    return values.unsqueeze(interleaved[0] + 1) if interleaved else values
+    values = values.transpose(-1, -2) if place.transposed else values
+    return values.unsqueeze(place.interleaved[0] + 1) if place.interleaved else values
 
 
-def entry_box(
-    box: Box, stored_start: Shape, start_in_entry: Shape, *, transposed: bool, interleaved: Shape = ()
-) -> Box:
+def entry_box(box: Box, stored_start: Shape, place: EntryPlace) -> Box:
     """Maps a sub-box to coordinates of an entry that stores the box beginning at `stored_start` from `start_in_entry` on.
 
-    >>> entry_box(Box((2, 1, 0), (1, 2, 3)), stored_start=(2, 0, 0), start_in_entry=(0, 8), transposed=True)
+    >>> from petatron.models.hf.folder_entries import EntryRegion
+    >>> region = EntryRegion("w", (2, 0, 0), (1, 2, 3), start_in_entry=(0, 8), transposed=True)
+    >>> entry_box(Box((2, 1, 0), (1, 2, 3)), region.start, region)
     Box(start=(0, 9), shape=(3, 2))
     """
-    dropped = len(box.shape) - len(start_in_entry) + bool(interleaved)
+    dropped = len(box.shape) - len(place.start_in_entry) + bool(place.interleaved)
     inner = [a - b for a, b in zip(box.start[dropped:], stored_start[dropped:])]
     shape = list(box.shape[dropped:])
-    if transposed:
+    if place.transposed:
         inner[-2:], shape[-2:] = inner[:-3:-1], shape[:-3:-1]
-    if interleaved:
-        inner.insert(interleaved[0] + 1, 0)
-        shape.insert(interleaved[0] + 1, 1)
-    return Box(tuple(base + offset for base, offset in zip(start_in_entry, inner)), tuple(shape))
+    if place.interleaved:
+        inner.insert(place.interleaved[0] + 1, 0)
+        shape.insert(place.interleaved[0] + 1, 1)
+    return Box(tuple(base + offset for base, offset in zip(place.start_in_entry, inner)), tuple(shape))

@@ -16,19 +16,19 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from petatron.base.untrusted_files import MAX_INT64, is_count
-from petatron.checkpoint.files.disk import BLOCK_BYTES, Disk, StoredFile
+from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile
 from petatron.checkpoint.files.safetensors_file import DTYPES, MAX_DIMS
-from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
-from petatron.checkpoint.files.step_list import MANIFEST_FILE
+from petatron.models.hf.folder_entries import EntryRegion
 from petatron.sharding.boxes import Box, Shape
 
 VERSION = 4
 MAX_MANIFEST_BYTES = 1 << 28
 """The largest manifest or table that is read."""
+METADATA_KEY = "facts"
+"""The key of metadata in files, in the manifest and inside it once more."""
 _SINGLE_TABLE_VERSION, _READABLE_VERSIONS = 2, (2, 3, VERSION)
 _FORMAT, _TABLE_FORMAT = "petatron checkpoint", "petatron checkpoint table"
 _BLOCK_DIGEST, _TABLE_DIGEST = re.compile("[0-9a-f]{16}|[0-9a-f]{8}|[0-9a-f]{64}"), re.compile("[0-9a-f]{64}")
@@ -66,6 +66,12 @@ class StoredBox:
     transposed: bool = False
     scale: BlockScale | None = None
     interleaved: Shape = ()
+
+    @classmethod
+    def of_region(cls, file: str, entry_name: str, region: EntryRegion, scale: BlockScale | None = None) -> StoredBox:
+        """Returns the box that a region of an entry of a model folder is."""
+        box = Box(region.start, region.shape)
+        return cls(file, entry_name, box, region.start_in_entry, region.transposed, scale, region.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class Manifest:
 
     step: int
     layout: str
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     local: Mapping[str, str]
     files: Mapping[str, StoredFile]
@@ -120,42 +126,23 @@ def merge_tables(tables: Iterable[RankTable]) -> dict[str, StoredTensor]:
         if seen.setdefault(key, (part.shape, part.dtype)) != (part.shape, part.dtype):
             raise ValueError(f"{key} is {seen[key]} in one table and {(part.shape, part.dtype)} in another")
         boxes.setdefault(key, []).extend(part.boxes)
-    return {key: StoredTensor(*seen[key], tuple(found)) for key, found in boxes.items()}
+    return {key: StoredTensor(*seen[key], tuple(stored)) for key, stored in boxes.items()}
 
 
-def manifest_to_json(
-    step: int, *, layout: str, facts: Mapping[str, Any], tables: Sequence[TableFile], version: int = VERSION
-) -> str:
+def manifest_to_json(step: int, *, layout: str, metadata: Mapping[str, Any], tables: Sequence[TableFile]) -> str:
     """Serializes manifest.json."""
     body = {
         "format": _FORMAT,
-        "version": version,
+        "version": VERSION,
         "step": step,
         "layout": layout,
-        "facts": dict(facts),
+        METADATA_KEY: dict(metadata),
         "block_bytes": BLOCK_BYTES,
         "tables": {table.path: [table.size_bytes, table.digest] for table in tables},
     }
-    # JSON changes tuples and integer keys in facts; the digest is of what will be read.
+    # JSON changes tuples and integer keys in metadata; the digest is of what will be read.
     body = json.loads(json.dumps(body))
     return json.dumps({**body, "digest": _digest(body)}, indent=1)
-
-
-def write_manifest(
-    draft: Path,
-    step: int,
-    *,
-    layout: str,
-    facts: Mapping[str, Any],
-    tables: Sequence[TableFile],
-    disk: Disk,
-    sign: SignFunction | None = None,
-) -> None:
-    """Writes manifest.json, and its signature where there is a key, into the temporary folder of a step: its last files."""
-    content = manifest_to_json(step, layout=layout, facts=facts, tables=tables).encode()
-    disk.write(draft / MANIFEST_FILE, [content])
-    if sign is not None:
-        disk.write(draft / SIGNATURE_FILE, [sign(content)])
 
 
 def manifest_from_json(text: str | bytes) -> Manifest:
@@ -170,16 +157,16 @@ def manifest_from_json(text: str | bytes) -> Manifest:
         raise ValueError("its content does not match its own digest")
     if not is_count(body.get("step")):
         raise _invalid_field("its step")
-    tables = () if body["version"] == _SINGLE_TABLE_VERSION else tuple(_table_files(_mapping(body, "tables")))
-    whole = _table_from_body(body) if body["version"] == _SINGLE_TABLE_VERSION else RankTable({}, (), {})
+    is_single = body["version"] == _SINGLE_TABLE_VERSION
+    table = _table_from_body(body) if is_single else RankTable({}, (), {})
     return Manifest(
         step=body["step"],
         layout=_text(body.get("layout"), "its layout"),
-        facts=_mapping(body, "facts"),
-        tensors=dict(whole.entries),
-        local=whole.local,
-        files=whole.files,
-        tables=tables,
+        metadata=_mapping(body, METADATA_KEY),
+        tensors=dict(table.entries),
+        local=table.local,
+        files=table.files,
+        tables=() if is_single else tuple(_table_files(_mapping(body, "tables"))),
     )
 
 
@@ -188,7 +175,10 @@ def table_to_json(table: RankTable) -> bytes:
     body = {
         "format": _TABLE_FORMAT,
         "version": VERSION,
-        "tensors": {key: _tensor_to_json(tensor) for key, tensor in merge_tables([table]).items()},
+        "tensors": {
+            key: {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [box_to_json(box) for box in tensor.boxes]}
+            for key, tensor in merge_tables([table]).items()
+        },
         "local": dict(table.local),
         "files": {name: [file.size_bytes, file.block_digests] for name, file in table.files.items()},
     }
@@ -234,10 +224,10 @@ def _table_files(tables: Mapping[str, Any]) -> Iterator[TableFile]:
 
 
 def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = body.get(name)
-    if not isinstance(found, dict):
+    value = body.get(name)
+    if not isinstance(value, dict):
         raise _invalid_field(f"its {name}")
-    return found
+    return value
 
 
 def _text(value: Any, what: str) -> str:
@@ -270,15 +260,8 @@ def box_to_json(stored: StoredBox) -> list[Any]:
     more: list[Any] = [] if scale is None else [(scale.file, scale.entry_name, scale.block, scale.mxfp4)]
     if stored.interleaved or more:
         more = [stored.interleaved, *more]
-    return [
-        stored.file,
-        stored.entry_name,
-        stored.box.start,
-        stored.box.shape,
-        stored.start_in_entry,
-        stored.transposed,
-        *more,
-    ]
+    box = stored.box
+    return [stored.file, stored.entry_name, box.start, box.shape, stored.start_in_entry, stored.transposed, *more]
 
 
 def box_from_json(value: Sequence[Any]) -> StoredBox:
@@ -287,10 +270,6 @@ def box_from_json(value: Sequence[Any]) -> StoredBox:
     scale = next((BlockScale(path, entry, tuple(block), mxfp4) for path, entry, block, mxfp4 in more[1:]), None)
     interleaved = tuple(more[0]) if more else ()
     return StoredBox(file, name, Box(tuple(start), tuple(shape)), tuple(at), bool(transposed), scale, interleaved)
-
-
-def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
-    return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [box_to_json(stored) for stored in tensor.boxes]}
 
 
 def _tensor_from_json(key: str, value: Any) -> StoredTensor:

@@ -113,24 +113,28 @@ def _decoded(text: object) -> bytes:
 def signature_problem(source: Path, manifest: bytes, trusted_keys: Sequence[bytes]) -> str | None:
     """Tells why a step is not signed by any of the trusted keys, or None."""
     try:
-        found = read_signature(source)
+        signature = read_signature(source)
     except CheckpointError as error:
         return str(error)
-    if found is None:
+    if signature is None:
         return f"{source} is not signed: there is no {SIGNATURE_FILE}. Whoever trained it signs it with --sign-key."
-    if not _is_valid(found, manifest):
+    if not _is_valid(signature, manifest):
         return f"{source / SIGNATURE_FILE} is not a signature of this manifest: one of them was changed. Do not use the checkpoint."
-    if found.public_key not in trusted_keys:
+    if signature.public_key not in trusted_keys:
         known = ", ".join(map(key_fingerprint, trusted_keys))
-        return f"{source} is signed by {found.fingerprint}, which is not a trusted key ({known}). Ask whose key it is."
+        return (
+            f"{source} is signed by {signature.fingerprint}, which is not a trusted key ({known}). Ask whose key it is."
+        )
     return None
 
 
-def _is_valid(found: Signature, manifest: bytes) -> bool:
+def _is_valid(signature: Signature, manifest: bytes) -> bool:
     library = _import_cryptography()
     try:
-        library.ed25519.Ed25519PublicKey.from_public_bytes(found.public_key).verify(found.value, _CONTEXT + manifest)
-    except library.invalid_signature:
+        library.hazmat.primitives.asymmetric.ed25519.Ed25519PublicKey.from_public_bytes(signature.public_key).verify(
+            signature.value, _CONTEXT + manifest
+        )
+    except library.exceptions.InvalidSignature:
         return False
     return True
 
@@ -178,7 +182,7 @@ def _key_entries(content: bytes) -> Iterator[tuple[int, bytes]]:
         yield first, b"\n".join(block)
 
 
-def _public_key(library: _CryptographyModules, entry: bytes) -> bytes | str:
+def _public_key(library: Any, entry: bytes) -> bytes | str:
     """Returns the raw bytes of a key, or what an entry is instead, as a predicate of its line."""
     pem = _PEM_BEGIN.match(entry)
     if pem is not None and pem.group(1).endswith(b"PRIVATE KEY"):
@@ -191,11 +195,11 @@ def _public_key(library: _CryptographyModules, entry: bytes) -> bytes | str:
     if pem is None and kind != _SSH_TYPE:
         return f"has a key of type {printable(kind.decode(errors='replace'), max_chars=40)}, not Ed25519"
     try:
-        read = library.serialization.load_ssh_public_key if pem is None else library.serialization.load_pem_public_key
-        key = read(entry)
-    except (ValueError, library.unsupported_algorithm):
+        formats = library.hazmat.primitives.serialization
+        key = (formats.load_ssh_public_key if pem is None else formats.load_pem_public_key)(entry)
+    except (ValueError, library.exceptions.UnsupportedAlgorithm):
         return "has a key that is damaged" if pem is None else "begins a key that is damaged, or of another kind"
-    if not isinstance(key, library.ed25519.Ed25519PublicKey):
+    if not isinstance(key, library.hazmat.primitives.asymmetric.ed25519.Ed25519PublicKey):
         return "has a key that is not Ed25519"
     return key.public_bytes_raw()
 
@@ -211,17 +215,17 @@ def _private_key(path: Path) -> Any:
         raise CheckpointError(f"{path} holds no private key. {_MAKE_KEY}")
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise CheckpointError(f"{path} is a private key that others may read. Make it yours alone: chmod 600 {path}")
-    ssh = b"OPENSSH PRIVATE KEY" in forms
-    read = library.serialization.load_ssh_private_key if ssh else library.serialization.load_pem_private_key
+    formats, ssh = library.hazmat.primitives.serialization, b"OPENSSH PRIVATE KEY" in forms
+    read = formats.load_ssh_private_key if ssh else formats.load_pem_private_key
     try:
         key = read(content, password=None)
     except TypeError as error:
         raise CheckpointError(
             f"{path} has a passphrase, for which a run cannot ask. Give a key without one."
         ) from error
-    except (ValueError, library.unsupported_algorithm) as error:
+    except (ValueError, library.exceptions.UnsupportedAlgorithm) as error:
         raise CheckpointError(f"{path} holds a private key that is damaged, or of another kind. {_MAKE_KEY}") from error
-    if not isinstance(key, library.ed25519.Ed25519PrivateKey):
+    if not isinstance(key, library.hazmat.primitives.asymmetric.ed25519.Ed25519PrivateKey):
         raise CheckpointError(f"{path} holds a key that is not Ed25519. {_MAKE_KEY}")
     return key
 
@@ -241,26 +245,17 @@ def _key_file_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} {why}. Give the file of an Ed25519 key.")
 
 
-@dataclass(frozen=True, slots=True)
-class _CryptographyModules:
-    """The parts of `cryptography` in use."""
-
-    ed25519: Any
-    serialization: Any
-    invalid_signature: type[Exception]
-    unsupported_algorithm: type[Exception]
-
-
-def _import_cryptography() -> _CryptographyModules:
+def _import_cryptography() -> Any:
+    """Imports the package with the modules in use."""
     try:
-        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
+        import cryptography.exceptions
+        import cryptography.hazmat.primitives.asymmetric.ed25519
+        import cryptography.hazmat.primitives.serialization
     except ImportError as error:
         raise CheckpointError(
             "Signatures need the package cryptography, which is not installed: pip install 'petatron[sign]'."
         ) from error
-    return _CryptographyModules(ed25519, serialization, InvalidSignature, UnsupportedAlgorithm)
+    return cryptography
 
 
 def _base64_text(content: bytes) -> str:

@@ -35,11 +35,11 @@ from petatron.checkpoint.files.manifest import (
     TableFile,
     UnknownVersionError,
     manifest_from_json,
+    manifest_to_json,
     merge_tables,
     table_digest,
     table_from_json,
     table_to_json,
-    write_manifest,
 )
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 from petatron.checkpoint.files.step_list import (
@@ -68,18 +68,17 @@ def begin_step(folder: Path, step: int, disk: Disk) -> None:
         disk.make_folder(folder)
         disk.sync_folder(folder.parent)
     recover_interrupted(folder, disk)
-    draft = folder / f"{step_name(step)}.tmp"
-    if os.path.lexists(draft):
-        disk.remove(draft)
+    if os.path.lexists(tmp_folder := folder / f"{step_name(step)}.tmp"):
+        disk.remove(tmp_folder)
     make_tmp_step(folder, step, disk)
 
 
 def make_tmp_step(folder: Path, step: int, disk: Disk) -> Path:
     """Creates the folder in which a step is written; on a network file system another rank's may not be visible yet."""
-    draft = folder / f"{step_name(step)}.tmp"
-    for path in (draft, draft / MODEL_FOLDER, draft / STATE_FOLDER):
+    tmp_folder = folder / f"{step_name(step)}.tmp"
+    for path in (tmp_folder, tmp_folder / MODEL_FOLDER, tmp_folder / STATE_FOLDER):
         disk.make_folder(path)
-    return draft
+    return tmp_folder
 
 
 def recover_interrupted(folder: Path, disk: Disk) -> None:
@@ -92,11 +91,11 @@ def recover_interrupted(folder: Path, disk: Disk) -> None:
         # The crashed process may not have synced, and a power cut must not undo the rename of what is removed here.
         disk.sync_folder(folder)
     for path in left:
-        whole = path.with_suffix("")
-        if path.suffix == ".replaced" and not whole.exists():
-            if whole.is_symlink():  # a dangling link that occupies the step's name
-                disk.remove(whole)
-            disk.rename(path, whole)
+        step_path = path.with_suffix("")
+        if path.suffix == ".replaced" and not step_path.exists():
+            if step_path.is_symlink():  # a dangling link that occupies the step's name
+                disk.remove(step_path)
+            disk.rename(path, step_path)
         else:
             with contextlib.suppress(OSError):
                 disk.remove(path)
@@ -131,21 +130,24 @@ def publish_step(
     step: int,
     tables: Sequence[TableFile],
     *,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     layout: str,
     disk: Disk,
     sign: SignFunction | None = None,
 ) -> None:
     """Publishes a temporary folder as the newest checkpoint. Until the rename readers do not see it."""
     final = folder / step_name(step)
-    draft, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
+    tmp_folder, replaced = folder / f"{final.name}.tmp", folder / f"{final.name}.replaced"
     for part in (MODEL_FOLDER, STATE_FOLDER):
-        disk.sync_folder(draft / part)
-    write_manifest(draft, step, layout=layout, facts=facts, tables=tables, disk=disk, sign=sign)
-    disk.sync_folder(draft)
+        disk.sync_folder(tmp_folder / part)
+    content = manifest_to_json(step, layout=layout, metadata=metadata, tables=tables).encode()
+    disk.write(tmp_folder / MANIFEST_FILE, [content])
+    if sign is not None:
+        disk.write(tmp_folder / SIGNATURE_FILE, [sign(content)])
+    disk.sync_folder(tmp_folder)
     if os.path.lexists(final):
         disk.rename(final, replaced)
-    disk.rename(draft, final)
+    disk.rename(tmp_folder, final)
     disk.sync_folder(folder)
     disk.write(folder / f"{LATEST_FILE}.tmp", [f"{final.name}\n".encode()])
     disk.rename(folder / f"{LATEST_FILE}.tmp", folder / LATEST_FILE)
@@ -159,12 +161,12 @@ def check_visible(folder: Path, step: int, table: TableFile) -> None:
 
     Every rank looks for the files of the next one. If ranks write to different disks, some rank's neighbor is on another one.
     """
-    draft = folder / f"{step_name(step)}.tmp"
+    tmp_folder = folder / f"{step_name(step)}.tmp"
     give_up_at = time.monotonic() + _VISIBILITY_TIMEOUT_S
-    while (missing := _first_invisible(draft, table)) is not None:
+    while (missing := _first_invisible(tmp_folder, table)) is not None:
         if time.monotonic() > give_up_at:
             raise CheckpointError(
-                f"{draft / missing} was written by another rank and is not seen by this one. Give --save a folder that all "
+                f"{tmp_folder / missing} was written by another rank and is not seen by this one. Give --save a folder that all "
                 "machines share; earlier checkpoints are untouched."
             )
         time.sleep(0.2)
@@ -199,11 +201,11 @@ def prune_steps(folder: Path, *, keep: int | None, retain_interval: int | None, 
         return []
     for link in stray_symlinks(folder):
         disk.remove(link)
-    found = list_steps(folder)
+    steps = list_steps(folder)
     current = latest_step(folder)
     if current is None:
         return []
-    behind = [step for step in found if step <= current]
+    behind = [step for step in steps if step <= current]
     gone = [step for step in behind[:-keep] if not (retain_interval and step % retain_interval == 0)]
     if not gone:
         return []
@@ -211,7 +213,7 @@ def prune_steps(folder: Path, *, keep: int | None, retain_interval: int | None, 
     for step, path in zip(gone, doomed):
         if os.path.lexists(path):
             disk.remove(path)
-        disk.rename(found[step], path)
+        disk.rename(steps[step], path)
     disk.sync_folder(folder)  # or a power cut might undo the rename of a step whose files are gone
     for path in doomed:
         disk.remove(path)
@@ -255,11 +257,11 @@ def read_table(source: Path, table: TableFile) -> RankTable:
         if table_digest(content) != table.digest:
             raise digest_mismatch_error(path)
         try:
-            found = table_from_json(content)
+            parsed = table_from_json(content)
         except ValueError as error:
             raise damaged_error(path, f"is damaged: {error}") from error
-    _check_file_names(path, found)
-    return found
+    _check_file_names(path, parsed)
+    return parsed
 
 
 def _check_file_names(path: Path, table: RankTable) -> None:
@@ -323,11 +325,16 @@ def _is_step_file(name: str) -> bool:
 
 def check_size(path: Path, expected: StoredFile) -> None:
     """Raises if a file is missing or has another size than was saved."""
+    if (problem := size_problem(path, expected)) is not None:
+        raise damaged_error(path, problem)
+
+
+def size_problem(path: Path, expected: StoredFile) -> str | None:
+    """Returns, as a predicate of the file, why it is not one of the size that was saved."""
     if (reason := not_a_file_reason(path)) is not None:
-        raise damaged_error(path, reason)
+        return reason
     size = path.stat().st_size
-    if size != expected.size_bytes:
-        raise damaged_error(path, f"has {size} bytes where {expected.size_bytes} were saved")
+    return None if size == expected.size_bytes else f"has {size} bytes where {expected.size_bytes} were saved"
 
 
 def check_content(path: Path, expected: StoredFile) -> None:
@@ -354,7 +361,7 @@ def check_aux_files(source: Path, manifest: Manifest) -> None:
 
 def extra_files(source: Path, manifest: Manifest) -> list[Path]:
     """Returns files, links and folders in a step that its manifest does not list; of a folder, only itself."""
-    known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
+    known = _listed_paths(source, manifest)
     return [path for path in _step_contents(source) if path not in known]
 
 
@@ -363,10 +370,14 @@ def symlinks_in_step(source: Path, manifest: Manifest) -> dict[Path, Path]:
 
     The step itself counts when it has the name of a step: a run's folder contains its steps, and other links to one are fine.
     """
-    known = {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
-    found = [path for path in _step_contents(source) if path in known]
-    found += [source] if STEP_FOLDER_NAME.fullmatch(source.name) else []
-    return {path: target for path in found if (target := symlink_target(path, source)) is not None}
+    known = _listed_paths(source, manifest)
+    parts = [path for path in _step_contents(source) if path in known]
+    parts += [source] if STEP_FOLDER_NAME.fullmatch(source.name) else []
+    return {path: target for path in parts if (target := symlink_target(path, source)) is not None}
+
+
+def _listed_paths(source: Path, manifest: Manifest) -> set[Path]:
+    return {source / name for name in (*manifest.files, MANIFEST_FILE, SIGNATURE_FILE, MODEL_FOLDER, STATE_FOLDER)}
 
 
 def _step_contents(source: Path) -> list[Path]:

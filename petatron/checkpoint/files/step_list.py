@@ -33,12 +33,12 @@ def step_name(step: int) -> str:
 
 def list_steps(folder: Path) -> dict[int, Path]:
     """Returns every complete checkpoint of a folder, oldest first."""
-    found: dict[int, Path] = {}
+    steps: dict[int, Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # in this order a step precedes its .replaced
         match = STEP_FOLDER_NAME.fullmatch(path.name)
         if match and match.group(2) in (None, ".replaced") and (path / MANIFEST_FILE).is_file():
-            found.setdefault(int(match.group(1)), path)
-    return dict(sorted(found.items()))
+            steps.setdefault(int(match.group(1)), path)
+    return dict(sorted(steps.items()))
 
 
 def latest_step(folder: Path) -> int | None:
@@ -96,9 +96,9 @@ def containing_step(path: Path) -> Path | None:
     """
     if (path / MANIFEST_FILE).is_file():
         return path
-    whole = path.resolve()
-    is_whole = (whole.parent / MANIFEST_FILE).is_file() and (whole.parent / STATE_FOLDER).is_dir()
-    return whole.parent if whole.name == MODEL_FOLDER and is_whole else None
+    resolved = path.resolve()
+    has_step = (resolved.parent / MANIFEST_FILE).is_file() and (resolved.parent / STATE_FOLDER).is_dir()
+    return resolved.parent if resolved.name == MODEL_FOLDER and has_step else None
 
 
 def resolve_step(folder: Path, step: int | None, *, warn: bool = True) -> Path:
@@ -106,37 +106,37 @@ def resolve_step(folder: Path, step: int | None, *, warn: bool = True) -> Path:
 
     Raises `DamagedCheckpointError` if `latest` names one that is not complete; warns, if asked to, if it names none at all.
     """
-    own = containing_step(folder)
-    if own is not None:
-        if step is not None and own.name != step_name(step):
+    containing = containing_step(folder)
+    if containing is not None:
+        if step is not None and containing.name != step_name(step):
             raise CheckpointError(
-                f"{own} is one step, and not step {step}. Leave the step out, or give the folder above."
+                f"{containing} is one step, and not step {step}. Leave the step out, or give the folder above."
             )
-        return own
-    found = list_steps(folder)
+        return containing
+    steps = list_steps(folder)
     if step is None:
         check_steps_not_lost(folder)
         named, problem = read_latest(folder)
         if named is not None and problem is not None:
             raise DamagedCheckpointError(
-                f"{folder / LATEST_FILE} {problem}. Restore it from a copy{_other_steps(found)}."
+                f"{folder / LATEST_FILE} {problem}. Restore it from a copy{_other_steps(steps)}."
             )
         if warn:
             warn_of_unusable_latest(folder)
     wanted = latest_step(folder) if step is None else step
     if wanted is None:
         raise CheckpointError(f"{folder} holds no checkpoint. Give --load a folder that --save wrote to.")
-    if wanted not in found:
-        have = ", ".join(map(str, found)) or "none"
+    if wanted not in steps:
+        have = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; it has: {have}. Choose one of these.")
-    return found[wanted]
+    return steps[wanted]
 
 
 def previous_step(folder: Path, source: Path | None) -> int | None:
     """Returns the newest step older than that of a checkpoint's folder; the newest of all for None."""
-    found = list_steps(folder)
-    own = next((step for step, path in found.items() if path == source), None)
-    return max((step for step in found if source is None or (own is not None and step < own)), default=None)
+    steps = list_steps(folder)
+    number = next((step for step, path in steps.items() if path == source), None)
+    return max((step for step in steps if source is None or (number is not None and step < number)), default=None)
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -47,7 +47,6 @@ from petatron.models.hf import (
 )
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
-from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -154,7 +153,7 @@ class HuggingFaceFolder:
 
 
 def _with_keys(text: str, keys: Mapping[str, str]) -> str:
-    return re.sub(r"--[a-z][a-z0-9-]*", lambda found: keys.get(found[0], found[0]), text)
+    return re.sub(r"--[a-z][a-z0-9-]*", lambda match: keys.get(match[0], match[0]), text)
 
 
 def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
@@ -168,7 +167,7 @@ def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
     scales = {} if block is None else {n: n + _SCALE_SUFFIX for n in slots if n + _SCALE_SUFFIX in slots}
     apart = set(scales.values())
     weights = {name: slot for name, slot in slots.items() if name not in apart}  # in order: errors name the first ones
-    weights |= {name: (found.file, found.info) for name, found in packed.items()}
+    weights |= {name: (tensor.file, tensor.info) for name, tensor in packed.items()}
     stored = _stored_names(folder, weights, known)
     problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
     problems += [f"{name} is not a tensor of this model" for full, name in stored.items() if full not in known]
@@ -176,12 +175,12 @@ def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
     for entry in entries:
         if entry.name not in stored:
             continue
-        found = packed.get(stored[entry.name])
-        if found is not None:
-            wrong = found.problems(entry)
+        tensor = packed.get(stored[entry.name])
+        if tensor is not None:
+            wrong = tensor.problems(entry)
             problems += wrong
             for region in entry.regions if not wrong else ():
-                key, box = folder_tensor_key(region.name), found.stored_box(region)
+                key, box = folder_tensor_key(region.name), tensor.stored_box(region)
                 _add(tensors, key, shapes[region.name], _DEQUANTISED_DTYPE, box)
             continue
         file, slot = slots[stored[entry.name]]
@@ -192,15 +191,7 @@ def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
         problems += wrong
         dtype = slot.dtype if scale is None else _DEQUANTISED_DTYPE
         for region in entry.regions:
-            box = StoredBox(
-                file,
-                stored[entry.name],
-                Box(region.start, region.shape),
-                region.start_in_entry,
-                transposed=region.transposed,
-                scale=scale,
-                interleaved=region.interleaved,
-            )
+            box = StoredBox.of_region(file, stored[entry.name], region, scale)
             _add(tensors, folder_tensor_key(region.name), shapes[region.name], dtype, box)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems[:8])
@@ -209,7 +200,7 @@ def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
             f"{folder.path} does not hold the tensors that the model should have:\n{lines}{more}\nCopy all files of the model there, "
             f"and use the settings of its {CONFIG_FILE}."
         )
-    return Manifest(step=0, layout="", facts={}, tensors=tensors, local={}, files={})
+    return Manifest(step=0, layout="", metadata={}, tensors=tensors, local={}, files={})
 
 
 def _block_scale(
@@ -223,10 +214,10 @@ def _block_scale(
         return None, [f"{name} is in FP8 and has no {name}{_SCALE_SUFFIX}"]
     if info.dtype != _FP8 or len(info.shape) != 2:
         return None, [f"{name} has scales and is no matrix in FP8"]
-    file, found = infos[scales[name]]
+    file, scale = infos[scales[name]]
     wanted = scale_shape(info.shape, block)
-    if found.shape != wanted or found.dtype != "F32":
-        return None, [f"{scales[name]} is {found.dtype} {list(found.shape)} there, and should be F32 {list(wanted)}"]
+    if scale.shape != wanted or scale.dtype != "F32":
+        return None, [f"{scales[name]} is {scale.dtype} {list(scale.shape)} there, and should be F32 {list(wanted)}"]
     return BlockScale(file, scales[name], block), []
 
 
@@ -301,14 +292,14 @@ def _check_shards(path: Path) -> None:
 def _tensor_infos(path: Path) -> dict[str, tuple[str, TensorInfo]]:
     """Returns every tensor of the folder's files, and its file."""
     _check_shards(path)
-    found: dict[str, tuple[str, TensorInfo]] = {}
+    infos: dict[str, tuple[str, TensorInfo]] = {}
     for file in sorted(path.glob("*.safetensors")):
         if any(fnmatch.fnmatch(file.name, pattern) for pattern in ("consolidated*", "adapter*")):
             continue  # the same weights again under other names, or a part that is no model
         for name, slot in read_checked_header(file, None).items():
-            if name in found:
+            if name in infos:
                 raise CheckpointError(
-                    f"{path} holds {name} in {found[name][0]} and in {file.name}. Remove one of them."
+                    f"{path} holds {name} in {infos[name][0]} and in {file.name}. Remove one of them."
                 )
-            found[name] = (file.name, slot)
-    return found
+            infos[name] = (file.name, slot)
+    return infos

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from petatron.checkpoint.files.manifest import BlockScale, StoredBox
 from petatron.checkpoint.files.safetensors_file import TensorInfo
 from petatron.checkpoint.load.dequantize import BLOCK, PACKED_DTYPE
 from petatron.models.hf import EntryRegion, FolderEntry
-from petatron.sharding.boxes import Box
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 TensorInfos = Mapping[str, tuple[str, TensorInfo]]
@@ -46,31 +45,16 @@ class PackedTensor:
     def stored_box(self, region: EntryRegion) -> StoredBox:
         """Returns where a region of the plain entry is."""
         interleaved, start = region.interleaved, list(region.start_in_entry)
+        offset = start.pop(interleaved[0] + 1) if interleaved else 0
+        start[1], start[2] = start[2], start[1]
         if interleaved:
-            offset = start.pop(interleaved[0] + 1)
-            interleaved = (_other_orientation(interleaved[0]), interleaved[1])
-            start = _swapped(start)
+            interleaved = ({1: 2, 2: 1}.get(interleaved[0], interleaved[0]), interleaved[1])
             start.insert(interleaved[0] + 1, offset)
-        else:
-            start = _swapped(start)
         scale = BlockScale(self.scales_file, f"{self.name}{_SCALES}", (1, 1, BLOCK), mxfp4=True)
-        return StoredBox(
-            self.file,
-            f"{self.name}{_BLOCKS}",
-            Box(region.start, region.shape),
-            tuple(start),
-            transposed=not region.transposed,
-            scale=scale,
-            interleaved=interleaved,
+        swapped = replace(
+            region, start_in_entry=tuple(start), transposed=not region.transposed, interleaved=interleaved
         )
-
-
-def _other_orientation(dim: int) -> int:
-    return {1: 2, 2: 1}.get(dim, dim)
-
-
-def _swapped(start: list[int]) -> list[int]:
-    return [start[0], start[2], start[1]]
+        return StoredBox.of_region(self.file, f"{self.name}{_BLOCKS}", swapped, scale)
 
 
 def split_packed_tensors(infos: TensorInfos) -> tuple[dict[str, tuple[str, TensorInfo]], dict[str, PackedTensor]]:
@@ -81,7 +65,7 @@ def split_packed_tensors(infos: TensorInfos) -> tuple[dict[str, tuple[str, Tenso
         if base != name and base + _SCALES in infos:
             packed[base] = PackedTensor(base, file, info, *infos[base + _SCALES])
     taken = {base + suffix for base in packed for suffix in (_BLOCKS, _SCALES)}
-    return {name: found for name, found in infos.items() if name not in taken}, packed
+    return {name: place for name, place in infos.items() if name not in taken}, packed
 
 
 def num_stored_elements(infos: TensorInfos) -> int:

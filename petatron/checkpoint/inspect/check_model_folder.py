@@ -7,7 +7,6 @@ Training does not need it: damage there is a warning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from petatron.base.log import get_logger
@@ -19,6 +18,7 @@ from petatron.checkpoint.state import MASTER_PREFIX
 from petatron.mesh.mesh import Axis
 from petatron.mesh.object_collectives import all_gather_objects
 
+_PREFIX = f"{step_folder.MODEL_FOLDER}/"
 _log = get_logger(__name__)
 
 
@@ -34,9 +34,13 @@ def warn_of_damaged_model_folder(step: Path, control: Axis) -> None:
     [any_stored] = ranks.max_or_raise(attempt, [int(stored)])
     if not any_stored:
         return
-    problems = [problem for table in tables for problem in _file_problems(step, table)]
-    found = [problem for of_rank in all_gather_objects(problems, control) for problem in of_rank]
-    for problem in found if control.rank == 0 else ():
+    files = {
+        step / name: stored for table in tables for name, stored in table.files.items() if name.startswith(_PREFIX)
+    }
+    checked = {path: file_problem(path, stored) for path, stored in files.items()}
+    problems = [f"{path} {problem}" for path, problem in checked.items() if problem is not None]
+    gathered = [problem for of_rank in all_gather_objects(problems, control) for problem in of_rank]
+    for problem in gathered if control.rank == 0 else ():
         _log.warning(
             "%s. Training goes on from the master weights in %s, which are sound; what it saves is whole. "
             "Restore this file from a copy before anything reads the model of this step",
@@ -48,14 +52,6 @@ def warn_of_damaged_model_folder(step: Path, control: Axis) -> None:
 def _own_tables(step: Path, control: Axis) -> list[RankTable]:
     head = step_folder.read_manifest_head(step)
     if not head.tables:  # version 2 of the format
-        own = RankTable(head.files, tuple(head.tensors.items()), head.local)
-        return [own] if control.rank == 0 else []
+        table = RankTable(head.files, tuple(head.tensors.items()), head.local)
+        return [table] if control.rank == 0 else []
     return [step_folder.read_table(step, table) for table in head.tables[control.rank :: control.size]]
-
-
-def _file_problems(step: Path, table: RankTable) -> Iterator[str]:
-    for name, stored in table.files.items():
-        if name.startswith(f"{step_folder.MODEL_FOLDER}/"):
-            problem = file_problem(step / name, stored)
-            if problem is not None:
-                yield f"{step / name} {problem}"

@@ -19,7 +19,7 @@ from petatron.checkpoint.files.manifest import Manifest, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error, read_manifest
 from petatron.checkpoint.inspect.inspect_checkpoint import ProgressCallback
-from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_facts
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.load.box_reads import BoxRead, ReadPlan, execute_reads
 from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.sharding.boxes import overlap, tiling_problem
@@ -28,16 +28,16 @@ from petatron.sharding.flat_shard import range_boxes
 _BATCH_ELEMENTS = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorDiff:
     """How far a tensor is from its counterpart. `second_key` differs from `key` where one side has no master weights."""
 
     key: str
     second_key: str
     elements: int
-    differing: int
-    largest: float
-    scale: float
+    differing: int = 0
+    largest: float = 0.0
+    scale: float = 0.0
 
     @property
     def relative(self) -> float:
@@ -45,6 +45,24 @@ class TensorDiff:
         if self.largest == 0:
             return 0.0
         return self.largest / self.scale if math.isfinite(self.largest) and self.scale else math.inf
+
+    def update(self, a: Tensor, b: Tensor) -> None:
+        """Adds the values of a box of the tensor."""
+        unequal = (a != b) & ~((a != a) & (b != b))  # the same NaN on both sides is no difference
+        count = int(unequal.sum())
+        a, b = (value.double() if not value.is_floating_point() else value for value in (a, b))
+        finite = [value.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for value in (a, b) if value.numel()]
+        self.scale = max([self.scale, *finite])
+        if count:
+            self.differing += count
+            gap = (a[unequal] - b[unequal]).abs().max().item()
+            self.largest = max(self.largest, gap if math.isfinite(gap) else math.inf)
+
+
+_TensorPair = tuple[TensorDiff, tuple[int, ...], torch.dtype]
+"""The difference of a tensor, its shape, and the dtype in which it is compared."""
+_PairBox = tuple[_TensorPair, tuple[int, ...], tuple[int, ...]]
+"""A pair, and start and shape of a box of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +82,6 @@ class CheckpointDiff:
         return not alone and all(tensor.relative <= rtol for tensor in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorPair:
-    """The keys of the same tensor in two checkpoints, and the dtype in which it is compared."""
-
-    key: str
-    second_key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def diff_checkpoints(
     first: Path, second: Path, on_progress: ProgressCallback = lambda done, total: None
 ) -> CheckpointDiff:
@@ -82,13 +90,21 @@ def diff_checkpoints(
     for source, manifest in zip((first, second), manifests):
         _check_complete(source, manifest)
     pairs, unlike = _match_tensors(manifests[0].tensors, manifests[1].tensors)
-    differences = _tensor_diffs(pairs, (first, second), manifests, on_progress)
+    diffs = [diff for diff, _, _ in pairs]
+    total, done = sum(diff.elements for diff in diffs), 0
+    for batch in _box_batches(pairs):
+        first_values = _read_batch(first, manifests[0], [diff.key for (diff, _, _), _, _ in batch], batch)
+        second_values = _read_batch(second, manifests[1], [diff.second_key for (diff, _, _), _, _ in batch], batch)
+        for ((diff, _, _), _, shape), a, b in zip(batch, first_values, second_values):
+            diff.update(a, b)
+            done += math.prod(shape)
+        on_progress(done, total)
     return CheckpointDiff(
-        settings=tuple(_setting_diffs(run_facts(manifests[0]), run_facts(manifests[1]))),
-        only_first=tuple(sorted(manifests[0].tensors.keys() - {pair.key for pair in pairs} - unlike.keys())),
-        only_second=tuple(sorted(manifests[1].tensors.keys() - {pair.second_key for pair in pairs} - unlike.keys())),
+        settings=tuple(_setting_diffs(run_metadata(manifests[0]), run_metadata(manifests[1]))),
+        only_first=tuple(sorted(manifests[0].tensors.keys() - {diff.key for diff in diffs} - unlike.keys())),
+        only_second=tuple(sorted(manifests[1].tensors.keys() - {diff.second_key for diff in diffs} - unlike.keys())),
         unlike=tuple(unlike.values()),
-        tensors=tuple(sorted(differences, key=lambda found: (-found.relative, found.key))),
+        tensors=tuple(sorted(diffs, key=lambda diff: (-diff.relative, diff.key))),
     )
 
 
@@ -117,9 +133,9 @@ def _setting_diffs(first: Mapping[str, Any], second: Mapping[str, Any]) -> Itera
                 yield f"{section}.{name}", old.get(name), new.get(name)
 
 
-def _section(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = facts.get(name)
-    return found if isinstance(found, dict) else {}
+def _section(metadata: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = metadata.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _match_tensors(
@@ -139,7 +155,7 @@ def _match_tensors(
         elif dtype is None:
             unlike[key] = f"{key} is {a.dtype} in the first and {b.dtype} in the second"
         else:
-            pairs.append(_TensorPair(ours, theirs, a.shape, dtype))
+            pairs.append((TensorDiff(ours, theirs, math.prod(a.shape)), a.shape, dtype))
     return pairs, unlike
 
 
@@ -157,64 +173,15 @@ def _common_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype | None
     return first if first == second else None
 
 
-@dataclass(slots=True)
-class _DiffStats:
-    """Running statistics of a pair."""
-
-    differing: int = 0
-    largest: float = 0.0
-    scale: float = 0.0
-
-    def update(self, a: Tensor, b: Tensor) -> None:
-        unequal = (a != b) & ~((a != a) & (b != b))  # the same NaN on both sides is no difference
-        count = int(unequal.sum())
-        a, b = (value.double() if not value.is_floating_point() else value for value in (a, b))
-        finite = [value.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for value in (a, b) if value.numel()]
-        self.scale = max([self.scale, *finite])
-        if count:
-            self.differing += count
-            gap = (a[unequal] - b[unequal]).abs().max().item()
-            self.largest = max(self.largest, gap if math.isfinite(gap) else math.inf)
-
-
-def _tensor_diffs(
-    pairs: Sequence[_TensorPair],
-    sources: tuple[Path, Path],
-    manifests: tuple[Manifest, Manifest],
-    on_progress: ProgressCallback,
-) -> list[TensorDiff]:
-    stats = [_DiffStats() for _ in pairs]
-    total, done = sum(math.prod(pair.shape) for pair in pairs), 0
-    for batch in _box_batches(pairs):
-        sides = [
-            _read_batch(source, manifest, [(pair.key, pair.second_key)[side] for _, pair, _, _ in batch], batch)
-            for side, (source, manifest) in enumerate(zip(sources, manifests))
-        ]
-        for (number, _, _, shape), a, b in zip(batch, *sides):
-            stats[number].update(a, b)
-            done += math.prod(shape)
-        on_progress(done, total)
-    return [
-        TensorDiff(
-            pair.key, pair.second_key, math.prod(pair.shape), pair_stats.differing, pair_stats.largest, pair_stats.scale
-        )
-        for pair, pair_stats in zip(pairs, stats)
-    ]
-
-
-_PairBox = tuple[int, _TensorPair, tuple[int, ...], tuple[int, ...]]
-"""Index of a pair, the pair, and start and shape of a box of it."""
-
-
 def _box_batches(pairs: Sequence[_TensorPair]) -> Iterator[list[_PairBox]]:
     """Yields boxes of all pairs in order, in batches of bounded size."""
     batch: list[_PairBox] = []
     room = _BATCH_ELEMENTS
-    for number, pair in enumerate(pairs):
-        at, end = 0, math.prod(pair.shape)
+    for pair in pairs:
+        at, end = 0, pair[0].elements
         while at < end:
             stop = min(end, at + room)
-            batch += [(number, pair, start, shape) for start, shape, _ in range_boxes(pair.shape, at, stop)]
+            batch += [(pair, start, shape) for start, shape, _ in range_boxes(pair[1], at, stop)]
             room -= stop - at
             at = stop
             if room == 0:
@@ -228,8 +195,8 @@ def _read_batch(source: Path, manifest: Manifest, keys: Sequence[str], batch: Se
     """Reads one side's values of a batch."""
     values: list[Tensor] = []
     reads: list[BoxRead] = []
-    for key, (_, pair, start, shape) in zip(keys, batch):
-        chunk = Chunk(key, pair.shape, start, torch.empty(shape, dtype=pair.dtype))
+    for key, ((_, logical_shape, dtype), start, shape) in zip(keys, batch):
+        chunk = Chunk(key, logical_shape, start, torch.empty(shape, dtype=dtype))
         values.append(chunk.tensor)
         for stored in manifest.tensors[key].boxes:
             common = overlap(chunk.box, stored.box)

@@ -18,18 +18,18 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError, PetatronError
 from petatron.base.safe_files import symlink_target
-from petatron.base.untrusted_files import not_a_file_reason, open_regular_file, read_limited_bytes, reading_untrusted
+from petatron.base.untrusted_files import open_regular_file, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.block_digest import is_sha256, matches_digest
-from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_fully
+from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_into
 from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box
 from petatron.checkpoint.files.manifest import MAX_MANIFEST_BYTES, Manifest, StoredBox
 from petatron.checkpoint.files.safetensors_file import TensorInfo, read_header
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
 from petatron.checkpoint.files.step_list import check_steps_not_lost, read_latest, warn_of_unusable_latest
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
-from petatron.checkpoint.inspect.run_facts_check import run_fact_problems
-from petatron.checkpoint.inspect.summarize_checkpoint import run_facts
+from petatron.checkpoint.inspect.run_metadata_check import run_metadata_problems
+from petatron.checkpoint.inspect.summarize_checkpoint import run_metadata
 from petatron.config.schema.model_identity import identity_differences
 from petatron.sharding.boxes import tiling_problem
 
@@ -49,20 +49,20 @@ def find_checkpoint(path: Path, step: int | None = None, *, warn: bool = True) -
 
     warn: whether to log that the file `latest` does not say which step is the newest.
     """
-    if _is_step_folder(path):
+    if (path / step_folder.MANIFEST_FILE).is_file() or (path.is_dir() and path.name.startswith("step-")):
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint. Leave out --step, or give {path.parent}.")
         return path
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder. Give one that --save wrote to, or a step-N in it.")
-    found = step_folder.list_steps(path)
+    steps = step_folder.list_steps(path)
     wanted = step_folder.latest_step(path) if step is None else step
-    if wanted in found:
+    if wanted in steps:
         if step is None and warn:
             warn_of_unusable_latest(path)
-        return found[wanted]
+        return steps[wanted]
     if wanted is not None:
-        have = ", ".join(map(str, found)) or "none"
+        have = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(f"{path} has no complete checkpoint of step {wanted}; it has: {have}.")
     if (path.parent / step_folder.MANIFEST_FILE).is_file():
         raise CheckpointError(f"{path} is a part of a checkpoint. Give {path.parent}.")
@@ -75,10 +75,6 @@ def find_checkpoint(path: Path, step: int | None = None, *, warn: bool = True) -
     left = ", ".join(folder.name for folder in steps_without_manifest(path))
     more = f" ({left}: incomplete)" if left else ""
     raise CheckpointError(f"{path} holds no checkpoint{more}. Give a folder that --save wrote to, or a step-N in it.")
-
-
-def _is_step_folder(path: Path) -> bool:
-    return (path / step_folder.MANIFEST_FILE).is_file() or (path.is_dir() and path.name.startswith("step-"))
 
 
 def steps_without_manifest(folder: Path) -> list[Path]:
@@ -138,9 +134,8 @@ def verify_checkpoint(
         return VerificationReport(source, 0, 0, (Finding(source / step_folder.MANIFEST_FILE, str(error)),))
     total, done = sum(file.size_bytes for file in manifest.files.values()), 0
     for name, expected in manifest.files.items():
-        problem = file_problem(
-            source / name, expected, partial(_offset_progress, on_progress, done, total), read_content=read_content
-        )
+        report = partial(lambda before, read: on_progress(before + read, total), done)
+        problem = file_problem(source / name, expected, report, read_content=read_content)
         done += expected.size_bytes
         if problem is not None:
             findings.append(_damage_finding(source / name, problem))
@@ -156,12 +151,12 @@ def verify_checkpoint(
         findings.append(_damage_finding(source / step_folder.MANIFEST_FILE, f"is that of step {manifest.step}"))
     findings += [
         _damage_finding(source / step_folder.MANIFEST_FILE, problem)
-        for problem in run_fact_problems(run_facts(manifest), step=manifest.step)
+        for problem in run_metadata_problems(run_metadata(manifest), step=manifest.step)
     ]
     findings += _table_findings(source, manifest, broken)
     findings += _signature_findings(source, manifest, trusted_keys)
     if _CONFIG_FILE in manifest.files and source / _CONFIG_FILE not in broken:
-        findings += _config_findings(source / _CONFIG_FILE, run_facts(manifest))
+        findings += _config_findings(source / _CONFIG_FILE, run_metadata(manifest))
     return VerificationReport(source, len(manifest.files), total, tuple(findings))
 
 
@@ -218,10 +213,6 @@ def newest_valid(
     return None
 
 
-def _offset_progress(on_progress: ProgressCallback, before: int, total: int, done: int) -> None:
-    on_progress(before + done, total)
-
-
 def _damage_finding(path: Path, why: str) -> Finding:
     return Finding(path, str(step_folder.damaged_error(path, why)))
 
@@ -234,13 +225,9 @@ def file_problem(
     read_content: bool = True,
 ) -> str | None:
     """Returns, as a predicate of the file, how it differs from what was saved; None if it does not."""
-    if (reason := not_a_file_reason(path)) is not None:
-        return reason
-    size = path.stat().st_size
-    if size != expected.size_bytes:
-        return f"has {size} bytes where {expected.size_bytes} were saved"
-    if not read_content:
-        return None
+    problem = step_folder.size_problem(path, expected)
+    if problem is not None or not read_content:
+        return problem
     try:
         differing = [number for number, same in _verify_blocks(path, expected, on_progress) if not same]
     except OSError as error:
@@ -259,11 +246,11 @@ def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int]
 
     def check(number: int) -> bool:
         begin = number * BLOCK_BYTES
-        whole = buffers.get()
-        buffer = whole[: min(BLOCK_BYTES, expected.size_bytes - begin)]
-        count = read_fully(file.fileno(), buffer, begin)
+        memory = buffers.get()
+        buffer = memory[: min(BLOCK_BYTES, expected.size_bytes - begin)]
+        count = read_into(file.fileno(), [buffer], begin)
         same = count == len(buffer) and matches_digest([buffer], expected.block_digests[number])
-        buffers.put(whole)
+        buffers.put(memory)
         return same
 
     count = -(-expected.size_bytes // BLOCK_BYTES)
@@ -302,9 +289,9 @@ def _table_findings(source: Path, manifest: Manifest, broken: set[Path]) -> Iter
     for name, file in manifest.local.items():
         if file in headers and name not in headers[file]:
             problems.setdefault(source / file, []).append(f"lacks {name}")
-    for path, found in problems.items():
-        more = f" (and {len(found) - _MAX_SHOWN} more of that kind)" if len(found) > _MAX_SHOWN else ""
-        yield _damage_finding(path, "; ".join(found[:_MAX_SHOWN]) + more)
+    for path, texts in problems.items():
+        more = f" (and {len(texts) - _MAX_SHOWN} more of that kind)" if len(texts) > _MAX_SHOWN else ""
+        yield _damage_finding(path, "; ".join(texts[:_MAX_SHOWN]) + more)
 
 
 def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> str | None:
@@ -312,33 +299,25 @@ def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> st
         return f"lacks {stored.entry_name}"
     if info.dtype != dtype:
         return f"has {stored.entry_name} in {info.dtype} where {dtype} was saved"
-    box = entry_box(
-        stored.box,
-        stored.box.start,
-        stored.start_in_entry,
-        transposed=stored.transposed,
-        interleaved=stored.interleaved,
-    )
-    whole = addressed_shape(info.shape, stored.interleaved)
-    if len(box.shape) != len(whole) or any(end > size for end, size in zip(box.stop, whole)):
+    box = entry_box(stored.box, stored.box.start, stored)
+    entry_shape = addressed_shape(info.shape, stored.interleaved)
+    if len(box.shape) != len(entry_shape) or any(end > size for end, size in zip(box.stop, entry_shape)):
         return f"has {stored.entry_name} in another shape, {list(info.shape)}"
     return None
 
 
-def _config_findings(path: Path, facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _config_findings(path: Path, metadata: Mapping[str, Any]) -> Iterator[Finding]:
     """Checks that config.json describes the model that the run trained."""
     try:
         model, moe = HuggingFaceFolder(path.parent).settings()
+        values, saved = model | moe, metadata.get("model") or {}
         with reading_untrusted(path, step_folder.damaged_error):
-            differing = list(_config_differences(model | moe, facts))
+            differing = [
+                f"{name} is {values[name]} there and {saved[name]} in the manifest"
+                for name in identity_differences(values, saved)
+            ]
     except PetatronError as error:
         yield _damage_finding(path, f"cannot be understood: {' '.join(str(error).split())}")
         return
     if differing:
         yield _damage_finding(path, f"is of another model: {'; '.join(differing)}")
-
-
-def _config_differences(values: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
-    saved = facts.get("model") or {}
-    for name in identity_differences(values, saved):
-        yield f"{name} is {values[name]} there and {saved[name]} in the manifest"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.checkpoint.files import step_folder
-from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.config.saved_config import without_private_settings
 from petatron.config.settings_text import layout_text
@@ -32,7 +32,7 @@ class TensorSummary:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint without its tensors' values. `run_facts` are the facts of the training run, if one saved it.
+    """A checkpoint without its tensors' values. `run_metadata` is that of the training run, if one saved it.
 
     file_time_s: when its manifest was last written, which a copy may have made later than the save.
     """
@@ -41,20 +41,20 @@ class CheckpointSummary:
     step: int
     file_time_s: float
     layout: str
-    run_facts: Mapping[str, Any]
+    run_metadata: Mapping[str, Any]
     tensors: tuple[TensorSummary, ...]
     files: Mapping[str, int]
 
     @property
     def config(self) -> Mapping[str, Any]:
         """Returns the run's configuration by section; empty when no training run saved it."""
-        return run_config(self.run_facts)
+        return run_config(self.run_metadata)
 
     @property
     def progress(self) -> Mapping[str, float]:
         """Returns the run's progress counters."""
-        found = self.run_facts.get("progress")
-        return {k: v for k, v in found.items() if isinstance(v, int | float)} if isinstance(found, dict) else {}
+        progress = self.run_metadata.get("progress")
+        return {k: v for k, v in progress.items() if isinstance(v, int | float)} if isinstance(progress, dict) else {}
 
     def bytes_in(self, subfolder: str) -> int:
         """Returns the size of the model folder or of the state folder."""
@@ -76,7 +76,7 @@ class CheckpointSummary:
             "layout": self.layout,
             "weights_bytes": self.bytes_in("model"),
             "state_bytes": self.bytes_in("state"),
-            **self.run_facts,
+            **self.run_metadata,
             "tensors": [
                 {"name": tensor.key, "shape": tensor.shape, "dtype": tensor.dtype, "bytes": tensor.num_bytes}
                 for tensor in self.tensors
@@ -93,7 +93,7 @@ def summarize_checkpoint(source: Path) -> CheckpointSummary:
         step=manifest.step,
         file_time_s=(source / step_folder.MANIFEST_FILE).stat().st_mtime,
         layout=manifest.layout,
-        run_facts=run_facts(manifest),
+        run_metadata=run_metadata(manifest),
         tensors=tuple(
             TensorSummary(key, tensor.shape, tensor.dtype, math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize)
             for key, tensor in sorted(manifest.tensors.items())
@@ -102,30 +102,30 @@ def summarize_checkpoint(source: Path) -> CheckpointSummary:
     )
 
 
-def run_facts(manifest: Manifest) -> Mapping[str, Any]:
+def run_metadata(manifest: Manifest) -> Mapping[str, Any]:
     """Returns what the training loop recorded: progress, config, data, schedule."""
-    facts = manifest.facts.get("facts")
-    return facts if isinstance(facts, dict) else {}
+    metadata = manifest.metadata.get(METADATA_KEY)
+    return metadata if isinstance(metadata, dict) else {}
 
 
-def run_config(facts: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the configuration among the facts of a run, without private settings; other programs may have put anything there."""
-    found = facts.get("config")
-    if not isinstance(found, dict):
+def run_config(metadata: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the configuration in the metadata of a run, without private settings; other programs may have put anything there."""
+    config = metadata.get("config")
+    if not isinstance(config, dict):
         return {}
-    return without_private_settings({section: values for section, values in found.items() if isinstance(values, dict)})
+    return without_private_settings({section: values for section, values in config.items() if isinstance(values, dict)})
 
 
 def summarize_kinds(summary: CheckpointSummary) -> dict[str, tuple[int, str, int]]:
     """Returns tensors, dtypes and bytes of every kind of state."""
-    found: dict[str, list[TensorSummary]] = {}
+    by_kind: dict[str, list[TensorSummary]] = {}
     for tensor in summary.tensors:
-        found.setdefault(tensor.kind, []).append(tensor)
+        by_kind.setdefault(tensor.kind, []).append(tensor)
     return {
         kind: (
             len(tensors),
             ", ".join(dtype for dtype, _ in Counter(tensor.dtype for tensor in tensors).most_common()),
             sum(tensor.num_bytes for tensor in tensors),
         )
-        for kind, tensors in found.items()
+        for kind, tensors in by_kind.items()
     }

@@ -40,20 +40,20 @@ def wants_full_precision(chunk: Chunk) -> bool:
 
 def table_rows(entries: Iterable[tuple[str, StoredTensor]], table: int, world_size: int) -> dict[int, list[MessageRow]]:
     """Returns a table's rows by owner rank; `table` is the table's index in the manifest."""
-    found: dict[int, list[MessageRow]] = {}
+    by_owner: dict[int, list[MessageRow]] = {}
     for key, tensor in entries:
         row = [key, tensor.shape, tensor.dtype, table, [box_to_json(box) for box in tensor.boxes]]
-        found.setdefault(owner_rank(key, world_size), []).append(row)
-    return found
+        by_owner.setdefault(owner_rank(key, world_size), []).append(row)
+    return by_owner
 
 
 def box_requests(chunks: Sequence[Chunk], world_size: int) -> dict[int, list[MessageRow]]:
     """Returns a rank's requests by owner rank: chunk index, key, whether it wants full precision, and box."""
-    found: dict[int, list[MessageRow]] = {}
+    by_owner: dict[int, list[MessageRow]] = {}
     for number, chunk in enumerate(chunks):
         row = [number, chunk.key, wants_full_precision(chunk), chunk.start, tuple(chunk.tensor.shape)]
-        found.setdefault(owner_rank(chunk.key, world_size), []).append(row)
-    return found
+        by_owner.setdefault(owner_rank(chunk.key, world_size), []).append(row)
+    return by_owner
 
 
 class BoxDirectory:
@@ -104,10 +104,10 @@ class BoxDirectory:
         """Returns the tensor that fills a box with the boxes that overlap it, and the tables of these; None if there is none."""
         key = self.source_key(key, full_precision=full_precision)
         self._requested.add(key)
-        found = self._tensors.get(key)
-        if found is None:
+        tensor = self._tensors.get(key)
+        if tensor is None:
             return key, None, []
-        shape, dtype, boxes, tables = found
+        shape, dtype, boxes, tables = tensor
         if not box.volume or len(box.shape) != len(shape):
             return key, StoredTensor(shape, dtype, ()), []
         numbers = [number for number, _ in self._index(key).overlaps(box)]
@@ -127,12 +127,12 @@ class BoxDirectory:
         """Answers each request with its index, the tensor's key, shape and dtype (null if there is none), boxes and their tables."""
         rows = []
         for number, key, wide, start, shape in requests:
-            found, stored, tables = self.lookup(key, Box(tuple(start), tuple(shape)), full_precision=wide)
+            source_key, stored, tables = self.lookup(key, Box(tuple(start), tuple(shape)), full_precision=wide)
             if stored is None:
-                rows.append([number, found, None, None, [], []])
+                rows.append([number, source_key, None, None, [], []])
                 continue
             boxes = [box_to_json(box) for box in stored.boxes]
-            rows.append([number, found, stored.shape, stored.dtype, boxes, tables])
+            rows.append([number, source_key, stored.shape, stored.dtype, boxes, tables])
         return rows
 
     def requested_kinds(self) -> list[str]:

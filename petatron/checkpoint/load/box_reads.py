@@ -205,22 +205,15 @@ def _target(path: Path, read: BoxRead, infos: Mapping[str, TensorInfo]) -> _BoxC
         raise damaged_error(path, f"lacks {stored.entry_name}")
     in_four_bits = stored.scale is not None and stored.scale.mxfp4
     shape = unpacked_shape(info.shape) if in_four_bits else info.shape
-    whole = addressed_shape(shape, stored.interleaved)
-    box = entry_box(
-        read.box,
-        stored.box.start,
-        stored.start_in_entry,
-        transposed=stored.transposed,
-        interleaved=stored.interleaved,
-    )
-    if len(box.shape) != len(whole) or any(stop > size for stop, size in zip(box.stop, whole)):
+    entry_shape = addressed_shape(shape, stored.interleaved)
+    box = entry_box(read.box, stored.box.start, stored)
+    if len(box.shape) != len(entry_shape) or any(stop > size for stop, size in zip(box.stop, entry_shape)):
         raise damaged_error(path, f"has {stored.entry_name} in another shape, {list(info.shape)}")
     dtype = read.chunk.tensor.dtype
     if info.dtype != PACKED_DTYPE if in_four_bits else _incompatible_dtypes(info.dtype, dtype):
         raise damaged_error(path, f"has {stored.entry_name} in {info.dtype}, which is not what was saved")
     part = read.chunk.tensor.detach()[read.box.slices_in(read.chunk.box)]
-    part = to_entry_layout(part, len(shape), transposed=stored.transposed, interleaved=stored.interleaved)
-    return _BoxCopy(replace(info, shape=whole), box, part)
+    return _BoxCopy(replace(info, shape=entry_shape), box, to_entry_layout(part, len(shape), stored))
 
 
 def read_checked_header(path: Path, expected: StoredFile | None) -> dict[str, TensorInfo]:
@@ -256,10 +249,10 @@ def _read_blocks(copies: Sequence[_BoxCopy], expected: StoredFile | None, header
             begin, end = fill.byte_range
             for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 wanted.setdefault(number, []).append(fill)
-        for number, found in sorted(wanted.items()):
+        for number, block_copies in sorted(wanted.items()):
             begin = number * BLOCK_BYTES
             yield _ReadBlock(
-                begin, min(begin + BLOCK_BYTES, expected.size_bytes), expected.block_digests[number], found
+                begin, min(begin + BLOCK_BYTES, expected.size_bytes), expected.block_digests[number], block_copies
             )
         return
     for fill in copies:
@@ -344,16 +337,16 @@ def read_rank_local(
 ) -> dict[str, Tensor]:
     """Reads the tensors that a rank saved for itself; `local` maps entries to files."""
     prefix = f"local/{rank}/"
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     reads: list[BoxRead] = []
     for name, file in local.items():
         if name.startswith(prefix):
             slot = read_checked_header(source / file, files[file]).get(name)
             if slot is None:
                 raise damaged_error(source / file, f"lacks {name}")
-            tensor = found[name.removeprefix(prefix)] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
+            tensor = tensors[name.removeprefix(prefix)] = torch.empty(slot.shape, dtype=DTYPES[slot.dtype])
             origin = (0,) * len(slot.shape)
             box = Box(origin, slot.shape)
             reads.append(BoxRead(Chunk(name, slot.shape, origin, tensor), StoredBox(file, name, box, origin), box))
     execute_reads(source, ReadPlan(tuple(reads), ()), files)
-    return found
+    return tensors

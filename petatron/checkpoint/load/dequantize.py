@@ -14,10 +14,10 @@ family is not quantized.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def scale_shape(shape: Shape, block: Shape) -> Shape:
     >>> scale_shape((256, 130), (128, 128))
     (2, 2)
     """
-    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    return tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=True))
 
 
 def read_scale(source: Path, scale: BlockScale) -> Tensor:
@@ -52,10 +52,13 @@ def read_scale(source: Path, scale: BlockScale) -> Tensor:
         info = read_header(path).get(scale.entry_name)
         if info is None or info.dtype != "F32" or len(info.shape) != 2:
             raise damaged_error(path, f"lacks {scale.entry_name} as a matrix of float32")
-        with untrusted_files.open_regular_file(path) as file:
-            file.seek(info.begin)
-            found = np.frombuffer(file.read(info.end - info.begin), np.float32).reshape(info.shape)
-    return torch.from_numpy(found.copy())
+        return _read_values(path, info.begin, info.end - info.begin).view(torch.float32).view(info.shape)
+
+
+def _read_values(path: Path, begin: int, num_bytes: int) -> Tensor:
+    with untrusted_files.open_regular_file(path) as file:
+        file.seek(begin)
+        return torch.frombuffer(bytearray(file.read(num_bytes)), dtype=torch.uint8)
 
 
 def apply_scale(values: Tensor, box: Box, scale: Tensor, block: Shape) -> None:
@@ -131,11 +134,8 @@ class PackedRead:
         name = self.scale.entry_name
         with untrusted_files.reading_untrusted(path, damaged_error):
             info = read_header(path).get(name)
-            if info is None or info.dtype != PACKED_DTYPE or info.end - info.begin != int(np.prod(addressed)):
+            if info is None or info.dtype != PACKED_DTYPE or info.end - info.begin != math.prod(addressed):
                 raise damaged_error(path, f"lacks {name} as a byte for each block")
-            each = int(np.prod(addressed[1:]))
-            with untrusted_files.open_regular_file(path) as file:
-                file.seek(info.begin + box.start[0] * each)
-                found = np.frombuffer(file.read(box.shape[0] * each), np.uint8)
-        whole = torch.from_numpy(found.copy()).view(box.shape[0], *addressed[1:])
-        return whole[(slice(None), *box.slices()[1:])]
+            size = math.prod(addressed[1:])
+            exponents = _read_values(path, info.begin + box.start[0] * size, box.shape[0] * size)
+        return exponents.view(box.shape[0], *addressed[1:])[(slice(None), *box.slices()[1:])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ class RankReader:
         self.files: dict[str, StoredFile] = {}
 
     def read_manifest(self, read: Callable[[], Manifest]) -> Manifest:
-        """Broadcasts the manifest that rank 0 reads. If it has no tables, rank 0 owns all tensors."""
-        found = self._ranks.run(lambda: read() if self._axis.rank == 0 else None)
-        told = None if found is None else _manifest_to_message(found)
+        """Broadcasts the manifest that rank 0 reads, all but its tensors. If it has no tables, rank 0 owns all tensors."""
+        manifest = self._ranks.run(lambda: read() if self._axis.rank == 0 else None)
+        told = None if manifest is None else asdict(replace(manifest, tensors={}))
         head = _manifest_from_message(broadcast_object(told, self._axis))
-        self._manifest = head if found is None else replace(head, tensors=found.tensors)
+        self._manifest = head if manifest is None else replace(head, tensors=manifest.tensors)
         self.files = dict(head.files)
         return self._manifest
 
@@ -65,7 +65,7 @@ class RankReader:
     def _ignore_unrequested_kinds(self, directory: BoxDirectory) -> Callable[[str], bool]:
         """By default a load ignores the kinds of state that no rank requests."""
         asked = all_gather_objects(directory.requested_kinds(), self._axis)
-        kinds = {kind for found in asked for kind in found}
+        kinds = {kind for of_rank in asked for kind in of_rank}
         return lambda key: key.partition("/")[0] not in kinds
 
     def _rows_and_requests(
@@ -73,7 +73,7 @@ class RankReader:
     ) -> dict[int, dict[str, list[MessageRow]]]:
         """Returns this rank's share of the tables and its requests, by owner rank."""
         size, rank = self._axis.size, self._axis.rank
-        found: dict[int, dict[str, list[MessageRow]]] = {}
+        messages: dict[int, dict[str, list[MessageRow]]] = {}
         if check_all_files and rank == 0:
             step_folder.check_sizes(self._source, self._manifest.files)
         for number in range(rank, len(self._manifest.tables), size):
@@ -81,12 +81,12 @@ class RankReader:
             if check_all_files:
                 step_folder.check_sizes(self._source, table.files)
             for owner, rows in table_rows(table.entries, number, size).items():
-                found.setdefault(owner, {}).setdefault("rows", []).extend(rows)
+                messages.setdefault(owner, {}).setdefault("rows", []).extend(rows)
         for owner, rows in table_rows(self._manifest.tensors.items(), -1, size).items():
-            found.setdefault(owner, {}).setdefault("rows", []).extend(rows)
+            messages.setdefault(owner, {}).setdefault("rows", []).extend(rows)
         for owner, rows in box_requests(chunks, size).items():
-            found.setdefault(owner, {})["asks"] = rows
-        return found
+            messages.setdefault(owner, {})["asks"] = rows
+        return messages
 
     def _table(self, number: int) -> RankTable:
         if number not in self._tables:
@@ -102,15 +102,15 @@ class RankReader:
         strict: bool,
         unexpected_keys: Sequence[str],
     ) -> box_reads.ReadPlan:
-        found: list[tuple[str, StoredTensor | None]] = [("", None)] * len(chunks)
+        lookups: list[tuple[str, StoredTensor | None]] = [("", None)] * len(chunks)
         for row in (row for rows in answers.values() for row in rows):
             number, key, stored, tables = parse_answer(row)
-            found[number] = key, stored
+            lookups[number] = key, stored
             for table in tables:
                 if table >= 0:
                     self._table(table)  # for the digests of its files
-        plan = box_reads.plan_reads(self._source, chunks, found, strict=strict, unexpected_keys=unexpected_keys)
-        read = {one.stored.file for one in plan.reads}
+        plan = box_reads.plan_reads(self._source, chunks, lookups, strict=strict, unexpected_keys=unexpected_keys)
+        read = {box_read.stored.file for box_read in plan.reads}
         step_folder.check_sizes(self._source, {name: file for name, file in self.files.items() if name in read})
         return plan
 
@@ -123,25 +123,8 @@ class RankReader:
         return box_reads.read_rank_local(self._source, local, self.files, rank)
 
 
-def _manifest_to_message(manifest: Manifest) -> dict[str, Any]:
-    """Serializes what every rank needs of a manifest as JSON values: all but the tensors."""
-    return {
-        "step": manifest.step,
-        "layout": manifest.layout,
-        "facts": manifest.facts,
-        "local": manifest.local,
-        "files": {name: [file.size_bytes, file.block_digests] for name, file in manifest.files.items()},
-        "tables": [[table.path, table.size_bytes, table.digest] for table in manifest.tables],
-    }
-
-
 def _manifest_from_message(message: Mapping[str, Any]) -> Manifest:
-    return Manifest(
-        step=message["step"],
-        layout=message["layout"],
-        facts=message["facts"],
-        tensors={},
-        local=message["local"],
-        files={name: StoredFile(size, tuple(blocks)) for name, (size, blocks) in message["files"].items()},
-        tables=tuple(TableFile(*row) for row in message["tables"]),
-    )
+    files = {
+        name: StoredFile(file["size_bytes"], tuple(file["block_digests"])) for name, file in message["files"].items()
+    }
+    return Manifest(**{**message, "files": files, "tables": tuple(TableFile(**table) for table in message["tables"])})

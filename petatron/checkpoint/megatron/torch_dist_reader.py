@@ -22,7 +22,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import is_count, open_regular_file, reading_untrusted
-from petatron.checkpoint.files.disk import read_fully
+from petatron.checkpoint.files.disk import read_into
 from petatron.checkpoint.files.safetensors_file import MAX_DIMS
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
 from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents
@@ -117,9 +117,9 @@ def _read_metadata(step: Path) -> Iterator[_DistTensor]:
             _storage_key(index.fields["fqn"], _shape(index.fields["offset"] or ())): info
             for index, info in table.fields["storage_data"].items()
         }
-        for name, facts in tensors.items():
-            if isinstance(facts, InertObject) and "chunks" in facts.fields and _is_model_weight(name):
-                yield _dist_tensor(step, name, facts, places)
+        for name, metadata in tensors.items():
+            if isinstance(metadata, InertObject) and "chunks" in metadata.fields and _is_model_weight(name):
+                yield _dist_tensor(step, name, metadata, places)
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not a table that is understood ({type(error).__name__}: {error}). "
@@ -324,7 +324,7 @@ class _ChunkReader:
         blob = torch.empty(chunk.length, dtype=torch.uint8)
         try:
             with open_regular_file(chunk.file, buffering=0) as file:
-                count = read_fully(file.fileno(), memoryview(blob.numpy()), chunk.offset)
+                count = read_into(file.fileno(), [memoryview(blob.numpy())], chunk.offset)
         except OSError as error:
             raise _unreadable(chunk.file, tensor.name, error) from None
         if count != chunk.length:

@@ -103,24 +103,10 @@ def incomplete_weights_error(problems: Sequence[str]) -> CheckpointError:
 
 def file_table_entries(file: FilePlan, weights: Mapping[str, WeightSpec], path: str) -> list[tuple[str, StoredTensor]]:
     """Returns the table entries for a file of the folder."""
-    return [
-        (
-            folder_tensor_key(region.name),
-            StoredTensor(
-                weights[region.name].shape,
-                DTYPE_CODES[weights[region.name].dtype],
-                (
-                    StoredBox(
-                        path,
-                        entry.name,
-                        Box(region.start, region.shape),
-                        region.start_in_entry,
-                        region.transposed,
-                        interleaved=region.interleaved,
-                    ),
-                ),
-            ),
-        )
-        for entry in file.entries
-        for region in entry.regions
-    ]
+    rows = []
+    for entry in file.entries:
+        for region in entry.regions:
+            weight, box = weights[region.name], StoredBox.of_region(path, entry.name, region)
+            stored = StoredTensor(weight.shape, DTYPE_CODES[weight.dtype], (box,))
+            rows.append((folder_tensor_key(region.name), stored))
+    return rows

@@ -6,45 +6,36 @@ round, however large a tensor is. With one rank nothing is sent, and an entry th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box, to_entry_layout
-from petatron.checkpoint.save.file_plan import FilePlan
-from petatron.checkpoint.save.weight_transfers import TransferPlan, TransferRound, WeightTransfer
+from petatron.checkpoint.files.entry_layout import to_entry_layout
+from petatron.checkpoint.save.save_plan import SavePlan
+from petatron.checkpoint.save.weight_transfers import TransferRound, WeightTransfer
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.collectives import all_to_all
 from petatron.mesh.mesh import Axis
+from petatron.sharding.boxes import Box
 
 
 class WeightGather:
     """Runs the transfers of a save; its buffers are allocated first, so that nothing should fail once it exists on every rank."""
 
-    def __init__(
-        self,
-        files: Sequence[FilePlan],
-        dtypes: Mapping[str, torch.dtype],
-        transfer_plan: TransferPlan,
-        chunks: Sequence[Chunk],
-        world_axis: Axis,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: SavePlan, chunks: Sequence[Chunk], world_axis: Axis, device: torch.device) -> None:
         """`chunks` are all of this rank's, on the device that `world_axis` communicates over."""
-        self._transfer_plan, self._chunks, self._world_axis = transfer_plan, chunks, world_axis
-        own_entries = (entry for file in files if file.rank == world_axis.rank for entry in file.entries)
+        self._transfer_plan, self._chunks, self._world_axis = plan.transfers, chunks, world_axis
         self._entry_tensors: dict[str, Tensor] = {}
-        for entry in own_entries:
-            alias = transfer_plan.aliases.get(entry.name)
-            dtype = dtypes[entry.regions[0].name]
+        for entry in (entry for file in plan.files if file.rank == world_axis.rank for entry in file.entries):
+            alias, region = plan.transfers.aliases.get(entry.name), entry.regions[0]
             self._entry_tensors[entry.name] = (
-                torch.empty(entry.shape, dtype=dtype)
+                torch.empty(entry.shape, dtype=plan.dtypes[region.name])
                 if alias is None
-                else _in_entry_layout(alias, self._local_box(alias))
+                else to_entry_layout(self._local_box(alias), len(entry.shape), region)
             )
-        self._send_buffer = torch.empty(transfer_plan.max_send_bytes, dtype=torch.uint8, device=device)
-        self._recv_buffer = torch.empty(transfer_plan.max_recv_bytes, dtype=torch.uint8)
+        self._send_buffer = torch.empty(plan.transfers.max_send_bytes, dtype=torch.uint8, device=device)
+        self._recv_buffer = torch.empty(plan.transfers.max_recv_bytes, dtype=torch.uint8)
 
     def run(self) -> dict[str, Tensor]:
         """Returns the whole entries of this rank's files, in host memory unless they alias a local chunk; every rank calls it."""
@@ -76,23 +67,9 @@ class WeightGather:
         return chunk.tensor.detach()[transfer.box.slices_in(chunk.box)]
 
     def _copy_into_entry(self, transfer: WeightTransfer, values: Tensor) -> None:
-        region, target = transfer.region, self._entry_tensors[transfer.entry.name]
-        inside = entry_box(
-            transfer.box,
-            region.start,
-            region.start_in_entry,
-            transposed=region.transposed,
-            interleaved=region.interleaved,
-        )
-        addressed = target.view(addressed_shape(transfer.entry.shape, region.interleaved))
-        addressed[inside.slices()].copy_(_in_entry_layout(transfer, values))
-
-
-def _in_entry_layout(transfer: WeightTransfer, values: Tensor) -> Tensor:
-    region = transfer.region
-    return to_entry_layout(
-        values, len(transfer.entry.shape), transposed=region.transposed, interleaved=region.interleaved
-    )
+        region = transfer.region
+        part = region.view_in(self._entry_tensors[transfer.entry.name])
+        part[transfer.box.slices_in(Box(region.start, region.shape))].copy_(values)
 
 
 def _packed_view(buffer: Tensor, offset: int, transfer: WeightTransfer) -> Tensor:

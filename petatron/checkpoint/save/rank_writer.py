@@ -36,7 +36,7 @@ class RankWriteJob:
     step: int
     rank: int
     layout: str
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     aux_files: Mapping[str, bytes]
     tensors: Mapping[str, Mapping[str, Tensor]]
     table_entries: tuple[tuple[str, StoredTensor], ...]
@@ -59,13 +59,13 @@ def build_write_job(
     rank: int,
     local: Mapping[str, Tensor],
     model: ModelFolder | None,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     layout: str,
 ) -> RankWriteJob:
     """Binds this save's tensors to a plan; `gathered` are the entries of the model folder that this rank writes."""
     path = rank_file_path(rank)
     tensors: dict[str, Tensor] = {f"local/{rank}/{name}": tensor for name, tensor in local.items()}
-    own = dict.fromkeys(tensors, path)
+    local_files = dict.fromkeys(tensors, path)
     tensors |= {name: chunks[index].tensor for name, index in plan.state_entries}
     files = {
         f"{MODEL_FOLDER}/{file.name}": {entry.name: gathered[entry.name] for entry in file.entries}
@@ -74,15 +74,9 @@ def build_write_job(
     }
     if tensors or model is None:
         files[path] = tensors
-    documents = folder_aux_files(plan.files, plan.dtypes, model) if rank == 0 and model is not None else {}
-    return RankWriteJob(step, rank, layout, facts, documents, files, plan.table_entries, own)
-
-
-def folder_aux_files(
-    files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtype], model: ModelFolder
-) -> dict[str, bytes]:
-    """Returns the files of the model folder that contain no tensors; rank 0 writes them."""
-    return {**model.aux_files, **weight_index_file(files, dtypes)}
+    writes_documents = rank == 0 and model is not None
+    documents = {**model.aux_files, **weight_index_file(plan.files, plan.dtypes)} if writes_documents else {}
+    return RankWriteJob(step, rank, layout, metadata, documents, files, plan.table_entries, local_files)
 
 
 def weight_index_file(files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtype]) -> dict[str, bytes]:
@@ -107,8 +101,8 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 def write_rank_files(folder: Path, job: RankWriteJob, disk: Disk) -> TableFile:
     """Writes a rank's files and then its table into the temporary folder of a step."""
-    draft = make_tmp_step(folder, job.step, disk)
-    written = {path: disk.write(draft / path, serialize_tensors(tensors)) for path, tensors in job.tensors.items()}
+    tmp_folder = make_tmp_step(folder, job.step, disk)
+    written = {path: disk.write(tmp_folder / path, serialize_tensors(tensors)) for path, tensors in job.tensors.items()}
     for name, content in job.aux_files.items():
-        written[f"{MODEL_FOLDER}/{name}"] = disk.write(draft / MODEL_FOLDER / name, [content])
-    return write_table(draft, job.rank, RankTable(written, job.table_entries, job.local), disk)
+        written[f"{MODEL_FOLDER}/{name}"] = disk.write(tmp_folder / MODEL_FOLDER / name, [content])
+    return write_table(tmp_folder, job.rank, RankTable(written, job.table_entries, job.local), disk)

@@ -50,9 +50,9 @@ SavePlanKey = tuple[
 
 def save_plan_key(chunks: Sequence[Chunk], local: Mapping[str, Tensor], model: ModelFolder | None) -> SavePlanKey:
     """Returns the key under which a plan may be reused."""
-    facts = tuple((chunk.metadata, chunk.primary) for chunk in chunks)
+    chunk_keys = tuple((chunk.metadata, chunk.primary) for chunk in chunks)
     apart = tuple((name, tensor.shape, tensor.dtype) for name, tensor in local.items())
-    return facts, apart, None if model is None else model.entries
+    return chunk_keys, apart, None if model is None else model.entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,32 +123,29 @@ class SavePlanner:
 
     def messages(self) -> dict[int, dict[str, list[Any]]]:
         """Returns what each rank (this one included) needs to know of this rank's boxes, as JSON values by rank."""
-        self._check_shapes()
-        found: dict[int, dict[str, list[Any]]] = {}
-        places: dict[str, tuple[BoxIndex, list[int]]] = {}
+        check_folder_complete(
+            self._entries, {self._name(index): self._chunks[index].logical_shape for index in self._folder_chunks}
+        )
+        by_rank: dict[int, dict[str, list[Any]]] = {}
         regions: dict[str, list[tuple[Box, int]]] = {}
         mine = {self._name(index) for index in self._folder_chunks}
         for file in self._files:
             for region in (region for entry in file.entries for region in entry.regions if region.name in mine):
                 regions.setdefault(region.name, []).append((Box(region.start, region.shape), file.rank))
-        for name, parts in regions.items():
-            places[name] = BoxIndex([box for box, _ in parts]), [rank for _, rank in parts]
+        places = {
+            name: (BoxIndex([box for box, _ in parts]), [rank for _, rank in parts]) for name, parts in regions.items()
+        }
         for index in self._folder_chunks:
             name, box = self._name(index), self._chunks[index].box
             where, ranks = places[name]
             for rank in sorted({ranks[number] for number, _ in where.overlaps(box)}):
                 row = [self._tensor_indices[name], index, box.start, box.shape]
-                found.setdefault(rank, {}).setdefault("folder", []).append(row)
+                by_rank.setdefault(rank, {}).setdefault("folder", []).append(row)
         for index in self._state_chunks:
             chunk = self._chunks[index]
             row = [chunk.key, chunk.logical_shape, self._dtype_codes[index], chunk.start, tuple(chunk.tensor.shape)]
-            found.setdefault(owner_rank(chunk.key, self._world_size), {}).setdefault("state", []).append(row)
-        return found
-
-    def _check_shapes(self) -> None:
-        """Checks that the folder has this rank's tensors in their shapes, once."""
-        held = {self._name(index): self._chunks[index].logical_shape for index in self._folder_chunks}
-        check_folder_complete(self._entries, held)
+            by_rank.setdefault(owner_rank(chunk.key, self._world_size), {}).setdefault("state", []).append(row)
+        return by_rank
 
     def plan(self, received: Mapping[int, Mapping[str, list[Any]]], round_bytes: int = ROUND_BYTES) -> SavePlan:
         """Builds this rank's plan from the messages of all ranks; raises if they are not the whole state."""
@@ -161,11 +158,13 @@ class SavePlanner:
                 held.setdefault(names[number], []).append(PrimaryBox(source, index, box))
         writing = [file for file in self._files if file.rank == self._rank]
         _check_entries(writing, held)
-        own: dict[str, list[PrimaryBox]] = {}
+        local_boxes: dict[str, list[PrimaryBox]] = {}
         for index in self._folder_chunks:
             if self._chunks[index].tensor.numel():
-                own.setdefault(self._name(index), []).append(PrimaryBox(self._rank, index, self._chunks[index].box))
-        transfers = plan_transfers(self._rank, self._files, self._dtypes, own, held, round_bytes)
+                local_boxes.setdefault(self._name(index), []).append(
+                    PrimaryBox(self._rank, index, self._chunks[index].box)
+                )
+        transfers = plan_transfers(self._rank, self._files, self._dtypes, local_boxes, held, round_bytes)
         state, table = self._state_table(rank_file_path(self._rank))
         weights = {name: WeightSpec(self._shapes[name], dtype) for name, dtype in self._dtypes.items()}
         in_files = [row for file in writing for row in file_table_entries(file, weights, f"{MODEL_FOLDER}/{file.name}")]
@@ -203,7 +202,7 @@ def owner_rank(key: str, world_size: int) -> int:
 def _check_entries(files: Sequence[FilePlan], boxes_by_name: Mapping[str, Sequence[PrimaryBox]]) -> None:
     """Checks that every region of these files is covered exactly once."""
     problems = []
-    indexes = {name: BoxIndex([found.box for found in boxes]) for name, boxes in boxes_by_name.items()}
+    indexes = {name: BoxIndex([primary.box for primary in boxes]) for name, boxes in boxes_by_name.items()}
     for region in (region for file in files for entry in file.entries for region in entry.regions):
         index = indexes.get(region.name)
         parts = [] if index is None else [c for _, c in index.overlaps(Box(region.start, region.shape))]
@@ -232,8 +231,8 @@ def _check_state(received: Mapping[int, Mapping[str, list[Any]]]) -> None:
             )
 
 
-def _disagreement_error(key: str, one: str, other: str) -> CheckpointError:
+def _disagreement_error(key: str, first: str, other: str) -> CheckpointError:
     return CheckpointError(
-        f"{key} is {one} on one rank and {other} on another. Nothing was saved. Give every rank's chunk the same logical shape "
+        f"{key} is {first} on one rank and {other} on another. Nothing was saved. Give every rank's chunk the same logical shape "
         "and dtype."
     )

@@ -16,7 +16,7 @@ import torch
 
 from petatron.checkpoint.save.file_plan import FilePlan
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
-from petatron.sharding.boxes import Box, BoxIndex
+from petatron.sharding.boxes import Box, BoxIndex, overlap
 from petatron.sharding.flat_shard import range_boxes
 
 ROUND_BYTES = 256 << 20
@@ -32,14 +32,8 @@ class PrimaryBox:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class EntrySegment:
-    """A part of an entry that its writer receives in one round: a box of the region's logical tensor."""
-
-    round_index: int
-    entry: FolderEntry
-    region: EntryRegion
-    box: Box
+EntrySegment = tuple[int, FolderEntry, EntryRegion, Box]
+"""A part of an entry that its writer receives in one round: index of the round, entry, region, box of the region's logical tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +62,6 @@ class TransferRound:
     sends: tuple[WeightTransfer, ...]
     receives: tuple[WeightTransfer, ...]
 
-    @property
-    def send_bytes(self) -> int:
-        return sum(transfer.num_bytes for transfer in self.sends)
-
-    @property
-    def recv_bytes(self) -> int:
-        return sum(transfer.num_bytes for transfer in self.receives)
-
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
@@ -95,12 +81,12 @@ class TransferPlan:
     @property
     def max_send_bytes(self) -> int:
         """The most bytes sent in a round."""
-        return max((moves.send_bytes for moves in self.rounds), default=0)
+        return max((sum(transfer.num_bytes for transfer in moves.sends) for moves in self.rounds), default=0)
 
     @property
     def max_recv_bytes(self) -> int:
         """The most bytes received in a round."""
-        return max((moves.recv_bytes for moves in self.rounds), default=0)
+        return max((sum(transfer.num_bytes for transfer in moves.receives) for moves in self.rounds), default=0)
 
 
 def split_into_rounds(
@@ -121,7 +107,7 @@ def split_into_rounds(
                     num_elements -= (at + num_elements) % row
                 for start, shape, _ in range_boxes(region.shape, at, at + num_elements):
                     begin = tuple(a + b for a, b in zip(region.start, start))
-                    yield EntrySegment(number, entry, region, Box(begin, shape))
+                    yield number, entry, region, Box(begin, shape)
                 at, room = at + num_elements, room - num_elements * itemsize
 
 
@@ -146,7 +132,7 @@ def plan_transfers(
     sending: list[WeightTransfer] = []
     for writer, theirs in _files_by_writer(rank, files, local_boxes).items():
         segments = split_into_rounds(theirs, dtypes, round_bytes)
-        met = (segment for segment in segments if segment.region.name in local_boxes)
+        met = (segment for segment in segments if segment[2].name in local_boxes)
         sending += [replace(transfer, peer=writer) for transfer in _overlapping_transfers(met, dtypes, local_boxes)]
     count = 1 + max((transfer.round_index for transfer in (*sending, *receiving)), default=-1)
     out, into = _by_round(sending, count), _by_round(receiving, count)
@@ -162,11 +148,7 @@ def _files_by_writer(
         for file in files
         if file.rank != rank and any(region.name in local_boxes for entry in file.entries for region in entry.regions)
     }
-    found: dict[int, list[FilePlan]] = {writer: [] for writer in sorted(writers)}
-    for file in files:
-        if file.rank in found:
-            found[file.rank].append(file)
-    return found
+    return {writer: [file for file in files if file.rank == writer] for writer in sorted(writers)}
 
 
 def _overlapping_transfers(
@@ -176,29 +158,20 @@ def _overlapping_transfers(
 ) -> Iterator[WeightTransfer]:
     """Yields the intersections of segments and boxes, in the order of both; `peer` is the rank that holds the box."""
     indexes: dict[str, BoxIndex] = {}
-    for segment in segments:
-        name = segment.region.name
-        boxes = boxes_by_name.get(name, ())
-        if name not in indexes:
-            indexes[name] = BoxIndex([found.box for found in boxes])
-        for number, common in indexes[name].overlaps(segment.box):
-            source = boxes[number]
-            yield WeightTransfer(
-                segment.round_index,
-                source.rank,
-                source.chunk_index,
-                segment.entry,
-                segment.region,
-                common,
-                dtypes[name],
-            )
+    for round_index, entry, region, box in segments:
+        boxes = boxes_by_name.get(region.name, ())
+        if region.name not in indexes:
+            indexes[region.name] = BoxIndex([primary.box for primary in boxes])
+        for number, common in indexes[region.name].overlaps(box):
+            rank, chunk_index = boxes[number].rank, boxes[number].chunk_index
+            yield WeightTransfer(round_index, rank, chunk_index, entry, region, common, dtypes[region.name])
 
 
 def _by_round(transfers: Iterable[WeightTransfer], num_rounds: int) -> list[tuple[WeightTransfer, ...]]:
     rounds: list[list[WeightTransfer]] = [[] for _ in range(num_rounds)]
     for transfer in transfers:
         rounds[transfer.round_index].append(transfer)
-    return [tuple(sorted(found, key=lambda transfer: transfer.peer)) for found in rounds]
+    return [tuple(sorted(of_round, key=lambda transfer: transfer.peer)) for of_round in rounds]
 
 
 def _aliases(
@@ -208,17 +181,15 @@ def _aliases(
     boxes_by_name: Mapping[str, Sequence[PrimaryBox]],
 ) -> dict[str, WeightTransfer]:
     """Finds entries of one region inside one box of this rank, which are written from its own memory."""
-    found = {}
+    aliases = {}
     for entry in (entry for file in files for entry in file.entries):
         region = entry.regions[0]
         box = Box(region.start, region.shape)
         if len(entry.regions) > 1 or region.shape_in_entry != entry.shape:
             continue
         for source in boxes_by_name.get(region.name, ()):
-            if source.rank == rank and _is_inside(box, source.box):
-                found[entry.name] = WeightTransfer(0, rank, source.chunk_index, entry, region, box, dtypes[region.name])
-    return found
-
-
-def _is_inside(inner: Box, outer: Box) -> bool:
-    return all(a >= b for a, b in zip(inner.start, outer.start)) and all(a <= b for a, b in zip(inner.stop, outer.stop))
+            if source.rank == rank and overlap(box, source.box) == box:
+                aliases[entry.name] = WeightTransfer(
+                    0, rank, source.chunk_index, entry, region, box, dtypes[region.name]
+                )
+    return aliases

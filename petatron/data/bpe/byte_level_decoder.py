@@ -14,9 +14,9 @@ from petatron.base.untrusted_files import reading_untrusted
 
 def byte_characters() -> list[str]:
     """Returns the character that stands for each byte in a byte-level BPE: its own if it can be printed, else one from 256 on."""
-    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in own]
-    return [chr(byte) if byte in own else chr(256 + others.index(byte)) for byte in range(256)]
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 class IdDecoder:
@@ -44,8 +44,8 @@ class _TokenBytes(dict[int, bytes]):
         with reading_untrusted(self._file, _decode_error):
             name = self._fast.id_to_token(int(number)) or ""
         known = all(char in self._byte_of for char in name)  # an added token may have other characters: it is text
-        self[number] = found = bytes(map(self._byte_of.__getitem__, name)) if known else name.encode()
-        return found
+        self[number] = content = bytes(map(self._byte_of.__getitem__, name)) if known else name.encode()
+        return content
 
 
 def _decode_error(name: Path, why: str) -> DataError:

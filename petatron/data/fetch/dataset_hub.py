@@ -142,13 +142,13 @@ def _card_license(folder: Path) -> str | None:
     return license_text(settings.get("license")) if isinstance(settings, dict) else None
 
 
-def license_text(found: object) -> str | None:
+def license_text(license: object) -> str | None:
     """A card has one license or a list of them.
 
     >>> license_text("odc-by"), license_text(["cc-by-sa-3.0", "gfdl"]), license_text(None)
     ('odc-by', 'cc-by-sa-3.0, gfdl', None)
     """
-    names = [found] if isinstance(found, str) else found if isinstance(found, list | tuple) else []
+    names = [license] if isinstance(license, str) else license if isinstance(license, list | tuple) else []
     text = ", ".join(str(name) for name in names)
     return printable(text, max_chars=_MAX_LICENCE_CHARS) or None
 
@@ -165,10 +165,10 @@ class HuggingFaceHub:
         api = self._library.HfApi(endpoint=self._endpoint)
         page = f"{api.endpoint}/datasets/{repository}"
         with self._asking(repository, page):
-            found = api.dataset_info(repository, revision=revision)
-        card = found.card_data
-        names = tuple(sorted(sibling.rfilename for sibling in found.siblings or ()))
-        return HubDataset(repository, found.sha, license_text(card.get("license") if card else None), page, names)
+            info = api.dataset_info(repository, revision=revision)
+        card = info.card_data
+        names = tuple(sorted(sibling.rfilename for sibling in info.siblings or ()))
+        return HubDataset(repository, info.sha, license_text(card.get("license") if card else None), page, names)
 
     def file_sizes(self, dataset: HubDataset, names: Sequence[str]) -> dict[str, int]:
         api = self._library.HfApi(endpoint=self._endpoint)
@@ -176,8 +176,8 @@ class HuggingFaceHub:
         with self._asking(dataset.repository, dataset.page):
             for start in range(0, len(names), _SIZES_PER_REQUEST):
                 asked = list(names[start : start + _SIZES_PER_REQUEST])
-                found = api.get_paths_info(dataset.repository, asked, revision=dataset.revision, repo_type="dataset")
-                sizes |= {entry.path: entry.size for entry in found if hasattr(entry, "size")}
+                entries = api.get_paths_info(dataset.repository, asked, revision=dataset.revision, repo_type="dataset")
+                sizes |= {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
         return sizes
 
     def local_path(self, dataset: HubDataset, name: str) -> Path:

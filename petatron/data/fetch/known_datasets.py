@@ -1,4 +1,4 @@
-"""Public datasets that `petatron data fetch` knows by a short name: one table of facts.
+"""Public datasets that `petatron data fetch` knows by a short name: one table.
 
 A license is repeated here only for the list; what a fetch shows and records is the dataset card's own.
 """
@@ -13,76 +13,43 @@ Join = Literal["none", "articles", "file"]
 """What makes a document: each row, the rows from one WikiText heading to the next, or all rows of a file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class KnownDataset:
     """Where a dataset is, and how its rows become documents. `splits` has file globs, `download` the size of all splits."""
 
     repository: str
     splits: Mapping[str, tuple[str, ...]]
-    license: str
-    download: str
-    summary: str
+    license: str = ""
+    download: str = ""
+    summary: str = ""
     text_key: str = "text"
     join: Join = "none"
 
 
-def _wikitext(config: str, download: str, summary: str) -> KnownDataset:
-    splits = {split: (f"{config}/{split}-*.parquet",) for split in ("train", "validation", "test")}
-    return KnownDataset(
-        repository="Salesforce/wikitext",
-        splits=splits,
-        license="cc-by-sa-3.0, gfdl",
-        download=download,
-        summary=summary,
-        join="articles",
-    )
+def _globs(pattern: str, *splits: str) -> dict[str, tuple[str, ...]]:
+    """Returns the files of each split, where the pattern has its name for `*SPLIT*`."""
+    return {split: (pattern.replace("*SPLIT*", split),) for split in splits}
 
 
-KNOWN_DATASETS: Mapping[str, KnownDataset] = {
-    "wikitext2": _wikitext(
-        "wikitext-2-raw-v1", "8 MB", "720 good Wikipedia articles, 2 million words: for a first try"
-    ),
-    "wikitext103": _wikitext("wikitext-103-raw-v1", "0.3 GB", "28,595 good Wikipedia articles, 103 million words"),
-    "tinystories": KnownDataset(
-        repository="roneneldan/TinyStories",
-        splits={"train": ("data/train-*.parquet",), "validation": ("data/validation-*.parquet",)},
-        license="cdla-sharing-1.0",
-        download="1 GB",
-        summary="2.1 million short synthetic stories in simple English; models of a few million parameters learn them",
-    ),
-    "fineweb-edu-sample": KnownDataset(
-        repository="HuggingFaceFW/fineweb-edu",
-        splits={"train": ("sample/10BT/*.parquet",)},
-        license="odc-by",
-        download="28 GB",
-        summary="educational web pages, a sample of 10 billion tokens",
-    ),
-    "fineweb-sample": KnownDataset(
-        repository="HuggingFaceFW/fineweb",
-        splits={"train": ("sample/10BT/*.parquet",)},
-        license="odc-by",
-        download="30 GB",
-        summary="filtered web pages, a sample of 10 billion tokens",
-    ),
-    "wikipedia-simple": KnownDataset(
-        repository="wikimedia/wikipedia",
-        splits={"train": ("20231101.simple/*.parquet",)},
-        license="cc-by-sa-3.0, gfdl",
-        download="0.2 GB",
-        summary="Wikipedia in simple English, November 2023",
-    ),
-    "wikipedia-en": KnownDataset(
-        repository="wikimedia/wikipedia",
-        splits={"train": ("20231101.en/*.parquet",)},
-        license="cc-by-sa-3.0, gfdl",
-        download="12 GB",
-        summary="English Wikipedia, November 2023",
-    ),
-    "c4-en": KnownDataset(
-        repository="allenai/c4",
-        splits={"train": ("en/c4-train.*.json.gz",), "validation": ("en/c4-validation.*.json.gz",)},
-        license="odc-by",
-        download="305 GB",
-        summary="web pages of April 2019, cleaned; give --max-documents or --max-bytes",
-    ),
-}
+_WIKI_LICENSE = "cc-by-sa-3.0, gfdl"
+_WIKITEXT_SPLITS = ("train", "validation", "test")
+_STORIES = "2.1 million short synthetic stories in simple English; models of a few million parameters learn them"
+_ROWS = (
+    ("wikitext2", "Salesforce/wikitext", _globs("wikitext-2-raw-v1/*SPLIT*-*.parquet", *_WIKITEXT_SPLITS), _WIKI_LICENSE,
+     "8 MB", "720 good Wikipedia articles, 2 million words: for a first try", "text", "articles"),
+    ("wikitext103", "Salesforce/wikitext", _globs("wikitext-103-raw-v1/*SPLIT*-*.parquet", *_WIKITEXT_SPLITS), _WIKI_LICENSE,
+     "0.3 GB", "28,595 good Wikipedia articles, 103 million words", "text", "articles"),
+    ("tinystories", "roneneldan/TinyStories", _globs("data/*SPLIT*-*.parquet", "train", "validation"), "cdla-sharing-1.0",
+     "1 GB", _STORIES),
+    ("fineweb-edu-sample", "HuggingFaceFW/fineweb-edu", _globs("sample/10BT/*.parquet", "train"), "odc-by",
+     "28 GB", "educational web pages, a sample of 10 billion tokens"),
+    ("fineweb-sample", "HuggingFaceFW/fineweb", _globs("sample/10BT/*.parquet", "train"), "odc-by",
+     "30 GB", "filtered web pages, a sample of 10 billion tokens"),
+    ("wikipedia-simple", "wikimedia/wikipedia", _globs("20231101.simple/*.parquet", "train"), _WIKI_LICENSE,
+     "0.2 GB", "Wikipedia in simple English, November 2023"),
+    ("wikipedia-en", "wikimedia/wikipedia", _globs("20231101.en/*.parquet", "train"), _WIKI_LICENSE,
+     "12 GB", "English Wikipedia, November 2023"),
+    ("c4-en", "allenai/c4", _globs("en/c4-*SPLIT*.*.json.gz", "train", "validation"), "odc-by",
+     "305 GB", "web pages of April 2019, cleaned; give --max-documents or --max-bytes"),
+)  # fmt: skip
+KNOWN_DATASETS: Mapping[str, KnownDataset] = {name: KnownDataset(*row) for name, *row in _ROWS}

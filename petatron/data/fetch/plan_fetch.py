@@ -109,9 +109,7 @@ def _known(options: FetchOptions) -> KnownDataset:
             f"{printable(options.dataset)} is not a known dataset: {hint} any other is OWNER/NAME --files GLOB"
         )
     elif known is None:
-        known = KnownDataset(
-            repository=options.dataset, splits={"train": options.files}, license="", download="", summary=""
-        )
+        known = KnownDataset(options.dataset, {"train": options.files})
     elif options.files:
         problems.append(f"--files is for OWNER/NAME: fetch {known.repository} --files ... instead of {options.dataset}")
     missing = [split for split in options.splits if known is not None and split not in known.splits]
@@ -136,9 +134,9 @@ def _shards_to_reuse(
             raise DataError(f"{folder} has {', '.join(strangers)}, which no fetch wrote. Give another --output.")
         return dict.fromkeys(files, ())
     for name in ("repository", "revision", "text_key", "join"):
-        found, asked = getattr(before, name), getattr(record, name)
-        if found != asked:
-            raise _other_fetch(folder, f"its {name} is {found!r}, not {asked!r}")
+        recorded, asked = getattr(before, name), getattr(record, name)
+        if recorded != asked:
+            raise _other_fetch(folder, f"its {name} is {recorded!r}, not {asked!r}")
     same_limits = (before.max_documents, before.max_bytes) == (record.max_documents, record.max_bytes)
     kept = dict(before.shards)
     for split, names in files.items():
@@ -169,13 +167,13 @@ def _is_there(folder: Path, shard: ShardRecord) -> bool:
 
 
 def _check_within_limits(folder: Path, record: SourceRecord, split: str, shards: Sequence[ShardRecord]) -> None:
-    for flag, limit, found in (
+    for flag, limit, count in (
         ("--max-documents", record.max_documents, sum(shard.documents for shard in shards)),
         ("--max-bytes", record.max_bytes, sum(shard.bytes for shard in shards)),
     ):
-        if limit is not None and found > limit:
+        if limit is not None and count > limit:
             raise DataError(
-                f"{folder} has {found:,} {flag.removeprefix('--max-')} of {split} already, more than {flag} {limit:,}. Give another "
+                f"{folder} has {count:,} {flag.removeprefix('--max-')} of {split} already, more than {flag} {limit:,}. Give another "
                 "--output, or a larger limit."
             )
 

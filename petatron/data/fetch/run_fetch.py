@@ -116,8 +116,8 @@ def _make_shard(
     on_progress(now)
     plan.hub.local_path(plan.dataset, now.file)
     with _writing(plan.folder), ExitStack() as stack:
-        for draft in plan.folder.glob(f".{path.name}.*.tmp"):  # of a fetch that was killed
-            draft.unlink(missing_ok=True)
+        for tmp_file in plan.folder.glob(f".{path.name}.*.tmp"):  # of a fetch that was killed
+            tmp_file.unlink(missing_ok=True)
         lines = stack.enter_context(closing(_lines(plan, now, counts, stack)))
         file = stack.enter_context(open_atomic(path))
         for line in lines:

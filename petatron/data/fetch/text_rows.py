@@ -94,11 +94,11 @@ def _json_rows(path: Path, lines: Iterable[bytes], text_key: str) -> Iterator[ob
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        row = found.get(text_key) if isinstance(found, dict) else None
-        keys = keys or (list(found) if isinstance(found, dict) else [])
+            record = None
+        row = record.get(text_key) if isinstance(record, dict) else None
+        keys = keys or (list(record) if isinstance(record, dict) else [])
         rows, texts = rows + 1, texts + isinstance(row, str)
         if not texts and rows == _ROWS_WITHOUT_TEXT:
             break

@@ -89,7 +89,7 @@ def tokenizer_chat_template(tokenizer: Tokenizer | None) -> ChatTemplate | None:
     settings = tokenizer_settings(tokenizer)
     source, tool_use = settings.get("chat_template"), None
     if isinstance(source, list):
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source, tool_use = named.get("default"), named.get("tool_use")
     if "chat_template.jinja" in files:
         source = files["chat_template.jinja"].decode(errors="replace")

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as FastTokenizer
-
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.prompt.chat_template import (
@@ -16,7 +14,7 @@ from petatron.data.prompt.chat_template import (
     tokenizer_chat_template,
     tokenizer_settings,
 )
-from petatron.data.tokenizer import Tokenizer
+from petatron.data.tokenizer import Tokenizer, load_fast
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n"
@@ -42,9 +40,9 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, *, template: ChatTemplate | None = None) -> None:
         """`template` replaces the tokenizer's own."""
         self._tokenizer = tokenizer
-        own = template or tokenizer_chat_template(tokenizer)
-        self.has_template = own is not None
-        self._template = own or ChatTemplate(PLAIN_TEMPLATE)
+        template = template or tokenizer_chat_template(tokenizer)
+        self.has_template = template is not None
+        self._template = template or ChatTemplate(PLAIN_TEMPLATE)
         self.prefix_ids = prefix_ids(tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -94,12 +92,10 @@ def prefix_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     with reading_untrusted(
         Path(tokenizer.name), lambda path, why: DataError(f"The tokenizer {path} {why}. Check its files.")
     ):
-        fast = FastTokenizer.from_buffer(content)
-        fast.no_truncation()
-        fast.no_padding()
-        plain, whole = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
-    starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
-    return tuple(whole[: starts[0]]) if starts and plain else ()
+        fast = load_fast(content)
+        plain, with_special = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
+    starts = [at for at in range(len(with_special) - len(plain) + 1) if with_special[at : at + len(plain)] == plain]
+    return tuple(with_special[: starts[0]]) if starts and plain else ()
 
 
 def bos_ids(tokenizer: Tokenizer, *, add: bool | None = None) -> tuple[int, ...]:
@@ -109,9 +105,9 @@ def bos_ids(tokenizer: Tokenizer, *, add: bool | None = None) -> tuple[int, ...]
     """
     if add is False:
         return ()
-    found = prefix_ids(tokenizer)
-    if found or add is None:
-        return found
+    prefix = prefix_ids(tokenizer)
+    if prefix or add is None:
+        return prefix
     token = special_token(tokenizer_settings(tokenizer), "bos_token")
     ids = [] if token is None else tokenizer.encode(token)
     if len(ids) != 1:

@@ -49,10 +49,10 @@ def _shrinkage(normalizer: Any) -> int | None:
     if kind == "Sequence":
         factor = 1
         for part in normalizer.get("normalizers") or []:
-            own = _shrinkage(part)
-            if own is None:
+            part_factor = _shrinkage(part)
+            if part_factor is None:
                 return None
-            factor *= own
+            factor *= part_factor
         return factor
     if kind == "NFC":
         return _NFC_SHRINKAGE

@@ -56,14 +56,10 @@ def compact(value: float) -> str:
     size = abs(value)
     if not math.isfinite(value):
         return str(value)
-    for limit, unit in ((1e15, ""), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k"), (1e3, "k")):
-        if size >= limit and unit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
-        if size >= limit:
-            break
     if size != 0 and (size < 1e-3 or size >= 1e15):
-        mantissa, _, exponent = (
-            f"{value:.3g}".partition("e") if "e" in f"{value:.3g}" else f"{value:.2e}".partition("e")
-        )
-        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if size >= limit:
+            return f"{value / limit:.4g}{unit}"
     return f"{value:.4g}"

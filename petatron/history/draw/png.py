@@ -15,9 +15,7 @@ _PANEL_INCHES = (5.6, 3.2)
 _DOTS_PER_INCH = 150
 
 
-def figure_png(
-    panels: Sequence[Panel], labels: Sequence[str], *, theme: Theme, title: str, num_columns: int = 2
-) -> bytes:
+def figure_png(panels: Sequence[Panel], labels: Sequence[str], *, theme: Theme, title: str) -> bytes:
     """Returns the picture; `ConfigError` where matplotlib is missing. Foreign text is escaped, and never read as mathematics."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,7 +23,7 @@ def figure_png(
     except ImportError as error:
         fix = "pip install 'petatron[log]', or write a .svg, which needs nothing."
         raise ConfigError([Problem("--out", "*.png", "needs matplotlib, which is not installed", fix)]) from error
-    num_columns = min(num_columns, max(1, len(panels)))
+    num_columns = min(2, max(1, len(panels)))
     num_rows = max(1, -(-len(panels) // num_columns))
     size = (_PANEL_INCHES[0] * num_columns, _PANEL_INCHES[1] * num_rows + (0.9 if len(labels) > 1 else 0.5))
     figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, facecolor=theme.page, layout="constrained")

@@ -18,33 +18,26 @@ _MARGIN, _HEADER, _LEGEND_ROW = 16, 44, 20
 _CHAR_WIDTH = 7.2
 PLOT_BOX = (_LEFT, _TOP, PANEL_WIDTH - _LEFT - _RIGHT, PANEL_HEIGHT - _TOP - _BOTTOM)
 """Left, top, width and height of the drawing inside a panel."""
-_SHAPE_STYLE = (
+SHAPE_STYLE = (
     ".pt text{font:12.5px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}.pt .ttl{font-weight:600;font-size:14px}"
     ".pt .ln{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}.pt .raw{fill:none;stroke-width:1;opacity:.38}"
     ".pt .named{stroke-dasharray:5 3}.pt .grid{stroke-width:1}.pt .axis{stroke-width:1}"
 )
+"""The rules for fonts and lines, the same in every theme."""
 
 
-def panel_style(theme: Theme, scope: str = "") -> str:
-    """Returns the rules that color panels; `scope` precedes each selector."""
-    text = f"{scope}.pt text{{fill:{theme.text}}}{scope}.pt .dim{{fill:{theme.muted}}}"
-    text += f"{scope}.pt .grid{{stroke:{theme.grid}}}{scope}.pt .axis{{stroke:{theme.muted}}}"
-    text += f"{scope}.pt .lost{{stroke:{theme.alarm}}}"
+def panel_style(theme: Theme) -> str:
+    """Returns the rules that color panels."""
+    text = f".pt text{{fill:{theme.text}}}.pt .dim{{fill:{theme.muted}}}.pt .grid{{stroke:{theme.grid}}}"
+    text += f".pt .axis{{stroke:{theme.muted}}}.pt .lost{{stroke:{theme.alarm}}}"
     for index, color in enumerate(theme.runs):
-        text += f"{scope}.pt .s{index}{{stroke:{color}}}{scope}.pt .f{index}{{fill:{color};stroke:{theme.page}}}"
+        text += f".pt .s{index}{{stroke:{color}}}.pt .f{index}{{fill:{color};stroke:{theme.page}}}"
     return text
 
 
-def shape_style() -> str:
-    """Returns the rules for fonts and lines, the same in every theme."""
-    return _SHAPE_STYLE
-
-
-def figure_svg(
-    panels: Sequence[Panel], labels: Sequence[str], *, theme: Theme, title: str, num_columns: int = 2
-) -> str:
+def figure_svg(panels: Sequence[Panel], labels: Sequence[str], *, theme: Theme, title: str) -> str:
     """Returns a whole figure with its legend; labels and title are foreign text and escaped here."""
-    num_columns = min(num_columns, max(1, len(panels)))
+    num_columns = min(2, max(1, len(panels)))
     width = num_columns * PANEL_WIDTH + 2 * _MARGIN
     legend, legend_height = _legend(labels, theme, width) if len(labels) > 1 else ("", 0)
     top = _HEADER + legend_height
@@ -57,7 +50,7 @@ def figure_svg(
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pt" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f"<style>{_SHAPE_STYLE}{panel_style(theme)}</style>"
+        f"<style>{SHAPE_STYLE}{panel_style(theme)}</style>"
         f'<rect width="{width}" height="{height}" fill="{theme.page}"/>'
         f'<text x="{_MARGIN + 4}" y="28" style="font-size:17px;font-weight:600">{_text(title, 110)}</text>{legend}{body}</svg>\n'
     )
@@ -132,10 +125,10 @@ def _diamond(x: float, y: float, panel: Panel, color: int) -> str:
 
 def _end_marks(panel: Panel) -> list[str]:
     """Says in the panel's corner what its signs mean."""
-    words = ["◆ validation"] if any(curve.is_marks and curve.x.size for curve in panel.curves) else []
-    words += ["✕ not finite"] if any(curve.lost_x for curve in panel.curves) else []
+    texts = ["◆ validation"] if any(curve.is_marks and curve.x.size for curve in panel.curves) else []
+    texts += ["✕ not finite"] if any(curve.lost_x for curve in panel.curves) else []
     left, _, width, _ = PLOT_BOX
-    return [f'<text class="dim" x="{left + width}" y="22" text-anchor="end">{"  ".join(words)}</text>'] if words else []
+    return [f'<text class="dim" x="{left + width}" y="22" text-anchor="end">{"  ".join(texts)}</text>'] if texts else []
 
 
 def _legend(labels: Sequence[str], theme: Theme, width: int) -> tuple[str, int]:

@@ -94,9 +94,9 @@ def panel_lines(
         for index in range(max(map(len, row))):
             line: Line = []
             for place, panel in enumerate(row):
-                own = panel[index] if index < len(panel) else []
-                used = sum(len(text) for text, _ in own)
-                line += own
+                cells = panel[index] if index < len(panel) else []
+                used = sum(len(text) for text, _ in cells)
+                line += cells
                 if place < len(row) - 1:
                     line.append((" " * (panel_width - used + _GAP), ""))
             lines.append(line)
@@ -128,7 +128,7 @@ def _draw(panel: Panel, *, width: int, height: int, lettered: bool) -> list[Line
             glyphs |= {(row // 4, column // 2): (sign, curve.color) for column, row in dots}
         elif lettered:
             for start, end in pairwise(dots):
-                glyphs |= _letters(start, end, curve.color)
+                glyphs |= _letter_cells(start, end, curve.color)
         else:
             for start, end in pairwise(dots):
                 canvas.line(start, end, curve.color)
@@ -141,13 +141,13 @@ def _title(panel: Panel, width: int) -> Line:
     title = f"{panel.title} ({panel.unit})" if panel.unit else panel.title
     lines = [curve for curve in panel.curves if not curve.is_marks and curve.y.size]
     marks = [curve for curve in panel.curves if curve.is_marks and curve.y.size]
-    facts = ""
+    note = ""
     if len(lines) == 1:
-        facts = f"  last {compact(float(lines[0].y[-1]))}"
-        facts += f"  {_MARK} validation {compact(float(marks[0].y[-1]))}" if marks else ""
+        note = f"  last {compact(float(lines[0].y[-1]))}"
+        note += f"  {_MARK} validation {compact(float(marks[0].y[-1]))}" if marks else ""
     lost = sum(len(curve.lost_x) for curve in panel.curves)
-    facts += f"  {_LOST} not finite" if lost else ""
-    return [(title[:width], "bold"), (facts[: max(0, width - len(title))], "dim")]
+    note += f"  {_LOST} not finite" if lost else ""
+    return [(title[:width], "bold"), (note[: max(0, width - len(title))], "dim")]
 
 
 def _rows(
@@ -194,12 +194,12 @@ def _dots(curve: Curve, panel: Panel, cells: int, height: int) -> list[tuple[int
     """Returns the dots of a curve inside the panel; what is above or below is drawn on its edge."""
     low, high = panel.limits[2:]
     scale, most = (4 * height - 1) / (high - low), 4 * height - 1
-    found: list[tuple[int, int]] = []
+    dots: list[tuple[int, int]] = []
     for x, y in zip(curve.x.tolist(), curve.y.tolist()):
         dot = _column(x, panel, cells), round(min(most, max(0.0, (high - y) * scale)))
-        if not found or dot != found[-1]:
-            found.append(dot)
-    return found
+        if not dots or dot != dots[-1]:
+            dots.append(dot)
+    return dots
 
 
 def _column(x: float, panel: Panel, cells: int) -> int:
@@ -208,7 +208,7 @@ def _column(x: float, panel: Panel, cells: int) -> int:
     return 0 if math.isnan(place) else round(min(2 * cells - 1, max(0.0, place)))
 
 
-def _letters(start: tuple[int, int], end: tuple[int, int], color: int) -> dict[tuple[int, int], tuple[str, int]]:
+def _letter_cells(start: tuple[int, int], end: tuple[int, int], color: int) -> dict[tuple[int, int], tuple[str, int]]:
     steps = max(abs(end[0] - start[0]) // 2, abs(end[1] - start[1]) // 4, 1)
     places = [[round(a + (b - a) * index / steps) for a, b in zip(start, end)] for index in range(steps + 1)]
     return {(row // 4, column // 2): (_glyph(color), color) for column, row in places}

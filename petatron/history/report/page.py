@@ -51,16 +51,17 @@ _DATA_FIELDS = "data."
 
 def report_html(run: RecordedRun) -> str:
     """Returns the whole page."""
-    name = escape(run.label)
+    name, placed = escape(run.label), (_DATA_FIELDS, _LAYOUT_FIELDS)
+    others = [setting for path, setting in run.settings.values.items() if not path.startswith(placed)]
     sections = [
         _section("Curves", _plots(run)),
         _section("Evaluation", _evaluations(run.metrics.evaluations)),
         _section("Tasks", _tasks(run.metrics.tasks)),
         _section("Text samples", _samples(run.metrics.samples)),
-        _section("Settings", _settings([one for one in run.settings.values.values() if not _is_placed(one)])),
+        _section("Settings", _settings(others)),
         _section("Data", _settings_of(run, _DATA_FIELDS)),
         _section("Layout", f'<p class="dim">{_text(run.layout)}</p>' + _settings_of(run, _LAYOUT_FIELDS)),
-        _section("Environment", _facts(run.metrics.start_facts("environment"))),
+        _section("Environment", _metadata_table(run.metrics.start_metadata("environment"))),
         _section("Checkpoints", _checkpoints(run)),
         _section("Summary of the last start", _summary(run.metrics.summary)),
         _section("Events", _events(run)),
@@ -136,16 +137,16 @@ def _script_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _evaluations(found: Sequence[Evaluation]) -> str:
+def _evaluations(evaluations: Sequence[Evaluation]) -> str:
     rows = [
         (
             _text(evaluation.label, 60),
             f"{evaluation.iteration:,}",
             f"{evaluation.loss:.4f}",
-            _evaluation_perplexity(evaluation),
+            _perplexity(evaluation),
             _named({**evaluation.named_losses, **evaluation.objective_metrics}),
         )
-        for evaluation in reversed(found[-_MAX_ROWS:])
+        for evaluation in reversed(evaluations[-_MAX_ROWS:])
     ]
     head = ("split", "step", "loss", "perplexity", "losses and metrics")
     if not any(row[4] for row in rows):
@@ -153,19 +154,19 @@ def _evaluations(found: Sequence[Evaluation]) -> str:
     return _folded(_table(head, rows, numbers=(1, 2, 3)), "all evaluations", len(rows))
 
 
-def _tasks(found: Sequence[TaskMetrics]) -> str:
-    rows = [(_text(one.task, 60), f"{one.iteration:,}", _named(one.values)) for one in reversed(found[-_MAX_ROWS:])]
+def _tasks(tasks: Sequence[TaskMetrics]) -> str:
+    rows = [
+        (_text(result.task, 60), f"{result.iteration:,}", _named(result.values))
+        for result in reversed(tasks[-_MAX_ROWS:])
+    ]
     return _folded(_table(("task", "step", "metrics"), rows, numbers=(1,)), "all results", len(rows))
 
 
-def _evaluation_perplexity(evaluation: Evaluation) -> str:
+def _perplexity(evaluation: Evaluation) -> str:
     """Returns the perplexity of a loss that contains the next token's; of another it would mean nothing."""
-    has_perplexity = not evaluation.named_losses or LM_LOSS in evaluation.named_losses
-    return _perplexity(evaluation.loss) if has_perplexity else ""
-
-
-def _perplexity(loss: float) -> str:
-    return compact(math.exp(loss)) if loss < 20 else "above e^20"
+    if evaluation.named_losses and LM_LOSS not in evaluation.named_losses:
+        return ""
+    return compact(math.exp(evaluation.loss)) if evaluation.loss < 20 else "above e^20"
 
 
 def _named(losses: Mapping[str, float]) -> str:
@@ -183,9 +184,9 @@ def _samples(records: Sequence[Mapping[str, Any]]) -> str:
 
 def _sample_texts(record: Mapping[str, Any]) -> str:
     several = record.get("samples")
-    found = several if isinstance(several, list) else [record]
+    samples = several if isinstance(several, list) else [record]
     parts = []
-    for sample in found[:_MAX_ROWS]:
+    for sample in samples[:_MAX_ROWS]:
         if isinstance(sample, Mapping) and isinstance(sample.get("text"), str):
             prompt = sample.get("prompt")
             start = f"<i>{_lines(prompt)}</i>" if isinstance(prompt, str) else ""
@@ -194,31 +195,27 @@ def _sample_texts(record: Mapping[str, Any]) -> str:
     return f'<p class="dim">step {step:,}</p>{"".join(parts)}' if parts and isinstance(step, int) else "".join(parts)
 
 
-def _is_placed(setting: SettingWithOrigin) -> bool:
-    return setting.path.startswith((_DATA_FIELDS, _LAYOUT_FIELDS))
-
-
 def _settings_of(run: RecordedRun, prefix: str) -> str:
-    return _settings([one for path, one in run.settings.values.items() if path.startswith(prefix)])
+    return _settings([setting for path, setting in run.settings.values.items() if path.startswith(prefix)])
 
 
-def _settings(found: Sequence[SettingWithOrigin]) -> str:
+def _settings(settings: Sequence[SettingWithOrigin]) -> str:
     """Shows what is not a default, and everything folded."""
 
     def table(settings: Iterable[SettingWithOrigin]) -> str:
-        rows = [(_text(one.path), _text(one.text, 400), _text(one.origin, 300)) for one in settings]
+        rows = [(_text(setting.path), _text(setting.text, 400), _text(setting.origin, 300)) for setting in settings]
         return _table(("setting", "value", "origin"), rows, classes=("k", "v", ""))
 
-    changed = [one for one in found if not one.is_default or one.origin != "default"]
-    defaults = [one for one in found if one not in changed]
+    changed = [setting for setting in settings if not setting.is_default or setting.origin != "default"]
+    defaults = [setting for setting in settings if setting not in changed]
     folded = (
         f"<details><summary>{len(defaults)} at their defaults</summary>{table(defaults)}</details>" if defaults else ""
     )
     return (table(changed) if changed else "") + folded
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
-    rows = [(_text(str(name), 60), _text(str(value), 300)) for name, value in list(facts.items())[:_MAX_ROWS]]
+def _metadata_table(metadata: Mapping[str, Any]) -> str:
+    rows = [(_text(str(name), 60), _text(str(value), 300)) for name, value in list(metadata.items())[:_MAX_ROWS]]
     return _table((), rows, classes=("k", "v"))
 
 
@@ -247,11 +244,11 @@ def _summary(record: Mapping[str, Any] | None) -> str:
     return _table((), rows, classes=("", "v")) + _commands(record.get("next_commands"))
 
 
-def _commands(found: Any) -> str:
+def _commands(commands: Any) -> str:
     lines = [
-        f"<i># {_text(str(one.get('purpose', '')), 200)}</i>\n{_text(one['command'], 1000)}"
-        for one in (found if isinstance(found, list) else [])[:20]
-        if isinstance(one, Mapping) and isinstance(one.get("command"), str)
+        f"<i># {_text(str(command.get('purpose', '')), 200)}</i>\n{_text(command['command'], 1000)}"
+        for command in (commands if isinstance(commands, list) else [])[:20]
+        if isinstance(command, Mapping) and isinstance(command.get("command"), str)
     ]
     return f"<pre>{chr(10).join(lines)}</pre>" if lines else ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from petatron.history.draw.svg import PLOT_BOX, panel_style, shape_style
+from petatron.history.draw.svg import PLOT_BOX, SHAPE_STYLE, panel_style
 from petatron.history.draw.theme import THEMES, Theme
 
 _LAYOUT = """
@@ -88,7 +88,7 @@ def report_style() -> str:
     """Returns the style sheet: light or dark as the reader's system is, and light on paper."""
     light, dark = (_theme_rules(name, THEMES[name]) for name in ("light", "dark"))
     return (
-        f"{light}@media screen and (prefers-color-scheme:dark){{{dark}}}{shape_style()}{_LAYOUT}"
+        f"{light}@media screen and (prefers-color-scheme:dark){{{dark}}}{SHAPE_STYLE}{_LAYOUT}"
         ":root{color-scheme:light dark}"
     )
 

@@ -99,9 +99,9 @@ class PetatronLM(TemplateLM):
         owners: list[int] = []
         for number, ids in enumerate(self._tokens.encode_batch([request.args[0] for request in requests])):
             asked = get_rolling_token_windows(ids, self._start, self.max_length, 1)
-            found = [make_disjoint_window(window) for window in asked]
-            windows += [([*context, *predicted], len(predicted)) for context, predicted in found]
-            owners += [number] * len(found)
+            disjoint = [make_disjoint_window(window) for window in asked]
+            windows += [([*context, *predicted], len(predicted)) for context, predicted in disjoint]
+            owners += [number] * len(disjoint)
         totals = [0.0] * len(requests)
         for owner, (logprob, _) in zip(owners, self._score(windows, disable_tqdm=disable_tqdm), strict=True):
             totals[owner] += logprob
@@ -141,15 +141,15 @@ class PetatronLM(TemplateLM):
 
             batch_tokens = self._args.batch_tokens(self.max_length)
             scores = score_sequences(self._model, sequences, batch_tokens=batch_tokens, on_progress=show)
-        found: list[tuple[float, bool]] = []
+        results: list[tuple[float, bool]] = []
         for score, (_, count) in zip(scores, items, strict=True):
             first = max(len(score.logprobs) - count, 0)
-            found.append((float(score.logprobs[first:].sum()), bool(score.greedy[first:].all())))
-        return found
+            results.append((float(score.logprobs[first:].sum()), bool(score.greedy[first:].all())))
+        return results
 
     def _prompts(self, given: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[list[int], SamplingParams]]:
         """Returns the ids of each prompt, cut from the left so that its answer has room, and how it is continued."""
-        found: list[tuple[list[int], SamplingParams]] = []
+        prompts: list[tuple[list[int], SamplingParams]] = []
         repeats: Counter[str] = Counter()
         num_cut = 0
         for text, settings in given:
@@ -164,9 +164,9 @@ class PetatronLM(TemplateLM):
                 )
             ids, cut = truncate_left(self.tok_encode(text) or [self._start], room)
             num_cut += cut
-            found.append((ids, params))
+            prompts.append((ids, params))
         self._note_cut(num_cut)
-        return found
+        return prompts
 
     def _note_cut(self, number: int) -> None:
         if number:

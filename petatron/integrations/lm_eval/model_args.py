@@ -63,7 +63,7 @@ class ModelArgs:
 
 def read_model_args(given: Mapping[str, Any], *, world_size: int) -> ModelArgs:
     """Checks what lm_eval hands over; `ConfigError` with everything that is wrong."""
-    known = [each.name for each in fields(ModelArgs)]
+    known = [argument.name for argument in fields(ModelArgs)]
     values = {name: value for name, value in given.items() if name in known and value not in (None, "None")}
     values["dtype"] = None if values.get("dtype") == _AUTO else values.get("dtype")
     size = str(values.get("batch_size", _AUTO))

@@ -13,6 +13,10 @@ from petatron.models.registry import model_spec
 from petatron.pretrained.config_sections import config_sections, load_config_sections
 
 
+def _setting(name: str) -> property:
+    return property(lambda self: self.model.get(name) if isinstance(self.model, Mapping) else None)
+
+
 class PetatronConfig(PreTrainedConfig):
     """`model` and `moe` are the settings that make the model what it is (docs/huggingface.md); what else transformers asks for follows."""
 
@@ -35,25 +39,8 @@ class PetatronConfig(PreTrainedConfig):
         content = super().to_dict()
         return content if self.moe is not None else {name: value for name, value in content.items() if name != "moe"}
 
-    def _setting(self, name: str) -> Any:
-        return self.model.get(name) if isinstance(self.model, Mapping) else None
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self._setting("vocab_size")
-
-    @property
-    def hidden_size(self) -> int | None:
-        return self._setting("hidden_size")
-
-    @property
-    def num_hidden_layers(self) -> int | None:
-        return self._setting("num_layers")
-
-    @property
-    def num_attention_heads(self) -> int | None:
-        return self._setting("num_attention_heads")
-
-    @property
-    def max_position_embeddings(self) -> int | None:
-        return self._setting("max_position_embeddings")
+    vocab_size = _setting("vocab_size")
+    hidden_size = _setting("hidden_size")
+    num_hidden_layers = _setting("num_layers")
+    num_attention_heads = _setting("num_attention_heads")
+    max_position_embeddings = _setting("max_position_embeddings")

@@ -40,8 +40,8 @@ class PetatronCache(Cache):
         }
         self._states: dict[int, dict[str, Tensor]] = {
             index: {
-                each.name: torch.zeros((0, *each.shape), dtype=each.dtype(dtype), device=device)
-                for each in state.tensors
+                tensor.name: torch.zeros((0, *tensor.shape), dtype=tensor.dtype(dtype), device=device)
+                for tensor in state.tensors
             }
             for index, state in states
             if isinstance(state, RecurrentState)

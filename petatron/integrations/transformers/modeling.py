@@ -115,9 +115,11 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         if folder_shapes(model.spec) != folder_shapes(source.spec):
             rule = f"describes another model than {source.path} has"
             raise ConfigError([Problem("config", "", rule, "Leave it out, or change only how it is used.")])
-        found = stored if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        model.to(device=device, dtype=found)
-        config.dtype = found
+        compute_dtype = (
+            stored if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        )
+        model.to(device=device, dtype=compute_dtype)
+        config.dtype = compute_dtype
         read_weights(model.decoder, source)
         return model
 
@@ -125,13 +127,13 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         """Writes a folder that `petatron` and, after `import petatron.integrations.transformers`, transformers open."""
         prefix = f"{self.base_model_prefix}."
         state = self.state_dict() if state_dict is None else state_dict
-        own = {name.removeprefix(prefix): values for name, values in state.items()}
-        super().save_pretrained(save_directory, state_dict=folder_tensors(self.spec, own), **kwargs)
+        values_by_name = {name.removeprefix(prefix): values for name, values in state.items()}
+        super().save_pretrained(save_directory, state_dict=folder_tensors(self.spec, values_by_name), **kwargs)
 
     @property
     def generation_states(self) -> list[tuple[int, GenerationState]] | None:
         """What layers keep while text is generated, each with the layer's index; None if one cannot generate step by step."""
-        layers = [each for each in enumerate(self.spec.layers) if not isinstance(each[1], MtpLayerSpec)]
+        layers = [layer for layer in enumerate(self.spec.layers) if not isinstance(layer[1], MtpLayerSpec)]
         branches = [(index, branch) for index, layer in layers for branch in layer.branches]
         if not all(branch.can_generate for _, branch in branches):
             return None
@@ -166,14 +168,12 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
 
         A batch that grows beyond the original context of LongRoPE begins anew, with an empty cache.
         """
-        if self._grows_long(args[0] if args else kwargs["input_ids"], kwargs.get("past_key_values")):
+        context, cache = self.spec.original_context, kwargs.get("past_key_values")
+        columns = (args[0] if args else kwargs["input_ids"]).shape[1]
+        if context is not None and cache is not None and 0 < cache.get_seq_length() <= context < columns:
             kwargs |= {"past_key_values": self.new_cache(), "next_sequence_length": None}
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)
         return {name: value for name, value in prepared.items() if name != "position_ids"}
-
-    def _grows_long(self, input_ids: Tensor, cache: PetatronCache | None) -> bool:
-        context = self.spec.original_context
-        return context is not None and cache is not None and 0 < cache.get_seq_length() <= context < input_ids.shape[1]
 
     def _is_long(self, inputs: PackedInputs, position_ids: Tensor | None) -> bool:
         """Whether the batch is beyond the original context of LongRoPE; its longest sequence decides, as in transformers."""
@@ -217,8 +217,8 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = _causal_loss(logits, inputs.targets(labels)[:, columns], kwargs.get("num_items_in_batch"))
-        found = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # pyright: ignore[reportArgumentType]
-        return found.to_tuple() if return_dict is False else found
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # pyright: ignore[reportArgumentType]
+        return output.to_tuple() if return_dict is False else output
 
     def _cache_for(self, given: PetatronCache | None, use_cache: bool | None) -> PetatronCache | None:
         """Returns the cache of a step: the given one, or a new one if asked to use one."""
@@ -272,10 +272,10 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _select_kernels(self) -> None:
         """Chooses the kernels of the device that the weights are on now."""
-        found = (self.device, self.dtype)
-        if self._kernels_for != found:
-            select_kernels(self.decoder, KernelContext.of(*found, allow_compile=False))
-            self._kernels_for = found
+        wanted = (self.device, self.dtype)
+        if self._kernels_for != wanted:
+            select_kernels(self.decoder, KernelContext.of(*wanted, allow_compile=False))
+            self._kernels_for = wanted
 
 
 def from_checkpoint(

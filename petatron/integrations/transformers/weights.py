@@ -30,13 +30,14 @@ def logical_parts(spec: DecoderSpec, values: Mapping[str, Tensor]) -> Iterator[t
 @torch.no_grad()
 def read_weights(decoder: Decoder, source: ModelSource) -> None:
     """Fills a decoder from a model on disk, in the decoder's precision."""
+    assert isinstance(source.spec, DecoderSpec), "a model on disk is a decoder"
     chunks = [
         Chunk(folder_tensor_key(part.name), part.logical_shape, part.start, values)
-        for part, values in logical_parts(_spec_of(source), dict(decoder.named_parameters()))
+        for part, values in logical_parts(source.spec, dict(decoder.named_parameters()))
     ]
     chunks += [Chunk(folder_tensor_key(name), tuple(bias.shape), (0,), bias) for name, bias in decoder.named_buffers()]
-    on_host = [replace(chunk, tensor=torch.empty(chunk.tensor.shape, dtype=chunk.tensor.dtype)) for chunk in chunks]
-    for chunk, read in zip(chunks, on_host):  # one at a time: no second copy of the model
+    for chunk in chunks:  # one at a time: no second copy of the model
+        read = replace(chunk, tensor=torch.empty(chunk.tensor.shape, dtype=chunk.tensor.dtype))
         source.fill([read])
         chunk.tensor.copy_(read.tensor)
 
@@ -57,8 +58,3 @@ def folder_tensors(spec: DecoderSpec, state: Mapping[str, Tensor]) -> dict[str, 
     params = spec.params()
     tensors = {part.name: values.contiguous() for part, values in logical_parts(spec, state)}
     return tensors | {name: values for name, values in state.items() if name not in params}
-
-
-def _spec_of(source: ModelSource) -> DecoderSpec:
-    assert isinstance(source.spec, DecoderSpec), "a model on disk is a decoder"
-    return source.spec

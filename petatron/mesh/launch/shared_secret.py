@@ -52,11 +52,11 @@ def write_secret(name: str, folder: Path) -> str:
     """Writes a new secret for the others to read, replacing one of an earlier run."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
-    text, draft = secrets.token_hex(16), folder / f".{name}.{secrets.token_hex(4)}"
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    text, tmp_file = secrets.token_hex(16), folder / f".{name}.{secrets.token_hex(4)}"
+    descriptor = os.open(tmp_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
-    draft.replace(folder / name)
+    tmp_file.replace(folder / name)
     return text
 
 

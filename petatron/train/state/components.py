@@ -7,22 +7,23 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from petatron.base.untrusted_files import is_count
+from petatron.checkpoint.files.manifest import METADATA_KEY
 from petatron.checkpoint.stateful import FixedPlace, SavedState, Stateful
 from petatron.optim.loss_scaler import LossScaler
-from petatron.train.state.run_facts import TrainProgress
+from petatron.train.state.run_metadata import TrainProgress
 
 
 class _ValueState(FixedPlace):
-    """A component of JSON values among the facts of a run; a checkpoint without these facts is refused as a whole."""
+    """A component of JSON values in the metadata of a run; a checkpoint without them is refused as a whole."""
 
     def start_anew(self, reason: str) -> None:
-        """`check_resumable` names all facts that are missing."""
+        """`check_resumable` names all values that are missing."""
 
 
 class ProgressState(_ValueState):
     """How far the run is, its position in the data included."""
 
-    name, title, path = "progress", "progress", ("facts", "progress")
+    name, title, path = "progress", "progress", (METADATA_KEY, "progress")
 
     def __init__(self, progress: TrainProgress) -> None:
         self._progress = progress
@@ -42,7 +43,7 @@ class ProgressState(_ValueState):
 class LossScaleState(_ValueState):
     """The loss scale."""
 
-    name, title, path = "loss scale", "loss scale", ("facts", "scaler")
+    name, title, path = "loss scale", "loss scale", (METADATA_KEY, "scaler")
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
@@ -64,7 +65,7 @@ class DataOrder:
 class DataOrderState(_ValueState):
     """Which data, in which order, the run trains on."""
 
-    name, title, path = "data", "data order", ("facts", "data")
+    name, title, path = "data", "data order", (METADATA_KEY, "data")
 
     def __init__(self, order: DataOrder) -> None:
         self._order = order

@@ -17,7 +17,7 @@ from petatron.base.log import get_logger
 from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.step_list import naming_step_flag
-from petatron.checkpoint.inspect.summarize_checkpoint import run_facts
+from petatron.checkpoint.inspect.summarize_checkpoint import run_metadata
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.object_collectives import all_gather_objects
@@ -28,7 +28,7 @@ from petatron.pretrained.model_state import model_components
 from petatron.pretrained.run_model import StartFolder
 from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state
 from petatron.train.state.run_dirs import same_path
-from petatron.train.state.run_facts import check_same_model
+from petatron.train.state.run_metadata import check_same_model
 
 _log = get_logger(__name__)
 
@@ -77,9 +77,9 @@ def load_start_weights(
     config, resumes = run.checkpoint, start.resumes(run.checkpoint)
     of_load = start.flag == "--load"
 
-    def check(facts: Mapping[str, Any]) -> None:
+    def check(metadata: Mapping[str, Any]) -> None:
         if resumes:
-            check_same_model(run, facts, start.folder)
+            check_same_model(run, metadata, start.folder)
 
     with naming_step_flag("--ckpt-step"):
         loaded = load_state(
@@ -89,7 +89,7 @@ def load_start_weights(
             step=config.ckpt_step if of_load else None,
             fallback=of_load and config.load_fallback,
             strict=False,
-            check_facts=check,
+            check_metadata=check,
         )
     if loaded is None:
         raise CheckpointError(
@@ -120,7 +120,7 @@ def _read_position(config: CheckpointConfig) -> int:
     """Returns 0 where the folder has no such number: whoever loads the checkpoint reports what is wrong with it."""
     try:
         step = step_list.resolve_step(Path(config.load or ""), config.ckpt_step, warn=False)
-        progress = run_facts(step_folder.read_manifest_head(step)).get("progress")
+        progress = run_metadata(step_folder.read_manifest_head(step)).get("progress")
     except CheckpointError:
         return 0
     samples = progress.get("consumed_samples") if isinstance(progress, dict) else None

@@ -34,7 +34,7 @@ from petatron.train.state.components import AlternativeWeights, DataOrder, DataO
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.resume_diff import resume_changes
 from petatron.train.state.run_components import build_components
-from petatron.train.state.run_facts import TrainProgress, check_resumable, model_differences, run_settings
+from petatron.train.state.run_metadata import TrainProgress, check_resumable, model_differences, run_settings
 
 _log = get_logger(__name__)
 
@@ -237,7 +237,7 @@ class TrainState:
             self.components(moments=not config.no_save_optim, random_states=not config.no_save_rng),
             step=self.progress.iteration,
             model=self.model,
-            facts=run_settings(self.run),
+            metadata=run_settings(self.run),
             tokenizer=self.tokenizer,
             wait=wait,
         )
@@ -247,11 +247,11 @@ class TrainState:
         config = self.run.checkpoint
         differing: list[str] = []
 
-        def approve(facts: Mapping[str, Any]) -> None:
+        def approve(metadata: Mapping[str, Any]) -> None:
             if config.finetune:
-                differing[:] = model_differences(self.run, facts["model"]) if "model" in facts else ()
+                differing[:] = model_differences(self.run, metadata["model"]) if "model" in metadata else ()
             else:
-                check_resumable(self.run, facts, folder)
+                check_resumable(self.run, metadata, folder)
 
         try:
             with naming_step_flag("--ckpt-step"):
@@ -263,7 +263,7 @@ class TrainState:
                     fallback=config.load_fallback,
                     strict=not (config.finetune or config.no_load_optim),
                     skipped=_skipped_components(config),
-                    check_facts=approve,
+                    check_metadata=approve,
                 )
         except CheckpointError as error:
             if not differing:
@@ -313,7 +313,7 @@ class TrainState:
         """Returns what differs from the checkpoint: settings, components, signature."""
         progress, checkpoint = self.progress, self.run.checkpoint
         changes = resume_changes(
-            loaded.facts["config"],
+            loaded.metadata["config"],
             self.run,
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,

@@ -147,7 +147,7 @@ def _files(folder: Path) -> LoadFiles:
     theirs = folder / "theirs.pt"
     torch.save({"model/weight": tensor}, theirs)
     manager = CheckpointManager(folder / "ours", ParallelMesh.single().world)
-    manager.save(1, [Chunk("model/weight", (3000,), (0,), tensor)], facts={}, same_layout_key="one")
+    manager.save(1, [Chunk("model/weight", (3000,), (0,), tensor)], metadata={}, same_layout_key="one")
     return LoadFiles(folder / "ours", 1, theirs, [("model/weight", (3000,), tensor.dtype)])
 
 

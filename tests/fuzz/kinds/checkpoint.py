@@ -33,7 +33,7 @@ def make(name: str) -> Kind:
         "data": {"seed": 7},
     }
     with tempfile.TemporaryDirectory() as folder:
-        petatron.save_checkpoint(folder, step=3, model=model, optimizer=optimizer, facts=facts)
+        petatron.save_checkpoint(folder, step=3, model=model, optimizer=optimizer, metadata=facts)
         files = files_of(Path(folder))
     into = models.tiny("--bf16")[1]
     with_state = petatron.build_optimizer(run, into)
@@ -46,7 +46,7 @@ def make(name: str) -> Kind:
         return json.dumps(found, sort_keys=True), weights
 
     def save(folder: Path, scratch: Path) -> Any:
-        petatron.save_checkpoint(str(folder), step=4, model=model, optimizer=optimizer, facts=facts)
+        petatron.save_checkpoint(str(folder), step=4, model=model, optimizer=optimizer, metadata=facts)
         petatron_says("checkpoint", "prune", str(folder), "--keep", "1")
         return sorted(step_folder.list_steps(folder))
 

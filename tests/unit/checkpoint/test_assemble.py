@@ -80,7 +80,7 @@ def _save(folder: str, round_bytes: int, file_bytes: int) -> None:
         CheckpointManager(folder, world).save(
             1,
             _chunks(world, filled=True),
-            facts={},
+            metadata={},
             same_layout_key="",
             model=ModelFolder(ENTRIES, {"config.json": b"{}"}),
         )
@@ -127,7 +127,7 @@ def test_a_folder_that_would_not_hold_the_model_is_refused(tmp_path: Path, drop:
         entries = (*entries, FolderEntry("again", (8, 6), ENTRIES[0].regions))
     with pytest.raises(CheckpointError, match=why):
         CheckpointManager(tmp_path, _world()).save(
-            1, chunks, facts={}, same_layout_key="", model=ModelFolder(entries, {})
+            1, chunks, metadata={}, same_layout_key="", model=ModelFolder(entries, {})
         )
     assert not list(tmp_path.iterdir())
 
@@ -153,7 +153,7 @@ def _bounded(folder: str, round_bytes: int) -> tuple[int, int, int]:
         CheckpointManager(folder, world).save(
             1,
             [Chunk("model/big", (40, 100), start, rows)],
-            facts={},
+            metadata={},
             same_layout_key="",
             model=ModelFolder((entry,), {}),
         )
@@ -186,7 +186,7 @@ def _one_sender(folder: str) -> int:
         mock.patch.object(file_plan, "_MAX_FILE_BYTES", 1600),
     ):
         saver = CheckpointManager(folder, world)
-        saver.save(1, chunks, facts={}, same_layout_key="", model=ModelFolder(entries, {}))
+        saver.save(1, chunks, metadata={}, same_layout_key="", model=ModelFolder(entries, {}))
     assert saver._cached_plan is not None
     return saver._cached_plan[1].transfers.max_send_bytes
 

@@ -41,13 +41,13 @@ def manager(tmp_path, gate):
 
 def _start(manager, weight, step=1, facts=None):
     chunk = Chunk("model/w", tuple(weight.shape), (0,) * weight.dim(), weight)
-    manager.save(step, [chunk], facts=facts or {}, same_layout_key="one", wait=False)
+    manager.save(step, [chunk], metadata=facts or {}, same_layout_key="one", wait=False)
 
 
 def _loaded(manager, step):
     weight = torch.zeros(4)
     found = manager.load(step, [Chunk("model/w", (4,), (0,), weight)])
-    return weight.tolist(), found.facts
+    return weight.tolist(), found.metadata
 
 
 def test_what_is_saved_is_the_moment_of_the_call(manager, gate, tmp_path):
@@ -117,7 +117,7 @@ def test_staging_keeps_its_memory_and_grows():
 def test_old_steps_go_after_the_new_one_is_there(tmp_path, retention, left):
     manager = CheckpointManager(tmp_path, ParallelMesh.single().world, retention=retention)
     for step in (2, 4, 6, 8, 10):
-        manager.save(step, [Chunk("model/w", (4,), (0,), torch.ones(4))], facts={}, same_layout_key="one")
+        manager.save(step, [Chunk("model/w", (4,), (0,), torch.ones(4))], metadata={}, same_layout_key="one")
     assert list(list_steps(tmp_path)) == left
     assert manager.latest() == 10
 
@@ -131,7 +131,7 @@ def test_a_step_that_cannot_be_removed_does_not_stop_the_run(tmp_path, caplog):
 
     manager = CheckpointManager(tmp_path, ParallelMesh.single().world, retention=Retention(keep=1), disk=Stubborn())
     for step in (1, 2):
-        manager.save(step, [Chunk("model/w", (4,), (0,), torch.ones(4))], facts={}, same_layout_key="one")
+        manager.save(step, [Chunk("model/w", (4,), (0,), torch.ones(4))], metadata={}, same_layout_key="one")
     assert "could not be removed: [Errno 30] Read-only file system" in caplog.text and manager.latest() == 2
 
 
@@ -139,9 +139,9 @@ def test_steps_ahead_do_not_count_as_kept(tmp_path):
     """After a fallback the newest step may be the damaged one; two sound ones are to be kept all the same."""
     chunk = Chunk("model/w", (4,), (0,), torch.ones(4))
     for step in (10, 20, 30):
-        CheckpointManager(tmp_path, ParallelMesh.single().world).save(step, [chunk], facts={}, same_layout_key="one")
+        CheckpointManager(tmp_path, ParallelMesh.single().world).save(step, [chunk], metadata={}, same_layout_key="one")
     manager = CheckpointManager(tmp_path, ParallelMesh.single().world, retention=Retention(keep=2))
-    manager.save(25, [chunk], facts={}, same_layout_key="one")
+    manager.save(25, [chunk], metadata={}, same_layout_key="one")
     assert list(list_steps(tmp_path)) == [20, 25, 30]
 
 
@@ -149,5 +149,5 @@ def test_going_back_to_an_older_step_prunes_no_newer_ones(tmp_path):
     manager = CheckpointManager(tmp_path, ParallelMesh.single().world, retention=Retention(keep=1))
     chunk = Chunk("model/w", (4,), (0,), torch.ones(4))
     for step in (10, 5):
-        manager.save(step, [chunk], facts={}, same_layout_key="one")
+        manager.save(step, [chunk], metadata={}, same_layout_key="one")
     assert list(list_steps(tmp_path)) == [5, 10], "what lies ahead may be the branch someone wants back"

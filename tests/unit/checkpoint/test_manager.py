@@ -44,7 +44,7 @@ def rows(key: str, tensor: Tensor, *cuts: int) -> list[Chunk]:
 
 
 def save(manager: CheckpointManager, chunks: list[Chunk], step: int = 10, **more) -> None:
-    manager.save(step, chunks, **{"facts": {}, "same_layout_key": "tp1", **more})
+    manager.save(step, chunks, **{"metadata": {}, "same_layout_key": "tp1", **more})
 
 
 @pytest.fixture
@@ -131,9 +131,9 @@ def test_floating_dtypes_are_converted(manager, saved):
 def test_facts_and_local_tensors(manager):
     facts = {"iteration": 10, "lr": 0.1 + 0.2, "scaler": {"value": 2.0**32}, "names": ["a", "b"]}
     states = {"cpu": torch.get_rng_state()}
-    save(manager, [], facts=facts, local=states, same_layout_key="tp2-dp1")
+    save(manager, [], metadata=facts, local=states, same_layout_key="tp2-dp1")
     same = manager.load(10, [], same_layout_key="tp2-dp1")
-    assert (same.step, same.facts) == (10, facts)
+    assert (same.step, same.metadata) == (10, facts)
     assert same.local is not None and torch.equal(same.local["cpu"], states["cpu"])
     assert manager.load(10, [], same_layout_key="tp1-dp2").local is None
     assert manager.load(10, []).local is None
@@ -412,7 +412,7 @@ def test_facts_that_are_not_json(manager, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"step 10 could not be saved.*TypeError.*earlier checkpoints are untouched"
     ):
-        save(manager, [], facts={"bad": object()})
+        save(manager, [], metadata={"bad": object()})
     assert not (tmp_path / "save").exists(), "nothing was begun"
 
 

@@ -75,7 +75,7 @@ def _counted(folder: str, saves: int, *, background: bool) -> list[Counter[tuple
     for step in range(saves):
         before = mesh.record.count
         manager.save(
-            step + 1, chunks, facts={}, same_layout_key="", model=ModelFolder((ENTRY,), {}), wait=not background
+            step + 1, chunks, metadata={}, same_layout_key="", model=ModelFolder((ENTRY,), {}), wait=not background
         )
         manager.drain()
         counts.append(Counter((event.axis, event.op) for event in mesh.record.events(since=before)))
@@ -115,7 +115,7 @@ def _changing(folder: str) -> list[bool]:
             for half, rows in enumerate(part.tensor.split(part.tensor.shape[0] // 2)):
                 at = (part.start[0] + half * rows.shape[0], 0)
                 chunks.append(Chunk(part.key, SHAPE, at, rows))
-        manager.save(step + 1, chunks, facts={}, same_layout_key="", model=model)
+        manager.save(step + 1, chunks, metadata={}, same_layout_key="", model=model)
         plans.append(manager._cached_plan)
         found = Chunk("model/w", SHAPE, (0, 0), torch.zeros(SHAPE))
         manager.load(step + 1, [found], strict=False)
@@ -141,7 +141,7 @@ def _refused(folder: str, fault: str) -> str:
     if fault == "nobody":
         chunks = chunks[1:]
     try:
-        CheckpointManager(folder, world).save(1, chunks, facts={}, same_layout_key="", model=model)
+        CheckpointManager(folder, world).save(1, chunks, metadata={}, same_layout_key="", model=model)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -180,7 +180,7 @@ def _pruned(folder: str) -> tuple[list[int], int, list[int]]:
     disk = _Watching(mesh.record)
     manager = CheckpointManager(folder, mesh.control, disk=disk, retention=Retention(keep=1))
     for step in (1, 2):
-        manager.save(step, _chunks(mesh.world), facts={}, same_layout_key="")
+        manager.save(step, _chunks(mesh.world), metadata={}, same_layout_key="")
     return disk.removed_at, mesh.record.count, list(list_steps(Path(folder)))
 
 
@@ -201,7 +201,7 @@ def _failing(folder: str, unlucky: int) -> tuple[str, Counter[str]]:
     manager = CheckpointManager(folder, world, disk=Full() if world.rank == unlucky else None)
     before = world.record.count
     try:
-        manager.save(1, _chunks(world), facts={}, same_layout_key="")
+        manager.save(1, _chunks(world), metadata={}, same_layout_key="")
     except CheckpointError as error:
         return str(error), Counter(event.op for event in world.record.events(since=before))
     return "", Counter()
@@ -219,10 +219,10 @@ def test_rounds_hold_every_element_once(round_bytes: int, shape: tuple[int, ...]
     plans = [FilePlan("f", tuple(FolderEntry(f"e{n}", shape, regions) for n in range(2)), 0)]
     found = list(split_into_rounds(plans, {"w": torch.float32}, round_bytes))
     for entry in plans[0].entries:
-        assert tiling_problem(shape, [segment.box for segment in found if segment.entry is entry]) is None
+        assert tiling_problem(shape, [box for _, of_entry, _, box in found if of_entry is entry]) is None
     sizes = Counter[int]()
-    for segment in found:
-        sizes[segment.round_index] += 4 * segment.box.volume
+    for round_index, _, _, box in found:
+        sizes[round_index] += 4 * box.volume
     assert max(sizes.values()) <= max(round_bytes, 4)
     assert sorted(sizes) == list(range(len(sizes))), "no round is left out"
 

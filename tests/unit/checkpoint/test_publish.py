@@ -61,14 +61,14 @@ def manager_of(folder: Path, disk: Disk | None = None) -> CheckpointManager:
 
 def save(manager: CheckpointManager, step: int, value: float) -> None:
     weight = torch.full((3, 2), value)
-    manager.save(step, [Chunk("model/w", (3, 2), (0, 0), weight)], facts={"value": value}, same_layout_key="one")
+    manager.save(step, [Chunk("model/w", (3, 2), (0, 0), weight)], metadata={"value": value}, same_layout_key="one")
 
 
 def load(manager: CheckpointManager) -> tuple[int, float]:
     weight = torch.zeros(3, 2)
     result = manager.load(None, [Chunk("model/w", (3, 2), (0, 0), weight)])
-    assert (weight == result.facts["value"]).all()
-    return result.step, result.facts["value"]
+    assert (weight == result.metadata["value"]).all()
+    return result.step, result.metadata["value"]
 
 
 @pytest.mark.parametrize("when", ["before", "halfway", "after"])
@@ -227,7 +227,7 @@ def test_files_that_a_load_does_not_need_are_missed_all_the_same(tmp_path):
         manager_of(tmp_path).save(
             step,
             [Chunk("model/w", (3, 2), (0, 0), torch.ones(3, 2)), Chunk("master/w", (3, 2), (0, 0), torch.ones(3, 2))],
-            facts={"value": 1.0},
+            metadata={"value": 1.0},
             same_layout_key="one",
             model=ModelFolder(
                 (FolderEntry("w", (3, 2), (EntryRegion("w", (0, 0), (3, 2), (0, 0)),)),), {"config.json": b"{}"}

@@ -47,7 +47,7 @@ def _save(folder: str, dim: int, step: int = 10, disk: Disk | None = None) -> li
     manager.save(
         step,
         _chunks(world, dim=dim, filled=True),
-        facts={"saved by": world.size},
+        metadata={"saved by": world.size},
         same_layout_key=f"tp{world.size}",
         local=local,
     )
@@ -62,7 +62,7 @@ def _load(folder: str, dim: int) -> tuple[int, int | None, bool]:
     loaded = CheckpointManager(folder, world).load(None, chunks, same_layout_key=f"tp{world.size}")
     expected = _chunks(world, dim=dim, filled=True)
     right = all(torch.equal(have.tensor, want.tensor) for have, want in zip(chunks, expected))
-    return loaded.facts["saved by"], int(loaded.local["cpu"][0]) if loaded.local else None, right
+    return loaded.metadata["saved by"], int(loaded.local["cpu"][0]) if loaded.local else None, right
 
 
 class FullDisk(Disk):

@@ -14,10 +14,10 @@ from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig, TrainConfig
 from petatron.data import gpt_kind
+from petatron.data.batch_loader import SampleDataset
 from petatron.data.build_datasets import build_datasets
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, RecordSource, register_dataset
 from petatron.data.gpt_dataset import GPTDataset
-from petatron.data.sample_dataset import SampleDataset
 from petatron.data.tokenizer import ByteTokenizer
 
 from .conftest import MakeDataset

@@ -12,10 +12,10 @@ import pytest
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig, TrainConfig
+from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import normalize_once, samples_to_build
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.data.sample_dataset import SampleDataset
 
 from . import megatron_order
 

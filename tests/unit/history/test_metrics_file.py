@@ -97,7 +97,9 @@ def test_a_quick_reading_tells_what_a_whole_one_does(tmp_path: Path):
     content = lines([*records, valid(100, 1.5)]) + b'{"kind": "train", "iteration": 9'
     whole, quick = (read(tmp_path, content, every_point=every) for every in (True, False))
     for name in ("iteration", "lm_loss", "train_iters"):
-        assert whole.last(name) == quick.last(name) and whole.first(name) == quick.first(name)
+        assert (
+            whole.last(name) == quick.last(name) and whole.finite(name)[:1].tolist() == quick.finite(name)[:1].tolist()
+        )
     assert whole.evaluations == quick.evaluations and whole.best_evaluation() == quick.best_evaluation()
     assert len(quick.column("iteration")) < len(whole.column("iteration"))
 

@@ -155,7 +155,7 @@ def _full_disk(disk: Disk, old: Path, new: Path) -> None:
 
 def test_facts_of_a_loop_come_back(tmp_path: Path):
     model = build()[1]
-    petatron.save_checkpoint(tmp_path, step=1, model=model, facts={"note": [1, 2]})
+    petatron.save_checkpoint(tmp_path, step=1, model=model, metadata={"note": [1, 2]})
     assert petatron.load_checkpoint(str(tmp_path), model=model) == {"note": [1, 2]}
 
 

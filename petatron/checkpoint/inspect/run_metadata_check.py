@@ -1,8 +1,8 @@
 """Checks what a manifest says about its training run against the step itself and against other steps of the run.
 
-Digests tell that files are what was saved. The facts of a run (progress, model, settings) are in the manifest, which whoever may write to
+Digests tell that files are what was saved. The metadata of a run (progress, model, settings) is in the manifest, which whoever may write to
 the folder can write anew with a fitting digest: sound weights then come with a position, or with a model, that is not theirs.
-Facts that other programs save (`petatron.save_checkpoint(..., facts=...)`) mean what these say, and are left alone.
+Metadata that other programs save (`petatron.save_checkpoint(..., metadata=...)`) means what these say, and is left alone.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model_identity import identity_differences
 
 RUN_KEYS = frozenset({"progress", "model", "config"})
-"""What the facts of a training run have."""
+"""What the metadata of a training run has."""
 _COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "updates", "update_samples")
 
 
-def is_run_facts(facts: Mapping[str, Any]) -> bool:
-    """Whether a training run has saved them, and not another program."""
-    return facts.keys() >= RUN_KEYS
+def is_run_metadata(metadata: Mapping[str, Any]) -> bool:
+    """Whether a training run has saved it, and not another program."""
+    return metadata.keys() >= RUN_KEYS
 
 
-def run_fact_problems(facts: Mapping[str, Any], *, step: int) -> Iterator[str]:
-    """Yields what the facts of a run say that cannot be so, as "says ..."."""
-    if not is_run_facts(facts):
+def run_metadata_problems(metadata: Mapping[str, Any], *, step: int) -> Iterator[str]:
+    """Yields what the metadata of a run says that cannot be so, as "says ..."."""
+    if not is_run_metadata(metadata):
         return
-    yield from _progress_problems(facts["progress"], step)
-    model, config = facts["model"], facts["config"]
+    yield from _progress_problems(metadata["progress"], step)
+    model, config = metadata["model"], metadata["config"]
     settings = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict) or not isinstance(settings, dict):
         yield "says nothing of the model"
@@ -47,19 +47,19 @@ def _progress_problems(progress: Any, step: int) -> Iterator[str]:
         return
     if counts["iteration"] != step:
         yield f"says that step {step} was saved at iteration {counts['iteration']:,}"
-    for part, whole in (("updates", "iteration"), ("update_samples", "consumed_samples")):
-        if counts[part] > counts[whole]:
-            yield f"says {part} {counts[part]:,} of {whole} {counts[whole]:,}"
+    for part, total in (("updates", "iteration"), ("update_samples", "consumed_samples")):
+        if counts[part] > counts[total]:
+            yield f"says {part} {counts[part]:,} of {total} {counts[total]:,}"
 
 
-def other_run_problems(facts: Mapping[str, Any], earlier: Mapping[str, Any]) -> Iterator[str]:
+def other_run_problems(metadata: Mapping[str, Any], earlier: Mapping[str, Any]) -> Iterator[str]:
     """Yields why a step is not of the run that an earlier step is of."""
-    if not is_run_facts(earlier):
+    if not is_run_metadata(earlier):
         return
-    if not is_run_facts(facts):
-        yield f"says nothing of the run's {', '.join(sorted(RUN_KEYS - facts.keys()))}"
+    if not is_run_metadata(metadata):
+        yield f"says nothing of the run's {', '.join(sorted(RUN_KEYS - metadata.keys()))}"
         return
-    model, before = facts["model"], earlier["model"]
+    model, before = metadata["model"], earlier["model"]
     if not isinstance(model, dict) or not isinstance(before, dict):
         return
     for name in identity_differences(model, before):
@@ -68,7 +68,9 @@ def other_run_problems(facts: Mapping[str, Any], earlier: Mapping[str, Any]) -> 
     if missing:
         yield f"does not say {', '.join(missing)} of the model"
     counts: list[Any] = [
-        found["progress"].get("consumed_samples") for found in (facts, earlier) if isinstance(found["progress"], dict)
+        recorded["progress"].get("consumed_samples")
+        for recorded in (metadata, earlier)
+        if isinstance(recorded["progress"], dict)
     ]
     if len(counts) == 2 and all(is_count(count) for count in counts) and counts[0] < counts[1]:
         yield f"says {counts[0]:,} consumed samples, and an earlier step {counts[1]:,}"

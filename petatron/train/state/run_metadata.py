@@ -44,7 +44,7 @@ class TrainProgress:
 
 
 def run_settings(run: RunConfig) -> dict[str, Any]:
-    """Returns the settings of a run among its facts, which a resumed run is compared with; components record the rest."""
+    """Returns the settings of a run in its metadata, which a resumed run is compared with; components record the rest."""
     return {
         "model": model_identity(run.model, run.moe),
         "schedule": schedule_settings(run),
@@ -52,22 +52,22 @@ def run_settings(run: RunConfig) -> dict[str, Any]:
     }
 
 
-def check_resumable(run: RunConfig, facts: Mapping[str, Any], folder: str) -> None:
+def check_resumable(run: RunConfig, metadata: Mapping[str, Any], folder: str) -> None:
     """Raises for a checkpoint that this run does not continue."""
-    missing = _REQUIRED - facts.keys()
+    missing = _REQUIRED - metadata.keys()
     if missing:
         raise CheckpointError(
             f"The checkpoint in {folder} was not saved by a training run (it lacks its {', '.join(sorted(missing))}). "
             "Use --finetune to start a run from its weights."
         )
-    check_same_model(run, facts, folder)
-    optimizer = facts["config"].get("optim", {}).get("optimizer", run.optim.optimizer)
+    check_same_model(run, metadata, folder)
+    optimizer = metadata["config"].get("optim", {}).get("optimizer", run.optim.optimizer)
     if optimizer != run.optim.optimizer and not run.checkpoint.no_load_optim:
         raise CheckpointError(
             f"The checkpoint in {folder} has the state of --optimizer {optimizer}, and {run.optim.optimizer} has another. Restore it, "
             "or say --no-load-optim to go on with the weights and a new state."
         )
-    changed = _differences(facts["schedule"], schedule_settings(run))
+    changed = _differences(metadata["schedule"], schedule_settings(run))
     if changed and not run.checkpoint.override_opt_param_scheduler:
         lasts = any(text.startswith("lr.decay:") for text in changed)
         decay = " lr.decay is --lr-decay-iters, which is --train-iters unless it is given." if lasts else ""
@@ -77,9 +77,9 @@ def check_resumable(run: RunConfig, facts: Mapping[str, Any], folder: str) -> No
         )
 
 
-def check_same_model(run: RunConfig, facts: Mapping[str, Any], folder: str) -> None:
+def check_same_model(run: RunConfig, metadata: Mapping[str, Any], folder: str) -> None:
     """Raises if a checkpoint says that its weights belong to another model than the run's."""
-    changed = model_differences(run, facts["model"]) if "model" in facts else []
+    changed = model_differences(run, metadata["model"]) if "model" in metadata else []
     if changed:
         raise CheckpointError(
             f"The checkpoint in {folder} is of another model ({'; '.join(changed)}). Restore those values; or, if all "
