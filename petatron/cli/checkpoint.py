@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser(converting=bool(argv) and argv[0] == "convert").parse_args(argv)
     configure_logging()
     actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
-    action = importlib.import_module(_CONVERT).run if options.verb == "convert" else actions[options.verb]
+    action = importlib.import_module(_CONVERT).run if options.subcommand == "convert" else actions[options.subcommand]
     with naming_step_flag("--step") if hasattr(options, "step") else nullcontext():
         return action(options)
 
@@ -47,13 +47,13 @@ def parser(*, converting: bool) -> argparse.ArgumentParser:
         description="Look into checkpoints, prove that they are whole, compare, prune and convert them. PATH is a folder that "
         "--save wrote to, or one step-N in it.",
     )
-    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
-    add = verbs.add_parser("inspect", help="what a checkpoint holds", allow_abbrev=False).add_argument
+    subcommands = root.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    add = subcommands.add_parser("inspect", help="what a checkpoint holds", allow_abbrev=False).add_argument
     add("path", type=Path, metavar="PATH")
     add("--step", type=int, metavar="N", help="which step (default: the newest)")
     add("--tensors", action="store_true", help="list every logical tensor")
     add("--json", action="store_true", help="print everything as JSON")
-    checking = verbs.add_parser(
+    checking = subcommands.add_parser(
         "verify",
         help="whether checkpoints are what was saved",
         description="Reads every file of a checkpoint and compares it with the manifest. Exits with 1 if anything is wrong, and "
@@ -71,7 +71,7 @@ def parser(*, converting: bool) -> argparse.ArgumentParser:
         help="the checkpoint must be signed by a public key of this file (a .pub file of ssh-keygen, or PEM)",
     )
     checking.add_argument("--json", action="store_true", help="print the findings as JSON")
-    comparing = verbs.add_parser(
+    comparing = subcommands.add_parser(
         "diff",
         help="how two checkpoints differ",
         description="Compares configuration, and weights and optimizer state tensor by tensor, whatever layouts saved them. The "
@@ -84,12 +84,12 @@ def parser(*, converting: bool) -> argparse.ArgumentParser:
     comparing.add_argument("--rtol", type=float, default=0.0, metavar="R", help="relative difference to let pass (0)")
     comparing.add_argument("--top", type=int, default=10, metavar="K", help="how many tensors to list (10)")
     comparing.add_argument("--json", action="store_true", help="print everything as JSON")
-    add = verbs.add_parser("prune", help="remove old steps", allow_abbrev=False).add_argument
+    add = subcommands.add_parser("prune", help="remove old steps", allow_abbrev=False).add_argument
     add("path", type=Path, metavar="PATH", help="folder that --save wrote to")
     add("--keep", type=int, required=True, metavar="N", help="how many of the newest steps stay")
     add("--retain-interval", type=int, metavar="K", help="steps at a multiple of this stay too")
     add("--dry-run", action="store_true", help="only say what would be removed")
-    convert = verbs.add_parser(
+    convert = subcommands.add_parser(
         "convert", help="to and from Hugging Face and Megatron-LM", allow_abbrev=False, add_help=converting
     )
     if converting:

@@ -1,7 +1,7 @@
-"""`petatron completion bash|zsh|fish`: a script that completes verbs, flags, their choices, presets and paths.
+"""`petatron completion bash|zsh|fish`: a script that completes subcommands, flags, their choices, presets and paths.
 
-It is generated from what the command line itself reads: the table of verbs, the schema, and the verbs' own parsers. zsh runs bash's
-script through its compatibility layer. Nothing here imports torch, since a shell may run it at every start.
+It is generated from what the command line itself reads: the table of subcommands, the schema, and their parsers. zsh runs bash's script
+through its compatibility layer. Nothing here imports torch, since a shell may run it at every start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from petatron.config.schema.fields import FieldInfo, fields_by_name
 SHELLS = ("bash", "zsh", "fish")
 _USAGE = """usage: petatron completion bash|zsh|fish
 
-Prints a script that completes verbs, flags, choices, presets and paths. To use it:
+Prints a script that completes subcommands, flags, choices, presets and paths. To use it:
   bash   echo 'source <(petatron completion bash)' >> ~/.bashrc
   zsh    echo 'source <(petatron completion zsh)' >> ~/.zshrc
   fish   petatron completion fish > ~/.config/fish/completions/petatron.fish"""
@@ -63,7 +63,7 @@ def completions() -> dict[str, ShellCompletion]:
     found["config diff"] = ShellCompletion(presets=True)
     found["config presets"], found["config reference"] = ShellCompletion(), ShellCompletion({"--out": "path"})
     found["bench"] = ShellCompletion(words=tuple(bench.BENCHES))
-    for verb, parser in (
+    for subcommand, parser in (
         ("quickstart", quickstart.parser()),
         ("data", data.parser()),
         ("checkpoint", checkpoint.parser(converting=False)),
@@ -77,13 +77,13 @@ def completions() -> dict[str, ShellCompletion]:
         ("eval", eval.parser()),
         ("runs diff", runs.diff_parser()),
     ):
-        found |= dict(_parser_completions(verb, parser))
+        found |= dict(_parser_completions(subcommand, parser))
     found["runs"] = replace(found["runs"], words=("diff",))
     found["serve"] = ShellCompletion({**run, **found["serve"].flags})
     found["verify"] = ShellCompletion({**run, **found["verify"].flags}, presets=True)
     found["eval"] = ShellCompletion({**run, **found["eval"].flags})
-    for verb, parser in (("generate", generate.parser()), ("chat", chat.parser())):
-        found[verb] = ShellCompletion({**run, **dict(_parser_completions(verb, parser))[verb].flags})
+    for subcommand, parser in (("generate", generate.parser()), ("chat", chat.parser())):
+        found[subcommand] = ShellCompletion({**run, **dict(_parser_completions(subcommand, parser))[subcommand].flags})
     found["plan memory"] = ShellCompletion(
         {**run, "--device-memory-gb": "text", "--host-memory-gb": "text"}, presets=True
     )
@@ -134,22 +134,22 @@ def _action_value(action: argparse.Action) -> FlagValue:
 
 def bash_script() -> str:
     """Returns the script for bash: a table of words for each command, and one for the value of each flag."""
-    from petatron.cli.main import VERBS
+    from petatron.cli.main import SUBCOMMANDS
 
     commands = completions()
     cases = "\n".join(_bash_case(command, found) for command, found in commands.items())
     values = "\n".join(_bash_value(flag, value) for flag, value in sorted(_all_values(commands).items()))
     return f"""# petatron completion for bash; made by `petatron completion bash`
 _petatron() {{
-  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" verb="${{COMP_WORDS[1]}}"
+  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" subcommand="${{COMP_WORDS[1]}}"
   local words="" flags="" presets="" IFS=$' \\t\\n'
   COMPREPLY=()
   if [[ $COMP_CWORD -eq 1 ]]; then
-    COMPREPLY=( $(compgen -W {shlex.quote(" ".join(VERBS))} -- "$cur") )
+    COMPREPLY=( $(compgen -W {shlex.quote(" ".join(SUBCOMMANDS))} -- "$cur") )
     return
   fi
-  local command="$verb"
-  [[ $COMP_CWORD -gt 2 ]] && command="$verb ${{COMP_WORDS[2]}}"
+  local command="$subcommand"
+  [[ $COMP_CWORD -gt 2 ]] && command="$subcommand ${{COMP_WORDS[2]}}"
   case "$command" in
 {cases}
   esac
@@ -170,7 +170,7 @@ complete -o filenames -F _petatron petatron
 
 
 def _bash_case(command: str, found: ShellCompletion) -> str:
-    # `train --tp 2`: the second word is no subcommand, so a verb without any matches with whatever follows.
+    # `train --tp 2`: the second word is no subcommand, so a subcommand without any matches with whatever follows.
     pattern = f'"{command}"' if found.words or " " in command else f'"{command}" | "{command} "*'
     return (
         f"    {pattern}) words={shlex.quote(' '.join(found.words))}; flags={shlex.quote(' '.join(found.flags))}; "
@@ -186,7 +186,7 @@ def _bash_value(flag: str, value: FlagValue) -> str:
 
 
 def _all_values(commands: Mapping[str, ShellCompletion]) -> dict[str, FlagValue]:
-    """Returns the values of flags that have any; where verbs differ, a path wins."""
+    """Returns the values of flags that have any; where subcommands differ, a path wins."""
     found: dict[str, FlagValue] = {}
     for completion in commands.values():
         for flag, value in completion.flags.items():
@@ -202,17 +202,19 @@ def zsh_script() -> str:
 
 
 def fish_script() -> str:
-    """Returns the script for fish: one line for each verb, subcommand and flag."""
-    from petatron.cli.main import VERBS
+    """Returns the script for fish: one line for each subcommand and flag."""
+    from petatron.cli.main import SUBCOMMANDS
 
     lines = ["# petatron completion for fish; made by `petatron completion fish`", "complete -c petatron -e"]
     lines += [
-        f"complete -c petatron -n __fish_use_subcommand -f -a {verb} -d {shlex.quote(summary)}"
-        for verb, summary in VERBS.items()
+        f"complete -c petatron -n __fish_use_subcommand -f -a {subcommand} -d {shlex.quote(summary)}"
+        for subcommand, summary in SUBCOMMANDS.items()
     ]
     for command, found in completions().items():
-        verb, _, inner = command.partition(" ")
-        seen = f"__fish_seen_subcommand_from {verb}" + (f"; and __fish_seen_subcommand_from {inner}" if inner else "")
+        subcommand, _, inner = command.partition(" ")
+        seen = f"__fish_seen_subcommand_from {subcommand}" + (
+            f"; and __fish_seen_subcommand_from {inner}" if inner else ""
+        )
         if found.words:
             names = " ".join(found.words)
             first = f"{seen}; and not __fish_seen_subcommand_from {names}"

@@ -33,13 +33,17 @@ def parser() -> argparse.ArgumentParser:
     root = CommandParser(
         prog="petatron data", description="Fetch public text; make, inspect and join token files (.bin/.idx)."
     )
-    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
+    subcommands = root.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     data_fetch.add_arguments(
-        verbs.add_parser("fetch", help="download a public dataset as JSON lines", allow_abbrev=False)
+        subcommands.add_parser("fetch", help="download a public dataset as JSON lines", allow_abbrev=False)
     )
-    _add_preprocess_arguments(verbs.add_parser("preprocess", help="tokenize JSON lines or text", allow_abbrev=False))
-    _add_inspect_arguments(verbs.add_parser("inspect", help="describe a dataset and show a sample", allow_abbrev=False))
-    _add_merge_arguments(verbs.add_parser("merge", help="join datasets into one", allow_abbrev=False))
+    _add_preprocess_arguments(
+        subcommands.add_parser("preprocess", help="tokenize JSON lines or text", allow_abbrev=False)
+    )
+    _add_inspect_arguments(
+        subcommands.add_parser("inspect", help="describe a dataset and show a sample", allow_abbrev=False)
+    )
+    _add_merge_arguments(subcommands.add_parser("merge", help="join datasets into one", allow_abbrev=False))
     return root
 
 
@@ -47,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
     """Run one subcommand of `petatron data`."""
     args = parser().parse_args(argv)
     configure_logging()
-    if args.verb == "fetch":
+    if args.subcommand == "fetch":
         return data_fetch.run(args)
-    if args.verb == "preprocess":
+    if args.subcommand == "preprocess":
         return _preprocess(args)
-    return _inspect(args) if args.verb == "inspect" else _merge(args)
+    return _inspect(args) if args.subcommand == "inspect" else _merge(args)
 
 
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:

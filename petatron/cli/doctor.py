@@ -85,7 +85,7 @@ class Diagnosis:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the verb."""
+    """Returns the parser of the subcommand."""
     root = CommandParser(
         prog="petatron doctor", description="Report versions, devices, backends and what each missing extra costs."
     )

@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         "generated.",
         epilog="petatron plan schedule --help, petatron plan memory --help and petatron plan cache --help tell more.",
     )
-    verbs = root.add_subparsers(dest="what", required=True, metavar="WHAT")
-    one = verbs.add_parser(
+    subcommands = root.add_subparsers(dest="what", required=True, metavar="WHAT")
+    one = subcommands.add_parser(
         "schedule",
         help="simulate and draw a pipeline schedule, compare all of them, or draw a measured one",
         description="Simulates a pipeline schedule with given costs: a picture, how long ranks are idle, and how many "
@@ -62,8 +62,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--measured", metavar="FILE.json", type=Path, help="draw the timeline a run wrote, not a simulated one"
     )
-    verbs.add_parser("memory", help="predict what every rank will hold, and what would make it fit", add_help=False)
-    verbs.add_parser("cache", help="say what is kept of a sequence while it is generated", add_help=False)
+    subcommands.add_parser(
+        "memory", help="predict what every rank will hold, and what would make it fit", add_help=False
+    )
+    subcommands.add_parser("cache", help="say what is kept of a sequence while it is generated", add_help=False)
     return root
 
 

@@ -1,6 +1,6 @@
 """`petatron quickstart`: from nothing to a trained language model within three minutes, step by step.
 
-Nothing is downloaded. Each step uses the same parts as the other verbs; the training step is `petatron train` itself, with
+Nothing is downloaded. Each step uses the same parts as the other subcommands; the training step is `petatron train` itself, with
 the command line that is printed.
 """
 
@@ -38,7 +38,7 @@ _EXIT_INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the verb."""
+    """Returns the parser of the subcommand."""
     defaults = QuickstartOptions()
     root = CommandParser(
         prog="petatron quickstart",

@@ -82,13 +82,13 @@ def read_settings_alone(config: CheckpointConfig, folder: str | None) -> Checkpo
 def train_rank(argv: list[str]) -> int:
     """Runs one rank from start to end."""
     from petatron.base.log import configure_logging
-    from petatron.cli.main import VERBS
+    from petatron.cli.main import SUBCOMMANDS
     from petatron.mesh.launch.process_group import stop_process_group
     from petatron.train.run_training import run_training
 
     environment = read_environment()
     configure_logging(rank=environment.rank)
     loaded = load_checked(argv, world_size=environment.world_size)
-    run_training(loaded, verbs=VERBS)
+    run_training(loaded, subcommands=SUBCOMMANDS)
     stop_process_group()
     return 0

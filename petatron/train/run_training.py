@@ -27,7 +27,7 @@ from petatron.train.build_run import launch
 from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.closing_summary import summary_record
-from petatron.train.report.environment_facts import environment_facts
+from petatron.train.report.environment_properties import environment_properties
 from petatron.train.report.metrics import MetricSink, event_record
 from petatron.train.report.next_commands import next_commands
 from petatron.train.report.out_of_memory import report_out_of_memory
@@ -39,10 +39,10 @@ _log = get_logger(__name__)
 Result = TypeVar("Result")
 
 
-def run_training(loaded: LoadedConfig, *, verbs: Collection[str] = ()) -> TrainingResult:
+def run_training(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> TrainingResult:
     """Trains as configured; every rank calls it. Nothing is computed before files, folders and data are checked.
 
-    `verbs` are those of the command line, which the closing summary may advise.
+    `subcommands` are those of the command line, which the closing summary may advise.
 
     >>> import contextlib, io, tempfile
     >>> from petatron.validate import load_config
@@ -59,7 +59,7 @@ def run_training(loaded: LoadedConfig, *, verbs: Collection[str] = ()) -> Traini
     with lock_save_dir(run.checkpoint.save, rank=read_environment().rank):
         mesh = launch(run)
         with build_watchdog(mesh, timeout_minutes=run.parallel.distributed_timeout_minutes):
-            return _run_loop(start, open_run(start, mesh), verbs)
+            return _run_loop(start, open_run(start, mesh), subcommands)
 
 
 def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
@@ -71,14 +71,14 @@ def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:
     return Watchdog(mesh.record, timeout_s=60 * timeout_minutes, device_busy=busy, connect_peers=peers)
 
 
-def _run_loop(start: RunStart, opened: OpenedRun, verbs: Collection[str]) -> TrainingResult:
+def _run_loop(start: RunStart, opened: OpenedRun, subcommands: Collection[str]) -> TrainingResult:
     """Opens the sinks, writes the settings next to the metrics, trains, and writes the closing summary."""
     run, state, directory = opened.state.run, opened.state, log_directory(opened.state.run)
     sinks = open_sinks(start, opened, directory)
     try:
         loop = opened.build_loop(sinks, started_s=start.started_s)
         with report_out_of_memory(run, state.mesh.device, phase=lambda: f"iteration {state.progress.iteration + 1}"):
-            return _run_to_summary(start, loop, sinks, directory, verbs)
+            return _run_to_summary(start, loop, sinks, directory, subcommands)
     finally:
         close_sinks(sinks)
 
@@ -115,7 +115,7 @@ def close_sinks(sinks: Sequence[MetricSink]) -> None:
 
 def _write_header(start: RunStart, sinks: Sequence[MetricSink], opened: OpenedRun, *, iteration: int) -> None:
     origins = {path: str(origin) for path, origin in start.loaded.origins.items() if origin.is_explicit}
-    facts: Mapping[str, Any] = {"environment": environment_facts(opened.device), "origins": origins}
+    facts: Mapping[str, Any] = {"environment": environment_properties(opened.device), "origins": origins}
     # The console has shown warnings of the data when the data was opened.
     details = [*start.header.details(), *(f"WARNING: {text}" for text in opened.loaders.warnings)]
     records = [event_record(text, iteration=iteration) for text in opened.header_lines]
@@ -127,10 +127,10 @@ def _write_header(start: RunStart, sinks: Sequence[MetricSink], opened: OpenedRu
 
 
 def _run_to_summary(
-    start: RunStart, loop: TrainLoop, sinks: Sequence[MetricSink], directory: Path, verbs: Collection[str]
+    start: RunStart, loop: TrainLoop, sinks: Sequence[MetricSink], directory: Path, subcommands: Collection[str]
 ) -> TrainingResult:
     """Trains, and writes the summary however it ends; of a failure only to the log, since its own report follows on the console."""
-    write_summary = partial(_write_summary, start, loop, sinks, directory, verbs)
+    write_summary = partial(_write_summary, start, loop, sinks, directory, subcommands)
     try:
         result = loop.run()
     except BaseException as error:
@@ -149,7 +149,7 @@ def _write_summary(
     loop: TrainLoop,
     sinks: Sequence[MetricSink],
     directory: Path,
-    verbs: Collection[str],
+    subcommands: Collection[str],
     outcome: str,
     **facts: Any,
 ) -> None:
@@ -158,7 +158,7 @@ def _write_summary(
     run, totals, environment = start.loaded.config, loop.totals, read_environment()
     commands = next_commands(
         run,
-        verbs=verbs,
+        subcommands=subcommands,
         log_dir=directory,
         train_iters=loop.train_iters,
         complete=totals.iteration >= loop.train_iters,

@@ -1,4 +1,4 @@
-"""Arguments of the verbs that generate text: sampling, sizes of the engine, precision; other words are flags of `petatron train`."""
+"""Arguments of the subcommands that generate text: sampling, sizes of the engine, precision; other words are flags of `petatron train`."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _read_schema(path: Path, problems: list[Problem]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class GenerationCommand:
-    """What a verb was asked: a checkpoint, and flags of the model and its layout."""
+    """What a subcommand was asked: a checkpoint, and flags of the model and its layout."""
 
     options: argparse.Namespace
     flags: list[str]
@@ -178,14 +178,14 @@ def read_command(parser: CommandParser, argv: Sequence[str]) -> GenerationComman
 
 
 def run_on_ranks(
-    verb: str,
+    subcommand: str,
     argv: Sequence[str],
     command: GenerationCommand,
     run_rank: Callable[[ModelSettings], int],
     *,
     interactive: bool,
 ) -> int:
-    """Runs a verb on every rank of its layout: those of torchrun or srun, or some that it starts itself."""
+    """Runs a subcommand on every rank of its layout: those of torchrun or srun, or some that it starts itself."""
     from petatron.serve.open_engine import model_settings, warn_of_training_flags
 
     def read_settings() -> ModelSettings:
@@ -202,7 +202,7 @@ def run_on_ranks(
 
     launch = settings.loaded.config.launch
     return run_ranks(
-        [sys.executable, "-m", "petatron", verb, *argv],
+        [sys.executable, "-m", "petatron", subcommand, *argv],
         nproc=settings.num_local_ranks,
         nnodes=launch.nnodes,
         node_rank=launch.node_rank,

@@ -25,7 +25,7 @@ _PROGRESS_INTERVAL_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the verb."""
+    """The flags of the subcommand."""
     add = parser.add_argument
     add("source", type=Path, help="folder of a model, of checkpoints, or of one checkpoint")
     add("target", type=Path, help="folder to write; it must not exist yet")

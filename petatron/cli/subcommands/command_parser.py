@@ -1,4 +1,4 @@
-"""The parser of a verb's own words: argparse's, which stops at the first wrong one, made to tell all of them at once."""
+"""The parser of a subcommand's own words: argparse's, which stops at the first wrong one, made to tell all of them at once."""
 
 # pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations

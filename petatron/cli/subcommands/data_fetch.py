@@ -46,7 +46,11 @@ def run(args: argparse.Namespace) -> int:
     problems = [
         Problem(flag, "", "is missing", fix)
         for flag, given, fix in (
-            ("DATASET", args.dataset, "`petatron data fetch --list` lists the known ones."),
+            (
+                "DATASET",
+                args.dataset,
+                _name_dataset_first(args) or "`petatron data fetch --list` lists the known ones.",
+            ),
             ("--output", args.output, "Name a folder for the shards."),
         )
         if not given
@@ -76,6 +80,15 @@ def run(args: argparse.Namespace) -> int:
     record = run_fetch(plan, _progress_lines())
     _print_result(plan, record)
     return 0
+
+
+def _name_dataset_first(args: argparse.Namespace) -> str:
+    """Returns what to do where a flag with several values may have taken the name of the dataset; empty if none has any."""
+    for flag, words in (("--files", args.files), ("--splits", args.splits)):
+        if words:
+            command = shlex.join(("petatron", "data", "fetch", words[-1], flag, *words[:-1]))
+            return f"{flag} takes every word up to the next flag. Name the dataset first: `{command}`."
+    return ""
 
 
 def _print_known() -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, so that a verb can clean up or say how to go on."""
+"""SIGTERM as an exception, so that a subcommand can clean up or say how to go on."""
 
 from __future__ import annotations
 

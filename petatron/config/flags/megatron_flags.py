@@ -182,7 +182,7 @@ _PREPROCESS = "petatron data preprocess"
 _TASKS = "python tasks/main.py"
 _GENERATE = "petatron generate"
 
-# Flags of another verb.
+# Flags of another subcommand.
 OTHER_COMMAND_FLAGS: Mapping[str, str] = {
     "--input": _PREPROCESS,
     "--output-prefix": _PREPROCESS,

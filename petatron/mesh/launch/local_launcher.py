@@ -281,8 +281,8 @@ def _report_and_exit_code(
         return _exit_code(culprit)
     stopped = sum(rank.stopped_by_launcher for rank in ranks)
     followed = sum(rank.process.returncode != 0 and not rank.stopped_by_launcher for rank in ranks) - 1
-    verb = "gave up" if gave_up else "failed"
-    _say(f"\nRank {culprit.rank} of {world_size} {verb} first{_exit_description(culprit)}")
+    outcome = "gave up" if gave_up else "failed"
+    _say(f"\nRank {culprit.rank} of {world_size} {outcome} first{_exit_description(culprit)}")
     if report:
         _say(f"\n{report}\n")
     for line in failure_report.combine_reports(_communication_reports(ranks), failed_rank=culprit.rank):

@@ -12,7 +12,7 @@ from petatron.base.log import get_logger
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.model_card import ModelCard
-from petatron.serve.newest_step import newest_sound_step, step_facts
+from petatron.serve.newest_step import newest_sound_step, step_properties
 
 DEFAULT_INTERVAL_S = 5.0
 _log = get_logger(__name__)
@@ -37,7 +37,7 @@ def follow_run(
 
     async def watch(state: ServerState) -> None:
         rejected: set[int] = set()
-        facts = await asyncio.to_thread(step_facts, folder, engine.step_number)
+        facts = await asyncio.to_thread(step_properties, folder, engine.step_number)
         while state.thread.state in ("serving", "swapping"):
             await asyncio.sleep(interval_s)
             try:
@@ -47,7 +47,7 @@ def follow_run(
 
     async def _swap_to_newest(state: ServerState, rejected: set[int], facts: Mapping[str, Any]) -> None:
         found = await asyncio.to_thread(
-            newest_sound_step, folder, after=engine.step_number or 0, rejected=rejected, served_facts=facts
+            newest_sound_step, folder, after=engine.step_number or 0, rejected=rejected, served_properties=facts
         )
         if found is None:
             return

@@ -1,7 +1,6 @@
 """What to do after a run: commands with the run's own paths.
 
-A verb that is added to the command line gets its line in `next_commands`; those of verbs that this installation does not have are
-left out.
+A subcommand that is added to the command line gets its line in `next_commands`; those that this installation does not have are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from petatron.models.registry import model_spec
 def next_commands(
     run: RunConfig,
     *,
-    verbs: Collection[str],
+    subcommands: Collection[str],
     log_dir: Path,
     train_iters: int,
     complete: bool,
@@ -33,7 +32,7 @@ def next_commands(
     folder = run.checkpoint.save
     resume: list[tuple[str, str]] = []
     found: list[tuple[str, str]] = []
-    if saved and folder is not None and "train" in verbs:
+    if saved and folder is not None and "train" in subcommands:
         words = _resume_words(run, folder, log_dir, train_iters if complete else None)
         resume = [(_start_command(words, environment), _resume_purpose(complete) + _how_started(environment))]
     if saved and folder is not None:
@@ -49,7 +48,7 @@ def next_commands(
         (f"plot {shlex.quote(str(log_dir))}", "draw its curves"),
         (f"report {shlex.quote(str(log_dir))}", "one HTML file to send to a colleague"),
     ]
-    return resume + [(f"petatron {words}", purpose) for words, purpose in found if words.split()[0] in verbs]
+    return resume + [(f"petatron {words}", purpose) for words, purpose in found if words.split()[0] in subcommands]
 
 
 def has_hf_family(run: RunConfig) -> bool:

@@ -73,9 +73,9 @@ def test_mfu_is_unknown_if_one_log_point_has_none() -> None:
     assert totals.speed.mfu is None
 
 
-def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> None:
+def test_commands_name_the_runs_own_paths_and_no_subcommand_that_does_not_exist() -> None:
     run = load_config([*RUN, "--train-iters", "40", "--save", "my runs/a"], preset="tiny-llama").config
-    known = {"verbs": {"train", "checkpoint"}, "log_dir": Path("my runs/a"), "train_iters": 40}
+    known = {"subcommands": {"train", "checkpoint"}, "log_dir": Path("my runs/a"), "train_iters": 40}
     found = [command for command, _ in next_commands(run, **known, complete=False, saved=True)]
     assert found == [
         "petatron train 'my runs/a/config.yaml' --load 'my runs/a'",
@@ -84,9 +84,10 @@ def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> N
     ]
     latent = "--multi-latent-attention --num-query-groups 8 --no-group-query-attention --tokenizer-type ByteTokenizer".split()
     unwritable = load_config([*RUN, "--train-iters", "40", *latent], preset="tiny-llama").config
-    verbs = known["verbs"] | {"generate", "chat"}
+    subcommands = known["subcommands"] | {"generate", "chat"}
     left = [
-        command for command, _ in next_commands(unwritable, **{**known, "verbs": verbs}, complete=False, saved=True)
+        command
+        for command, _ in next_commands(unwritable, **{**known, "subcommands": subcommands}, complete=False, saved=True)
     ]
     assert [command.split()[1] for command in left] == ["train", "generate", "chat", "checkpoint"], "no export"
     assert "verify" in left[3]
@@ -94,7 +95,7 @@ def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> N
     assert longer.endswith("--load 'my runs/a' --train-iters 80 --override-opt-param-scheduler")
     assert purpose == "train twice as long, from this checkpoint"
     assert next_commands(run, **known, complete=True, saved=False) == []
-    with_plot = next_commands(run, **{**known, "verbs": {"plot"}}, complete=True, saved=True)
+    with_plot = next_commands(run, **{**known, "subcommands": {"plot"}}, complete=True, saved=True)
     assert [command for command, _ in with_plot] == ["petatron plot 'my runs/a'"]
 
 
@@ -135,7 +136,7 @@ def test_the_command_that_resumes_starts_as_many_ranks_in_the_same_way(
         master_port=29500,
     )
     run = load_config([*RUN, "--train-iters", "4", "--save", "a"], preset="tiny-llama").config
-    known = {"verbs": {"train"}, "log_dir": Path("a"), "train_iters": 4, "complete": False, "saved": True}
+    known = {"subcommands": {"train"}, "log_dir": Path("a"), "train_iters": 4, "complete": False, "saved": True}
     assert next_commands(run, **known, environment=environment) == [(command, f"go on from this checkpoint{how}")]
 
 
@@ -149,7 +150,7 @@ def test_ranks_of_our_own_launcher_are_not_those_of_torchrun() -> None:
 def test_a_model_that_knows_text_can_be_asked_for_some() -> None:
     text = ["--save", "my runs/a", "--tokenizer-type", "ByteTokenizer"]
     known = {
-        "verbs": {"generate", "chat", "serve"},
+        "subcommands": {"generate", "chat", "serve"},
         "log_dir": Path("a"),
         "train_iters": 4,
         "complete": True,
@@ -167,7 +168,15 @@ def test_a_model_that_knows_text_can_be_asked_for_some() -> None:
 
 def test_a_run_measured_in_samples_is_doubled_in_samples() -> None:
     run = load_config([*RUN, "--train-samples", "64"], preset="tiny-llama").config
-    command, _ = next_commands(run, verbs=["train"], log_dir=Path("runs/a"), train_iters=64, complete=True, saved=True)[
-        0
-    ]
+    command, _ = next_commands(
+        run, subcommands=["train"], log_dir=Path("runs/a"), train_iters=64, complete=True, saved=True
+    )[0]
     assert "--train-samples 128" in command and "--train-iters" not in command
+
+
+@pytest.mark.parametrize("preset", ["minimax-text-01", "qwen3-next-80b-a3b"])
+def test_a_toy_of_a_family_of_hugging_face_can_be_exported_as_well(preset: str) -> None:
+    """How many tokens a chunk of the computation has is no property of the model."""
+    run = load_config([*RUN, "--train-iters", "4", "--save", "a", "--toy"], preset=preset).config
+    known = {"subcommands": {"checkpoint"}, "log_dir": Path("a"), "train_iters": 4, "complete": True, "saved": True}
+    assert [command.split()[2] for command, _ in next_commands(run, **known)] == ["verify", "convert"]

@@ -11,14 +11,14 @@ from petatron.base.device import DeviceInfo
 from petatron.base.version import __version__
 
 
-def environment_facts(device: DeviceInfo) -> dict[str, str]:
+def environment_properties(device: DeviceInfo) -> dict[str, str]:
     """Returns versions and device by name; nothing that tells who ran it, or where.
 
     >>> from petatron.base.device import detect_device
-    >>> sorted(environment_facts(detect_device("cpu")))
+    >>> sorted(environment_properties(detect_device("cpu")))
     ['device', 'device memory', 'numpy', 'petatron', 'python', 'system', 'torch']
     """
-    facts = {
+    properties = {
         "petatron": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -28,5 +28,5 @@ def environment_facts(device: DeviceInfo) -> dict[str, str]:
         "device memory": f"{device.memory_bytes / 1e9:.1f} GB",
     }
     if device.kind == "cuda" and torch.version.cuda is not None:
-        facts["CUDA"] = torch.version.cuda
-    return facts
+        properties["CUDA"] = torch.version.cuda
+    return properties
