@@ -46,29 +46,17 @@ _MODULES: Mapping[str, str] = {
 }
 """The module of a subcommand, where it is not named like it."""
 
-_MODEL_SUBCOMMANDS = (
-    "train",
-    "generate",
-    "chat",
-    "serve",
-    "eval",
-    "lm-eval",
-    "checkpoint",
-    "plan",
-    "verify",
-    "bench",
-    "config",
-)
+_MODEL_SUBCOMMANDS = "train generate chat serve eval lm-eval checkpoint plan verify bench config".split()
 _WITHOUT_TRAIN_FLAGS = ("checkpoint",)
-"""Subcommands that may need the code of a model, and those of them whose words are not flags of `petatron train`."""
+"""Subcommands that may need the code of a model, and those of them whose arguments are not flags of `petatron train`."""
 
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
-def entry(*words: str) -> None:
-    """The console script; `words` precede what was typed. Output stays escaped for tracebacks and at exit."""
+def entry(*arguments: str) -> None:
+    """The console script; `arguments` precede what was typed. Output stays escaped for tracebacks and at exit."""
     sys.stdout, sys.stderr = escaped_stream(sys.stdout), escaped_stream(sys.stderr)
-    sys.exit(main([*words, *sys.argv[1:]]))
+    sys.exit(main([*arguments, *sys.argv[1:]]))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,25 +109,12 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     subcommand, rest = argv[0], argv[1:]
     if subcommand not in SUBCOMMANDS:
-        print(_unknown(subcommand), file=sys.stderr)
+        close = difflib.get_close_matches(subcommand, SUBCOMMANDS, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"Subcommands: {', '.join(SUBCOMMANDS)}."
+        print(f"petatron: {subcommand!r} is not a subcommand. {hint}", file=sys.stderr)
         return _EXIT_USAGE
     if subcommand in _MODEL_SUBCOMMANDS and not {"-h", "--help"} & set(rest):
-        rest = _import_first(subcommand, rest)
+        typed, rest = split_imports(rest) if subcommand in _WITHOUT_TRAIN_FLAGS else ([], rest)
+        import_typed(imports_from_env() + typed)
     module = importlib.import_module(f"petatron.cli.{_MODULES.get(subcommand, subcommand)}")
     return module.main(rest)
-
-
-def _import_first(subcommand: str, argv: list[str]) -> list[str]:
-    """Imports the modules of PETATRON_IMPORT, and those of a subcommand without the flags of `petatron train`; returns its words."""
-    named = imports_from_env()
-    if subcommand in _WITHOUT_TRAIN_FLAGS:
-        typed, argv = split_imports(argv)
-        named += typed
-    import_typed(named)
-    return argv
-
-
-def _unknown(subcommand: str) -> str:
-    close = difflib.get_close_matches(subcommand, SUBCOMMANDS, n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"Subcommands: {', '.join(SUBCOMMANDS)}."
-    return f"petatron: {subcommand!r} is not a subcommand. {hint}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from petatron.cli.subcommands.run_on_ranks import start_ranks
 from petatron.config import CheckpointConfig, LoadedConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.flags.help_text import flag_help
@@ -34,16 +33,7 @@ def main(argv: list[str]) -> int:
     launch = load_checked(argv).config.launch
     if (launch.nproc_per_node or 1) * launch.nnodes == 1:
         return train_rank(argv)
-    from petatron.mesh.launch.local_launcher import run_ranks
-
-    return run_ranks(
-        [sys.executable, "-m", "petatron", "train", *argv],
-        nproc=launch.nproc_per_node or 1,
-        nnodes=launch.nnodes,
-        node_rank=launch.node_rank,
-        master_addr=launch.master_addr,
-        master_port=launch.master_port,
-    )
+    return start_ranks("train", argv, launch)
 
 
 def load_checked(argv: list[str], *, world_size: int | None = None) -> LoadedConfig:

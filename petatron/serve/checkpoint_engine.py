@@ -15,12 +15,11 @@ from petatron.checkpoint.files import step_list
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.completion import Completion, EngineStats, TokenEvent
 from petatron.infer.engine import Engine
-from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.object_collectives import broadcast_object
 from petatron.pretrained.run_model import Model
 from petatron.pretrained.save_and_load import load_checkpoint
-from petatron.serve.open_engine import model_settings, open_engine
+from petatron.serve.open_engine import ModelSettings, open_engine
 
 _log = get_logger(__name__)
 
@@ -28,19 +27,10 @@ _log = get_logger(__name__)
 class CheckpointEngine:
     """An engine that can be reloaded; a `ServedEngine` at rank 0."""
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        flags: Sequence[str] = (),
-        options: EngineOptions | None = None,
-        weights: str | None = None,
-    ) -> None:
-        """`checkpoint` is the folder of a Hugging Face model, of a step, or of a run, of which the newest step is taken."""
-        settings = model_settings(checkpoint, flags, options=options, weights=weights)
-        opened = open_engine(settings, flags, options=options)
+    def __init__(self, settings: ModelSettings) -> None:
+        opened = open_engine(settings)
         self.path, self.stop_ids = settings.folder, settings.stop_ids
-        self._options, self._weights = options, weights
+        self._options, self._weights = settings.options, settings.weights
         self._model: Model = opened.model
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self._engine: Engine | None = opened.engine
@@ -125,17 +115,13 @@ class CheckpointEngine:
         except PetatronError as error:
             _log.warning("%s cannot be loaded, so %s is served on: %s", step, self.path, error)
             self._load(self.path)
-        self._engine = self._build()
+        self._engine = Engine(self._model, self.tokenizer, self._options)
+        self._engine.capture_graphs(_log_capture)
 
     def _load(self, step: Path) -> None:
         if load_checkpoint(str(step), model=self._model, random_states=False, weights=self._weights) is None:
             raise CheckpointError(f"{step} holds no checkpoint any more. Another step will do.")
         self.path = step
-
-    def _build(self) -> Engine:
-        engine = Engine(self._model, self.tokenizer, self._options)
-        engine.capture_graphs(_log_capture)
-        return engine
 
 
 def _log_capture(done: int, total: int) -> None:

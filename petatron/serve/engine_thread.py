@@ -19,8 +19,8 @@ from typing import Literal
 
 from petatron.base.errors import LaunchError, PetatronError, RequestError
 from petatron.base.log import get_logger
-from petatron.infer.completion import Completion, TokenEvent
-from petatron.serve.engine_protocol import ServedEngine, ServedEngineStats
+from petatron.infer.completion import Completion, EngineStats, TokenEvent
+from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.generation import Generation, GenerationCancelled, NotServingError, QueueFullError, ServerError
 from petatron.serve.open_sequences import OpenSequences
 
@@ -50,7 +50,7 @@ class EngineThread:
         idle_step_s: float = 20.0,
     ) -> None:
         """idle_step_s: how often an idle engine makes a step without work, so that its other ranks do not give up waiting."""
-        self.stats: ServedEngineStats = engine.stats
+        self.stats: EngineStats = engine.stats
         self.failure: str | None = None
         self._engine = engine
         self._on_finish = on_finish

@@ -1,4 +1,4 @@
-"""The facts of the model that a server currently serves."""
+"""The properties of the model that a server currently serves."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class ModelCard:
         tokenizer = engine.tokenizer
         settings = tokenizer_settings(tokenizer)
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        special = {one: text for one in names if (text := special_token(settings, one))}
+        special = {token_name: text for token_name in names if (text := special_token(settings, token_name))}
         eod = None if tokenizer is None else tokenizer.eod
-        own = tokenizer_chat_template(tokenizer) if chat_template is None else None
+        tokenizer_template = tokenizer_chat_template(tokenizer) if chat_template is None else None
         given = None if chat_template is None else ChatTemplate(chat_template, special_tokens=special)
         return cls(
             name=name,
@@ -74,8 +74,8 @@ class ModelCard:
             vocab_size=engine.vocab_size,
             tokenizer=tokenizer,
             texts=TokenTexts(tokenizer),
-            chat_template=given or own or ChatTemplate(PLAIN_TEMPLATE),
-            has_chat_template=(given or own) is not None,
+            chat_template=given or tokenizer_template or ChatTemplate(PLAIN_TEMPLATE),
+            has_chat_template=(given or tokenizer_template) is not None,
             stop_ids=tuple(sorted({*stop_ids, *(() if eod is None else (eod,))})),
             bos_id=_id_of(tokenizer, special.get("bos_token"), eod),
             step=step,

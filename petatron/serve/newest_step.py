@@ -51,9 +51,9 @@ def _problem(path: Path, served_properties: Mapping[str, Any]) -> str | None:
     if not report.is_valid:
         return report.findings[0].text
     try:
-        facts = run_facts(read_manifest_head(path))
+        properties = run_facts(read_manifest_head(path))
         with reading_untrusted(path / MANIFEST_FILE, damaged_error):
-            found = next(other_run_problems(facts, served_properties), None)
+            other_run = next(other_run_problems(properties, served_properties), None)
     except CheckpointError as error:
         return str(error)
-    return None if found is None else f"{path / MANIFEST_FILE} {found}"
+    return None if other_run is None else f"{path / MANIFEST_FILE} {other_run}"

@@ -52,8 +52,8 @@ def count_reasoning_tokens(tokens: Sequence[bytes], form: ReasoningFormat, *, in
         if not answer.startswith(begin_tag, start):
             return 0
         start += len(begin_tag)
-    found = answer.find(end_tag, start)
-    end = len(answer) if found < 0 else found
+    end_at = answer.find(end_tag, start)
+    end = len(answer) if end_at < 0 else end_at
     count = place = 0
     for token in tokens:
         count += max(place, start) < min(place + len(token), end)

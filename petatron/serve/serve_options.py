@@ -49,7 +49,7 @@ class ServeLimits:
     isolation_memory_bytes: int = 1 << 30
 
     def problems(self) -> Iterator[Problem]:
-        for name in (one.name for one in fields(self)):
+        for name in (limit.name for limit in fields(self)):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield Problem(flag_of(name), str(value), "allows nothing", "Use a number above 0.")

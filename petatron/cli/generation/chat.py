@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,10 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.cli.generation.arguments import (
     OTHER_FLAGS,
     GenerationCommand,
-    add_engine_arguments,
-    add_sampling_arguments,
+    generate_on_ranks,
+    generation_parser,
     read_command,
-    run_on_ranks,
 )
-from petatron.cli.subcommands.checkpoint_parser import add_checkpoint_argument, checkpoint_parser
 from petatron.cli.subcommands.command_parser import CommandParser
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ _ANSWER_SHARE = 4
 
 
 def parser() -> CommandParser:
-    root = checkpoint_parser(
+    root = generation_parser(
         "chat",
         "[--system TEXT] [flags]",
         "A dialogue with a model in the terminal: {checkpoint}. Messages go through the tokenizer's chat template; a model without "
@@ -47,33 +45,22 @@ def parser() -> CommandParser:
         epilog=f"In the dialogue:\n{_HELP}\n\n{OTHER_FLAGS}",
         keep_lines=True,
     )
-    add_checkpoint_argument(root)
     add = root.add_argument
     add("--system", metavar="TEXT", help="the system message, which comes first")
     add("--chat-template", type=Path, metavar="FILE", help="a template (jinja) in place of the tokenizer's")
-    add_sampling_arguments(root)
-    add_engine_arguments(root)
     return root
 
 
 def main(argv: Sequence[str]) -> int:
     command = read_command(parser(), argv)
-    return run_on_ranks("chat", argv, command, lambda settings: _chat(command, settings), interactive=True)
+    return generate_on_ranks("chat", argv, command, _chat, interactive=True)
 
 
-def _chat(command: GenerationCommand, settings: ModelSettings) -> int:
-    """Runs on every rank."""
+def _chat(command: GenerationCommand, settings: ModelSettings) -> Callable[[OpenedEngine], None]:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
-    from petatron.serve.open_engine import open_engine
 
     encoder = PromptEncoder(settings.required_tokenizer(), template=_given_template(command.options.chat_template))
-    opened = open_engine(settings, command.flags, options=command.engine, dtype=command.dtype)
-    if not opened.is_first_rank:
-        opened.engine.follow()
-        return 0
-    Dialogue(command, opened, encoder).run()
-    opened.engine.close()
-    return 0
+    return lambda opened: Dialogue(command, opened, encoder).run()
 
 
 def _given_template(path: Path | None) -> ChatTemplate | None:

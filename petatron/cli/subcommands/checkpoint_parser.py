@@ -23,12 +23,6 @@ def checkpoint_parser(
         description=description.format(checkpoint=CHECKPOINT),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if keep_lines else argparse.HelpFormatter,
-        allow_abbrev=False,
     )
     root.add_argument("--weights", metavar="KIND", help=WEIGHTS_HELP)
     return root
-
-
-def add_checkpoint_argument(root: argparse.ArgumentParser) -> None:
-    """Adds the one CHECKPOINT of a subcommand."""
-    root.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)

@@ -37,10 +37,10 @@ def _report(loaded: LoadedConfig) -> list[str]:
 
     run = loaded.config
     dtype, tp = compute_dtype(run.precision), run.parallel.tensor_model_parallel_size
-    found = GenerationBytes.of(model_spec(run), dtype, tp=tp)
+    kept = GenerationBytes.of(model_spec(run), dtype, tp=tp)
     lines = [
         f"bytes on one of {tp} tensor-parallel ranks, {str(dtype).removeprefix('torch.')}",
-        f"{'of each token':<32}{found.per_token:>16,}   in {found.paged_layers} layers",
-        f"{'of each sequence':<32}{found.per_sequence:>16,}   in {found.recurrent_layers} layers",
+        f"{'of each token':<32}{kept.per_token:>16,}   in {kept.paged_layers} layers",
+        f"{'of each sequence':<32}{kept.per_sequence:>16,}   in {kept.recurrent_layers} layers",
     ]
-    return lines + [f"{f'a sequence of {tokens:,} tokens':<32}{found.of_sequence(tokens):>16,}" for tokens in _LENGTHS]
+    return lines + [f"{f'a sequence of {tokens:,} tokens':<32}{kept.of_sequence(tokens):>16,}" for tokens in _LENGTHS]

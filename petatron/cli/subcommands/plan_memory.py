@@ -42,13 +42,13 @@ def _extract_sizes(argv: Sequence[str]) -> tuple[list[str], dict[str, int], list
     flags: list[str] = []
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
-    words = iter(argv)
-    for word in words:
+    rest = iter(argv)
+    for word in rest:
         name, equals, value = word.partition("=")
         if name not in (_DEVICE_FLAG, _HOST_FLAG):
             flags.append(word)
             continue
-        given = value if equals else next(words, "")
+        given = value if equals else next(rest, "")
         try:
             size = float(given)
         except ValueError:

@@ -63,9 +63,11 @@ async def search_beams(
     """Returns the answers, the best first."""
     search = BeamSearch(prompt_ids, params, state.model.vocab_size)
     while not search.is_over:
-        generations = [Generation(ids, one, index=index) for index, (ids, one) in enumerate(search.requests())]
-        found = await complete(request, state, generations)
-        search.advance([completion.logprobs[0] for completion in found])
+        generations = [
+            Generation(ids, sampling, index=index) for index, (ids, sampling) in enumerate(search.requests())
+        ]
+        completions = await complete(request, state, generations)
+        search.advance([completion.logprobs[0] for completion in completions])
     return search.answers
 
 

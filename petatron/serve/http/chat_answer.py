@@ -45,17 +45,17 @@ class ChatAnswer:
         number = body.request_id or secrets.token_hex(12)
         self._head = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model.name}
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def as_json(self, completions: Sequence[Completion]) -> dict[str, Any]:
         body = self._body
         answer = {**self._head, "object": "chat.completion"}
-        answer["choices"] = [self._choice(index, one) for index, one in enumerate(completions)]
+        answer["choices"] = [self._choice(index, completion) for index, completion in enumerate(completions)]
         answer["usage"] = self._usage(completions)
         if body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(completions[0].prompt_logprobs, self._model.texts)
         return answer | self._prompt_parts()
 
     def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
-        begin = [self._first_piece(one.index) for one in generations]
+        begin = [self._first_piece(generation.index) for generation in generations]
         probe = self._splitter()
         joins = not self._body.return_token_ids and self._running is None
         plain = probe.tools is None and probe.reasoning is None and joins
@@ -122,14 +122,14 @@ class ChatAnswer:
             self._splitters[index] = self._splitter()
         splitter = self._splitters[index]
         first = splitter.num_calls
-        found = splitter.feed(text, final=final)
-        parts: dict[str, Any] = {"content": found.content} if found.content else {}
-        if found.reasoning and self._body.include_reasoning is not False:
-            parts |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
-        if found.calls and self._legacy:
-            parts["function_call"] = _function(found.calls[0])
-        elif found.calls:
-            parts["tool_calls"] = [_tool_call(number, call) for number, call in enumerate(found.calls, first)]
+        new = splitter.feed(text, final=final)
+        parts: dict[str, Any] = {"content": new.content} if new.content else {}
+        if new.reasoning and self._body.include_reasoning is not False:
+            parts |= {"reasoning_content": new.reasoning, "reasoning": new.reasoning}
+        if new.calls and self._legacy:
+            parts["function_call"] = _function(new.calls[0])
+        elif new.calls:
+            parts["tool_calls"] = [_tool_call(number, call) for number, call in enumerate(new.calls, first)]
         return parts
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
@@ -158,7 +158,7 @@ class ChatAnswer:
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         splitter, texts = self._splitter(), self._model.texts
-        reasoning = sum(reasoning_tokens_of(one, splitter, texts) for one in completions)
+        reasoning = sum(reasoning_tokens_of(completion, splitter, texts) for completion in completions)
         return usage(len(self._prompt_ids), completions, n=len(completions), reasoning_tokens=reasoning)
 
 

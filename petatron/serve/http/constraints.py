@@ -23,20 +23,20 @@ from petatron.serve.http.openai_requests import MAX_GRAMMAR_CHARS, ConstraintFie
 def request_constraint(body: ConstraintFields) -> Constraint | None:
     """Returns what the answer must match; raises `ApiError` for two constraints at once."""
     whitespace = _whitespace(body)
-    found = list(_constraints(body, whitespace))
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
+    constraints = list(_constraints(body, whitespace))
+    if len(constraints) > 1:
+        names = " and ".join(name for name, _ in constraints)
         raise ApiError(
-            400, f"{names} are two constraints of one answer. Send one.", param=found[1][0].partition(".")[0]
+            400, f"{names} are two constraints of one answer. Send one.", param=constraints[1][0].partition(".")[0]
         )
-    if not found:
+    if not constraints:
         if whitespace is not None:
             text = "White space is one of JSON constraints, and the request has none."
             raise ApiError(
                 400, text, param="guided_whitespace_pattern" if body.guided_whitespace_pattern else "structured_outputs"
             )
         return None
-    name, constraint = found[0]
+    name, constraint = constraints[0]
     if whitespace is not None and constraint.kind not in ("json", "json_schema"):
         raise ApiError(
             400, f"White space is one of JSON constraints, and {name} is none.", param=name.partition(".")[0]

@@ -38,8 +38,8 @@ class HostCheck:
     """
 
     def __init__(self, bound: str, allowed: Sequence[str]) -> None:
-        own = ("localhost", bound, socket.gethostname(), socket.getfqdn())
-        self._names = frozenset(name.lower().rstrip(".") for name in (*own, *allowed) if name)
+        local = ("localhost", bound, socket.gethostname(), socket.getfqdn())
+        self._names = frozenset(name.lower().rstrip(".") for name in (*local, *allowed) if name)
 
     def is_allowed(self, host: bytes) -> bool:
         if not host or "*" in self._names:
@@ -150,9 +150,9 @@ class RequestGuard:
                 if not message.get("more_body", False):
                     break
         scope[_BODY_READ] = True
-        whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+        body: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
         async def receive_again() -> Message:
-            return whole.pop() if whole else await receive()
+            return body.pop() if body else await receive()
 
         return receive_again

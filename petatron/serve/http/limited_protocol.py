@@ -47,9 +47,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._addresses[self._address] += 1
-        own = self._addresses[self._address] > self._limits.max_connections_per_address
-        if own or len(self.connections) > self._limits.max_connections:
-            whose = " from this address" if own else ""
+        from_address = self._addresses[self._address] > self._limits.max_connections_per_address
+        if from_address or len(self.connections) > self._limits.max_connections:
+            whose = " from this address" if from_address else ""
             self._refuse(503, f"The server has too many connections open{whose}. Try again later.")
             return
         self._expect_headers()

@@ -15,12 +15,12 @@ from petatron.serve.serve_options import ServeLimits
 def reported_logprobs(generations: Sequence[Generation]) -> int:
     """Returns how many log-probabilities the answers have at most."""
     total = 0
-    for one in generations:
-        params = one.params
+    for generation in generations:
+        params = generation.params
         if params.logprobs is not None:
             total += params.max_new_tokens * (1 + params.logprobs)
         if params.prompt_logprobs is not None:
-            total += len(one.prompt_ids) * (1 + params.prompt_logprobs)
+            total += len(generation.prompt_ids) * (1 + params.prompt_logprobs)
     return total
 
 

@@ -64,7 +64,7 @@ class ResponseAnswer:
             "truncation": "disabled",
         }
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
+    def as_json(self, completion: Completion) -> dict[str, Any]:
         self._add(completion.text, final=True, logprobs=completion.logprobs)
         return self._response(completion)
 

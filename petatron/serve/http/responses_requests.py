@@ -68,7 +68,7 @@ class ResponsesRequest(OpenAIRequest):
     metadata: dict[str, Any] | None = None
 
 
-_OWN = {
+_NAMED_HERE = {
     *ResponsesRequest.model_fields,
     "n",
     "messages",
@@ -78,7 +78,7 @@ _OWN = {
     "function_call",
     "logprobs",
 }
-_SHARED = tuple(name for name in ChatCompletionRequest.model_fields if name not in _OWN)
+_SHARED = tuple(name for name in ChatCompletionRequest.model_fields if name not in _NAMED_HERE)
 """Fields of chats that this route takes under the same name."""
 
 
@@ -92,7 +92,7 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatCompletionRequest, dict[str, An
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tools": None if body.tools is None else [_tool(one) for one in body.tools],
+        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "stream": body.stream,

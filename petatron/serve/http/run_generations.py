@@ -76,8 +76,8 @@ async def complete(request: Request, state: ServerState, generations: Sequence[G
                         raise ClientLeft
                 finally:
                     waiting.cancel()
-                failed = [one for one in futures if one.done() and one.exception() is not None]
-                return [one.result() for one in failed or futures]
+                failed = [future for future in futures if future.done() and future.exception() is not None]
+                return [future.result() for future in failed or futures]
     finally:
         left.cancel()
 
@@ -176,7 +176,7 @@ class TokenStream(Response):
         while True:
             events = joined_texts(ready) if self._joins else list(ready)
             unfinished -= sum(event.finish_reason is not None for _, event in events)
-            await _send_body(send, before + "".join([self._event(*one) for one in events]))
+            await _send_body(send, before + "".join([self._event(*item) for item in events]))
             before = ""
             if not unfinished:
                 return

@@ -31,7 +31,9 @@ class ServerState:
 
     async def check_constraints(self, generations: Sequence[Generation]) -> None:
         """Raises `DataError` for a constraint that cannot be compiled within limits: before the engine sees it."""
-        for constraint, owner in {(one.params.constraint, one.params.owner) for one in generations}:
+        for constraint, owner in {
+            (generation.params.constraint, generation.params.owner) for generation in generations
+        }:
             if constraint is not None:
                 await self.isolation.check_constraint(constraint, owner=owner)
 

@@ -41,8 +41,8 @@ class SentTokenizer:
         file = tokenizer.files().get("tokenizer.json")
         texts = [] if file is not None else [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
         text = None if file is None else file.decode()
-        facts = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
-        return {**facts, "tokenizer_json": text, "texts": texts}
+        properties = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+        return {**properties, "tokenizer_json": text, "texts": texts}
 
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError("a vocabulary is read token by token")

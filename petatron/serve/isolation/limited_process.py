@@ -162,10 +162,10 @@ class LimitedPool:
         self._turns = [(owner, turn) for owner, turn in self._turns if not turn.done()]
         while self._running.total() < len(self._all):
             most = max(1, len(self._all) - 1)
-            allowed = [one for one in self._turns if not one[0] or self._running[one[0]] < most]
+            allowed = [entry for entry in self._turns if not entry[0] or self._running[entry[0]] < most]
             if not allowed:
                 return
-            owner, turn = chosen = min(allowed, key=lambda one: self._running[one[0]])
+            owner, turn = chosen = min(allowed, key=lambda entry: self._running[entry[0]])
             self._turns.remove(chosen)
             self._running[owner] += 1
             turn.set_result(None)
