@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+from petatron.base.errors import Problem
 from petatron.cli.subcommands.run_on_ranks import start_ranks
 from petatron.config import CheckpointConfig, LoadedConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
@@ -55,18 +59,23 @@ def with_preset(argv: list[str]) -> list[str]:
     return ["--config" if argv[0].endswith((".yaml", ".yml")) else "--preset", *argv]
 
 
-def read_checkpoint(config: CheckpointConfig, folder: str | None) -> CheckpointSettings:
+def read_checkpoint(config: CheckpointConfig, folder: str | None, *, settings_only: bool = False) -> CheckpointSettings:
     """Returns the settings of a checkpoint, for --use-checkpoint-args and --from; torch is imported only then."""
     from petatron.pretrained.open_settings import read_checkpoint_args
 
-    return read_checkpoint_args(config, folder)
+    return read_checkpoint_args(config, folder, settings_only=settings_only)
 
 
-def read_settings_alone(config: CheckpointConfig, folder: str | None) -> CheckpointSettings:
-    """Returns the same for commands that read no weights: a config.json is enough, and of a model on the hub it alone is downloaded."""
-    from petatron.pretrained.open_settings import read_checkpoint_args
+read_settings_alone = partial(read_checkpoint, settings_only=True)
+"""For commands that read no weights: a config.json is enough, and of a model on the hub it alone is downloaded."""
 
-    return read_checkpoint_args(config, folder, settings_only=True)
+
+def load_planned(argv: Sequence[str], other_problems: Sequence[Problem] = ()) -> LoadedConfig:
+    """Returns the config of a command that starts no run; `ConfigError` with everything that is wrong, also with its own flags."""
+    loaded, problems = resolve_config(
+        with_preset(list(argv)), require_training=False, read_checkpoint=read_settings_alone
+    )
+    return without_problems(loaded, [*other_problems, *problems])
 
 
 def train_rank(argv: list[str]) -> int:

@@ -111,7 +111,7 @@ class ReasoningParser:
         if end:
             self._pending, self._state = after, "gap"
             return self._stripped(before.rstrip())
-        held = 0 if final else self._num_held(before)
+        held = 0 if final else num_held(before, REASONING_TAGS[self.form][1])
         certain = before[: len(before) - held].rstrip() if not final else before.rstrip()
         self._pending = "" if final else before[len(certain) :]
         return self._stripped(certain)
@@ -121,6 +121,7 @@ class ReasoningParser:
         self._begun = self._begun or bool(text)
         return text
 
-    def _num_held(self, text: str) -> int:
-        end = REASONING_TAGS[self.form][1]
-        return next(size for size in range(len(end) - 1, -1, -1) if text.endswith(end[:size]))
+
+def num_held(text: str, tag: str) -> int:
+    """Returns how many last characters of a text may be the beginning of a tag."""
+    return next(size for size in range(len(tag) - 1, -1, -1) if text.endswith(tag[:size]))

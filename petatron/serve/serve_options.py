@@ -99,15 +99,13 @@ class ServeOptions:
 
     def tool_format(self, template: str) -> ToolCallFormat | None:
         """Returns the format of calls under a chat template; None: answers are text alone."""
-        if self.tool_call_format == "auto":
-            return template_format(template)
-        return None if self.tool_call_format == "none" else self.tool_call_format
+        given = self.tool_call_format
+        return template_format(template) if given == "auto" else None if given == "none" else given
 
     def reasoning_tags(self, template: str) -> ReasoningFormat | None:
         """Returns the format of reasoning under a chat template; None: it is part of the content."""
-        if self.reasoning_format == "auto":
-            return template_reasoning(template)
-        return None if self.reasoning_format == "none" else self.reasoning_format
+        given = self.reasoning_format
+        return template_reasoning(template) if given == "auto" else None if given == "none" else given
 
 
 def flag_of(name: str) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from petatron.serve.reasoning import num_held
+
 ToolCallFormat = Literal["hermes", "llama3", "mistral"]
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = get_args(ToolCallFormat)
 _BEGIN: Mapping[ToolCallFormat, str] = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
@@ -100,11 +102,9 @@ class ToolCallParser:
         if begin:
             self._pending, self._inside = after, True
             return before
-        held = next(
-            size for size in range(len(_BEGIN[self.form]) - 1, -1, -1) if before.endswith(_BEGIN[self.form][:size])
-        )
-        self._pending = before[len(before) - held :]
-        return before[: len(before) - held]
+        certain = len(before) - num_held(before, _BEGIN[self.form])
+        self._pending = before[certain:]
+        return before[:certain]
 
     def _take_llama3_content(self) -> str:
         """A call is the whole answer, so its first character tells."""

@@ -82,8 +82,7 @@ def _is_empty(server: LiveServer) -> bool:
     assert isinstance(engine, CheckpointEngine)
     stats = engine.stats
     return (
-        server.is_idle()
-        and stats.running == stats.waiting == stats.pages_used == len(engine._running._requests.sequences) == 0
+        server.is_idle() and stats.running == stats.waiting == stats.pages_used == len(engine._requests.sequences) == 0
     )
 
 

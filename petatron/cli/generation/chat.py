@@ -19,6 +19,7 @@ from petatron.cli.generation.arguments import (
     read_command,
 )
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.cli.subcommands.handled_signals import handled_signal
 
 if TYPE_CHECKING:
     from petatron.data.prompt.chat_template import ChatTemplate
@@ -158,7 +159,9 @@ class Dialogue:
     def _stream(self, prompt_ids: list[int], params: SamplingParams) -> str:
         """Prints the answer as it comes; Ctrl-C ends it between two steps."""
         request = self._engine.submit(prompt_ids, params)
-        with _noted_interrupts() as interrupts:
+        interrupts: list[int] = []
+        # Collected instead of raised: an engine must not be left in the middle of a step.
+        with handled_signal(signal.SIGINT, lambda number, _: interrupts.append(number)):
             cancelled = False
             while self._engine.has_work:
                 for event in self._engine.step():
@@ -170,20 +173,6 @@ class Dialogue:
         notes = {"cancelled": " (stopped)", "length": " (...)"}
         print(notes.get(answer.finish_reason or "", ""))
         return answer.text
-
-
-@contextlib.contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Collects Ctrl-C instead of raising: an engine must not be left in the middle of a step."""
-    noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only it may install handlers
-        yield noted
-        return
-    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

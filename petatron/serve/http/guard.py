@@ -131,9 +131,8 @@ class RequestGuard:
     async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
         """Reads the whole body and returns a `receive` that gives it; a body that is too long is not read to its end."""
         most = self._options.limits.max_body_bytes
-        too_long = ApiError(
-            413, f"The body is longer than the {most} bytes that this server takes.", code="body_too_large"
-        )
+        text = f"The body is longer than the {most} bytes that this server takes."
+        too_long = ApiError(413, text, code="body_too_large")
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if length.isdigit() and int(length) > most:
             raise too_long

@@ -7,7 +7,6 @@ import secrets
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from petatron.base.errors import DataError
 from petatron.infer.sampling_params import MAX_SEED, SamplingParams
@@ -50,9 +49,8 @@ async def encode_prompts(
     many = not isinstance(given, str) and not isinstance(given[0], int)
     prompts: Sequence[str | Sequence[int]] = given if many else [given]  # type: ignore[assignment]
     if len(prompts) > limits.max_batch:
-        raise ApiError(
-            400, f"{len(prompts)} prompts are more than the {limits.max_batch} that one request may have.", param=param
-        )
+        text = f"{len(prompts)} prompts are more than the {limits.max_batch} that one request may have."
+        raise ApiError(400, text, param=param)
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, str) and truncate is None:
@@ -87,28 +85,22 @@ def check_text(text: str, model: ModelCard, limits: ServeLimits, *, param: str) 
     if model.max_token_bytes is None:
         return
     least = -(-len(text.encode(errors="replace")) // model.max_token_bytes)
-    if least > _most_prompt_tokens(model, limits):
-        count = least if model.max_token_bytes == 1 else f"at least {least}"
-        _refuse_length(count, model, limits, param=param)
+    shown = least if model.max_token_bytes == 1 else f"at least {least}"
+    _check_length(least, shown, model, limits, param=param)
 
 
-def _most_prompt_tokens(model: ModelCard, limits: ServeLimits) -> int:
-    return min(model.max_prompt_tokens, limits.max_prompt_tokens or model.max_prompt_tokens)
-
-
-def _refuse_length(count: int | str, model: ModelCard, limits: ServeLimits, *, param: str) -> NoReturn:
-    most = _most_prompt_tokens(model, limits)
-    text = f"The prompt has {count} tokens, and this server takes {most}. Shorten the prompt."
-    raise ApiError(400, text, param=param, code="context_length_exceeded")
+def _check_length(count: int, shown: int | str, model: ModelCard, limits: ServeLimits, *, param: str) -> None:
+    most = min(model.max_prompt_tokens, limits.max_prompt_tokens or model.max_prompt_tokens)
+    if count > most:
+        text = f"The prompt has {shown} tokens, and this server takes {most}. Shorten the prompt."
+        raise ApiError(400, text, param=param, code="context_length_exceeded")
 
 
 def check_prompt(ids: Sequence[int], model: ModelCard, limits: ServeLimits, *, param: str) -> None:
     if not ids:
-        raise ApiError(
-            400, "The prompt is empty, and there is nothing to continue. Send at least one token.", param=param
-        )
-    if len(ids) > _most_prompt_tokens(model, limits):
-        _refuse_length(len(ids), model, limits, param=param)
+        text = "The prompt is empty, and there is nothing to continue. Send at least one token."
+        raise ApiError(400, text, param=param)
+    _check_length(len(ids), len(ids), model, limits, param=param)
     check_ids(ids, model, param=param)
 
 

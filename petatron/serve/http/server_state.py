@@ -40,12 +40,8 @@ class ServerState:
     def check_model(self, name: str | None) -> ModelCard:
         """Returns the served model; raises 404 for the name of another."""
         if name not in (None, "", self.model.name):
-            raise ApiError(
-                404,
-                f"This server serves {self.model.name!r} and no other model.",
-                param="model",
-                code="model_not_found",
-            )
+            text = f"This server serves {self.model.name!r} and no other model."
+            raise ApiError(404, text, param="model", code="model_not_found")
         return self.model
 
 
