@@ -106,6 +106,6 @@ def _same_random_numbers_every_time() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_left_over_log_handlers() -> Iterator[None]:
-    """A verb run inside a test sends the log to that test's captured stderr, which is closed when the test ends."""
+    """A subcommand run inside a test sends the log to that test's captured stderr, which is closed when the test ends."""
     yield
     logging.getLogger("petatron").handlers.clear()

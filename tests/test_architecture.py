@@ -148,7 +148,7 @@ def test_triton_stays_in_its_folder():
 
 
 def test_http_stays_in_its_folder():
-    """Its routes import the framework at the top, as they must; nobody else does, and only the verb imports them, when it runs."""
+    """Its routes import the framework at the top, as they must; nobody else does, and only the subcommand imports them, when it runs."""
     libraries = ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client")
     found = [
         f"{path}:{line} imports {name}"

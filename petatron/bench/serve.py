@@ -166,7 +166,7 @@ def _open_engine(checkpoint: Path, flags: Sequence[str], options: EngineOptions)
     if settings.num_ranks > 1:
         rule = f"asks for {settings.num_ranks} ranks, and the engine alone is measured on one"
         raise ConfigError([Problem(" ".join(flags), "", rule, "Start the server by itself, and give its --url.")])
-    return open_engine(settings, flags, options=options).engine
+    return open_engine(settings).engine
 
 
 def make_requests(count: int, *, prompt_tokens: int, new_tokens: int, vocab_size: int) -> list[BenchRequest]:

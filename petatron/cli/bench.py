@@ -1,9 +1,8 @@
 """`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
 
-A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. One with
-`argument_problems(args)` is run only where that finds none, and they are told together with those of `--json`. One that sets
-TAKES_RUN_FLAGS also gets the flags its parser does not know, as `run(args, flags)`: those of a training run; a preset may come
-first.
+A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. The problems that its
+`argument_problems(args)` returns, if it has that, are reported together with those of `--json`. A bench that sets TAKES_RUN_FLAGS also
+gets the flags that its parser does not know, as `run(args, flags)`: those of a training run; a preset may come first.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ def main(argv: Sequence[str]) -> int:
     names = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     modules = {name: importlib.import_module(module) for name, (module, _) in BENCHES.items()}
     for name, (_, summary) in BENCHES.items():
-        one = names.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        one.add_argument("--json", metavar="FILE", help="write all numbers here")
-        modules[name].add_arguments(one)
+        parser_of_bench = names.add_parser(name, help=summary, description=summary)
+        parser_of_bench.add_argument("--json", metavar="FILE", help="write all numbers here")
+        modules[name].add_arguments(parser_of_bench)
     takes_flags = any(getattr(modules.get(word), "TAKES_RUN_FLAGS", False) for word in argv[:1])
     args, flags = parser.parse_known_args(argv) if takes_flags else (parser.parse_args(argv), [])
     module, flags = modules[args.bench], with_preset(flags)
@@ -72,12 +71,9 @@ def main(argv: Sequence[str]) -> int:
             "python": platform.python_version(),
         }
         content = {"bench": args.bench, "petatron": __version__, "machine": machine, **result.values}
-        _write(Path(args.json), content)
+        try:
+            Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            why = error.strerror or error
+            raise DataError(f"Cannot write {args.json}: {why}. Choose a writable file.") from error
     return 0
-
-
-def _write(path: Path, content: Mapping[str, object]) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"Cannot write {path}: {error.strerror or error}. Choose a writable file.") from error

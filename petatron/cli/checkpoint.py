@@ -6,7 +6,6 @@ import argparse
 import importlib
 import json
 import math
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import configure_logging
-from petatron.base.terminal_escape import printable, raw_stream
+from petatron.base.terminal_escape import printable
 from petatron.base.text import align_columns, format_bytes
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.cli.subcommands.progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.checkpoint.inspect.diff_checkpoints import CheckpointDiff
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser(converting=bool(argv) and argv[0] == "convert").parse_args(argv)
     configure_logging()
     actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}
-    action = importlib.import_module(_CONVERT).run if options.verb == "convert" else actions[options.verb]
+    action = importlib.import_module(_CONVERT).run if options.subcommand == "convert" else actions[options.subcommand]
     with naming_step_flag("--step") if hasattr(options, "step") else nullcontext():
         return action(options)
 
@@ -47,18 +47,17 @@ def parser(*, converting: bool) -> argparse.ArgumentParser:
         description="Look into checkpoints, prove that they are whole, compare, prune and convert them. PATH is a folder that "
         "--save wrote to, or one step-N in it.",
     )
-    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
-    add = verbs.add_parser("inspect", help="what a checkpoint holds", allow_abbrev=False).add_argument
+    subcommands = root.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    add = subcommands.add_parser("inspect", help="what a checkpoint holds").add_argument
     add("path", type=Path, metavar="PATH")
     add("--step", type=int, metavar="N", help="which step (default: the newest)")
     add("--tensors", action="store_true", help="list every logical tensor")
     add("--json", action="store_true", help="print everything as JSON")
-    checking = verbs.add_parser(
+    checking = subcommands.add_parser(
         "verify",
         help="whether checkpoints are what was saved",
         description="Reads every file of a checkpoint and compares it with the manifest. Exits with 1 if anything is wrong, and "
         "names the newest step that is good.",
-        allow_abbrev=False,
     )
     checking.add_argument("path", type=Path, metavar="PATH")
     which = checking.add_mutually_exclusive_group()
@@ -71,27 +70,24 @@ def parser(*, converting: bool) -> argparse.ArgumentParser:
         help="the checkpoint must be signed by a public key of this file (a .pub file of ssh-keygen, or PEM)",
     )
     checking.add_argument("--json", action="store_true", help="print the findings as JSON")
-    comparing = verbs.add_parser(
+    comparing = subcommands.add_parser(
         "diff",
         help="how two checkpoints differ",
         description="Compares configuration, and weights and optimizer state tensor by tensor, whatever layouts saved them. The "
         "relative difference of a tensor is the largest difference of an element over the largest element. Exits with 1 if "
         "the tensors differ.",
-        allow_abbrev=False,
     )
     comparing.add_argument("first", type=Path, metavar="A")
     comparing.add_argument("second", type=Path, metavar="B")
     comparing.add_argument("--rtol", type=float, default=0.0, metavar="R", help="relative difference to let pass (0)")
     comparing.add_argument("--top", type=int, default=10, metavar="K", help="how many tensors to list (10)")
     comparing.add_argument("--json", action="store_true", help="print everything as JSON")
-    add = verbs.add_parser("prune", help="remove old steps", allow_abbrev=False).add_argument
+    add = subcommands.add_parser("prune", help="remove old steps").add_argument
     add("path", type=Path, metavar="PATH", help="folder that --save wrote to")
     add("--keep", type=int, required=True, metavar="N", help="how many of the newest steps stay")
     add("--retain-interval", type=int, metavar="K", help="steps at a multiple of this stay too")
     add("--dry-run", action="store_true", help="only say what would be removed")
-    convert = verbs.add_parser(
-        "convert", help="to and from Hugging Face and Megatron-LM", allow_abbrev=False, add_help=converting
-    )
+    convert = subcommands.add_parser("convert", help="to and from Hugging Face and Megatron-LM", add_help=converting)
     if converting:
         importlib.import_module(_CONVERT).add_arguments(convert)
     return root
@@ -177,14 +173,11 @@ def _verify(options: argparse.Namespace) -> int:
     folder: Path = options.path
     complete = list(list_steps(folder).values())
     lost = steps_without_manifest(folder) if folder.is_dir() and options.step is None else []
-    chosen = (
-        complete
-        if options.all and complete
-        else []
-        if lost and not complete
-        else [find_checkpoint(folder, options.step, warn=False)]
-    )
-    with _Progress("verifying") as progress:
+    if options.all and complete:
+        chosen = complete
+    else:
+        chosen = [] if lost and not complete else [find_checkpoint(folder, options.step, warn=False)]
+    with _progress("verifying") as progress:
         trusted = read_public_keys(options.require_signature) if options.require_signature else None
         reports = [verify_checkpoint(source, progress, trusted_keys=trusted) for source in [*lost, *chosen]]
         of_folder = latest_findings(folder, lost) if (complete or lost) and options.step is None else ()
@@ -202,16 +195,19 @@ def _verify(options: argparse.Namespace) -> int:
 def _report_values(
     reports: Sequence[VerificationReport], newest: Path | None, of_folder: Sequence[Finding]
 ) -> dict[str, Any]:
+    def as_values(findings: Sequence[Finding]) -> list[dict[str, str]]:
+        return [{"file": str(finding.file), "problem": finding.text} for finding in findings]
+
     return {
         "sound": all(report.is_valid for report in reports) and not of_folder,
-        "findings": [{"file": str(found.file), "problem": found.text} for found in of_folder],
+        "findings": as_values(of_folder),
         "checkpoints": [
             {
                 "checkpoint": str(report.source),
                 "sound": report.is_valid,
                 "files": report.num_files,
                 "bytes": report.num_bytes,
-                "findings": [{"file": str(found.file), "problem": found.text} for found in report.findings],
+                "findings": as_values(report.findings),
             }
             for report in reports
         ],
@@ -234,33 +230,8 @@ def _print_reports(reports: Sequence[VerificationReport], newest: Path | None) -
         print(f"The newest good step is {number}: --load {newest.parent} --ckpt-step {number}")
 
 
-class _Progress:
-    """Reports progress of long work on stderr, at most every few seconds and never for short work."""
-
-    def __init__(self, action: str) -> None:
-        self._action = action
-        self._terminal = sys.stderr.isatty()
-        self._print_interval_s = 0.5 if self._terminal else 10.0
-        self._last_print_s = time.monotonic()
-        self._line_open = False
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._line_open:
-            print(file=sys.stderr)
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._last_print_s < self._print_interval_s:
-            return
-        self._last_print_s, self._line_open = now, self._terminal
-        text = f"{self._action}: {done / max(total, 1):.0%}"
-        if self._terminal:
-            print(f"\r{printable(text)}", end="", file=raw_stream(sys.stderr), flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+def _progress(action: str) -> StderrProgress:
+    return StderrProgress(lambda done, total: f"{action}: {done / max(total, 1):.0%}")
 
 
 # diff
@@ -274,17 +245,17 @@ def _diff(options: argparse.Namespace) -> int:
         flag, value = ("--rtol", options.rtol) if options.rtol < 0 else ("--top", options.top)
         raise ConfigError([Problem(flag, str(value), "is below 0", "Leave it out.")])
     sources = find_checkpoint(options.first), find_checkpoint(options.second)
-    with _Progress("comparing") as progress:
-        found = diff_checkpoints(*sources, progress)
+    with _progress("comparing") as progress:
+        diff = diff_checkpoints(*sources, progress)
     if options.json:
         tensors = [
             {**asdict(tensor), "largest": _finite(tensor.largest), "relative": _finite(tensor.relative)}
-            for tensor in found.tensors
+            for tensor in diff.tensors
         ]
-        print(json.dumps({**asdict(found), "tensors": tensors}, indent=1))
+        print(json.dumps({**asdict(diff), "tensors": tensors}, indent=1))
     else:
-        _print_comparison(found, sources, rtol=options.rtol, top=options.top)
-    return 0 if found.allclose(options.rtol) else 1
+        _print_comparison(diff, sources, rtol=options.rtol, top=options.top)
+    return 0 if diff.allclose(options.rtol) else 1
 
 
 def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol: float, top: int) -> None:
@@ -349,7 +320,10 @@ def _prune(options: argparse.Namespace) -> int:
     findings = verify_checkpoint(newest, read_content=False).findings
     if findings:
         raise CheckpointError(f"Nothing was removed, because the newest step is not whole: {findings[0].text}")
-    sizes = {step: _folder_bytes(path) for step, path in step_folder.list_steps(folder).items()}
+    sizes = {
+        step: sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+        for step, path in step_folder.list_steps(folder).items()
+    }
     links = [path.name for path in step_folder.stray_symlinks(folder)]
     try:
         with lock_save_dir(None if options.dry_run else str(folder), rank=0):
@@ -371,13 +345,6 @@ def _prune(options: argparse.Namespace) -> int:
         print("nothing to remove")
     print(f"{'would keep' if options.dry_run else 'kept'} {', '.join(str(step) for step in sizes if step not in gone)}")
     return 0
-
-
-def _folder_bytes(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
-
-
-# Text
 
 
 def _finite(value: float) -> float | None:

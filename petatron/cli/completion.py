@@ -1,7 +1,7 @@
-"""`petatron completion bash|zsh|fish`: a script that completes verbs, flags, their choices, presets and paths.
+"""`petatron completion bash|zsh|fish`: a script that completes subcommands, flags, their choices, presets and paths.
 
-It is generated from what the command line itself reads: the table of verbs, the schema, and the verbs' own parsers. zsh runs bash's
-script through its compatibility layer. Nothing here imports torch, since a shell may run it at every start.
+It is generated from what the command line itself reads: the table of subcommands, the schema, and their parsers. zsh runs bash's script
+through its compatibility layer. Nothing here imports torch, since a shell may run it at every start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from petatron.config.schema.fields import FieldInfo, fields_by_name
 SHELLS = ("bash", "zsh", "fish")
 _USAGE = """usage: petatron completion bash|zsh|fish
 
-Prints a script that completes verbs, flags, choices, presets and paths. To use it:
+Prints a script that completes subcommands, flags, choices, presets and paths. To use it:
   bash   echo 'source <(petatron completion bash)' >> ~/.bashrc
   zsh    echo 'source <(petatron completion zsh)' >> ~/.zshrc
   fish   petatron completion fish > ~/.config/fish/completions/petatron.fish"""
@@ -35,10 +35,10 @@ FlagValue = Literal["none", "text", "path"] | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class ShellCompletion:
-    """What may follow a command: further words, flags with their values, presets."""
+    """What may follow a command: other commands, flags with their values, presets."""
 
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
+    following: tuple[str, ...] = ()
     presets: bool = False
 
 
@@ -56,14 +56,18 @@ def main(argv: Sequence[str]) -> int:
 def completions() -> dict[str, ShellCompletion]:
     """Maps commands, as `train` or `data preprocess`, to what may follow them."""
     run = run_flags()
-    found = {"train": ShellCompletion(run, presets=True), "completion": ShellCompletion(words=SHELLS)}
-    found["lm-eval"] = ShellCompletion(words=lm_eval_starter.COMMANDS)
-    found["config"] = ShellCompletion(words=("show", "diff", "presets", "reference"))
-    found["config show"] = ShellCompletion({**run, "--changed": "none", "--yaml": "none"}, presets=True)
-    found["config diff"] = ShellCompletion(presets=True)
-    found["config presets"], found["config reference"] = ShellCompletion(), ShellCompletion({"--out": "path"})
-    found["bench"] = ShellCompletion(words=tuple(bench.BENCHES))
-    for verb, parser in (
+    commands = {
+        "train": ShellCompletion(run, presets=True),
+        "completion": ShellCompletion(following=SHELLS),
+        "lm-eval": ShellCompletion(following=lm_eval_starter.COMMANDS),
+        "config": ShellCompletion(following=("show", "diff", "presets", "reference")),
+        "config show": ShellCompletion({**run, "--changed": "none", "--yaml": "none"}, presets=True),
+        "config diff": ShellCompletion(presets=True),
+        "config presets": ShellCompletion(),
+        "config reference": ShellCompletion({"--out": "path"}),
+        "bench": ShellCompletion(following=tuple(bench.BENCHES)),
+    }
+    for subcommand, parser in (
         ("quickstart", quickstart.parser()),
         ("data", data.parser()),
         ("checkpoint", checkpoint.parser(converting=False)),
@@ -76,19 +80,23 @@ def completions() -> dict[str, ShellCompletion]:
         ("runs", runs.parser()),
         ("eval", eval.parser()),
         ("runs diff", runs.diff_parser()),
+        ("generate", generate.parser()),
+        ("chat", chat.parser()),
     ):
-        found |= dict(_parser_completions(verb, parser))
-    found["runs"] = replace(found["runs"], words=("diff",))
-    found["serve"] = ShellCompletion({**run, **found["serve"].flags})
-    found["verify"] = ShellCompletion({**run, **found["verify"].flags}, presets=True)
-    found["eval"] = ShellCompletion({**run, **found["eval"].flags})
-    for verb, parser in (("generate", generate.parser()), ("chat", chat.parser())):
-        found[verb] = ShellCompletion({**run, **dict(_parser_completions(verb, parser))[verb].flags})
-    found["plan memory"] = ShellCompletion(
-        {**run, "--device-memory-gb": "text", "--host-memory-gb": "text"}, presets=True
-    )
-    found["plan cache"] = ShellCompletion(run, presets=True)
-    return found
+        commands |= dict(_parser_completions(subcommand, parser))
+    commands["runs"] = replace(commands["runs"], following=("diff",))
+    for subcommand in (
+        "serve",
+        "verify",
+        "eval",
+        "generate",
+        "chat",
+    ):  # what they do not know is a flag of `petatron train`
+        commands[subcommand] = ShellCompletion({**run, **commands[subcommand].flags}, presets=subcommand == "verify")
+    sizes: dict[str, FlagValue] = {"--device-memory-gb": "text", "--host-memory-gb": "text"}
+    commands["plan memory"] = ShellCompletion({**run, **sizes}, presets=True)
+    commands["plan cache"] = ShellCompletion(run, presets=True)
+    return commands
 
 
 def run_flags() -> dict[str, FlagValue]:
@@ -109,15 +117,15 @@ def _field_value(info: FieldInfo) -> FlagValue:
 
 def _parser_completions(command: str, parser: argparse.ArgumentParser) -> Iterable[tuple[str, ShellCompletion]]:
     flags: dict[str, FlagValue] = {}
-    words: tuple[str, ...] = ()
+    inner_names: tuple[str, ...] = ()
     for action in parser._actions:  # argparse has no public way to list them
         if isinstance(action, argparse._SubParsersAction):
-            words = tuple(action.choices)
+            inner_names = tuple(action.choices)
             for name, inner in action.choices.items():
                 yield from _parser_completions(f"{command} {name}", inner)
         elif action.help != argparse.SUPPRESS:
             flags |= {flag: _action_value(action) for flag in action.option_strings if flag.startswith("--")}
-    yield command, ShellCompletion(flags, words)
+    yield command, ShellCompletion(flags, inner_names)
 
 
 _PATH_NAMES = ("FILE", "PATH", "PREFIX", "DIR", "KEY", "FOLDER")
@@ -134,22 +142,22 @@ def _action_value(action: argparse.Action) -> FlagValue:
 
 def bash_script() -> str:
     """Returns the script for bash: a table of words for each command, and one for the value of each flag."""
-    from petatron.cli.main import VERBS
+    from petatron.cli.main import SUBCOMMANDS
 
     commands = completions()
-    cases = "\n".join(_bash_case(command, found) for command, found in commands.items())
+    cases = "\n".join(_bash_case(command, completion) for command, completion in commands.items())
     values = "\n".join(_bash_value(flag, value) for flag, value in sorted(_all_values(commands).items()))
     return f"""# petatron completion for bash; made by `petatron completion bash`
 _petatron() {{
-  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" verb="${{COMP_WORDS[1]}}"
+  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" subcommand="${{COMP_WORDS[1]}}"
   local words="" flags="" presets="" IFS=$' \\t\\n'
   COMPREPLY=()
   if [[ $COMP_CWORD -eq 1 ]]; then
-    COMPREPLY=( $(compgen -W {shlex.quote(" ".join(VERBS))} -- "$cur") )
+    COMPREPLY=( $(compgen -W {shlex.quote(" ".join(SUBCOMMANDS))} -- "$cur") )
     return
   fi
-  local command="$verb"
-  [[ $COMP_CWORD -gt 2 ]] && command="$verb ${{COMP_WORDS[2]}}"
+  local command="$subcommand"
+  [[ $COMP_CWORD -gt 2 ]] && command="$subcommand ${{COMP_WORDS[2]}}"
   case "$command" in
 {cases}
   esac
@@ -169,30 +177,29 @@ complete -o filenames -F _petatron petatron
 """
 
 
-def _bash_case(command: str, found: ShellCompletion) -> str:
-    # `train --tp 2`: the second word is no subcommand, so a verb without any matches with whatever follows.
-    pattern = f'"{command}"' if found.words or " " in command else f'"{command}" | "{command} "*'
+def _bash_case(command: str, completion: ShellCompletion) -> str:
+    # `train --tp 2`: the second word is no subcommand, so a subcommand without any matches with whatever follows.
+    pattern = f'"{command}"' if completion.following or " " in command else f'"{command}" | "{command} "*'
     return (
-        f"    {pattern}) words={shlex.quote(' '.join(found.words))}; flags={shlex.quote(' '.join(found.flags))}; "
-        f"presets={'yes' if found.presets else ''} ;;"
+        f"    {pattern}) words={shlex.quote(' '.join(completion.following))}; flags={shlex.quote(' '.join(completion.flags))}; "
+        f"presets={'yes' if completion.presets else ''} ;;"
     )
 
 
 def _bash_value(flag: str, value: FlagValue) -> str:
-    if value == "path":
-        return f'    {flag}) COMPREPLY=( $(compgen -f -- "$cur") ); return ;;'
-    words = "" if isinstance(value, str) else " ".join(value)
-    return f'    {flag}) COMPREPLY=( $(compgen -W {shlex.quote(words)} -- "$cur") ); return ;;'
+    choices = "" if isinstance(value, str) else " ".join(value)
+    kind = "-f" if value == "path" else f"-W {shlex.quote(choices)}"
+    return f'    {flag}) COMPREPLY=( $(compgen {kind} -- "$cur") ); return ;;'
 
 
 def _all_values(commands: Mapping[str, ShellCompletion]) -> dict[str, FlagValue]:
-    """Returns the values of flags that have any; where verbs differ, a path wins."""
-    found: dict[str, FlagValue] = {}
+    """Returns the values of flags that have any; where subcommands differ, a path wins."""
+    values: dict[str, FlagValue] = {}
     for completion in commands.values():
         for flag, value in completion.flags.items():
-            if value != "none" and found.get(flag) != "path":
-                found[flag] = value
-    return found
+            if value != "none" and values.get(flag) != "path":
+                values[flag] = value
+    return values
 
 
 def zsh_script() -> str:
@@ -202,24 +209,28 @@ def zsh_script() -> str:
 
 
 def fish_script() -> str:
-    """Returns the script for fish: one line for each verb, subcommand and flag."""
-    from petatron.cli.main import VERBS
+    """Returns the script for fish: one line for each subcommand and flag."""
+    from petatron.cli.main import SUBCOMMANDS
 
     lines = ["# petatron completion for fish; made by `petatron completion fish`", "complete -c petatron -e"]
     lines += [
-        f"complete -c petatron -n __fish_use_subcommand -f -a {verb} -d {shlex.quote(summary)}"
-        for verb, summary in VERBS.items()
+        f"complete -c petatron -n __fish_use_subcommand -f -a {subcommand} -d {shlex.quote(summary)}"
+        for subcommand, summary in SUBCOMMANDS.items()
     ]
-    for command, found in completions().items():
-        verb, _, inner = command.partition(" ")
-        seen = f"__fish_seen_subcommand_from {verb}" + (f"; and __fish_seen_subcommand_from {inner}" if inner else "")
-        if found.words:
-            names = " ".join(found.words)
+    for command, completion in completions().items():
+        subcommand, _, inner = command.partition(" ")
+        seen = f"__fish_seen_subcommand_from {subcommand}" + (
+            f"; and __fish_seen_subcommand_from {inner}" if inner else ""
+        )
+        if completion.following:
+            names = " ".join(completion.following)
             first = f"{seen}; and not __fish_seen_subcommand_from {names}"
             lines.append(f'complete -c petatron -n "{first}" -f -a "{names}"')
-        if found.presets:
+        if completion.presets:
             lines.append(f'complete -c petatron -n "{seen}" -a "{" ".join(preset_names())}"')
-        lines += [f'complete -c petatron -n "{seen}" {_fish_flag(flag, value)}' for flag, value in found.flags.items()]
+        lines += [
+            f'complete -c petatron -n "{seen}" {_fish_flag(flag, value)}' for flag, value in completion.flags.items()
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -38,16 +38,10 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help") or "--help" in argv[1:]:
         print(_USAGE)
         return 0 if argv else 2
-    name, rest = argv[0], argv[1:]
-    if name == "show":
-        return _show(rest)
-    if name == "diff":
-        return _diff(rest)
-    if name == "presets":
-        return _presets(rest)
-    if name == "reference":
-        return _reference(rest)
-    print(f"petatron config: {name!r} is not a subcommand.\n{_USAGE}", file=sys.stderr)
+    actions = {"show": _show, "diff": _diff, "presets": _presets, "reference": _reference}
+    if argv[0] in actions:
+        return actions[argv[0]](argv[1:])
+    print(f"petatron config: {argv[0]!r} is not a subcommand.\n{_USAGE}", file=sys.stderr)
     return 2
 
 
@@ -94,7 +88,12 @@ def _diff(argv: list[str]) -> int:
     if len(argv) != 2:
         rule = f"compares two configurations, and gets {count_with_noun(len(argv), 'word')}"
         raise ConfigError([Problem("config diff", "", rule, "Name two presets, files or folders.")])
-    before, after = (_open(_locate(name)).config for name in argv)
+    sources = [_locate(name) for name in argv]
+    files = [path for source in sources for path in source.get("files", ())]
+    if unreadable := [problem for path in files for problem in read_yaml_file(path).problems]:
+        raise ConfigError(unreadable)
+    # Problems of rules do not matter for display.
+    before, after = (resolve_config(**source)[0].config for source in sources)
     print(format_config_diff(before, after) or "no difference")
     return 0
 
@@ -115,13 +114,6 @@ def _locate(name: str) -> ConfigSources:
     else:
         fix = "Check the path; `petatron config presets` lists the presets."
     raise ConfigError([Problem(name, "", rule, fix)])
-
-
-def _open(sources: ConfigSources) -> RawLoadedConfig:
-    """Raises for what cannot be read; problems of rules do not matter for display."""
-    if unreadable := [problem for path in sources.get("files", ()) for problem in read_yaml_file(path).problems]:
-        raise ConfigError(unreadable)
-    return resolve_config(**sources)[0]
 
 
 def _presets(argv: list[str]) -> int:

@@ -7,14 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import configure_logging
-from petatron.base.terminal_escape import raw_stream
 from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.cli.subcommands.progress import progress_bar
 from petatron.validate.raw_text import parquet_problem
 
 if TYPE_CHECKING:
@@ -33,13 +35,16 @@ def parser() -> argparse.ArgumentParser:
     root = CommandParser(
         prog="petatron data", description="Fetch public text; make, inspect and join token files (.bin/.idx)."
     )
-    verbs = root.add_subparsers(dest="verb", required=True, metavar="VERB")
-    data_fetch.add_arguments(
-        verbs.add_parser("fetch", help="download a public dataset as JSON lines", allow_abbrev=False)
-    )
-    _add_preprocess_arguments(verbs.add_parser("preprocess", help="tokenize JSON lines or text", allow_abbrev=False))
-    _add_inspect_arguments(verbs.add_parser("inspect", help="describe a dataset and show a sample", allow_abbrev=False))
-    _add_merge_arguments(verbs.add_parser("merge", help="join datasets into one", allow_abbrev=False))
+    subcommands = root.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    data_fetch.add_arguments(subcommands.add_parser("fetch", help="download a public dataset as JSON lines"))
+    _add_preprocess_arguments(subcommands.add_parser("preprocess", help="tokenize JSON lines or text"))
+    inspecting = subcommands.add_parser("inspect", help="describe a dataset and show a sample")
+    inspecting.add_argument("prefix", help="dataset prefix, or its .bin or .idx")
+    inspecting.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
+    _add_tokenizer_arguments(inspecting)
+    add = subcommands.add_parser("merge", help="join datasets into one").add_argument
+    add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
+    add("--output-prefix", required=True, metavar="PREFIX", help="dataset to write")
     return root
 
 
@@ -47,11 +52,8 @@ def main(argv: Sequence[str]) -> int:
     """Run one subcommand of `petatron data`."""
     args = parser().parse_args(argv)
     configure_logging()
-    if args.verb == "fetch":
-        return data_fetch.run(args)
-    if args.verb == "preprocess":
-        return _preprocess(args)
-    return _inspect(args) if args.verb == "inspect" else _merge(args)
+    actions = {"fetch": data_fetch.run, "preprocess": _preprocess, "inspect": _inspect, "merge": _merge}
+    return actions[args.subcommand](args)
 
 
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,12 +72,8 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--on-error", choices=("fail", "skip"), default="fail", help="what a malformed line does (default: fail)")
     add("--max-documents", type=int, metavar="N", help="read at most N lines")
-    add(
-        "--max-line-bytes",
-        type=int,
-        metavar="N",
-        help="refuse longer lines (default: 256 MiB), also after decompression",
-    )
+    text = "refuse longer lines (default: 256 MiB), also after decompression"
+    add("--max-line-bytes", type=int, metavar="N", help=text)
     add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
     _add_tokenizer_arguments(parser)
     # Flags of other tools: those that would change the result are refused, others are named and ignored.
@@ -105,22 +103,12 @@ def _preprocess(args: argparse.Namespace) -> int:
         if given:
             print(f"note: {flag} is not needed: order is always kept, at any number of --workers.", file=sys.stderr)
 
-    from petatron.data.preprocess import MAX_LINE_BYTES, PreprocessOptions, preprocess
+    from petatron.data.preprocess import PreprocessOptions, preprocess
 
-    options = PreprocessOptions(
-        inputs=tuple(args.input),
-        output_prefix=args.output_prefix,
-        tokenizer=tokenizer,
-        vocab_size=args.vocab_size,
-        json_keys=tuple(args.json_keys),
-        append_eod=args.append_eod,
-        workers=args.workers,
-        on_error=args.on_error,
-        max_documents=args.max_documents,
-        input_format=args.input_format,
-        overwrite=args.overwrite,
-        max_line_bytes=MAX_LINE_BYTES if args.max_line_bytes is None else args.max_line_bytes,
-    )
+    named = {field.name for field in fields(PreprocessOptions)} & vars(args).keys()
+    given = {name: value for name in named if (value := getattr(args, name)) is not None}
+    given |= {"inputs": tuple(args.input), "json_keys": tuple(args.json_keys)}
+    options = PreprocessOptions(tokenizer=tokenizer, **given)
     with _progress_display(args.log_interval) as show:
         report = preprocess(options, show)
     _print_report(report)
@@ -169,53 +157,27 @@ def _print_report(report: PreprocessReport) -> None:
 
 @contextmanager
 def _progress_display(log_interval: int) -> Iterator[Callable[[PreprocessProgress], None]]:
-    """Shows a bar on a terminal when rich is installed, else a line every so many documents."""
-    if sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-        except ImportError:
-            pass
-        else:
-            columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            with Bar(*columns, console=Console(file=raw_stream(sys.stderr))) as bar:
-                task = bar.add_task("starting")
-                # By bytes, because the number of documents is unknown before the end.
-                yield lambda now: bar.update(
-                    task, description=_progress_text(now), completed=now.bytes_read, total=now.bytes_total
-                )
-            return
+    """Shows a bar on a terminal when rich is installed, else a line every `log_interval` documents."""
     printed = 0
 
     def line(now: PreprocessProgress) -> None:
         nonlocal printed
         if now.documents >= printed + log_interval:
             printed = now.documents - now.documents % log_interval
-            left = now.seconds * (now.bytes_total / max(now.bytes_read, 1) - 1)
-            print(
-                f"{_progress_text(now)}, {now.bytes_read / now.bytes_total:.0%}, {_format_duration(left)} left",
-                file=sys.stderr,
-            )
+            left = timedelta(seconds=int(now.seconds * (now.bytes_total / max(now.bytes_read, 1) - 1)))
+            print(f"{_progress_text(now)}, {now.bytes_read / now.bytes_total:.0%}, {left} left", file=sys.stderr)
 
-    yield line
+    with progress_bar("starting") as update:
+        if update is None:
+            yield line
+        else:  # by bytes, because the number of documents is unknown before the end
+            yield lambda now: update(description=_progress_text(now), completed=now.bytes_read, total=now.bytes_total)
 
 
 def _progress_text(now: PreprocessProgress) -> str:
     seconds = max(now.seconds, 1e-9)
     megabytes = now.bytes_read / seconds / 1e6
     return f"{now.documents:,} documents, {now.tokens / seconds:,.0f} tokens/s, {megabytes:.1f} MB/s"
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, whole = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{whole:02d}"
-
-
-def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prefix", help="dataset prefix, or its .bin or .idx")
-    parser.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
-    _add_tokenizer_arguments(parser)
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -245,8 +207,8 @@ def _inspect(args: argparse.Namespace) -> int:
         print("(give --tokenizer-model, or another tokenizer, to see its text)")
     else:
         text = tokenizer.decode(tokens[:SHOWN_CHARACTERS].tolist())
-        whole = len(tokens) <= SHOWN_CHARACTERS and len(text) <= SHOWN_CHARACTERS
-        print(text[:SHOWN_CHARACTERS] + ("" if whole else " ..."))
+        is_cut = len(tokens) > SHOWN_CHARACTERS or len(text) > SHOWN_CHARACTERS
+        print(text[:SHOWN_CHARACTERS] + (" ..." if is_cut else ""))
     return 0
 
 
@@ -276,11 +238,6 @@ def _split_text(dataset: IndexedDataset) -> str:
     ranges = zip(("train", "validation", "test"), split_units(split, dataset.num_sequences))
     unit = dataset.unit.removesuffix("s")
     return f"{', '.join(f'{name} {count_with_noun(len(part), unit)}' for name, part in ranges)} (--split {split})"
-
-
-def _add_merge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="dataset to write")
 
 
 def _merge(args: argparse.Namespace) -> int:

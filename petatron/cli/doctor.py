@@ -14,6 +14,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,18 +86,12 @@ class Diagnosis:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the verb."""
+    """Returns the parser of the subcommand."""
     root = CommandParser(
         prog="petatron doctor", description="Report versions, devices, backends and what each missing extra costs."
     )
-    root.add_argument(
-        "--json",
-        nargs="?",
-        const=True,
-        default=None,
-        metavar="FILE",
-        help="print one JSON object; with --nccl, to a file",
-    )
+    text = "print one JSON object; with --nccl, to a file"
+    root.add_argument("--json", nargs="?", const=True, metavar="FILE", help=text)
     tried = root.add_mutually_exclusive_group()
     tried.add_argument(
         "--nccl",
@@ -119,8 +114,8 @@ def main(argv: Sequence[str]) -> int:
         return doctor_nccl.check_ranks(device="cuda" if options.nccl else "cpu", ranks=options.ranks, report=report)
     if options.ranks is not None or isinstance(options.json, str):
         parser().error("--ranks and --json FILE are for --nccl and --gloo")
-    found = diagnose()
-    print(json.dumps(asdict(found), indent=2) if options.json else render(found))
+    diagnosis = diagnose()
+    print(json.dumps(asdict(diagnosis), indent=2) if options.json else render(diagnosis))
     return 0
 
 
@@ -135,9 +130,20 @@ def diagnose() -> Diagnosis:
         launched_by = "unclear"
         problems.append(str(error))
     folder = os.getcwd()
-    if not _writable(folder):
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
         problems.append(f"Cannot write in {folder}. Give --save and --log-dir a writable folder.")
-    versions = {name: _version(name) for name in (*CORE, *(name for names, _ in EXTRAS.values() for name in names))}
+    versions: dict[str, str | None] = {}
+    for name in (*CORE, *(name for names, _ in EXTRAS.values() for name in names)):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+        versions.setdefault(name, None)
+    missing = {
+        extra: f"{feature} (missing: {', '.join(absent)})"
+        for extra, (names, feature) in EXTRAS.items()
+        if (absent := [name for name in names if versions[name] is None])
+    }
     gloo, nccl = dist.is_available() and dist.is_gloo_available(), dist.is_available() and dist.is_nccl_available()
     return Diagnosis(
         petatron=__version__,
@@ -147,7 +153,7 @@ def diagnose() -> Diagnosis:
         versions=versions,
         devices=_devices(),
         backends={"gloo": gloo, "nccl": nccl},
-        missing_extras=_missing_extras(versions),
+        missing_extras=missing,
         launched_by=launched_by,
         problems=tuple(problems),
         working_folder=folder,
@@ -155,55 +161,29 @@ def diagnose() -> Diagnosis:
     )
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _missing_extras(versions: dict[str, str | None]) -> dict[str, str]:
-    missing: dict[str, str] = {}
-    for extra, (names, feature) in EXTRAS.items():
-        absent = [name for name in names if versions[name] is None]
-        if absent:
-            missing[extra] = f"{feature} (missing: {', '.join(absent)})"
-    return missing
-
-
-def _writable(folder: str) -> bool:
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
 def _devices() -> tuple[DeviceReport, ...]:
     import torch
 
-    from petatron.base.device import DeviceInfo, detect_device
+    from petatron.base.device import detect_device
 
-    facts: list[DeviceInfo] = [detect_device("cpu")]
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    facts += [detect_device("cuda", local_rank=index) for index in range(num_cuda)]
-    found: list[DeviceReport] = []
-    for index, fact in enumerate(facts):
-        device = torch.device("cpu") if fact.kind == "cpu" else torch.device("cuda", index - 1)
-        peak = fact.peak("bfloat16")
-        found.append(
+    reports: list[DeviceReport] = []
+    for device in (torch.device("cpu"), *(torch.device("cuda", index) for index in range(num_cuda))):
+        info = detect_device("cpu") if device.type == "cpu" else detect_device("cuda", local_rank=device.index)
+        peak = info.peak("bfloat16")
+        reports.append(
             DeviceReport(
-                kind=fact.kind,
-                name=fact.name,
-                memory_gb=round(fact.memory_bytes / 1e9, 1),
+                kind=info.kind,
+                name=info.name,
+                memory_gb=round(info.memory_bytes / 1e9, 1),
                 peak_bf16_tflops=None if peak is None else peak / 1e12,
-                reason="always there; its peak is unknown, so no MFU" if fact.kind == "cpu" else fact.reason,
+                reason="always there; its peak is unknown, so no MFU" if info.kind == "cpu" else info.reason,
                 attention=_attention_backends(device),
                 fused_adamw=_succeeds(lambda device=device: _fused_adamw(device)),
                 kernels=_kernels(device),
             )
         )
-    return tuple(found)
+    return tuple(reports)
 
 
 def _attention_backends(device: torch.device) -> tuple[str, ...]:
@@ -243,21 +223,25 @@ def _gemm_kernels(device: str, dtype: torch.dtype) -> Iterator[str]:
     from petatron.kernels import matmul, weight_grad_gemm
     from petatron.kernels.moe import grouped_gemm
 
-    name, reason = str(dtype).removeprefix("torch."), matmul.unsupported_reason(device, dtype)
-    if reason is None:
-        yield f"GEMMs and attention: {name}"
-    else:
-        yield f"GEMMs and attention: {name} widened to float32, results rounded once; not {name}: {reason}"
-    reason = grouped_gemm.unsupported_reason(device, dtype)
-    if reason is None:
-        yield "expert GEMMs: one kernel for all experts; one after the other for widths that are no multiples of 8"
-    else:
-        yield f"expert GEMMs: one expert after the other; not one kernel: {reason}"
-    reason = weight_grad_gemm.unsupported_reason(device)
-    if reason is None:
-        yield "weight gradients: accumulated in float32 by the GEMM that computes them; experts' by another pass"
-    else:
-        yield f"weight gradients: accumulated by a GEMM of operands cast to float32; not one kernel: {reason}"
+    name = str(dtype).removeprefix("torch.")
+    for reason, fast, slow in (
+        (
+            matmul.unsupported_reason(device, dtype),
+            f"GEMMs and attention: {name}",
+            f"GEMMs and attention: {name} widened to float32, results rounded once; not {name}",
+        ),
+        (
+            grouped_gemm.unsupported_reason(device, dtype),
+            "expert GEMMs: one kernel for all experts; one after the other for widths that are no multiples of 8",
+            "expert GEMMs: one expert after the other; not one kernel",
+        ),
+        (
+            weight_grad_gemm.unsupported_reason(device),
+            "weight gradients: accumulated in float32 by the GEMM that computes them; experts' by another pass",
+            "weight gradients: accumulated by a GEMM of operands cast to float32; not one kernel",
+        ),
+    ):
+        yield fast if reason is None else f"{slow}: {reason}"
 
 
 def _fused_adamw(device: torch.device) -> None:

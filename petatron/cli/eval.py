@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.subcommands.checkpoint_parser import checkpoint_parser
 from petatron.cli.subcommands.megatron_tasks import MEGATRON_WORD, from_megatron_flags
+from petatron.cli.subcommands.run_on_ranks import run_on_ranks
 from petatron.mesh.launch.environment import read_environment
-from petatron.mesh.launch.rank_exit import run_rank_main
 
 if TYPE_CHECKING:
     from petatron.evaluate.task_list import TaskSettings
     from petatron.serve.open_engine import ModelSettings
+
+_TASK_OPTIONS = ("limit", "stride", "bos", "num_fewshot", "fewshot_data", "fewshot_seed")
+"""Options that are settings of a task, by the same name."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,26 +41,14 @@ def parser() -> argparse.ArgumentParser:
         help="YAML list of tasks: `- task: NAME` with data, name, limit, stride, strict, bos, num_fewshot, fewshot_data, fewshot_seed",
     )
     add("--limit", metavar="N", type=int, help="examples, or documents, at most")
-    add(
-        "--stride",
-        "--overlapping-eval",
-        metavar="N",
-        type=int,
-        help="tokens that each window counts, the others being context (all of them)",
-    )
+    text = "tokens that each window counts, the others being context (all of them)"
+    add("--stride", "--overlapping-eval", metavar="N", type=int, help=text)
     add("--strict-lambada", action="store_true", help="predict all of the last word, as it stands between spaces")
-    add(
-        "--bos",
-        action=argparse.BooleanOptionalAction,
-        help="begin each text with the BOS token (what the tokenizer does); not for wikitext103",
-    )
+    text = "begin each text with the BOS token (what the tokenizer does); not for wikitext103"
+    add("--bos", action=argparse.BooleanOptionalAction, help=text)
     add("--num-fewshot", metavar="N", type=int, default=0, help="multiple choice: show N solved examples first (0)")
-    add(
-        "--fewshot-data",
-        metavar="FILE",
-        type=Path,
-        help="the file of these examples (--data, never the example itself)",
-    )
+    text = "the file of these examples (--data, never the example itself)"
+    add("--fewshot-data", metavar="FILE", type=Path, help=text)
     add("--fewshot-seed", metavar="N", type=int, help="draw these examples with this seed (the first N of the file)")
     add("--batch-tokens", metavar="N", type=int, help="tokens of a micro-batch on one rank (8192)")
     add("--out", metavar="FILE", type=Path, help="write results with counts and intervals as JSON")
@@ -69,28 +60,15 @@ def main(argv: list[str]) -> int:
     if argv[:1] == [MEGATRON_WORD]:
         argv = from_megatron_flags(argv[1:])
     first = next((index for index, word in enumerate(argv) if word.startswith("-")), len(argv))
-    checkpoints, words = argv[:first], argv[first:]
-    options, flags = parser().parse_known_args(words)
+    checkpoints = argv[:first]
+    options, flags = parser().parse_known_args(argv[first:])
     tasks = _check_options(checkpoints, options)
-    from petatron.serve.open_engine import model_settings, warn_of_training_flags
+    from petatron.serve.open_engine import model_settings
 
-    models = [model_settings(checkpoint, flags, weights=options.weights) for checkpoint in checkpoints]
-    if read_environment().launcher != "single":
-        return run_rank_main(lambda: _evaluate_rank(models, flags, tasks, options))
-    warn_of_training_flags(models[0])
-    if models[0].num_ranks == 1:
-        return _evaluate_rank(models, flags, tasks, options)
-    from petatron.mesh.launch.local_launcher import run_ranks
+    def read_models() -> list[ModelSettings]:
+        return [model_settings(checkpoint, flags, weights=options.weights) for checkpoint in checkpoints]
 
-    launch = models[0].loaded.config.launch
-    return run_ranks(
-        [sys.executable, "-m", "petatron", "eval", *argv],
-        nproc=models[0].num_local_ranks,
-        nnodes=launch.nnodes,
-        node_rank=launch.node_rank,
-        master_addr=launch.master_addr,
-        master_port=launch.master_port,
-    )
+    return run_on_ranks("eval", argv, read_models, lambda models: _evaluate_rank(models, flags, tasks, options))
 
 
 def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[TaskSettings]:
@@ -108,22 +86,13 @@ def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[
         problems.append(Problem("--out", str(options.out), rule, "Give the path of a file in a folder that exists."))
     tasks: list[TaskSettings] = []
     if options.tasks is not None and options.task is None and options.data is None:
-        single = ("limit", "stride", "strict_lambada", "bos", "num_fewshot", "fewshot_data", "fewshot_seed")
-        alone = [name for name in single if getattr(options, name) != parser().get_default(name)]
+        single, defaults = (*_TASK_OPTIONS, "strict_lambada"), parser()
+        alone = [name for name in single if getattr(options, name) != defaults.get_default(name)]
         flags = " ".join(f"--{name.replace('_', '-')}" for name in alone)
         problems += [Problem(flags, "", "is for --task", f"Write it in {options.tasks}.")] if alone else []
     elif options.tasks is None and options.task is not None and options.data is not None:
-        settings = TaskSettings(
-            task=options.task.lower(),
-            data=options.data,
-            limit=options.limit,
-            stride=options.stride,
-            strict=options.strict_lambada,
-            bos=options.bos,
-            num_fewshot=options.num_fewshot,
-            fewshot_data=options.fewshot_data,
-            fewshot_seed=options.fewshot_seed,
-        )
+        named = {name: getattr(options, name) for name in _TASK_OPTIONS}
+        settings = TaskSettings(task=options.task.lower(), data=options.data, strict=options.strict_lambada, **named)
         problems += setting_problems(settings, where="--task")
         tasks.append(settings)
     else:
@@ -135,16 +104,12 @@ def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[
 
 
 def _evaluate_rank(
-    models: list[ModelSettings], flags: list[str], tasks: list[TaskSettings], options: argparse.Namespace
+    models: Sequence[ModelSettings], flags: list[str], tasks: list[TaskSettings], options: argparse.Namespace
 ) -> int:
-    from petatron.base.log import configure_logging
     from petatron.cli.subcommands.eval_checkpoints import evaluate_checkpoints, report_results
-    from petatron.mesh.launch.process_group import stop_process_group
 
-    rank = read_environment().rank
-    configure_logging(rank=rank)
-    found = evaluate_checkpoints(models, flags, tasks, batch_tokens=options.batch_tokens, shown=rank == 0)
-    if rank == 0:
-        report_results(found, tasks, out=options.out, megatron_lines=options.megatron_lines)
-    stop_process_group()
+    is_first = read_environment().rank == 0
+    results = evaluate_checkpoints(models, flags, tasks, batch_tokens=options.batch_tokens, shown=is_first)
+    if is_first:
+        report_results(results, tasks, out=options.out, megatron_lines=options.megatron_lines)
     return 0

@@ -1,6 +1,6 @@
-"""`petatron VERB ...`: finds the verb's module, runs it, and turns errors into messages and exit codes.
+"""`petatron SUBCOMMAND ...`: finds the subcommand's module, runs it, and turns errors into messages and exit codes.
 
-A verb's module is imported only when the verb is used, so that help needs neither torch nor the schema. Each has
+A subcommand's module is imported only when the subcommand is used, so that help needs neither torch nor the schema. Each has
 `main(argv) -> int`. Errors a user can fix are printed without a traceback; anything else is a bug and keeps its own.
 """
 
@@ -18,7 +18,7 @@ from petatron.base.version import __version__
 from petatron.config.imports import import_typed, split_imports
 from petatron.mesh.launch.environment import imports_from_env
 
-VERBS: Mapping[str, str] = {
+SUBCOMMANDS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in a few minutes, nothing to download",
     "train": "train a model",
     "generate": "continue prompts with a trained model, one by one or a file of them",
@@ -44,37 +44,25 @@ _MODULES: Mapping[str, str] = {
     "chat": "generation.chat",
     "lm-eval": "subcommands.lm_eval_starter",
 }
-"""The module of a verb, where it is not named like it."""
+"""The module of a subcommand, where it is not named like it."""
 
-_MODEL_VERBS = (
-    "train",
-    "generate",
-    "chat",
-    "serve",
-    "eval",
-    "lm-eval",
-    "checkpoint",
-    "plan",
-    "verify",
-    "bench",
-    "config",
-)
+_MODEL_SUBCOMMANDS = "train generate chat serve eval lm-eval checkpoint plan verify bench config".split()
 _WITHOUT_TRAIN_FLAGS = ("checkpoint",)
-"""Verbs that may need the code of a model, and those of them whose words are not flags of `petatron train`."""
+"""Subcommands that may need the code of a model, and those of them whose arguments are not flags of `petatron train`."""
 
 _EXIT_ERROR, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
-def entry(*words: str) -> None:
-    """The console script; `words` precede what was typed. Output stays escaped for tracebacks and at exit."""
+def entry(*arguments: str) -> None:
+    """The console script; `arguments` precede what was typed. Output stays escaped for tracebacks and at exit."""
     sys.stdout, sys.stderr = escaped_stream(sys.stdout), escaped_stream(sys.stderr)
-    sys.exit(main([*words, *sys.argv[1:]]))
+    sys.exit(main([*arguments, *sys.argv[1:]]))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one verb and returns its exit code: 2 for a wrong command line or configuration, 1 for other errors.
+    """Runs one subcommand and returns its exit code: 2 for a wrong command line or configuration, 1 for other errors.
 
-    Printed output may contain foreign text: its control characters are escaped here, for all verbs.
+    Printed output may contain foreign text: its control characters are escaped here, for all subcommands.
     """
     with escaped_output():
         return _run(list(argv))
@@ -101,13 +89,13 @@ def _run(argv: list[str]) -> int:
 
 
 def usage() -> str:
-    width = max(len(verb) for verb in VERBS)
-    verbs = "\n".join(f"  {verb:{width}}  {summary}" for verb, summary in VERBS.items())
+    width = max(len(subcommand) for subcommand in SUBCOMMANDS)
+    subcommands = "\n".join(f"  {subcommand:{width}}  {summary}" for subcommand, summary in SUBCOMMANDS.items())
     return (
-        "usage: petatron VERB [arguments]\n\n"
+        "usage: petatron SUBCOMMAND [arguments]\n\n"
         "Train language models of any size on any number of devices.\n\n"
-        f"verbs:\n{verbs}\n\n"
-        "petatron VERB --help tells more about a verb; petatron --version prints the version.\n"
+        f"subcommands:\n{subcommands}\n\n"
+        "petatron SUBCOMMAND --help tells more about a subcommand; petatron --version prints the version.\n"
         "To start: petatron quickstart"
     )
 
@@ -119,27 +107,14 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] in ("-V", "--version"):
         print(f"petatron {__version__}")
         return 0
-    verb, rest = argv[0], argv[1:]
-    if verb not in VERBS:
-        print(_unknown(verb), file=sys.stderr)
+    subcommand, rest = argv[0], argv[1:]
+    if subcommand not in SUBCOMMANDS:
+        close = difflib.get_close_matches(subcommand, SUBCOMMANDS, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"Subcommands: {', '.join(SUBCOMMANDS)}."
+        print(f"petatron: {subcommand!r} is not a subcommand. {hint}", file=sys.stderr)
         return _EXIT_USAGE
-    if verb in _MODEL_VERBS and not {"-h", "--help"} & set(rest):
-        rest = _import_first(verb, rest)
-    module = importlib.import_module(f"petatron.cli.{_MODULES.get(verb, verb)}")
+    if subcommand in _MODEL_SUBCOMMANDS and not {"-h", "--help"} & set(rest):
+        typed, rest = split_imports(rest) if subcommand in _WITHOUT_TRAIN_FLAGS else ([], rest)
+        import_typed(imports_from_env() + typed)
+    module = importlib.import_module(f"petatron.cli.{_MODULES.get(subcommand, subcommand)}")
     return module.main(rest)
-
-
-def _import_first(verb: str, argv: list[str]) -> list[str]:
-    """Imports the modules of PETATRON_IMPORT, and those of a verb without the flags of `petatron train`; returns its words."""
-    named = imports_from_env()
-    if verb in _WITHOUT_TRAIN_FLAGS:
-        typed, argv = split_imports(argv)
-        named += typed
-    import_typed(named)
-    return argv
-
-
-def _unknown(verb: str) -> str:
-    close = difflib.get_close_matches(verb, VERBS, n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"Verbs: {', '.join(VERBS)}."
-    return f"petatron: {verb!r} is not a verb. {hint}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,51 +32,44 @@ def parser() -> argparse.ArgumentParser:
     root = CommandParser(
         prog="petatron plan",
         description="What a layout will cost, before it is started: `plan schedule` simulates a pipeline schedule with given costs, draws "
-        "it, "
-        "compares all schedules or draws what a run has measured (--pipeline-timeline); `plan memory` predicts what every rank will hold, "
-        "says whether it fits a device, and which changes would make it fit; `plan cache` says what is kept of a sequence while it is "
-        "generated.",
+        "it, compares all schedules or draws what a run has measured (--pipeline-timeline); `plan memory` predicts what every rank will "
+        "hold, says whether it fits a device, and which changes would make it fit; `plan cache` says what is kept of a sequence while it "
+        "is generated.",
         epilog="petatron plan schedule --help, petatron plan memory --help and petatron plan cache --help tell more.",
     )
-    verbs = root.add_subparsers(dest="what", required=True, metavar="WHAT")
-    one = verbs.add_parser(
+    subcommands = root.add_subparsers(dest="what", required=True, metavar="WHAT")
+    scheduling = subcommands.add_parser(
         "schedule",
         help="simulate and draw a pipeline schedule, compare all of them, or draw a measured one",
         description="Simulates a pipeline schedule with given costs: a picture, how long ranks are idle, and how many "
         "micro-batches each holds. Without --name, compares all schedules.",
         epilog="For example: petatron plan schedule --name zb-h1 --pp 4 --microbatches 16 --out timeline.svg",
-        allow_abbrev=False,
     )
-    one.add_argument("--name", metavar="NAME", help=f"{', '.join(SCHEDULES)} (all, as a table)")
-    one.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
-    one.add_argument("--virtual", type=int, metavar="V", help="stages per rank (1; interleaved and zb-v: 2)")
-    one.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a step")
-    one.add_argument("--group-size", type=int, metavar="G", help="interleaved: micro-batches per group (P)")
-    one.add_argument(
+    add = scheduling.add_argument
+    add("--name", metavar="NAME", help=f"{', '.join(SCHEDULES)} (all, as a table)")
+    add("--pp", type=int, metavar="P", help="ranks of the pipeline")
+    add("--virtual", type=int, metavar="V", help="stages per rank (1; interleaved and zb-v: 2)")
+    add("--microbatches", type=int, metavar="M", help="micro-batches of a step")
+    add("--group-size", type=int, metavar="G", help="interleaved: micro-batches per group (P)")
+    add(
         "--costs",
         metavar="F=1,B=2,...",
         help="time of F forward, B backward or its halves I input gradient and W weight gradient, of a rank's whole part of "
         "the model: with V stages per rank, each takes 1/V of it; and of a transfer (F=1,I=1,W=1,B=I+W,transfer=0; with B "
         "alone, I and W are half of it, with B and one of them the other is the rest)",
     )
-    one.add_argument("--out", metavar="FILE.svg", type=Path, help="write the picture here")
-    one.add_argument(
-        "--measured", metavar="FILE.json", type=Path, help="draw the timeline a run wrote, not a simulated one"
+    add("--out", metavar="FILE.svg", type=Path, help="write the picture here")
+    add("--measured", metavar="FILE.json", type=Path, help="draw the timeline a run wrote, not a simulated one")
+    subcommands.add_parser(
+        "memory", help="predict what every rank will hold, and what would make it fit", add_help=False
     )
-    verbs.add_parser("memory", help="predict what every rank will hold, and what would make it fit", add_help=False)
-    verbs.add_parser("cache", help="say what is kept of a sequence while it is generated", add_help=False)
+    subcommands.add_parser("cache", help="say what is kept of a sequence while it is generated", add_help=False)
     return root
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv[:1] == ["memory"]:  # its flags are those of `petatron train`
-        from petatron.cli.subcommands.plan_memory import main as plan_memory
-
-        return plan_memory(argv[1:])
-    if argv[:1] == ["cache"]:
-        from petatron.cli.subcommands.plan_cache import main as plan_cache
-
-        return plan_cache(argv[1:])
+    if argv and argv[0] in ("memory", "cache"):  # their flags are those of `petatron train`
+        return importlib.import_module(f"petatron.cli.subcommands.plan_{argv[0]}").main(argv[1:])
     options = parser().parse_args(argv)
     if options.measured is not None:
         return _measured(options)
@@ -124,17 +118,17 @@ def parse_costs(text: str) -> tuple[dict[str, float], list[Problem]]:
 
 def _backward_cost_problems(costs: dict[str, float]) -> list[Problem]:
     """A backward is its two halves, so two of the three numbers determine the third."""
-    whole, halves = costs.get("B"), {name: costs[name] for name in ("I", "W") if name in costs}
+    backward, halves = costs.get("B"), {name: costs[name] for name in ("I", "W") if name in costs}
     total = sum(halves.values())
-    if whole is None or not halves:
+    if backward is None or not halves:
         return []
-    found = ",".join(f"{name}={value:g}" for name, value in halves.items())
-    if len(halves) == 2 and not math.isclose(whole, total):
-        rule = f"is not {found.replace(',', ' + ')} = {total:g}, the two halves it is made of"
-        return [Problem("--costs", f"B={whole:g}", rule, "Leave out B, or both halves.")]
-    if len(halves) == 1 and total >= whole:
-        rule = f"leaves nothing of B={whole:g} for the other half"
-        return [Problem("--costs", found, rule, "Give less for it, or leave out B.")]
+    given = ",".join(f"{name}={value:g}" for name, value in halves.items())
+    if len(halves) == 2 and not math.isclose(backward, total):
+        rule = f"is not {given.replace(',', ' + ')} = {total:g}, the two halves it is made of"
+        return [Problem("--costs", f"B={backward:g}", rule, "Leave out B, or both halves.")]
+    if len(halves) == 1 and total >= backward:
+        rule = f"leaves nothing of B={backward:g} for the other half"
+        return [Problem("--costs", given, rule, "Give less for it, or leave out B.")]
     return []
 
 
@@ -164,16 +158,13 @@ def _shape_problems(options: argparse.Namespace) -> list[Problem]:
 
 def _size_problems(options: argparse.Namespace, virtual: int) -> list[Problem]:
     """A simulation is a long list of actions: beyond some size it takes minutes and shows nothing that a shorter one does not."""
-    each = options.pp * virtual
-    if each * options.microbatches <= MAX_SIMULATED_PASSES:
+    num_stages = options.pp * virtual
+    if num_stages * options.microbatches <= MAX_SIMULATED_PASSES:
         return []
-    most = MAX_SIMULATED_PASSES // each
-    rule = f"on {each:,} pipeline stages are more passes than the {MAX_SIMULATED_PASSES:,} that are simulated"
-    fix = (
-        f"Use {most:,} or fewer: all schedules repeat themselves after a few times --pp."
-        if most
-        else "Use fewer stages."
-    )
+    most = MAX_SIMULATED_PASSES // num_stages
+    rule = f"on {num_stages:,} pipeline stages are more passes than the {MAX_SIMULATED_PASSES:,} that are simulated"
+    fix = f"Use {most:,} or fewer: all schedules repeat themselves after a few times --pp."
+    fix = fix if most else "Use fewer stages."
     return [Problem("--microbatches", str(options.microbatches), rule, fix)]
 
 
@@ -190,13 +181,15 @@ def _num_virtual_stages(options: argparse.Namespace, name: str) -> int:
 def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -> Simulation:
     virtual = _num_virtual_stages(options, name)
     schedule = build_schedule(ScheduleShape(name, options.pp, virtual, options.microbatches, options.group_size))
-    whole = costs.get("B")
-    half = {name: 1.0 if whole is None else whole - costs.get(other, whole / 2) for name, other in ("IW", "WI")}
+    backward = costs.get("B")
+    half = {
+        name: 1.0 if backward is None else backward - costs.get(other, backward / 2) for name, other in ("IW", "WI")
+    }
     return simulate(
         schedule,
         ActionCosts(
             forward=costs.get("F", 1.0) / virtual,
-            backward=None if whole is None else whole / virtual,
+            backward=None if backward is None else backward / virtual,
             input_grad=costs.get("I", half["I"]) / virtual,
             weight_grad=costs.get("W", half["W"]) / virtual,
             transfer=costs.get("transfer", 0.0),
@@ -216,13 +209,12 @@ def _percent(fraction: float | None) -> str:
 def _summary(options: argparse.Namespace, virtual: int, result: Simulation) -> str:
     theory = theoretical_bubble(options.name, ranks=options.pp, virtual=virtual, micro_batches=options.microbatches)
     part = "" if virtual == 1 else f" (each of 1/{virtual} of the rank's layers)"
+    none = "theory            none for so few micro-batches"
     return "\n".join(
         [
             f"time              {result.makespan:g}",
             f"idle (bubble)     {_percent(result.bubble)}",
-            f"theory, F = I = W {_percent(theory)}"
-            if theory is not None
-            else "theory            none for so few micro-batches",
+            none if theory is None else f"theory, F = I = W {_percent(theory)}",
             f"peak activations  {' '.join(str(count) for count in result.peak_activations)}{part}",
         ]
     )
@@ -234,12 +226,9 @@ def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> Iterato
         raise ConfigError(too_many)
     yield f"{'schedule':<12} {'stages':>6} {'time':>10} {'idle':>8} {'theory':>8} {'peak activations':>17}"
     for name in SCHEDULES:
-        # A number of stages that only some schedules support leaves the others at their own.
-        virtual = (
-            _num_virtual_stages(options, name)
-            if name == "interleaved"
-            else (2 if name == "zb-v" and options.pp > 1 else 1)
-        )
+        # A number of stages that only interleaved supports leaves the others at their own.
+        wanted = options.virtual if name == "interleaved" else None
+        virtual = _num_virtual_stages(argparse.Namespace(virtual=wanted, pp=options.pp), name)
         shape = argparse.Namespace(**{**vars(options), "virtual": virtual})
         problem = ScheduleShape(name, options.pp, virtual, options.microbatches, options.group_size).problem()
         if problem:
@@ -252,30 +241,19 @@ def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> Iterato
 
 
 def _measured(options: argparse.Namespace) -> int:
-    given = {
-        "--name": options.name,
-        "--pp": options.pp,
-        "--virtual": options.virtual,
-        "--microbatches": options.microbatches,
-        "--group-size": options.group_size,
-        "--costs": options.costs,
-    }
+    rule = "goes with a simulated schedule, not with --measured"
     problems = [
-        Problem(flag, str(value), "goes with a simulated schedule, not with --measured", "Leave one of the two out.")
-        for flag, value in given.items()
-        if value is not None
+        Problem(f"--{name.replace('_', '-')}", str(value), rule, "Leave one of the two out.")
+        for name in ("name", "pp", "virtual", "microbatches", "group_size", "costs")
+        if (value := getattr(options, name)) is not None
     ]
     problems += _out_problems(options.out)
     if problems:
         raise ConfigError(problems)
     measured = read_measured(options.measured)
+    computed = ((timed for timed in rank if timed.action.kind in COMPUTE_KINDS) for rank in measured.ranks)
     milliseconds = [
-        [
-            TimedAction(timed.action, 1e3 * timed.start, 1e3 * timed.end)
-            for timed in rank
-            if timed.action.kind in COMPUTE_KINDS
-        ]
-        for rank in measured.ranks
+        [TimedAction(timed.action, 1e3 * timed.start, 1e3 * timed.end) for timed in rank] for rank in computed
     ]
     if not any(milliseconds):
         raise DataError(f"{options.measured} has transfers only. A timeline needs computations to draw.")

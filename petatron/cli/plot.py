@@ -29,19 +29,13 @@ def parser() -> argparse.ArgumentParser:
         description="Draws loss, validation, learning rate, gradient norm, throughput and memory of one or several runs: in the "
         "terminal, or as a picture with --out.",
         epilog="For example: petatron plot runs/a runs/b --smooth 0.9 --x tokens --out compare.svg",
-        allow_abbrev=False,
     )
     add = root.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder that --save or --log-dir named")
     add("--metrics", metavar="A,B", default=",".join(DEFAULT_METRICS), help=f"of {', '.join(METRICS)} (the first six)")
     add("--x", choices=list(X_AXES), default="step", help="what the x axis counts (step)")
-    add(
-        "--smooth",
-        type=float,
-        default=0.0,
-        metavar="W",
-        help="weight of the moving average, 0 to below 1 (0: as recorded)",
-    )
+    text = "weight of the moving average, 0 to below 1 (0: as recorded)"
+    add("--smooth", type=float, default=0.0, metavar="W", help=text)
     add("--out", type=Path, metavar="FILE", help=".svg, or .png (needs matplotlib, in the extra `log`)")
     add("--theme", choices=list(THEMES), default="light", help="colors of the picture (light)")
     add("--width", type=int, metavar="N", help="columns in the terminal (as wide as it is)")
@@ -74,19 +68,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if not 0 <= options.smooth < 1:
-        found.append(Problem("--smooth", f"{options.smooth:g}", "is not from 0 to below 1", "Use 0.9, for example."))
+        problems.append(Problem("--smooth", f"{options.smooth:g}", "is not from 0 to below 1", "Use 0.9, for example."))
     if options.out is not None and options.out.suffix.lower() not in _SUFFIXES:
-        found.append(Problem("--out", str(options.out), "is neither .svg nor .png", "Give one of these endings."))
+        problems.append(Problem("--out", str(options.out), "is neither .svg nor .png", "Give one of these endings."))
     if options.width is not None and not MIN_WIDTH <= options.width <= _MAX_SIZE:
-        found.append(Problem("--width", str(options.width), f"is not from {MIN_WIDTH} to {_MAX_SIZE}", "Use 80."))
+        problems.append(Problem("--width", str(options.width), f"is not from {MIN_WIDTH} to {_MAX_SIZE}", "Use 80."))
     if not _MIN_HEIGHT <= options.height <= _MAX_SIZE:
-        found.append(Problem("--height", str(options.height), f"is not from {_MIN_HEIGHT} to {_MAX_SIZE}", "Use 8."))
+        problems.append(Problem("--height", str(options.height), f"is not from {_MIN_HEIGHT} to {_MAX_SIZE}", "Use 8."))
     if len(options.runs) > MAX_RUNS:
         rule = f"are more than the {MAX_RUNS} that can be told apart"
-        found.append(Problem("RUN", f"{len(options.runs)} runs", rule, "Draw fewer of them."))
-    return found
+        problems.append(Problem("RUN", f"{len(options.runs)} runs", rule, "Draw fewer of them."))
+    return problems
 
 
 def _nothing_to_draw(runs: Sequence[RecordedRun], metrics: Sequence[str], x_axis: str) -> str:

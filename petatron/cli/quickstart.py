@@ -1,6 +1,6 @@
 """`petatron quickstart`: from nothing to a trained language model within three minutes, step by step.
 
-Nothing is downloaded. Each step uses the same parts as the other verbs; the training step is `petatron train` itself, with
+Nothing is downloaded. Each step uses the same parts as the other subcommands; the training step is `petatron train` itself, with
 the command line that is printed.
 """
 
@@ -38,13 +38,12 @@ _EXIT_INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the verb."""
+    """Returns the parser of the subcommand."""
     defaults = QuickstartOptions()
     root = CommandParser(
         prog="petatron quickstart",
         description="Train a small LLaMA on the source of Python's standard library, split over two processes of this "
         "machine's CPU, within three minutes. Nothing is downloaded; finished steps are not repeated.",
-        allow_abbrev=False,
     )
     add = root.add_argument
     add("--tp", type=int, default=defaults.tensor_parallel, metavar="N", help="processes that share the model (2)")
@@ -57,11 +56,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Read the flags and run."""
-    args = parser().parse_args(list(argv))
-    options = QuickstartOptions(
-        out=args.out, tensor_parallel=args.tp, steps=args.steps, minutes=args.minutes, fresh=args.fresh
-    )
-    return quickstart(options)
+    args = vars(parser().parse_args(list(argv)))
+    return quickstart(QuickstartOptions(tensor_parallel=args.pop("tp"), **args))
 
 
 def quickstart(options: QuickstartOptions) -> int:
@@ -72,11 +68,11 @@ def quickstart(options: QuickstartOptions) -> int:
     started = time.monotonic()
     space = Workspace(options.out)
     space.open(fresh=options.fresh)
-    facts: dict[str, Any] = {}
-    with _step(1, "corpus: the source of this Python's standard library, nothing to download", facts):
+    summary: dict[str, Any] = {}
+    with _step(1, "corpus: the source of this Python's standard library, nothing to download", summary):
         corpus, reused = prepare_corpus(space, options)
         sizes = [sum(len(file.text.encode()) for file in files) / 1e6 for files in (corpus.train, corpus.held_out)]
-        facts["corpus"] = {
+        summary["corpus"] = {
             "train_files": len(corpus.train),
             "train_megabytes": sizes[0],
             "held_out_files": len(corpus.held_out),
@@ -84,37 +80,35 @@ def quickstart(options: QuickstartOptions) -> int:
         }
         _print_line(f"{len(corpus.train)} files, {sizes[0]:.1f} MB to train on; {_reuse_text(reused)}")
         _print_line(f"{len(corpus.held_out)} files, {sizes[1]:.1f} MB held out: the model never sees them")
-    with _step(2, "tokenizer: a byte-level BPE of the training files", facts):
+    with _step(2, "tokenizer: a byte-level BPE of the training files", summary):
         tokenizer, reused = prepare_tokenizer(space, corpus, options.vocab_size)
-        facts["vocab_size"] = tokenizer.vocab_size
+        summary["vocab_size"] = tokenizer.vocab_size
         _print_line(f"{tokenizer.vocab_size:,} ids in {space.tokenizer}; {_reuse_text(reused)}")
-    with _step(3, "data: text to token files", facts):
+    with _step(3, "data: text to token files", summary):
         data, reused = prepare_data(space)
         for split, dataset in data.items():
-            facts[f"{split}_tokens"] = dataset.num_tokens
+            summary[f"{split}_tokens"] = dataset.num_tokens
             _print_line(f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens in {dataset.prefix}.bin")
         _print_line(_reuse_text(reused))
-    code = _train(space, options, facts, started_s=started)
+    code = _train(space, options, summary, started_s=started)
     if code:
         return code
     from petatron.quickstart.held_out import evaluate_held_out
 
     with _one_thread():
-        with _step(
-            5, "evaluation: the checkpoint, loaded into one process instead of the ranks that trained it", facts
-        ):
+        title = "evaluation: the checkpoint, loaded into one process instead of the ranks that trained it"
+        with _step(5, title, summary):
             end_s = started + 60 * options.minutes - SAMPLE_S
             trained = evaluate_held_out(
                 str(space.settings), data["train"], data["held_out"], time_is_over=lambda: time.monotonic() > end_s
             )
-            _report_losses(trained.held_out, facts)
-        with _step(6, "a sample: the trained model continues a file", facts):
-            _print_sample(trained, options, facts)
-    _write_summary(space, facts, seconds=time.monotonic() - started)
-    print(
-        f"\nDone in {_format_duration(time.monotonic() - started)}. All of it is in {space.root}; figures in {space.summary}."
-    )
-    print(f"\nTry next:\n{next_commands(space, options, steps=facts['steps'])}")
+            _report_losses(trained.held_out, summary)
+        with _step(6, "a sample: the trained model continues a file", summary):
+            _print_sample(trained, options, summary)
+    seconds = time.monotonic() - started
+    write_atomic(space.summary, json.dumps({**summary, "seconds": round(seconds, 2)}, indent=1) + "\n")
+    print(f"\nDone in {_format_duration(seconds)}. All of it is in {space.root}; figures in {space.summary}.")
+    print(f"\nTry next:\n{next_commands(space, options, steps=summary['steps'])}")
     return 0
 
 
@@ -134,23 +128,23 @@ def _check(options: QuickstartOptions) -> None:
         raise ConfigError(problems)
 
 
-def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, Any], *, started_s: float) -> int:
+def _train(workspace: Workspace, options: QuickstartOptions, summary: dict[str, Any], *, started_s: float) -> int:
     """Runs step 4 through the launcher; returns nonzero when it failed or was interrupted."""
     from petatron.checkpoint.files.step_folder import latest_step
     from petatron.mesh.launch.local_launcher import run_ranks
     from petatron.quickstart.stages import prepare_settings, stop_message, training_flags
 
     ranks = options.tensor_parallel
-    with _step(4, f"training: every layer split over {ranks} CPU process{'es' if ranks > 1 else ''}", facts):
-        length = _choose_length(workspace, options, facts, started_s=started_s)
-        steps = facts["steps"] = length.steps
+    with _step(4, f"training: every layer split over {ranks} CPU process{'es' if ranks > 1 else ''}", summary):
+        length = _choose_length(workspace, options, summary, started_s=started_s)
+        steps = summary["steps"] = length.steps
         prepare_settings(workspace, options, steps=steps)
         flags = training_flags(workspace, options, minutes=length.minutes)
-        facts["command"] = f"petatron train {shlex.join(flags)}"
+        summary["command"] = f"petatron train {shlex.join(flags)}"
         run = load_config(flags).config
         before = latest_step(workspace.training) or 0
         if before >= steps:
-            facts["iterations"] = before
+            summary["iterations"] = before
             _print_line("finished before; --fresh trains again")
             return 0
         model = run.model
@@ -159,13 +153,13 @@ def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, An
         )
         if before:
             _print_line(f"goes on from the checkpoint of iteration {before}")
-        print(f"\n  {facts['command']}\n", flush=True)
+        print(f"\n  {summary['command']}\n", flush=True)
         code = run_ranks([sys.executable, "-m", "petatron", "train", *flags], nproc=ranks)
         if code:
             return code
-        facts["iterations"] = latest_step(workspace.training) or 0
+        summary["iterations"] = latest_step(workspace.training) or 0
         reason = stop_message(workspace.training / "metrics.jsonl")
-        if facts["iterations"] >= steps:
+        if summary["iterations"] >= steps:
             return 0
         _print_line(f"{reason} ({steps} were {'chosen' if options.steps is None else 'asked for'})")
         if "received SIG" in reason:
@@ -175,7 +169,7 @@ def _train(workspace: Workspace, options: QuickstartOptions, facts: dict[str, An
 
 
 def _choose_length(
-    workspace: Workspace, options: QuickstartOptions, facts: dict[str, Any], *, started_s: float
+    workspace: Workspace, options: QuickstartOptions, summary: dict[str, Any], *, started_s: float
 ) -> RunLengthChoice:
     """Returns the steps that were asked for or chosen before; else times some steps in this process and chooses."""
     from petatron.quickstart.stages import chosen_steps, prepare_settings, record_chosen_steps
@@ -190,7 +184,7 @@ def _choose_length(
         steps = step_runner(str(workspace.settings))
         next(steps)
         start_s = time.monotonic() - before_s  # imports and the model, as in each rank
-        step_s = facts["measured_step_seconds"] = time_step(lambda: next(steps))
+        step_s = summary["measured_step_seconds"] = time_step(lambda: next(steps))
         steps.close()
     elapsed_s = time.monotonic() - started_s
     chosen = choose_run_length(minutes=options.minutes, elapsed_s=elapsed_s, step_s=step_s, start_s=start_s)
@@ -199,8 +193,8 @@ def _choose_length(
     return chosen
 
 
-def _report_losses(held_out: HeldOutLoss, facts: dict[str, Any]) -> None:
-    facts["held_out"] = {
+def _report_losses(held_out: HeldOutLoss, summary: dict[str, Any]) -> None:
+    summary["held_out"] = {
         "tokens": held_out.tokens,
         "model_loss": held_out.model_loss,
         "model_perplexity": math.exp(held_out.model_loss),
@@ -218,7 +212,7 @@ def _report_losses(held_out: HeldOutLoss, facts: dict[str, Any]) -> None:
         _print_line("It does not beat the frequencies yet: it needs more --steps.")
 
 
-def _print_sample(trained: TrainedModel, options: QuickstartOptions, facts: dict[str, Any]) -> None:
+def _print_sample(trained: TrainedModel, options: QuickstartOptions, summary: dict[str, Any]) -> None:
     from petatron.infer.generate import generate
 
     tokenizer = trained.tokenizer
@@ -233,8 +227,8 @@ def _print_sample(trained: TrainedModel, options: QuickstartOptions, facts: dict
     )
     kept = ids[:-1] if ids[-1] == tokenizer.eod else ids
     text = tokenizer.decode(kept)
-    facts["parameters"] = trained.num_parameters
-    facts["sample"] = {"prompt": PROMPT, "text": text}
+    summary["parameters"] = trained.num_parameters
+    summary["sample"] = {"prompt": PROMPT, "text": text}
     print(textwrap.indent(PROMPT + text, "    | ", lambda line: True))
 
 
@@ -262,18 +256,14 @@ def next_commands(workspace: Workspace, options: QuickstartOptions, *, steps: in
     return "\n".join(f"  # {what}\n  petatron {command}" for what, command in commands.items())
 
 
-def _write_summary(workspace: Workspace, facts: dict[str, Any], *, seconds: float) -> None:
-    write_atomic(workspace.summary, json.dumps({**facts, "seconds": round(seconds, 2)}, indent=1) + "\n")
-
-
 @contextmanager
-def _step(number: int, title: str, facts: dict[str, Any]) -> Iterator[None]:
+def _step(number: int, title: str, summary: dict[str, Any]) -> Iterator[None]:
     """Prints a headline before, and the time it took after."""
     started = time.monotonic()
     print(f"\n[{number}/{NUM_STEPS}] {title}", flush=True)
     yield
     seconds = time.monotonic() - started
-    facts.setdefault("step_seconds", {})[title.split(":")[0]] = round(seconds, 2)
+    summary.setdefault("step_seconds", {})[title.split(":")[0]] = round(seconds, 2)
     print(f"    {_format_duration(seconds)}", flush=True)
 
 

@@ -19,7 +19,6 @@ def parser() -> argparse.ArgumentParser:
         prog="petatron report",
         description="Writes a run as one HTML file to send to a colleague: curves, settings with their origins, environment, data, "
         "layout, checkpoints, evaluation and text samples. It needs nothing else and requests nothing.",
-        allow_abbrev=False,
     )
     root.add_argument("run", type=Path, metavar="RUN", help="folder that --save or --log-dir named")
     root.add_argument("--out", type=Path, metavar="FILE", help=f"where to write it (RUN/{_REPORT_FILE})")

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 
 from petatron.base.errors import RunFolderError
@@ -35,7 +36,6 @@ def parser() -> argparse.ArgumentParser:
         usage="petatron runs [-h] [--json] [DIR]\n       petatron runs diff [-h] [--json] A B",
         description="Lists the runs below a folder: whether each is running, finished, stopped or failed, how far it came, its last "
         "and its best validation loss, its layout, and when it last changed. `petatron runs diff A B` compares two.",
-        allow_abbrev=False,
     )
     root.add_argument("root", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="where to look (runs)")
     root.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -46,7 +46,6 @@ def diff_parser() -> argparse.ArgumentParser:
     root = CommandParser(
         prog="petatron runs diff",
         description="Shows the settings in which two runs differ, with the origin of each value, and their results side by side.",
-        allow_abbrev=False,
     )
     root.add_argument("first", type=Path, metavar="A", help="folder that --save or --log-dir named")
     root.add_argument("second", type=Path, metavar="B")
@@ -65,7 +64,9 @@ def _list(options: argparse.Namespace) -> int:
     notes: list[str] = []
     for folder in find_run_folders(options.root):
         try:
-            runs.append(open_run(folder, label=_label(folder, options.root), every_point=options.json))
+            inside = folder.relative_to(options.root)
+            label = printable(str(inside) if inside.parts else folder.resolve().name)
+            runs.append(open_run(folder, label=label, every_point=options.json))
         except RunFolderError as error:
             notes.append(f"skipped: {error}")
     if options.json:
@@ -78,11 +79,6 @@ def _list(options: argparse.Namespace) -> int:
     for note in notes:
         print(note)
     return 0
-
-
-def _label(folder: Path, root: Path) -> str:
-    inside = folder.relative_to(root)
-    return printable(str(inside) if inside.parts else folder.resolve().name)
 
 
 def _row(run: RecordedRun) -> tuple[str, ...]:
@@ -105,15 +101,10 @@ def _table(rows: Sequence[Sequence[str]], *, width: int) -> str:
     right = (2, 3, 4)
     lines = []
     for row in rows:
-        cells = [_shorten(cell, wide) for cell, wide in zip(row, widths)]
-        lines.append(
-            "  ".join(f"{c:>{w}}" if i in right else f"{c:{w}}" for i, (c, w) in enumerate(zip(cells, widths)))
-        )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+        cells = [cell if len(cell) <= wide else f"{cell[: wide - 1]}…" for cell, wide in zip(row, widths)]
+        aligned = (f"{c:>{w}}" if i in right else f"{c:{w}}" for i, (c, w) in enumerate(zip(cells, widths)))
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -121,7 +112,7 @@ def _diff(options: argparse.Namespace) -> int:
     settings, results = setting_differences(first, second), result_differences(first, second)
     if options.json:
         runs = [summary_values(run) for run in (first, second)]
-        print(json.dumps({"runs": runs, "settings": [asdict(found) for found in settings]}, indent=1))
+        print(json.dumps({"runs": runs, "settings": [asdict(difference) for difference in settings]}, indent=1))
         return 0
     width = shutil.get_terminal_size().columns
     print(_side_by_side("settings", settings, first, second, width) if settings else "settings: no difference")
@@ -135,26 +126,23 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _side_by_side(title: str, rows: Sequence[Difference], first: RecordedRun, second: RecordedRun, width: int) -> str:
     """Prints a value with its origin in one column per run; long values go on in the next line."""
+
+    def with_origin(text: str, origin: str) -> str:
+        return f"{text}  [{origin}]" if origin else text
+
     cells = [(title, first.label, second.label)]
     cells += [
-        (row.name, _with_origin(row.first, row.first_origin), _with_origin(row.second, row.second_origin))
-        for row in rows
+        (row.name, with_origin(row.first, row.first_origin), with_origin(row.second, row.second_origin)) for row in rows
     ]
     cells = [tuple(map(printable, row)) for row in cells]
     name = min(max(len(row[0]) for row in cells), max(_MIN_NAME, width // 2))
     value = min(max(len(text) for row in cells for text in row[1:]), max(_MIN_VALUE, (width - name - 4) // 2))
     lines = []
     for row in cells:
-        parts = [_pieces(text, wide) for text, wide in zip(row, (name, value, value))]
-        for index in range(max(map(len, parts))):
-            texts = [part[index] if index < len(part) else "" for part in parts]
+        parts = [
+            [text[start : start + wide] for start in range(0, len(text), wide)]
+            for text, wide in zip(row, (name, value, value))
+        ]
+        for texts in zip_longest(*parts, fillvalue=""):
             lines.append(f"{texts[0]:{name}}  {texts[1]:{value}}  {texts[2]}".rstrip())
     return "\n".join(lines)
-
-
-def _with_origin(text: str, origin: str) -> str:
-    return f"{text}  [{origin}]" if origin else text
-
-
-def _pieces(text: str, width: int) -> list[str]:
-    return [text[start : start + width] for start in range(0, len(text), width)] or [""]

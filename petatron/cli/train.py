@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from functools import partial
 
+from petatron.base.errors import Problem
+from petatron.cli.subcommands.run_on_ranks import start_ranks
 from petatron.config import CheckpointConfig, LoadedConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.flags.help_text import flag_help
@@ -34,16 +37,7 @@ def main(argv: list[str]) -> int:
     launch = load_checked(argv).config.launch
     if (launch.nproc_per_node or 1) * launch.nnodes == 1:
         return train_rank(argv)
-    from petatron.mesh.launch.local_launcher import run_ranks
-
-    return run_ranks(
-        [sys.executable, "-m", "petatron", "train", *argv],
-        nproc=launch.nproc_per_node or 1,
-        nnodes=launch.nnodes,
-        node_rank=launch.node_rank,
-        master_addr=launch.master_addr,
-        master_port=launch.master_port,
-    )
+    return start_ranks("train", argv, launch)
 
 
 def load_checked(argv: list[str], *, world_size: int | None = None) -> LoadedConfig:
@@ -65,30 +59,35 @@ def with_preset(argv: list[str]) -> list[str]:
     return ["--config" if argv[0].endswith((".yaml", ".yml")) else "--preset", *argv]
 
 
-def read_checkpoint(config: CheckpointConfig, folder: str | None) -> CheckpointSettings:
+def read_checkpoint(config: CheckpointConfig, folder: str | None, *, settings_only: bool = False) -> CheckpointSettings:
     """Returns the settings of a checkpoint, for --use-checkpoint-args and --from; torch is imported only then."""
     from petatron.pretrained.open_settings import read_checkpoint_args
 
-    return read_checkpoint_args(config, folder)
+    return read_checkpoint_args(config, folder, settings_only=settings_only)
 
 
-def read_settings_alone(config: CheckpointConfig, folder: str | None) -> CheckpointSettings:
-    """Returns the same for commands that read no weights: a config.json is enough, and of a model on the hub it alone is downloaded."""
-    from petatron.pretrained.open_settings import read_checkpoint_args
+read_settings_alone = partial(read_checkpoint, settings_only=True)
+"""For commands that read no weights: a config.json is enough, and of a model on the hub it alone is downloaded."""
 
-    return read_checkpoint_args(config, folder, settings_only=True)
+
+def load_planned(argv: Sequence[str], other_problems: Sequence[Problem] = ()) -> LoadedConfig:
+    """Returns the config of a command that starts no run; `ConfigError` with everything that is wrong, also with its own flags."""
+    loaded, problems = resolve_config(
+        with_preset(list(argv)), require_training=False, read_checkpoint=read_settings_alone
+    )
+    return without_problems(loaded, [*other_problems, *problems])
 
 
 def train_rank(argv: list[str]) -> int:
     """Runs one rank from start to end."""
     from petatron.base.log import configure_logging
-    from petatron.cli.main import VERBS
+    from petatron.cli.main import SUBCOMMANDS
     from petatron.mesh.launch.process_group import stop_process_group
     from petatron.train.run_training import run_training
 
     environment = read_environment()
     configure_logging(rank=environment.rank)
     loaded = load_checked(argv, world_size=environment.world_size)
-    run_training(loaded, subcommands=VERBS)
+    run_training(loaded, subcommands=SUBCOMMANDS)
     stop_process_group()
     return 0

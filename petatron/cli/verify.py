@@ -20,7 +20,7 @@ from petatron.mesh.launch.rank_exit import run_rank_main
 from petatron.mesh.launch.scratch_folder import VERIFY_PREFIX, scratch_folder
 
 if TYPE_CHECKING:
-    from petatron.config import LoadedConfig, RunConfig
+    from petatron.config import LoadedConfig
     from petatron.verify.compare_traces import TraceComparison
 
 
@@ -45,7 +45,6 @@ def parser() -> argparse.ArgumentParser:
         epilog="All other words are flags of `petatron train`, for example: "
         "petatron verify tiny-llama --tp 2 --dp 2 --sequence-parallel --dtype float64. "
         "`petatron verify --matrix` runs many layouts of small models instead: see petatron verify --matrix --help.",
-        allow_abbrev=False,
     )
     root.add_argument("--steps", type=int, default=20, help="optimizer steps to train (20)")
     root.add_argument(
@@ -73,6 +72,7 @@ def main(argv: list[str]) -> int:
     flags = with_preset(flags)
     if options.record_into is not None:
         return run_rank_main(lambda: _record(flags, options))
+    from petatron.mesh.launch.local_launcher import run_ranks
     from petatron.verify.compare_traces import TOLERANCES
     from petatron.verify.verify import SINGLE_PROCESS_FLAGS, compare_recorded_runs, parse_injection, plan_verification
 
@@ -98,14 +98,15 @@ def main(argv: list[str]) -> int:
         )
     with scratch_folder(VERIFY_PREFIX) as scratch:
         folders = scratch / "reference", scratch / "layout"
-        for folder, loaded, words, inject in (
+        for folder, loaded, argv_of_ranks, inject in (
             (folders[0], both.reference, both.reference_argv, None),
             (folders[1], both.candidate, both.candidate_argv, options.inject),
         ):
             options_of_ranks = ["--record-into", str(folder)]
             options_of_ranks += [] if both.every_step else ["--record-ends"]
             options_of_ranks += ["--inject", inject] if inject else []
-            code = _train(loaded.config.parallel.world_size, [*options_of_ranks, *words])
+            command = [sys.executable, "-m", "petatron", "verify", *options_of_ranks, *argv_of_ranks]
+            code = run_ranks(command, nproc=loaded.config.parallel.world_size)
             if code:
                 return _COULD_NOT_RUN if code == 1 else code
         verdict = compare_recorded_runs(*folders, TOLERANCES[options.dtype])
@@ -114,12 +115,6 @@ def main(argv: list[str]) -> int:
         options.json.write_text(json.dumps({"agrees": verdict.agrees, **asdict(verdict)}, indent=1))
     print(_conclusion(verdict, options.dtype, fp8=both.candidate.config.precision.fp8_format is not None))
     return 0 if verdict.agrees else 1
-
-
-def _train(world_size: int, argv: list[str]) -> int:
-    from petatron.mesh.launch.local_launcher import run_ranks
-
-    return run_ranks([sys.executable, "-m", "petatron", "verify", *argv], nproc=world_size)
 
 
 def _record(argv: list[str], options: argparse.Namespace) -> int:
@@ -139,34 +134,28 @@ def _layout_text(loaded: LoadedConfig) -> str:
     parallel, train, memory = loaded.config.parallel, loaded.config.train, loaded.config.memory
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     stages = f", {virtual} stages per rank" if virtual > 1 else ""
-    shared = parallel.data_parallel_sharding_strategy if _has_replicas(loaded.config) else "no_shard"
-    words = [f"tp {parallel.tensor_model_parallel_size}"]
-    words[0] += (
-        " with sequence parallel" if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 else ""
-    )
+    # Sharding has an effect where weights are replicated at all.
+    has_replicas = parallel.data_parallel_size * parallel.context_parallel_size > 1
+    has_replicas |= loaded.config.moe.num_experts is not None
+    shared = parallel.data_parallel_sharding_strategy if has_replicas else "no_shard"
+    tp = parallel.tensor_model_parallel_size
+    parts = [f"tp {tp}" + (" with sequence parallel" if parallel.sequence_parallel and tp > 1 else "")]
     for size, text in (
         (parallel.pipeline_model_parallel_size, f"pp {{}} ({parallel.pipeline_schedule}{stages})"),
         (parallel.context_parallel_size, f"cp {{}} ({parallel.cp_comm_type})"),
         (parallel.expert_model_parallel_size, f"ep {{}} (etp {parallel.expert_tensor_parallel_size})"),
     ):
-        words += [text.format(size)] if size > 1 else []
-    words.append(f"dp {parallel.data_parallel_size}" + ("" if shared == "no_shard" else f" ({shared} sharded)"))
+        parts += [text.format(size)] if size > 1 else []
+    parts.append(f"dp {parallel.data_parallel_size}" + ("" if shared == "no_shard" else f" ({shared} sharded)"))
     count = train.global_batch_size // (train.micro_batch_size * parallel.data_parallel_size)
-    words.append(f"{count_with_noun(count, 'micro-batch', 'es')} of {train.micro_batch_size}")
+    parts.append(f"{count_with_noun(count, 'micro-batch', 'es')} of {train.micro_batch_size}")
     if memory.recompute_granularity == "selective":
-        words.append(f"recompute of {' '.join(memory.recompute_modules)}")
+        parts.append(f"recompute of {' '.join(memory.recompute_modules)}")
     elif memory.recompute_granularity is not None:
-        words.append("recompute of layers")
+        parts.append("recompute of layers")
     if memory.recompute_memory_budget_gb is not None:
-        words.append(f"recompute to fit {memory.recompute_memory_budget_gb:g} GB")
-    return ", ".join([*words, count_with_noun(parallel.world_size, "rank")])
-
-
-def _has_replicas(run: RunConfig) -> bool:
-    """Whether weights are replicated at all, so that sharding them has an effect."""
-    parallel = run.parallel
-    dense = parallel.data_parallel_size * parallel.context_parallel_size
-    return dense > 1 or run.moe.num_experts is not None
+        parts.append(f"recompute to fit {memory.recompute_memory_budget_gb:g} GB")
+    return ", ".join([*parts, count_with_noun(parallel.world_size, "rank")])
 
 
 def comparison_table(comparison: TraceComparison) -> str:

@@ -32,7 +32,7 @@ from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
-from petatron.config.presets import read_preset
+from petatron.config.presets import preset_names, read_preset
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
@@ -90,7 +90,7 @@ def parse_config(
     read_checkpoint: ReadCheckpointSettings | None = None,
 ) -> ParsedConfig:
     """Reads all sources (`ConfigSources`) and derives what they leave open."""
-    flags = parse_flags(argv)
+    flags = parse_flags(argv, presets=None if preset or files else preset_names())
     name = flags.preset or preset
     documents = [read_preset(name)] if name else []
     documents += [read_yaml_file(path) for path in [*files, *flags.files]]

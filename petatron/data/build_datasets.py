@@ -220,7 +220,7 @@ def _split_sources(
                 continue
             text = f"{prefix}: the {wanted_set.title} split is empty: "
             fix = "Give a file that has some."
-            if whole or not source.num_units:
+            if uses_all_units or not source.num_units:
                 text += f"the file has no {source.size_unit}"
             else:
                 text += f"--split {data.split} gives it {len(units)} of {source.num_units:,} {source.unit}"

@@ -30,7 +30,7 @@ def choose_cache_size(model: ParallelModel, options: EngineOptions, *, max_lengt
     longest = -(-max_length // options.page_size)
     of_slot = slot_bytes(model)
     of_page = page_bytes(model, options.page_size, depths=options.speculative_tokens)
-    room = _free_bytes(model) / _ranks_per_device(model)
+    room = _free_bytes(model) / (model.mesh.world.size if model.mesh.device.type == "cpu" else 1)
     num_slots = 1 + options.max_sequences
     if of_slot:
         num_slots = int(min(num_slots, room * (_STATES_SHARE if of_page else 1.0) // of_slot))
@@ -58,7 +58,3 @@ def _free_bytes(model: ParallelModel) -> float:
         return torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE
     memory = detect_device("cpu").memory_bytes
     return memory * _HOST_SHARE if memory else float("inf")
-
-
-def _ranks_per_device(model: ParallelModel) -> int:
-    return model.mesh.world.size if model.mesh.device.type == "cpu" else 1

@@ -10,8 +10,7 @@ FinishReason = Literal["stop", "length", "cancelled", "failed"]
 ended it, which `take` raises."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token with its log-probability, and the most likely ids there, best first, with theirs."""
 
     token: int

@@ -82,8 +82,8 @@ class ConstraintState:
                     "llguidance failed at a constraint, whose answer ends here: %s", printable_lines(str(error))
                 )
                 return None
-            found = np.frombuffer(masked, dtype=np.uint8)[: self._num_tokens]
-            ids[: len(found)] = found > 0
+            biases = np.frombuffer(masked, dtype=np.uint8)[: self._num_tokens]
+            ids[: len(biases)] = biases > 0
             ids[self._eos_ids] = False
         ids[list(self.end_ids)] = self.is_matched
         return torch.from_numpy(ids) if ids.any() else None
@@ -111,7 +111,8 @@ class ConstraintCompiler:
         """Compiles beside the caller, who may look whether it is done; `check` and `start` wait for it."""
         if constraint not in self._compiling:
             if len(self._compiling) > _MAX_CACHED_GRAMMARS:  # of requests that were cancelled before they began
-                self._compiling = {one: found for one, found in self._compiling.items() if not found.done()}
+                pending = [item for item in self._compiling.items() if not item[1].done()]
+                self._compiling = dict(pending)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="petatron-grammar")
             self._compiling[constraint] = self._thread.submit(self._build_matcher, constraint)

@@ -20,6 +20,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,18 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
-from petatron.infer.step.exchange_results import exchange_results
 from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.layer_states import any_layer_has
 from petatron.infer.step.model_steps import ModelSteps, shares_experts
-from petatron.infer.step.new_ids import PendingIds, draw_ids, needs_host
-from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepOutputs, pack_step
-from petatron.infer.step.step_result import StepLayout, compute_result
+from petatron.infer.step.packed_step import CacheLocations, ScheduledTokens, StepOutputs, pack_rows
+from petatron.infer.step.step_result import (
+    PendingIds,
+    StepLayout,
+    compute_result,
+    draw_ids,
+    exchange_results,
+    needs_host,
+)
 from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
@@ -94,15 +100,20 @@ class Engine:
         self._weights = GenerationWeights(model, fp8=self.options.fp8_weights, copies=self.options.copied_weights)
         cache = choose_cache_size(model, self.options, max_length=self.max_length)
         self._steps = ModelSteps(model, self.options, cache, max_length=self.max_length)
-        self._drafter = Drafter(model, self._steps, self.options) if self.options.speculative_tokens else None
+        self._pack = partial(
+            pack_rows,
+            page_size=self.options.page_size,
+            multiple=model.mesh.tp.size if model.sequence_parallel else 1,
+        )
+        num_drafts = self.options.speculative_tokens
+        self._drafter = Drafter(model, self._steps, self._pack, num_drafts=num_drafts) if num_drafts else None
         # A page says nothing of the recurrent state after its tokens.
         caching = self.options.prefix_caching and not any_layer_has(model, RecurrentState)
-        replicas = range(model.mesh.dp.size)
-        original_context = model.spec.original_context
+        context = model.spec.original_context
         self._schedulers = [
-            Scheduler(self.options, cache, prefix_caching=caching, original_context=original_context) for _ in replicas
+            Scheduler(self.options, cache, prefix_caching=caching, original_context=context)
+            for _ in range(model.mesh.dp.size)
         ]
-        self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
         self._hidden_size = model.spec.config.hidden_size
         self._shares_experts = shares_experts(model)
         self._constraints = ConstraintCompiler(tokenizer, vocab_size=self.vocab_size)
@@ -181,7 +192,7 @@ class Engine:
     ) -> list[list[Completion]]:
         """Returns the answers of each prompt: one for each of the parameters, which may be one. At rank 0."""
         several = [params] if isinstance(params, SamplingParams) else list(params)
-        requests = [[self.submit(prompt, each) for each in several] for prompt in prompts]
+        requests = [[self.submit(prompt, sampling) for sampling in several] for prompt in prompts]
         while self.has_work:
             for event in self.step():
                 if on_event is not None:
@@ -242,8 +253,14 @@ class Engine:
 
         On a GPU the step after it is already started where its tokens do not matter for that.
         """
-        if self._preparing:
-            self._take_prepared()
+        if (
+            self._preparing
+        ):  # lets requests in whose constraints are compiled; waits a little where there is nothing else to do
+            if not self._inbox and not any(scheduler.has_work for scheduler in self._schedulers):
+                futures = [future for future, _ in self._preparing.values()]
+                wait(futures, timeout=_PREPARING_S, return_when=FIRST_COMPLETED)
+            for request in [request for request, (future, _) in self._preparing.items() if future.done()]:
+                self._inbox.append(self._preparing.pop(request)[1])
         events = self._exchange_inbox()
         if self._closed or not any(scheduler.has_work for scheduler in self._schedulers):
             self._in_flight = None
@@ -255,16 +272,17 @@ class Engine:
     def _start_step(self) -> _InFlightStep:
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
         layouts = [StepLayout.of(work, hidden_size=self._hidden_size) for work in scheduled]
-        own = layouts[self._mesh.dp.rank]
+        layout_here = layouts[self._mesh.dp.rank]
         # Ranks that share experts exchange as many rows each.
-        least = max(layout.num_tokens for layout in layouts) if self._shares_experts else 1
-        packed = self._pack(own, least=least)
+        least = max(replica.num_tokens for replica in layouts) if self._shares_experts else 1
+        rows = [ScheduledTokens.of(work) for work in layout_here.scheduled]
+        packed = self._pack(rows, layout_here.logit_rows, least=least)
         with self._weights.host_gemms.step():
             outputs = self._steps.run(packed)
         step = _InFlightStep(layouts, outputs)
-        rows = own.sampled_rows(self._steps.device)
+        sampled = layout_here.sampled_rows(self._steps.device)
         alone = self._mesh.pp.size == 1 and self._mesh.dp.size == 1 and self._drafter is None
-        if alone and self._steps.runs_as_graph(packed) and not any(map(needs_host, rows)):
+        if alone and self._steps.runs_as_graph(packed) and not any(map(needs_host, sampled)):
             self._draw(step, pending=0)
         return step
 
@@ -273,10 +291,10 @@ class Engine:
         if step.ids is None:
             return None
         [layout], [scheduler] = step.layouts, self._schedulers
-        found = scheduler.schedule_ahead(layout.scheduled)
-        if found is None:
+        following = scheduler.schedule_ahead(layout.scheduled)
+        if following is None:
             return None
-        ahead, sources = found
+        ahead, sources = following
         next_layout = StepLayout(ahead, [[0]] * len(ahead), [1] * len(ahead), self._hidden_size)
         positions = np.array([~work.start if work.sequence.is_long else work.start for work in ahead])
         rows = CacheLocations([work.sequence.pages for work in ahead], [work.sequence.slot for work in ahead])
@@ -288,17 +306,13 @@ class Engine:
         assert step.outputs is not None and self._steps.graphs is not None
         step.ids = draw_ids(self._steps.graphs.ids, step.outputs[0], step.layouts[0], pending=pending)
 
-    def _pack(self, layout: StepLayout, *, least: int = 1) -> PackedStep:
-        size, multiple = self.options.page_size, self._row_multiple
-        return pack_step(layout.scheduled, layout.logit_rows, page_size=size, multiple=multiple, least=least)
-
     def _finish_step(self, step: _InFlightStep) -> list[TokenEvent]:
         """Waits for what a step found, and adds it to its sequences."""
-        own = step.layouts[self._mesh.dp.rank]
+        layout = step.layouts[self._mesh.dp.rank]
         events: list[TokenEvent] = []
         if step.ids is not None:
             [scheduler] = self._schedulers
-            for work, token in zip(own.scheduled, step.ids.wait()):
+            for work, token in zip(layout.scheduled, step.ids.wait()):
                 if work.sequence.completion.finish_reason is None:  # else it ended while this step ran
                     scheduler.advance(work)
                     try:
@@ -306,7 +320,7 @@ class Engine:
                     except Exception as error:
                         events.append(self._requests.fail(work.sequence.request, error))
             return events
-        result = None if step.outputs is None else compute_result(own, *step.outputs)
+        result = None if step.outputs is None else compute_result(layout, *step.outputs)
         for scheduler, results in zip(self._schedulers, exchange_results(self._mesh, step.layouts, result)):
             for result in results:
                 if result.work.sequence.completion.finish_reason is None:
@@ -319,13 +333,6 @@ class Engine:
             with self._weights.host_gemms.step():
                 self._drafter.draft(step.layouts, self._schedulers, step.outputs)
         return events
-
-    def _take_prepared(self) -> None:
-        """Lets requests in whose constraints are compiled; waits a little where there is nothing else to do."""
-        if not self._inbox and not any(scheduler.has_work for scheduler in self._schedulers):
-            wait([future for future, _ in self._preparing.values()], timeout=_PREPARING_S, return_when=FIRST_COMPLETED)
-        for request in [request for request, (future, _) in self._preparing.items() if future.done()]:
-            self._inbox.append(self._preparing.pop(request)[1])
 
     def _exchange_inbox(self) -> list[TokenEvent]:
         """Takes what entered at rank 0 since the last step; the bytes' number first, since mostly there are none."""

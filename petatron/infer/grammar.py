@@ -39,10 +39,10 @@ _LEAST_NUMBER, _NUMBER_BOUND = -(1 << 63) + 512, 1 << 64
 def check_constraint_library() -> None:
     """Raises `ConfigError` if llguidance is not installed."""
     try:
-        found = importlib.util.find_spec("llguidance")
+        library = importlib.util.find_spec("llguidance")
     except ValueError:  # it was unloaded on purpose
-        found = None
-    if found is None:
+        library = None
+    if library is None:
         rule = "needs the llguidance package, which is not installed"
         raise ConfigError([Problem("constrained decoding", "", rule, "Install it: pip install 'petatron[serve]'")])
 
@@ -145,14 +145,14 @@ class _TokenBytes:
 
     def __call__(self, text: bytes) -> list[int]:
         """Returns the ids of a text, the longest token first."""
-        found: list[int] = []
+        ids: list[int] = []
         start = 0
         while start < len(text):
             ends = range(min(len(text), start + self._longest), start, -1)
             end = next(end for end in ends if text[start:end] in self._ids)
-            found.append(self._ids[text[start:end]])
+            ids.append(self._ids[text[start:end]])
             start = end
-        return found
+        return ids
 
 
 def build_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:

@@ -75,7 +75,11 @@ class PagePool:
         """Returns so many pages, or None, and then changes nothing."""
         if count > self.num_free:
             return None
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        for _ in range(count - len(pages)):
+            page, _ = self._unused_prefixes.popitem(last=False)
+            del self._pages_by_prefix[self._prefixes.pop(page)[0]]
+            pages.append(page)
         for page in pages:
             self._users[page] = 1
         return pages
@@ -123,8 +127,7 @@ class PagePool:
         size = self.page_size
         for number, page in enumerate(pages[: computed // size]):
             if page not in self._prefixes:
-                own_tokens = tuple(tokens[number * size : (number + 1) * size])
-                key = _PrefixKey(parent, own_tokens)
+                key = _PrefixKey(parent, tuple(tokens[number * size : (number + 1) * size]))
                 if key in self._pages_by_prefix:  # another sequence computed the same; its page is found
                     parent = self._prefixes[self._pages_by_prefix[key]][1]
                     continue
@@ -139,12 +142,6 @@ class PagePool:
         self._unused_prefixes.clear()
         self._pages_by_prefix.clear()
         self._prefixes.clear()
-
-    def _evict(self) -> int:
-        page, _ = self._unused_prefixes.popitem(last=False)
-        key, _ = self._prefixes.pop(page)
-        del self._pages_by_prefix[key]
-        return page
 
 
 class SlotPool:

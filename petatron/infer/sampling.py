@@ -67,10 +67,7 @@ class SampledRow:
         params = self.params
         return (
             params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-            or bool(params.logit_bias)
-            or bool(params.bad_words_ids)
+            or bool(params.presence_penalty or params.frequency_penalty or params.logit_bias or params.bad_words_ids)
             or params.allowed_ids is not None
             or self.allowed_V is not None
             or len(self.tokens) - self.num_prompt < params.min_new_tokens
@@ -152,7 +149,8 @@ def _change_logits(logits_V: Tensor, row: SampledRow) -> Tensor:
     if params.logit_bias:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=device)
         logits_V[torch.tensor(list(params.logit_bias), device=device)] += biases
-    if banned := [word[-1] for word in params.bad_words_ids if _ends_with(answer, word[:-1])]:
+    bad_words = [(list(word[:-1]), word[-1]) for word in params.bad_words_ids]
+    if banned := [last for before, last in bad_words if not before or list(answer[-len(before) :]) == before]:
         logits_V[torch.tensor(banned, device=device)] = -torch.inf
     if params.stop_ids and len(row.tokens) - row.num_prompt < params.min_new_tokens:
         logits_V[torch.tensor(params.stop_ids, device=device)] = -torch.inf
@@ -162,10 +160,6 @@ def _change_logits(logits_V: Tensor, row: SampledRow) -> Tensor:
     if row.allowed_V is not None:
         logits_V.masked_fill_(~row.allowed_V, -torch.inf)
     return logits_V
-
-
-def _ends_with(ids: Rows[int], end: Rows[int]) -> bool:
-    return not end or list(ids[-len(end) :]) == list(end)
 
 
 def token_logprobs(logits_RV: Tensor, targets: Rows[int], num_top: Rows[int]) -> list[TokenLogprob]:

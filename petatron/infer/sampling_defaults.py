@@ -31,7 +31,7 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def given(self) -> dict[str, float]:
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+        return {default.name: value for default in fields(self) if (value := getattr(self, default.name)) is not None}
 
     def as_params(self) -> dict[str, float]:
         """Returns the fields of `SamplingParams` that it sets: top_k 0 or below keeps all, which is None there, and the default."""
@@ -44,18 +44,18 @@ class SamplingDefaults:
         >>> SamplingDefaults.from_values({"temperature": 0.6, "top_k": 20, "top_p": 7, "do_sample": True}).given()
         {'temperature': 0.6, 'top_k': 20}
         """
-        found: dict[str, float] = {}
+        defaults: dict[str, float] = {}
         for name, holds in _RANGES.items():
             value = values.get(name)
             if value is None:
                 continue
-            whole = name == "top_k"
-            number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            is_integer = name == "top_k"
+            number = isinstance(value, int if is_integer else int | float) and not isinstance(value, bool)
             if number and math.isfinite(value) and holds(value):  # type: ignore[arg-type]
-                found[name] = value  # type: ignore[assignment]
+                defaults[name] = value  # type: ignore[assignment]
             else:
                 _log.warning("%s has %s %r, which no request may have: left out", GENERATION_CONFIG_FILE, name, value)
-        return cls(**found)  # type: ignore[arg-type]
+        return cls(**defaults)  # type: ignore[arg-type]
 
 
 _RANGES = {

@@ -109,61 +109,36 @@ class SamplingParams:
         return self.temperature == 0
 
     def _problems(self) -> list[Problem]:
+        least_holds = 0 <= self.min_new_tokens <= max(0, self.max_new_tokens)
+        top_k_holds = self.top_k is None or 1 <= self.top_k <= MAX_TOP_K
+        top_p_holds = self.top_p is None or 0 < self.top_p <= 1
+        min_p_holds = self.min_p is None or 0 <= self.min_p <= 1
+        biases_hold = all(map(math.isfinite, self.logit_bias.values()))
+        top_k_fix, count_fix = (
+            f"Use 1 to {MAX_TOP_K}, or leave it out for all.",
+            f"Use 0 to {MAX_TOP_LOGPROBS}, or leave it out.",
+        )
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 0, "is negative", "Ask for one token or more."),
-            (
-                "min_new_tokens",
-                0 <= self.min_new_tokens <= max(0, self.max_new_tokens),
-                "is not between 0 and max_new_tokens",
-                "Use a number between.",
-            ),
+            ("min_new_tokens", least_holds, "is not between 0 and max_new_tokens", "Use a number between."),
             ("temperature", 0 <= self.temperature < math.inf, "is not 0 or above", "0 is greedy, 1 the model's own."),
-            (
-                "top_k",
-                self.top_k is None or 1 <= self.top_k <= MAX_TOP_K,
-                "keeps no id, or more than there are",
-                f"Use 1 to {MAX_TOP_K}, or leave it out for all.",
-            ),
-            ("top_p", _is_share(self.top_p), "is not a share", "Use a number above 0 and up to 1, or leave it out."),
-            (
-                "min_p",
-                self.min_p is None or 0 <= self.min_p <= 1,
-                "is not a share",
-                "Use a number from 0 to 1, or leave it out.",
-            ),
+            ("top_k", top_k_holds, "keeps no id, or more than there are", top_k_fix),
+            ("top_p", top_p_holds, "is not a share", "Use a number above 0 and up to 1, or leave it out."),
+            ("min_p", min_p_holds, "is not a share", "Use a number from 0 to 1, or leave it out."),
             ("top_p_decay", 0 < self.top_p_decay <= 1, "is not a factor", "Use a number above 0 and up to 1."),
             ("top_p_bound", 0 <= self.top_p_bound <= 1, "is not a share", "Use a number from 0 to 1."),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "is not above 0", "1 changes nothing."),
             ("presence_penalty", math.isfinite(self.presence_penalty), "is not finite", "0 changes nothing."),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "is not finite", "0 changes nothing."),
-            (
-                "logit_bias",
-                all(math.isfinite(b) for b in self.logit_bias.values()),
-                "is not finite",
-                "Use finite numbers.",
-            ),
+            ("logit_bias", biases_hold, "is not finite", "Use finite numbers."),
             ("seed", 0 <= self.seed <= MAX_SEED, "is not a seed", f"Use a number from 0 to {MAX_SEED}."),
-            (
-                "logprobs",
-                _is_count(self.logprobs),
-                "is too many or negative",
-                f"Use 0 to {MAX_TOP_LOGPROBS}, or leave it out.",
-            ),
-            (
-                "prompt_logprobs",
-                _is_count(self.prompt_logprobs),
-                "is too many or negative",
-                f"Use 0 to {MAX_TOP_LOGPROBS}, or leave it out.",
-            ),
+            ("logprobs", _is_count(self.logprobs), "is too many or negative", count_fix),
+            ("prompt_logprobs", _is_count(self.prompt_logprobs), "is too many or negative", count_fix),
             ("allowed_ids", self.allowed_ids != (), "allows no id", "Name one or more, or leave it out for all."),
             ("bad_words_ids", all(self.bad_words_ids), "has an empty word", "Leave it out."),
             ("stop_strings", all(self.stop_strings), "has an empty text", "Leave it out."),
         )
         return [Problem(name, str(getattr(self, name)), rule, fix) for name, holds, rule, fix in checks if not holds]
-
-
-def _is_share(value: float | None) -> bool:
-    return value is None or 0 < value <= 1
 
 
 def _is_count(value: int | None) -> bool:

@@ -79,7 +79,8 @@ class Scheduler:
         share, waiting = None, bool(self.waiting.by_owner)
         if waiting:
             self._make_room()
-            share = self._token_share()
+            if (num_owners := self._num_owners) > 1:  # of the tokens, for prompts of each
+                share = max(1, self._options.max_step_tokens // num_owners)
         tokens, logprobs = StepTokens(self._options.max_step_tokens, share), MAX_STEP_LOGPROBS
         scheduled: list[ScheduledSequence] = []
         preemptions = self.num_preemptions
@@ -132,7 +133,10 @@ class Scheduler:
                     break
                 skipped.add(sequence.owner)  # others need not wait for what is more than its share
                 continue
-            self._start(sequence)
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            self._num_running[sequence.owner] += 1
+            sequence.slot = self.slots.allocate()
             count = min(sequence.uncomputed, most)
             started.append(ScheduledSequence(sequence, sequence.computed, count))
             tokens.take(sequence.owner, count)
@@ -140,20 +144,9 @@ class Scheduler:
             self.waiting.append_left(sequence)
         return started
 
-    def _start(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
-        self._num_running[sequence.owner] += 1
-        sequence.slot = self.slots.allocate()
-
     @property
     def _num_owners(self) -> int:
         return len(self._num_running.keys() | self.waiting.owners)
-
-    def _token_share(self) -> int | None:
-        """Returns the tokens of a step that prompts of one owner may have while others wait; None: all of them."""
-        num_owners = self._num_owners
-        return max(1, self._options.max_step_tokens // num_owners) if num_owners > 1 else None
 
     def _make_room(self) -> None:
         """Preempts sequences of owners above their share for the next one of an owner that stays within its own."""
@@ -174,7 +167,7 @@ class Scheduler:
     def _could_start(self, sequence: Sequence) -> bool:
         """Whether nothing but room is missing: not while a prompt of its owner, or a prefix that it awaits, is computed."""
         sequence.is_long = self._is_long(len(sequence.tokens))
-        computes = any(one.owner == sequence.owner and one.uncomputed > 1 for one in self.running)
+        computes = any(running.owner == sequence.owner and running.uncomputed > 1 for running in self.running)
         return not computes and not self._waits_for_prefix(sequence)
 
     def _is_within_share(self, sequence: Sequence) -> bool:
@@ -197,12 +190,12 @@ class Scheduler:
 
     def _count_reporting(self, sequence: Sequence, count: int, logprobs: int) -> tuple[int, int]:
         """Returns how many tokens of a prompt that is reported on a step may have, and the log-probabilities that are left for others."""
-        each = 1 + (sequence.params.prompt_logprobs or 0)
+        per_token = 1 + (sequence.params.prompt_logprobs or 0)
         reported = min(count, max(0, sequence.num_prompt - 1 - sequence.computed))
-        if reported * each <= logprobs:
-            return count, logprobs - reported * each
-        count = logprobs // each
-        return count, logprobs - count * each
+        if reported * per_token <= logprobs:
+            return count, logprobs - reported * per_token
+        count = logprobs // per_token
+        return count, logprobs - count * per_token
 
     def schedule_ahead(self, step: Sequences[ScheduledSequence]) -> tuple[list[ScheduledSequence], list[int]] | None:
         """Returns the step after one of which no token is known yet, with each one's row there; None if the tokens decide what it is.
@@ -220,9 +213,7 @@ class Scheduler:
             sequence, start = work.sequence, work.start + 1
             if sequence.completion.finish_reason is not None:
                 continue
-            if not work.decodes:
-                return None
-            if not sequence.is_long and self._is_long(start + 1):
+            if not work.decodes or (not sequence.is_long and self._is_long(start + 1)):
                 return None
             num_running += 1
             if start + 1 < sequence.max_length:
@@ -267,9 +258,9 @@ class Scheduler:
             return True
         root = sequence.prefix_root
         known = self.pool.count_prefix(sequence.tokens, at_most=sequence.shareable, root=root)
-        leaders = [one for one in self.running if one.uncomputed > 0 and one.prefix_root == root]
+        leaders = [running for running in self.running if running.uncomputed > 0 and running.prefix_root == root]
         shared = ((self._shared_tokens(sequence, other), other) for other in leaders)
-        most, leader = max(shared, key=lambda each: each[0], default=(0, None))
+        most, leader = max(shared, key=lambda candidate: candidate[0], default=(0, None))
         sequence.awaited = None if leader is None or most <= known else AwaitedPrefix(leader, most)
         return sequence.awaited is not None
 
@@ -328,9 +319,7 @@ class Scheduler:
             return
         for sequence in reversed(self.running[:]):
             if not sequence.is_long and self._is_long(len(sequence.tokens)):
-                self._stop(sequence)
-                sequence.start_again()
-                self.waiting.append_left(sequence)
+                self._restart(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -340,10 +329,13 @@ class Scheduler:
         self.pool.release(sequence.pages)
         self.slots.release(sequence.slot)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _restart(self, sequence: Sequence) -> None:
         self._stop(sequence)
         sequence.start_again()
         self.waiting.append_left(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._restart(sequence)
         self.num_preemptions += 1
 
     def _pages_for(self, tokens: int) -> int:

@@ -42,7 +42,6 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     slot: int = SCRATCH_SLOT
     computed: int = 0
-    cancelled: bool = False
     is_long: bool = False
     restarted: bool = False
     awaited: AwaitedPrefix | None = None

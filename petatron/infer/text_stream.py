@@ -59,12 +59,12 @@ class TextStream:
         if self._tokenizer is None:
             return ""
         before = self._tokenizer.decode(self._ids[self._context : self._read])
-        whole = self._tokenizer.decode(self._ids[self._context :])
-        waits = whole.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MAX_HELD_IDS
-        if len(whole) <= len(before) or (waits and not final):
+        text = self._tokenizer.decode(self._ids[self._context :])
+        waits = text.endswith(_REPLACEMENT) and len(self._ids) - self._read < _MAX_HELD_IDS
+        if len(text) <= len(before) or (waits and not final):
             return ""
         self._context, self._read = self._read, len(self._ids)
-        return whole[len(before) :]
+        return text[len(before) :]
 
     def _release(self, new: str, *, final: bool) -> str:
         if self.stop is not None:
@@ -73,9 +73,9 @@ class TextStream:
             self.text += new
             return new
         pending = self._held + new
-        found = [(pending.index(stop), stop) for stop in self._stop_strings if stop in pending]
-        if found:
-            position, self.stop = min(found, key=lambda each: (each[0], len(each[1])))
+        matches = [(pending.index(stop), stop) for stop in self._stop_strings if stop in pending]
+        if matches:
+            position, self.stop = min(matches, key=lambda match: (match[0], len(match[1])))
             certain, self._held = pending[: position + len(self.stop) * self._keep_stop], ""
         else:
             kept = 0 if final else self._longest_beginning_of_a_stop(pending)

@@ -142,9 +142,8 @@ class CommRecord:
 
     def events(self, *, since: int = 0) -> list[CommEvent]:
         """Returns the events still in the buffer with a number above `since`."""
-        return [
-            event for event in list(self._events) if event.sequence_number > since
-        ]  # a copy: another thread may add to it
+        events = list(self._events)  # a copy: another thread may add to it
+        return [event for event in events if event.sequence_number > since]
 
     @property
     def count(self) -> int:
@@ -159,7 +158,9 @@ def _caller() -> str:
     and its calls.
     """
     frame = sys._getframe(2)
-    while frame.f_back is not None and _is_pass_through(frame.f_code.co_filename):
+    while frame.f_back is not None and (
+        (file := frame.f_code.co_filename).endswith(_PASS_THROUGH_FILES) or file.startswith(_TORCH_FOLDER)
+    ):
         frame = frame.f_back
     return frame_location(frame)
 
@@ -168,7 +169,3 @@ def frame_location(frame: FrameType) -> str:
     """Formats a frame as file:line function."""
     code = frame.f_code
     return f"{'/'.join(code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno} {code.co_name}"
-
-
-def _is_pass_through(file: str) -> bool:
-    return file.endswith(_PASS_THROUGH_FILES) or file.startswith(_TORCH_FOLDER)

@@ -22,7 +22,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -70,8 +69,8 @@ class Axis:
     def channel(self, source: int, destination: int) -> Axis:
         """Returns the axis of two ranks over a communicator for transfers from `source` to `destination` alone."""
         ranks = tuple(sorted((self.ranks[source], self.ranks[destination])))
-        own, index = f"{self.name}:{source}>{destination}", ranks.index(self.ranks[self.rank])
-        return Axis(self.name, 2, index, ranks, self.open_group, self.record, own)
+        name, index = f"{self.name}:{source}>{destination}", ranks.index(self.ranks[self.rank])
+        return Axis(self.name, 2, index, ranks, self.open_group, self.record, name)
 
 
 class ParallelMesh:
@@ -107,7 +106,9 @@ class ParallelMesh:
         self._axes = {name: self._make_axis(name, layout.group_of(name, rank)) for name in AXES}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
         self.dp_cp = self["dp_cp"]  # ranks with the same dense weights and different tokens
-        self._axes["ends"] = self._shared_embedding_axis()
+        # The first and the last pipeline rank share a tied embedding; other ranks are alone.
+        ends = self.pp.ranks[0], self.pp.ranks[-1]
+        self._axes["ends"] = self._make_axis("ends", ends if rank in ends and ends[0] != ends[1] else (rank,))
         self.world = self["world"]
         self.control = self._control_axis("control")
 
@@ -125,14 +126,13 @@ class ParallelMesh:
         key = axis.communicator
         group = self._groups.get(key)
         if group is None:
-            make = partial(new_group, key.owner, key.ranks, backend=self.backend)
-            if self._is_nccl:
-                limit = nccl_timeout(self._timeout)
-                options = nccl_options(self._options.for_axis(axis.name), limit)
-                group = make(timeout=limit, device=self.device, options=options)
-            else:
-                group = make(timeout=self._timeout)
-            self._groups[key] = group
+            timeout, device, options = self._timeout, None, None
+            if self.backend == "nccl":
+                timeout, device = nccl_timeout(self._timeout), self.device
+                options = nccl_options(self._options.for_axis(axis.name), timeout)
+            group = self._groups[key] = new_group(
+                key.owner, key.ranks, backend=self.backend, timeout=timeout, device=device, options=options
+            )
         return group
 
     def create_groups(self, axes: Iterable[str]) -> None:
@@ -176,18 +176,8 @@ class ParallelMesh:
         """Returns a group of this rank alone, for libraries that need one."""
         return self._open_group(Axis("alone", 1, 0, (self.rank,), None, self.record))
 
-    @property
-    def _is_nccl(self) -> bool:
-        return self.backend == "nccl"
-
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
-
-    def _shared_embedding_axis(self) -> Axis:
-        """Returns the axis of the first and the last pipeline rank, which share a tied embedding; other ranks are alone."""
-        first, last = self.pp.ranks[0], self.pp.ranks[-1]
-        both = first != last and self.rank in (first, last)
-        return self._make_axis("ends", (first, last) if both else (self.rank,))
 
     def axis(self, name: str) -> Axis:
         """Returns an axis by name; `tp/2` is the axis of blocks of two of tp, `tp%2` the axis across these blocks."""

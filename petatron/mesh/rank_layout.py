@@ -90,17 +90,19 @@ class Layout:
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Returns every group of an axis, each in axis order; together they have every rank once."""
-        dims = AXES[axis]
-        order = DENSE_DIMS if set(dims) <= set(DENSE_DIMS) else EXPERT_DIMS
-        grid = np.arange(self.world_size).reshape([getattr(self, dim) for dim in order])
+        dims, order, grid = self._grid(axis)
         moved = np.moveaxis(grid, [order.index(dim) for dim in dims], range(-len(dims), 0))
         return [tuple(row) for row in moved.reshape(-1, self.size(axis)).tolist()]
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """Returns the group of an axis that a rank belongs to."""
+        dims, order, grid = self._grid(axis)
+        index = np.unravel_index(rank, grid.shape)
+        selection = tuple(slice(None) if dim in dims else coordinate for dim, coordinate in zip(order, index))
+        return tuple(grid[selection].reshape(-1).tolist())
+
+    def _grid(self, axis: str) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
+        """Returns the dimensions of an axis, those of its factorization, and all ranks by these."""
         dims = AXES[axis]
         order = DENSE_DIMS if set(dims) <= set(DENSE_DIMS) else EXPERT_DIMS
-        shape = [getattr(self, dim) for dim in order]
-        index = np.unravel_index(rank, shape)
-        selection = tuple(slice(None) if dim in dims else coordinate for dim, coordinate in zip(order, index))
-        return tuple(np.arange(self.world_size).reshape(shape)[selection].reshape(-1).tolist())
+        return dims, order, np.arange(self.world_size).reshape([getattr(self, dim) for dim in order])

@@ -33,11 +33,11 @@ class AnswerSplitter:
             reasoning, text = self.reasoning.feed(text, final=final)
         if self.tools is None:
             return AnswerParts(reasoning, text)
-        found = [self.tools.feed(text)]
+        deltas = [self.tools.feed(text)]
         if final:
-            found.append(self.tools.finish())
-        calls = [call for one in found for call in one.calls]
+            deltas.append(self.tools.finish())
+        calls = [call for delta in deltas for call in delta.calls]
         if self.max_calls is not None:
             calls = calls[: max(0, self.max_calls - self.num_calls)]
         self.num_calls += len(calls)
-        return AnswerParts(reasoning, "".join(one.content for one in found), tuple(calls))
+        return AnswerParts(reasoning, "".join(delta.content for delta in deltas), tuple(calls))

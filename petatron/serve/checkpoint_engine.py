@@ -12,39 +12,27 @@ from pathlib import Path
 from petatron.base.errors import CheckpointError, PetatronError
 from petatron.base.log import get_logger
 from petatron.checkpoint.files import step_list
-from petatron.data.tokenizer import Tokenizer
-from petatron.infer.completion import Completion, EngineStats, TokenEvent
 from petatron.infer.engine import Engine
-from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.object_collectives import broadcast_object
 from petatron.pretrained.run_model import Model
 from petatron.pretrained.save_and_load import load_checkpoint
-from petatron.serve.open_engine import model_settings, open_engine
+from petatron.serve.open_engine import ModelSettings, load_model
 
 _log = get_logger(__name__)
 
 
-class CheckpointEngine:
+class CheckpointEngine(Engine):
     """An engine that can be reloaded; a `ServedEngine` at rank 0."""
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        flags: Sequence[str] = (),
-        options: EngineOptions | None = None,
-        weights: str | None = None,
-    ) -> None:
-        """`checkpoint` is the folder of a Hugging Face model, of a step, or of a run, of which the newest step is taken."""
-        settings = model_settings(checkpoint, flags, options=options, weights=weights)
-        opened = open_engine(settings, flags, options=options)
-        self.path, self.stop_ids = settings.folder, settings.stop_ids
-        self._options, self._weights = options, weights
-        self._model: Model = opened.model
-        self.tokenizer: Tokenizer | None = settings.tokenizer
-        self._engine: Engine | None = opened.engine
-        opened.engine.capture_graphs(_log_capture)
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings, self.path, self.stop_ids = settings, settings.folder, settings.stop_ids
+        self._model: Model = load_model(settings)
+        self._build()
+
+    def _build(self) -> None:
+        super().__init__(self._model, self._settings.tokenizer, self._settings.options)
+        self.capture_graphs(_log_capture)
 
     @property
     def step_number(self) -> int | None:
@@ -52,90 +40,51 @@ class CheckpointEngine:
         match = step_list.STEP_FOLDER_NAME.fullmatch(self.path.name)
         return None if match is None else int(match[1])
 
-    @property
-    def is_first_rank(self) -> bool:
-        return self._model.mesh.world.rank == 0
-
-    @property
-    def max_length(self) -> int:
-        return self._running.max_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self._running.vocab_size
-
-    @property
-    def has_work(self) -> bool:
-        return self._running.has_work
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._running.stats
-
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        return self._running.submit(prompt_ids, params, compiled=False)
-
-    def cancel(self, request: int) -> None:
-        self._running.cancel(request)
-
-    def step(self) -> list[TokenEvent]:
-        return self._running.step()
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, compiled: bool = False) -> int:
+        return super().submit(prompt_ids, params, compiled=compiled)
 
     def wake(self) -> None:
         """A step is computed here, and waits for nothing."""
 
-    def take(self, request: int) -> Completion:
-        return self._running.take(request)
-
-    def reload(self, step: Path) -> CheckpointEngine:
-        """Loads another step on all ranks, while nothing runs; at rank 0. `path` then tells which step it is."""
-        self._running.close()
-        self._replace(broadcast_object(str(step), self._model.mesh.control))
-        return self
-
     def check_alive(self) -> None:
         """Holds always: this engine lives in the process that asks."""
 
+    def reload(self, step: Path) -> CheckpointEngine:
+        """Loads another step on all ranks, while nothing runs; at rank 0. `path` then tells which step it is."""
+        super().close()
+        self._replace(broadcast_object(str(step), self._model.mesh.control))
+        return self
+
     def close(self) -> None:
         """Ends the engines of all ranks; at rank 0."""
-        if self._engine is not None:
-            self._engine.close()
+        if not self._closed:
+            super().close()
             broadcast_object(None, self._model.mesh.control)
-            self._engine = None
 
     def follow(self) -> None:
         """Takes part in what rank 0 does until it closes its engine."""
         while True:
-            self._running.follow()
+            super().follow()
             step = broadcast_object(None, self._model.mesh.control)
             if step is None:
                 return
             self._replace(step)
 
-    @property
-    def _running(self) -> Engine:
-        assert self._engine is not None, "the engine is closed"
-        return self._engine
-
     def _replace(self, step: str) -> None:
         """Loads, on every rank alike: where a load fails, it fails on all."""
-        self._engine = None  # its cache must be free before a new one takes what memory there is
+        del self._steps  # its cache must be free before a new one takes what memory there is
         try:
             self._load(Path(step))
         except PetatronError as error:
             _log.warning("%s cannot be loaded, so %s is served on: %s", step, self.path, error)
             self._load(self.path)
-        self._engine = self._build()
+        self._build()
 
     def _load(self, step: Path) -> None:
-        if load_checkpoint(str(step), model=self._model, random_states=False, weights=self._weights) is None:
+        weights = self._settings.weights
+        if load_checkpoint(str(step), model=self._model, random_states=False, weights=weights) is None:
             raise CheckpointError(f"{step} holds no checkpoint any more. Another step will do.")
         self.path = step
-
-    def _build(self) -> Engine:
-        engine = Engine(self._model, self.tokenizer, self._options)
-        engine.capture_graphs(_log_capture)
-        return engine
 
 
 def _log_capture(done: int, total: int) -> None:

@@ -43,7 +43,7 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.process_group import stop_process_group
 from petatron.serve.checkpoint_engine import CheckpointEngine
-from petatron.serve.open_engine import model_settings
+from petatron.serve.open_engine import ModelSettings, model_settings
 
 _END_TIMEOUT_S, _MOST_WAKES = 30.0, 4096
 _stats_content = attrgetter(*(field.name for field in fields(EngineStats)))
@@ -53,22 +53,14 @@ _stats_content = attrgetter(*(field.name for field in fields(EngineStats)))
 class EngineProcess:
     """A `CheckpointEngine` elsewhere; what a server drives and reloads. One thread calls all but `wake`."""
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        flags: Sequence[str] = (),
-        options: EngineOptions | None = None,
-        weights: str | None = None,
-    ) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         """Returns when the engine is open; raises what its process raised."""
-        settings = model_settings(checkpoint, flags, options=options, weights=weights)
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self.vocab_size = settings.vocab_size
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._pipe, other = get_context("spawn").Pipe()
-        arguments = (other, str(settings.folder), list(flags), options, weights)
+        arguments = (other, settings.folder, settings.flags, settings.options, settings.weights)
         self._process = get_context("spawn").Process(target=_run_engine, args=arguments, daemon=True)
         self._process.start()
         other.close()
@@ -110,13 +102,15 @@ class EngineProcess:
         answer = self._receive()
         self._works = answer["works"] or answer["num_taken"] < self._num_sent
         self.stats = EngineStats(*answer["stats"])
-        events = [_read_event(one) for one in answer["events"]]
-        for request, completion in answer["completions"]:
+        for request, outcome in answer["completions"]:
             prompt = self._prompts.pop(request)
             self._finished[request] = (
-                _read_error(completion["error"]) if "error" in completion else _read_completion(completion, prompt)
+                _read_error(outcome["error"]) if "error" in outcome else _read_completion(outcome, prompt)
             )
-        return events
+        events = [TokenEvent(*content) for content in answer["events"]]
+        return [
+            event if event.logprob is None else event._replace(logprob=_read_logprob(event.logprob)) for event in events
+        ]
 
     def wake(self) -> None:
         with suppress(OSError):  # it is closed, or as many wakes wait already as there is room for
@@ -148,16 +142,16 @@ class EngineProcess:
         # The answer is the last that it does, and an interpreter with torch takes a second to end by itself.
         self._kill()
         self._process.join(_END_TIMEOUT_S)
-        for one in (self._pipe, self._wake_reader, self._wake_writer):
-            one.close()
+        for end in (self._pipe, self._wake_reader, self._wake_writer):
+            end.close()
 
-    def _learn(self, facts: Mapping[str, Any]) -> None:
-        """Takes the facts of an engine that has just been opened, which counts requests from 0."""
-        self.step_number: int | None = facts["step_number"]
-        self.stop_ids: tuple[int, ...] = tuple(facts["stop_ids"])
-        self.max_length: int = facts["max_length"]
-        self.stats = EngineStats(*facts["stats"])
-        self._works, self._num_sent, self._next_request = False, facts["num_taken"], 0
+    def _learn(self, properties: Mapping[str, Any]) -> None:
+        """Takes the properties of an engine that has just been opened, which counts requests from 0."""
+        self.step_number: int | None = properties["step_number"]
+        self.stop_ids: tuple[int, ...] = tuple(properties["stop_ids"])
+        self.max_length: int = properties["max_length"]
+        self.stats = EngineStats(*properties["stats"])
+        self._works, self._num_sent, self._next_request = False, properties["num_taken"], 0
         self._commands: list[dict[str, Any]] = []
         self._prompts: dict[int, list[int]] = {}
         self._finished: dict[int, Completion | PetatronError] = {}
@@ -185,20 +179,20 @@ class EngineProcess:
 
 
 def _run_engine(
-    pipe: Connection, checkpoint: str, flags: Sequence[str], options: EngineOptions | None, weights: str | None
+    pipe: Connection, checkpoint: Path, flags: Sequence[str], options: EngineOptions | None, weights: str | None
 ) -> None:
     """The process: opens the engine and obeys until it is told to close, or the server is gone."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the server drains, and then ends this process
         signal.signal(number, signal.SIG_IGN)
     configure_logging(rank=read_environment().rank)
     try:
-        engine = CheckpointEngine(Path(checkpoint), flags=flags, options=options, weights=weights)
+        engine = CheckpointEngine(model_settings(checkpoint, flags, options=options, weights=weights))
     except PetatronError as error:
         _send(pipe, {"error": _error_content(error)})
         return
     try:
         _exempt_from_collections()
-        _send(pipe, _facts(engine, num_taken=0))
+        _send(pipe, _properties(engine, num_taken=0))
         _serve_commands(pipe, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the server was killed
@@ -250,7 +244,7 @@ def _reload(pipe: Connection, engine: CheckpointEngine, step: Path, num_taken: i
     except PetatronError as error:
         _send(pipe, {"error": _error_content(error)})
     else:
-        _send(pipe, _facts(engine, num_taken=num_taken))
+        _send(pipe, _properties(engine, num_taken=num_taken))
     _exempt_from_collections()
 
 
@@ -267,14 +261,14 @@ def _step(engine: CheckpointEngine) -> dict[str, Any]:
     events = engine.step()
     ended = [event.request for event in events if event.finish_reason is not None]
     return {
-        "events": [one if one.logprob is None else _event_content(one) for one in events],
+        "events": events,
         "completions": [(request, _outcome_content(engine, request)) for request in ended],
         "works": engine.has_work,
         "stats": _stats_content(engine.stats),
     }
 
 
-def _facts(engine: CheckpointEngine, *, num_taken: int) -> dict[str, Any]:
+def _properties(engine: CheckpointEngine, *, num_taken: int) -> dict[str, Any]:
     return {
         "num_taken": num_taken,
         "step_number": engine.step_number,
@@ -288,24 +282,9 @@ def _send(pipe: Connection, message: Mapping[str, Any]) -> None:
     pipe.send_bytes(json.dumps(message, separators=(",", ":")).encode())
 
 
-def _event_content(one: TokenEvent) -> tuple[object, ...]:
-    return one.request, one.token, one.text, _logprob_content(one.logprob), one.finish_reason
-
-
-def _logprob_content(found: TokenLogprob | None) -> tuple[object, ...] | None:
-    return None if found is None else (found.token, found.logprob, found.top)
-
-
-def _read_logprob(content: Sequence[Any] | None) -> TokenLogprob | None:
-    if content is None:
-        return None
+def _read_logprob(content: Sequence[Any]) -> TokenLogprob:
     token, logprob, top = content
-    return TokenLogprob(token, logprob, tuple((one, value) for one, value in top))
-
-
-def _read_event(content: Sequence[Any]) -> TokenEvent:
-    event = TokenEvent(*content)
-    return event if event.logprob is None else event._replace(logprob=_read_logprob(content[3]))
+    return TokenLogprob(token, logprob, tuple(map(tuple, top)))
 
 
 def _packed(ids: Sequence[int]) -> str:
@@ -320,31 +299,18 @@ def _unpacked(text: str) -> list[int]:
 
 
 def _outcome_content(engine: CheckpointEngine, request: int) -> dict[str, Any]:
+    """Returns an answer without its prompt, which the other side knows, or the error."""
     try:
-        return _completion_content(engine.take(request))
+        completion = engine.take(request)
     except PetatronError as error:
         return {"error": _error_content(error)}
-
-
-def _completion_content(one: Completion) -> dict[str, Any]:
-    """All but the prompt, which the other side knows."""
-    return {
-        "ids": one.ids,
-        "text": one.text,
-        "logprobs": [_logprob_content(entry) for entry in one.logprobs],
-        "prompt_logprobs": [_logprob_content(entry) for entry in one.prompt_logprobs],
-        "finish_reason": one.finish_reason,
-        "stop": one.stop,
-        "cached_tokens": one.cached_tokens,
-        "pooled": one.pooled,
-    }
+    names = (field.name for field in fields(completion) if field.name != "prompt_ids")
+    return {name: getattr(completion, name) for name in names}
 
 
 def _read_completion(content: dict[str, Any], prompt_ids: list[int]) -> Completion:
-    read: dict[str, Any] = {
-        name: [_read_logprob(one) for one in content[name]] for name in ("logprobs", "prompt_logprobs")
-    }
-    return Completion(prompt_ids, **(content | read))
+    logprobs = {name: [_read_logprob(entry) for entry in content[name]] for name in ("logprobs", "prompt_logprobs")}
+    return Completion(prompt_ids, **(content | logprobs))
 
 
 def _error_content(error: PetatronError) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from typing import Literal
 
 from petatron.base.errors import LaunchError, PetatronError, RequestError
 from petatron.base.log import get_logger
-from petatron.infer.completion import Completion, TokenEvent
-from petatron.serve.engine_protocol import ServedEngine, ServedEngineStats
+from petatron.infer.completion import Completion, EngineStats, TokenEvent
+from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.generation import Generation, GenerationCancelled, NotServingError, QueueFullError, ServerError
 from petatron.serve.open_sequences import OpenSequences
 
@@ -50,7 +50,7 @@ class EngineThread:
         idle_step_s: float = 20.0,
     ) -> None:
         """idle_step_s: how often an idle engine makes a step without work, so that its other ranks do not give up waiting."""
-        self.stats: ServedEngineStats = engine.stats
+        self.stats: EngineStats = engine.stats
         self.failure: str | None = None
         self._engine = engine
         self._on_finish = on_finish
@@ -162,11 +162,6 @@ class EngineThread:
             if self._on_finish is not None and isinstance(outcome, Completion):
                 self._on_finish(generation, outcome)
 
-    def _fail_open(self) -> None:
-        """All, also those that the engine has never seen."""
-        failed = NotServingError("The engine has failed.")
-        self._deliver([(generation, None, failed) for generation in tuple(self._open)])
-
     # In the thread.
 
     def _run(self) -> None:
@@ -231,8 +226,14 @@ class EngineThread:
                 continue
             try:
                 number = self._engine.submit(generation.prompt_ids, generation.params)
-            except Exception as error:
-                self._hand_over([(generation, None, _request_error(error))])
+            except Exception as error:  # whatever it is, the engine has not begun this request, and serves on
+                why = error
+                if isinstance(error, LaunchError) or not isinstance(error, PetatronError):
+                    _log.error("a request could not be submitted", exc_info=error)
+                    why = RequestError(
+                        "The engine failed at this request, and goes on with others. Its log has the cause."
+                    )
+                self._hand_over([(generation, None, why)])
                 continue
             self._requests[number] = generation
             self._ids[generation] = number
@@ -253,12 +254,16 @@ class EngineThread:
         now = time.monotonic()
         for event in events:
             ended = event.finish_reason is not None
-            outcome = self._take(event.request) if ended else None
+            outcome: Completion | Exception | None = None
+            if ended:
+                try:
+                    outcome = self._engine.take(event.request)
+                except PetatronError as error:
+                    outcome = error
             generation = self._requests.get(event.request)
             if generation is None:  # cancelled
                 continue
-            first = generation.first_token_s is None
-            if first:
+            if generation.first_token_s is None:
                 generation.first_token_s = now
             if ended:
                 generation.finished_s = now
@@ -267,12 +272,6 @@ class EngineThread:
                 shown = None if isinstance(outcome, Exception) else event
                 deliveries.append((generation, shown, outcome))
         self._hand_over(deliveries)
-
-    def _take(self, request: int) -> Completion | Exception:
-        try:
-            return self._engine.take(request)
-        except PetatronError as error:
-            return error
 
     def _replace_engine(self, swap: _Swap) -> None:
         assert self._loop is not None
@@ -295,7 +294,8 @@ class EngineThread:
         self._requests.clear()
         self._ids.clear()
         self._held = []
-        self._call_loop(self._fail_open)
+        failed = NotServingError("The engine has failed.")  # also those that it has never seen
+        self._call_loop(lambda: self._deliver([(generation, None, failed) for generation in tuple(self._open)]))
 
     def _stop(self) -> None:
         self._stopped = True
@@ -312,11 +312,3 @@ class EngineThread:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop is closed: nobody waits any more
             _log.debug("an event came after the server's end")
-
-
-def _request_error(error: Exception) -> PetatronError:
-    """Returns what one request fails with: whatever its submission raised, the engine has not begun it, and serves on."""
-    if isinstance(error, PetatronError) and not isinstance(error, LaunchError):
-        return error
-    _log.error("a request could not be submitted", exc_info=error)
-    return RequestError("The engine failed at this request, and goes on with others. Its log has the cause.")

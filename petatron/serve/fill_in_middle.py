@@ -60,8 +60,8 @@ def _single_id(token: str, tokenizer: Tokenizer) -> int | None:
         ids = tokenizer.encode(token)
     except PetatronError:  # a tokenizer of numbers alone
         return None
-    return ids[0] if len(ids) == 1 and _letters(tokenizer.decode(ids)) == _letters(token) else None
+    return ids[0] if len(ids) == 1 and _without_spaces(tokenizer.decode(ids)) == _without_spaces(token) else None
 
 
-def _letters(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return text.replace("▁", "").replace(" ", "")

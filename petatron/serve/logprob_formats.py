@@ -33,12 +33,12 @@ def _name(token: int, texts: TokenTexts, as_ids: bool) -> str:
 
 def top_by_text(entry: TokenLogprob, texts: TokenTexts, *, as_ids: bool = False) -> dict[str, float]:
     """Returns the token itself and its alternatives by text, the most likely first."""
-    found = {_name(entry.token, texts, as_ids): own_logprob(entry)}
+    logprobs = {_name(entry.token, texts, as_ids): own_logprob(entry)}
     for token, value in entry.top:
         if token != entry.token:
             text = _name(token, texts, as_ids)
-            found[f"token_id:{token}" if text in found else text] = finite(value)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+            logprobs[f"token_id:{token}" if text in logprobs else text] = finite(value)
+    return dict(sorted(logprobs.items(), key=lambda item: -item[1]))
 
 
 def completion_logprobs(
@@ -66,7 +66,10 @@ def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, *, as_ids:
 
     return {
         "content": [
-            {**named(entry.token, own_logprob(entry)), "top_logprobs": [named(*one) for one in entry.top]}
+            {
+                **named(entry.token, own_logprob(entry)),
+                "top_logprobs": [named(*alternative) for alternative in entry.top],
+            }
             for entry in entries
         ],
         "refusal": None,
@@ -75,17 +78,17 @@ def chat_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts, *, as_ids:
 
 def prompt_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> list[dict[str, Any] | None]:
     """Returns `prompt_logprobs` as vLLM does: an object by token id for each prompt token, None for the first."""
-    found: list[dict[str, Any] | None] = [None]
+    listed: list[dict[str, Any] | None] = [None]
     for entry in entries:
         ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
         values = {entry.token: own_logprob(entry), **{token: finite(value) for token, value in entry.top}}
-        found.append(
+        listed.append(
             {
                 str(token): {"logprob": value, "rank": ranks.get(token), "decoded_token": texts.text_of(token)}
                 for token, value in values.items()
             }
         )
-    return found
+    return listed
 
 
 class AlignedTokens:

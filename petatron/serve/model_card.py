@@ -1,4 +1,4 @@
-"""The facts of the model that a server currently serves."""
+"""The properties of the model that a server currently serves."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ class ModelCard:
         tokenizer = engine.tokenizer
         settings = tokenizer_settings(tokenizer)
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        special = {one: text for one in names if (text := special_token(settings, one))}
+        special = {token_name: text for token_name in names if (text := special_token(settings, token_name))}
         eod = None if tokenizer is None else tokenizer.eod
-        own = tokenizer_chat_template(tokenizer) if chat_template is None else None
+        bos_ids = [] if tokenizer is None or "bos_token" not in special else tokenizer.encode(special["bos_token"])
+        tokenizer_template = tokenizer_chat_template(tokenizer) if chat_template is None else None
         given = None if chat_template is None else ChatTemplate(chat_template, special_tokens=special)
         return cls(
             name=name,
@@ -74,10 +75,10 @@ class ModelCard:
             vocab_size=engine.vocab_size,
             tokenizer=tokenizer,
             texts=TokenTexts(tokenizer),
-            chat_template=given or own or ChatTemplate(PLAIN_TEMPLATE),
-            has_chat_template=(given or own) is not None,
+            chat_template=given or tokenizer_template or ChatTemplate(PLAIN_TEMPLATE),
+            has_chat_template=(given or tokenizer_template) is not None,
             stop_ids=tuple(sorted({*stop_ids, *(() if eod is None else (eod,))})),
-            bos_id=_id_of(tokenizer, special.get("bos_token"), eod),
+            bos_id=bos_ids[0] if len(bos_ids) == 1 else eod,
             step=step,
             created_s=created_s,
             special_tokens=special,
@@ -114,10 +115,3 @@ class ModelCard:
         if self.tokenizer is None:
             raise DataError("The served model has no tokenizer. Send token ids instead of text.")
         return self.tokenizer
-
-
-def _id_of(tokenizer: Tokenizer | None, token: str | None, default: int | None) -> int | None:
-    if tokenizer is None or token is None:
-        return default
-    ids = tokenizer.encode(token)
-    return ids[0] if len(ids) == 1 else default

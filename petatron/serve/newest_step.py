@@ -19,17 +19,17 @@ _log = get_logger(__name__)
 
 
 def newest_sound_step(
-    folder: Path, *, after: int, rejected: set[int], served_facts: Mapping[str, Any] | None = None
+    folder: Path, *, after: int, rejected: set[int], served_properties: Mapping[str, Any] | None = None
 ) -> tuple[int, Path] | None:
     """Returns the newest step after one whose files are what was saved, and whose manifest fits them; None if there is none.
 
-    `served_facts` are those of the step that is served: a step of another model or run does not follow it. Steps that are refused are
+    `served_properties` are those of the step that is served: a step of another model or run does not follow it. Steps that are refused are
     reported once and added to `rejected`.
     """
     for step, path in sorted(list_steps(folder).items(), reverse=True):
         if step <= after or step in rejected:
             continue
-        problem = _problem(path, served_facts or {})
+        problem = _problem(path, served_properties or {})
         if problem is None:
             return step, path
         rejected.add(step)
@@ -37,7 +37,7 @@ def newest_sound_step(
     return None
 
 
-def step_facts(folder: Path, step: int | None) -> Mapping[str, Any]:
+def step_properties(folder: Path, step: int | None) -> Mapping[str, Any]:
     """Returns what a step's manifest says of its run; nothing where it cannot be read, or is gone."""
     path = list_steps(folder).get(step) if step is not None else None
     try:
@@ -46,14 +46,14 @@ def step_facts(folder: Path, step: int | None) -> Mapping[str, Any]:
         return {}
 
 
-def _problem(path: Path, served_facts: Mapping[str, Any]) -> str | None:
+def _problem(path: Path, served_properties: Mapping[str, Any]) -> str | None:
     report = verify_checkpoint(path)
     if not report.is_valid:
         return report.findings[0].text
     try:
-        facts = run_metadata(read_manifest_head(path))
+        properties = run_metadata(read_manifest_head(path))
         with reading_untrusted(path / MANIFEST_FILE, damaged_error):
-            found = next(other_run_problems(facts, served_facts), None)
+            other_run = next(other_run_problems(properties, served_properties), None)
     except CheckpointError as error:
         return str(error)
-    return None if found is None else f"{path / MANIFEST_FILE} {found}"
+    return None if other_run is None else f"{path / MANIFEST_FILE} {other_run}"

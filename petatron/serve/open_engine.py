@@ -41,6 +41,7 @@ class ModelSettings:
 
     checkpoint: as it was named. folder: of the Hugging Face model, or of one step. max_length: tokens of prompt and answer together.
     stop_ids: that end an answer, by the model's own files and its tokenizer. weights: the kind of state read as the weights.
+    flags, options: of the model and its layout, and of the engine.
     """
 
     checkpoint: str
@@ -51,6 +52,8 @@ class ModelSettings:
     max_length: int
     stop_ids: tuple[int, ...]
     weights: str | None = None
+    flags: tuple[str, ...] = ()
+    options: EngineOptions | None = None
 
     def required_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer, for whoever reads text; `ConfigError` if the model has none."""
@@ -98,16 +101,25 @@ def model_settings(
     folder, environment = find_model(checkpoint), read_environment()
     check_weights_kind(folder, weights)
     world_size = None if environment.launcher == "single" else environment.world_size
-    words = ["--from", str(folder), *flags]
-    loaded = load_config(words, world_size=world_size, require_training=False, read_checkpoint=read_checkpoint_args)
+    argv = ["--from", str(folder), *flags]
+    loaded = load_config(argv, world_size=world_size, require_training=False, read_checkpoint=read_checkpoint_args)
     loaded, tokenizer = open_tokenizer(loaded)
     model = loaded.config.model
     longest = model.max_position_embeddings + 1  # the last new token is never an input, so it needs no position
     asked = None if options is None else options.max_length
     vocab_size = known_vocab_size(model)
-    stop_ids = find_stop_ids(folder, tokenizer, vocab_size=vocab_size)
-    max_length = min(asked or longest, longest)
-    return ModelSettings(str(checkpoint), folder, loaded, tokenizer, vocab_size, max_length, stop_ids, weights)
+    return ModelSettings(
+        checkpoint=str(checkpoint),
+        folder=folder,
+        loaded=loaded,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_length=min(asked or longest, longest),
+        stop_ids=find_stop_ids(folder, tokenizer, vocab_size=vocab_size),
+        weights=weights,
+        flags=tuple(flags),
+        options=options,
+    )
 
 
 def warn_of_training_flags(settings: ModelSettings) -> None:
@@ -116,22 +128,16 @@ def warn_of_training_flags(settings: ModelSettings) -> None:
         _log.warning("without effect here, only training reads them: %s", ", ".join(unused))
 
 
-def open_engine(
-    settings: ModelSettings,
-    flags: Sequence[str] = (),
-    *,
-    options: EngineOptions | None = None,
-    dtype: torch.dtype | str | None = None,
-) -> OpenedEngine:
+def open_engine(settings: ModelSettings, *, dtype: torch.dtype | str | None = None) -> OpenedEngine:
     """Loads the weights and builds the engine; every rank calls it. `dtype` None is that of the flags, else that of the weights."""
-    model = load_model(settings, flags, dtype=dtype)
-    engine = Engine(model, settings.tokenizer, options)
-    return OpenedEngine(engine, model, settings)
+    model = load_model(settings, dtype=dtype)
+    return OpenedEngine(Engine(model, settings.tokenizer, settings.options), model, settings)
 
 
-def load_model(settings: ModelSettings, flags: Sequence[str] = (), *, dtype: torch.dtype | str | None = None) -> Model:
+def load_model(settings: ModelSettings, *, dtype: torch.dtype | str | None = None) -> Model:
     """Loads the weights, without memory for gradients; every rank calls it."""
-    return from_pretrained(settings.folder, flags=[*flags], dtype=dtype, gradients=False, weights=settings.weights)
+    flags, weights = list(settings.flags), settings.weights
+    return from_pretrained(settings.folder, flags=flags, dtype=dtype, gradients=False, weights=weights)
 
 
 def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:
@@ -142,5 +148,5 @@ def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int)
         if path.is_file():
             content = json.loads(read_companion_file(path, CheckpointError))
             named.append(content.get("eos_token_id") if isinstance(content, Mapping) else None)
-    flat = [one for value in named for one in (value if isinstance(value, list) else [value])]
-    return tuple(sorted({one for one in flat if type(one) is int and 0 <= one < vocab_size}))
+    ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    return tuple(sorted({token for token in ids if type(token) is int and 0 <= token < vocab_size}))

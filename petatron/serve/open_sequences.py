@@ -78,13 +78,13 @@ class OpenSequences:
 
     def _giving_way(self, asking: str, missing: int, share: int) -> list[Generation]:
         """Returns sequences of owners above their share that make room for as many as are missing; none if there are too few."""
-        counts, found = Counter(self._counts), list[Generation]()
+        counts, giving_way = Counter(self._counts), list[Generation]()
         waiting = [
             request
             for request in dict.fromkeys(reversed(self._requests.values()))
-            if request[0].params.owner != asking and all(one.first_token_s is None for one in request)
+            if request[0].params.owner != asking and all(generation.first_token_s is None for generation in request)
         ]
-        while len(found) < missing:
+        while len(giving_way) < missing:
             owner, count = max(counts.items(), key=lambda item: item[1])
             if count <= share:
                 return []
@@ -95,7 +95,7 @@ class OpenSequences:
                     return []
                 continue
             waiting.remove(newest)
-            still_open = [one for one in newest if one in self._requests]
-            found += still_open
+            still_open = [generation for generation in newest if generation in self._requests]
+            giving_way += still_open
             counts[owner] -= len(still_open)
-        return found
+        return giving_way

@@ -37,10 +37,10 @@ class PlaygroundPage:
         for kind, content in _INLINE.findall(self.html):
             digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
             hashes[kind].append(f"'sha256-{digest}'")
-        own = [f"{kind}-src {' '.join(found)}" for kind, found in hashes.items()]
+        sources = [f"{kind}-src {' '.join(digests)}" for kind, digests in hashes.items()]
         rules = [
             "default-src 'none'",
-            *own,
+            *sources,
             "connect-src 'self'",
             "img-src data:",
             "base-uri 'none'",

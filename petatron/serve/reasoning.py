@@ -52,8 +52,8 @@ def count_reasoning_tokens(tokens: Sequence[bytes], form: ReasoningFormat, *, in
         if not answer.startswith(begin_tag, start):
             return 0
         start += len(begin_tag)
-    found = answer.find(end_tag, start)
-    end = len(answer) if found < 0 else found
+    end_at = answer.find(end_tag, start)
+    end = len(answer) if end_at < 0 else end_at
     count = place = 0
     for token in tokens:
         count += max(place, start) < min(place + len(token), end)
@@ -111,7 +111,7 @@ class ReasoningParser:
         if end:
             self._pending, self._state = after, "gap"
             return self._stripped(before.rstrip())
-        held = 0 if final else self._num_held(before)
+        held = 0 if final else num_held(before, REASONING_TAGS[self.form][1])
         certain = before[: len(before) - held].rstrip() if not final else before.rstrip()
         self._pending = "" if final else before[len(certain) :]
         return self._stripped(certain)
@@ -121,6 +121,7 @@ class ReasoningParser:
         self._begun = self._begun or bool(text)
         return text
 
-    def _num_held(self, text: str) -> int:
-        end = REASONING_TAGS[self.form][1]
-        return next(size for size in range(len(end) - 1, -1, -1) if text.endswith(end[:size]))
+
+def num_held(text: str, tag: str) -> int:
+    """Returns how many last characters of a text may be the beginning of a tag."""
+    return next(size for size in range(len(tag) - 1, -1, -1) if text.endswith(tag[:size]))

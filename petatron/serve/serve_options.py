@@ -49,7 +49,7 @@ class ServeLimits:
     isolation_memory_bytes: int = 1 << 30
 
     def problems(self) -> Iterator[Problem]:
-        for name in (one.name for one in fields(self)):
+        for name in (limit.name for limit in fields(self)):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield Problem(flag_of(name), str(value), "allows nothing", "Use a number above 0.")
@@ -99,15 +99,13 @@ class ServeOptions:
 
     def tool_format(self, template: str) -> ToolCallFormat | None:
         """Returns the format of calls under a chat template; None: answers are text alone."""
-        if self.tool_call_format == "auto":
-            return template_format(template)
-        return None if self.tool_call_format == "none" else self.tool_call_format
+        given = self.tool_call_format
+        return template_format(template) if given == "auto" else None if given == "none" else given
 
     def reasoning_tags(self, template: str) -> ReasoningFormat | None:
         """Returns the format of reasoning under a chat template; None: it is part of the content."""
-        if self.reasoning_format == "auto":
-            return template_reasoning(template)
-        return None if self.reasoning_format == "none" else self.reasoning_format
+        given = self.reasoning_format
+        return template_reasoning(template) if given == "auto" else None if given == "none" else given
 
 
 def flag_of(name: str) -> str:

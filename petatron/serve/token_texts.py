@@ -40,10 +40,12 @@ class TokenTexts:
         self._byte_of = {char: byte for byte, char in enumerate(byte_characters())}
         added = {} if self._fast is None else self._fast.get_added_tokens_decoder()
         self._added = set(added)
-        self.special_ids = {token: one.content for token, one in added.items() if one.special}
+        self.special_ids = {token: added_token.content for token, added_token in added.items() if added_token.special}
         """Ids that mark, and are no text, with their names."""
         self.marker_ids = {
-            one.content: token for token, one in added.items() if one.special or _TAG.fullmatch(one.content)
+            added_token.content: token
+            for token, added_token in added.items()
+            if added_token.special or _TAG.fullmatch(added_token.content)
         }
         """Tokens that grammars name by id: llguidance takes an added token for no text if it is special, or looks like a tag."""
 
@@ -54,13 +56,13 @@ class TokenTexts:
 
     def text_of(self, token: int) -> str:
         """Returns its text; `bytes:\\xe2\\x82` for a part of a character, as OpenAI writes it; `token_id:5` where there is no text."""
-        found = self.bytes_of(token)
-        if not found:
+        content = self.bytes_of(token)
+        if not content:
             return f"token_id:{token}"
         try:
-            return found.decode()
+            return content.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids)

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from petatron.serve.reasoning import num_held
+
 ToolCallFormat = Literal["hermes", "llama3", "mistral"]
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = get_args(ToolCallFormat)
 _BEGIN: Mapping[ToolCallFormat, str] = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
@@ -73,9 +75,9 @@ class ToolCallParser:
             if not self._inside or self.form != "hermes" or _HERMES_END not in self._pending:
                 return self._delta(content, calls)
             body, self._pending = self._pending.split(_HERMES_END, 1)
-            found = self._read(body)
-            content += f"{_BEGIN['hermes']}{body}{_HERMES_END}" if found is None else ""
-            calls += found or []
+            new_calls = self._read(body)
+            content += f"{_BEGIN['hermes']}{body}{_HERMES_END}" if new_calls is None else ""
+            calls += new_calls or []
             self._inside = False
 
     def finish(self) -> ToolDelta:
@@ -84,8 +86,8 @@ class ToolCallParser:
         if not self._inside:
             return self._delta(rest, [])
         begin = _BEGIN[self.form] if self.form != "llama3" else ""
-        found = self._read(rest)
-        return self._delta(f"{begin}{rest}" if found is None else "", found or [])
+        calls = self._read(rest)
+        return self._delta(f"{begin}{rest}" if calls is None else "", calls or [])
 
     def _delta(self, content: str, calls: list[ToolCall]) -> ToolDelta:
         self.num_calls += len(calls)
@@ -100,11 +102,9 @@ class ToolCallParser:
         if begin:
             self._pending, self._inside = after, True
             return before
-        held = next(
-            size for size in range(len(_BEGIN[self.form]) - 1, -1, -1) if before.endswith(_BEGIN[self.form][:size])
-        )
-        self._pending = before[len(before) - held :]
-        return before[: len(before) - held]
+        certain = len(before) - num_held(before, _BEGIN[self.form])
+        self._pending = before[certain:]
+        return before[:certain]
 
     def _take_llama3_content(self) -> str:
         """A call is the whole answer, so its first character tells."""
@@ -128,16 +128,16 @@ class ToolCallParser:
 
 def _read_values(text: str) -> list[Any] | None:
     """Returns the JSON values of a text, one after the other or in a list."""
-    found: list[Any] = []
+    values: list[Any] = []
     decoder = json.JSONDecoder()
     try:
         while text := text.lstrip(" \n\r\t;"):
             value, end = decoder.raw_decode(text)
-            found += value if isinstance(value, list) else [value]
+            values += value if isinstance(value, list) else [value]
             text = text[end:]
     except (ValueError, RecursionError):
         return None
-    return found
+    return values
 
 
 def _read_call(value: Any) -> ToolCall | None:

@@ -38,7 +38,7 @@ def chat_model(base_model: Path, tmp_path: Path) -> Path:
 
 
 class Session:
-    """Runs the verb with typed lines, and records the text of every prompt and the answers."""
+    """Runs the subcommand with typed lines, and records the text of every prompt and the answers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys

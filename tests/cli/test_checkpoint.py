@@ -451,11 +451,11 @@ def test_help_needs_no_torch():
     program = """
 import sys
 from petatron.cli.main import main
-for verb in ([], ["inspect"], ["verify"], ["diff"], ["prune"], ["convert"]):
+for subcommand in ([], ["inspect"], ["verify"], ["diff"], ["prune"], ["convert"]):
     try:
-        main(["checkpoint", *verb, "--help"])
+        main(["checkpoint", *subcommand, "--help"])
     except SystemExit as error:
-        assert error.code == 0, verb
+        assert error.code == 0, subcommand
 sys.exit("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

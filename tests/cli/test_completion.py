@@ -1,4 +1,4 @@
-"""`petatron completion`: a real bash completes verbs, flags, choices, presets and paths."""
+"""`petatron completion`: a real bash completes subcommands, flags, choices, presets and paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from petatron.cli.completion import completions, fish_script, zsh_script
-from petatron.cli.main import VERBS, main
+from petatron.cli.main import SUBCOMMANDS, main
 from petatron.config.schema.fields import all_fields
 
 QUESTIONS = {
@@ -63,7 +63,7 @@ def test_bash_completes(script: Path):
 @pytest.mark.parametrize(("shell", "make"), [("zsh", zsh_script), ("fish", fish_script)])
 def test_other_shells_can_read_their_script(shell: str, make, tmp_path: Path):
     text = make()
-    assert all(verb in text for verb in VERBS) and "tiny-llama" in text and "num-layers" in text
+    assert all(subcommand in text for subcommand in SUBCOMMANDS) and "tiny-llama" in text and "num-layers" in text
     if shutil.which(shell) is not None:
         (tmp_path / "script").write_text(text)
         subprocess.run([shell, "-n", str(tmp_path / "script")], check=True)
@@ -71,7 +71,7 @@ def test_other_shells_can_read_their_script(shell: str, make, tmp_path: Path):
 
 def test_every_flag_of_the_schema_and_every_verb_is_there():
     found = completions()
-    assert {command.split()[0] for command in found} == set(VERBS)
+    assert {command.split()[0] for command in found} == set(SUBCOMMANDS)
     assert {info.flag for info in all_fields()} <= set(found["train"].flags)
 
 

@@ -65,7 +65,9 @@ def test_what_is_left_out_is_said():
 
 
 def test_eight_bits_are_compared_over_float32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("petatron.cli.verify._train", lambda *_: 3)  # only what is said before anything runs
+    monkeypatch.setattr(
+        "petatron.mesh.launch.local_launcher.run_ranks", lambda *_, **__: 3
+    )  # only what is said before anything runs
     words = ["verify", *TINY, "--tp", "2", "--bf16", "--fp8-hybrid"]
     assert main(words) == 3
     out = capsys.readouterr().out
@@ -111,7 +113,9 @@ def test_both_runs_differ_only_in_layout():
 
 
 def test_the_layout_names_what_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("petatron.cli.verify._train", lambda *_: 3)  # only what is said before anything runs
+    monkeypatch.setattr(
+        "petatron.mesh.launch.local_launcher.run_ranks", lambda *_, **__: 3
+    )  # only what is said before anything runs
     flags = ["--sequence-parallel", "--use-distributed-optimizer", "--reference", "--dp 1"]
     assert main(["verify", *TINY, *flags, "--recompute-granularity", "selective"]) == 3
     reference, layout, *notes = capsys.readouterr().out.splitlines()
@@ -122,7 +126,7 @@ def test_the_layout_names_what_is_used(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_layout_names_recompute_of_one_side(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("petatron.cli.verify._train", lambda *_: 3)
+    monkeypatch.setattr("petatron.mesh.launch.local_launcher.run_ranks", lambda *_, **__: 3)
     other = ["--reference", "--dp 1 --recompute-memory-budget-gb 1"]
     assert main(["verify", *TINY, "--dp", "2", "--use-distributed-optimizer", *other]) == 3
     reference, layout, *_ = capsys.readouterr().out.splitlines()
@@ -136,7 +140,9 @@ def test_the_layout_names_recompute_of_one_side(monkeypatch: pytest.MonkeyPatch,
 def test_without_a_layout_it_says_that_nothing_was_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("petatron.cli.verify._train", lambda world_size, argv: 3)  # the note comes before any run
+    monkeypatch.setattr(
+        "petatron.mesh.launch.local_launcher.run_ranks", lambda *_, **__: 3
+    )  # the note comes before any run
     assert main(["verify", *TINY, "--steps", "1"]) == 3
     assert "one rank is compared with itself" in capsys.readouterr().out
     for layout in (["--tp", "2"], ["--reference", "--tp 2"]):

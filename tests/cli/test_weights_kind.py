@@ -13,6 +13,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.engine_process import EngineProcess
+from petatron.serve.open_engine import model_settings
 from tests.cli.text_model import train_text_model
 
 PROMPT = ["--prompt", "Once", "--max-tokens", "4", "--temperature", "0", "--logprobs", "1"]
@@ -67,8 +68,8 @@ def test_a_served_run_stays_with_the_average_when_it_is_reloaded(folder: Path):
             engine.step()
         return engine.take(request)
 
-    expected = answer(CheckpointEngine(folder / "ema", options=OPTIONS))
-    engine = EngineProcess(folder / "run" / "step-00000001", options=OPTIONS, weights="ema")
+    expected = answer(CheckpointEngine(model_settings(folder / "ema", options=OPTIONS)))
+    engine = EngineProcess(model_settings(folder / "run" / "step-00000001", options=OPTIONS, weights="ema"))
     before = answer(engine)
     assert answer(engine.reload(folder / "run" / "step-00000002")).logprobs == expected.logprobs != before.logprobs
     engine.close()

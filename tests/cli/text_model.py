@@ -1,4 +1,4 @@
-"""A tiny run that knows text, for the verbs that generate."""
+"""A tiny run that knows text, for the subcommands that generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/coming-from.md promises nothing that does not exist: flags, values, verbs and names of its `Here` columns."""
+"""docs/coming-from.md promises nothing that does not exist: flags, values, subcommands and names of its `Here` columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import petatron
-from petatron.cli.main import VERBS, main
+from petatron.cli.main import SUBCOMMANDS, main
 from petatron.config.flags.foreign_names import suggested_flags
 from petatron.config.flags.megatron_flags import ALIASES, UNSUPPORTED_FLAGS
 from petatron.config.flags.parse import known_flags, parse_flags
@@ -74,17 +74,17 @@ def _flags_problem(words: list[str]) -> str | None:
 
 
 def _command_problem(words: list[str]) -> str | None:
-    verb, rest = words[0], words[1:]
-    if verb not in VERBS:
-        return f"no verb {verb}"
-    if verb in ("train", "verify"):
+    subcommand, rest = words[0], words[1:]
+    if subcommand not in SUBCOMMANDS:
+        return f"no subcommand {subcommand}"
+    if subcommand in ("train", "verify"):
         return _flags_problem([word for word in rest if word not in ("PRESET", "NAME")] or ["--preset"])
     under = [word for word in rest if not word.startswith("--")][:1]
-    if under and not re.search(rf"^\s+(petatron {verb} )?{under[0]}\b", _help_of(verb), re.MULTILINE):
-        return f"no {verb} {under[0]}"
-    printed = _help_of(verb, *under)
+    if under and not re.search(rf"^\s+(petatron {subcommand} )?{under[0]}\b", _help_of(subcommand), re.MULTILINE):
+        return f"no {subcommand} {under[0]}"
+    printed = _help_of(subcommand, *under)
     missing = [word for word in rest if word.startswith("--") and word not in printed]
-    return f"no flag {missing} of {verb}" if missing else None
+    return f"no flag {missing} of {subcommand}" if missing else None
 
 
 def test_what_the_page_names_exists() -> None:

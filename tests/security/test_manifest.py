@@ -213,10 +213,10 @@ FACTS: list[Any] = [
 
 @pytest.mark.parametrize("facts", FACTS)
 def test_facts_of_any_form(step: Path, facts: Any, capsys: pytest.CaptureFixture[str]):
-    """They are not ours to judge: every verb does with them what it can, or refuses, and none raises anything else."""
+    """They are not ours to judge: every subcommand does with them what it can, or refuses, and none raises anything else."""
     rewrite_manifest(step, lambda body: body["facts"].update(facts=facts))
-    for verb in (["inspect"], ["inspect", "--json"], ["verify"]):
-        assert main(["checkpoint", verb[0], str(step), *verb[1:]]) in (0, 1)
+    for subcommand in (["inspect"], ["inspect", "--json"], ["verify"]):
+        assert main(["checkpoint", subcommand[0], str(step), *subcommand[1:]]) in (0, 1)
     assert main(["checkpoint", "diff", str(step), str(GOLDEN / "step-00000003")]) in (0, 1)
     assert main(["checkpoint", "diff", str(GOLDEN / "step-00000003"), str(step), "--json"]) in (0, 1)
     assert "Traceback" not in capsys.readouterr().err

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from petatron.base.log import configure_logging, get_logger
 from petatron.base.terminal_escape import escaped_output, escaped_stream, printable, printable_lines, raw_stream
 from petatron.cli import main as cli
-from petatron.cli.checkpoint import _Progress
 from petatron.cli.data import _progress_display
 from petatron.cli.main import main
+from petatron.cli.subcommands.progress import StderrProgress
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.launch.local_launcher import run_ranks
 from petatron.train.report.console import LiveWriter, build_console_writer
@@ -289,10 +289,10 @@ def test_our_own_drawing_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with escaped_output():
-        progress = _Progress("reading")
-        progress._last_print_s = time.monotonic() - 60
-        progress(1, 2)
-        assert terminal.getvalue() == "\rreading: 50%"
+        progress = StderrProgress("reading: {}%".format)
+        progress._last_s = time.monotonic() - 60
+        progress(50)
+        assert terminal.getvalue() == "\r\x1b[Kreading: 50%"
         with _progress_display(10):
             print("beside it", EVIL[:5], file=sys.stderr)
     drawn = terminal.getvalue()

@@ -12,24 +12,8 @@ import numpy as np
 
 from petatron.base.errors import DataError
 from petatron.data.tokenizer import ByteTokenizer, Tokenizer
-from petatron.infer.completion import Completion, TokenEvent, TokenLogprob
+from petatron.infer.completion import Completion, EngineStats, TokenEvent, TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
-
-
-@dataclass
-class FakeStats:
-    waiting: int = 0
-    running: int = 0
-    pages_used: int = 0
-    pages_total: int = 64
-    cached_prompt_tokens: int = 0
-    prompt_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    speculative_decodes: int = 0
 
 
 @dataclass
@@ -64,21 +48,24 @@ class FakeEngine:
         self.ended_with: Exception | None = None
         self.closed = False
         self._next = 0
-        self._counts = FakeStats()
+        self._num_prompt_tokens = self._num_generated_tokens = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.requests)
 
     @property
-    def stats(self) -> FakeStats:
+    def stats(self) -> EngineStats:
         running = min(len(self.requests), self.max_sequences)
-        return FakeStats(
+        return EngineStats(
             waiting=len(self.requests) - running,
             running=running,
             pages_used=running,
-            prompt_tokens=self._counts.prompt_tokens,
-            generated_tokens=self._counts.generated_tokens,
+            pages_total=64,
+            prompt_tokens=self._num_prompt_tokens,
+            cached_prompt_tokens=0,
+            generated_tokens=self._num_generated_tokens,
+            preemptions=0,
         )
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
@@ -89,7 +76,7 @@ class FakeEngine:
         self.seen.append((list(prompt_ids), params))
         self._next += 1
         self.requests[self._next] = _Request(params, Completion(list(prompt_ids)), list(prompt_ids))
-        self._counts.prompt_tokens += len(prompt_ids)
+        self._num_prompt_tokens += len(prompt_ids)
         return self._next
 
     def cancel(self, request: int) -> None:
@@ -150,7 +137,7 @@ class FakeEngine:
         entry = None if params.logprobs is None else self._entry(request.ids, token, params.logprobs)
         request.ids.append(token)
         done.ids.append(token)
-        self._counts.generated_tokens += 1
+        self._num_generated_tokens += 1
         if entry is not None:
             done.logprobs.append(entry)
         if token in params.stop_ids:

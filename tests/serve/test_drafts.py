@@ -13,6 +13,7 @@ from petatron.cli.serve.arguments import engine_options, parser
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.model_card import ModelCard
+from petatron.serve.open_engine import model_settings
 from tests.serve.live_server import TEMPLATE, LiveServer, live_server
 
 FLAGS = "--mock-data --lr 1e-3 --train-iters 2 --vocab-size 257 --num-layers 2 --mtp-num-layers 1 --device cpu".split()
@@ -49,7 +50,7 @@ def streamed(server: LiveServer) -> str:
 
 def answers(folder: Path, words: list[str]) -> tuple[list[list[str]], dict[str, float]]:
     options = engine_options(parser().parse_args([*words, "--num-pages", "64"]))
-    engine = CheckpointEngine(folder, flags=["--device", "cpu"], options=options)
+    engine = CheckpointEngine(model_settings(folder, ["--device", "cpu"], options=options))
     card = ModelCard.of_engine(
         engine, name="fake", created_s=1, step=engine.step_number, stop_ids=engine.stop_ids, chat_template=TEMPLATE
     )

@@ -23,6 +23,7 @@ from petatron.serve import engine_process
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.engine_process import EngineProcess
 from petatron.serve.engine_protocol import ServedEngine
+from petatron.serve.open_engine import model_settings
 from tests.serve.live_server import live_server
 
 FLAGS = ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--vocab-size", "257", "--num-layers", "2"]
@@ -50,7 +51,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(run_folder: Path) -> Iterator[EngineProcess]:
-    engine = EngineProcess(run_folder / "step-00000001", options=OPTIONS)
+    engine = EngineProcess(model_settings(run_folder / "step-00000001", options=OPTIONS))
     yield engine
     engine.close()
 
@@ -69,7 +70,7 @@ def _answers(engine: ServedEngine) -> list[Completion]:
 
 
 def test_answers_and_counts_are_those_of_an_engine_here(elsewhere: EngineProcess, run_folder: Path):
-    here = CheckpointEngine(run_folder / "step-00000001", options=OPTIONS)
+    here = CheckpointEngine(model_settings(run_folder / "step-00000001", options=OPTIONS))
     assert _answers(elsewhere) == _answers(here)
     assert elsewhere.stats == here.stats and elsewhere.stats.generated_tokens > 12
     assert (elsewhere.max_length, elsewhere.vocab_size) == (here.max_length, here.vocab_size)

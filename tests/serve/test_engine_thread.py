@@ -175,7 +175,7 @@ def found_steps(monkeypatch: pytest.MonkeyPatch) -> Found:
     """What a look at the run's folder finds."""
     steps: Found = []
 
-    def look(folder: Path, *, after: int, rejected: set[int], served_facts: object) -> tuple[int, Path] | None:
+    def look(folder: Path, *, after: int, rejected: set[int], served_properties: object) -> tuple[int, Path] | None:
         newer = [one for one in steps if one[0] > after and one[0] not in rejected]
         return max(newer, default=None)
 

@@ -28,6 +28,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.http.follow_run import follow_run
 from petatron.serve.model_card import ModelCard
+from petatron.serve.open_engine import model_settings
 from tests.forked_python import ForkedPython
 from tests.load_deadline import scaled
 from tests.serve.live_server import TEMPLATE, live_server
@@ -215,7 +216,9 @@ def test_a_swap_under_load_mixes_no_answer(run_folder: Path, tmp_path: Path):
     shutil.copytree(run_folder, folders[0])
     _save(folders[1], step=2, scale=-2.0)
     models = [_serial_answers(folder, num_prompts=3) for folder in folders]
-    engine = CheckpointEngine(folders[0], flags=["--fp64"], options=EngineOptions(max_sequences=8, num_pages=48))
+    engine = CheckpointEngine(
+        model_settings(folders[0], ["--fp64"], options=EngineOptions(max_sequences=8, num_pages=48))
+    )
 
     def describe() -> ModelCard:
         return ModelCard.of_engine(engine, name="load", created_s=1, step=engine.step_number, chat_template=TEMPLATE)

@@ -56,7 +56,7 @@ def _save(folder: Path, *, step: int, scale: float) -> None:
 
 @pytest.fixture(scope="module")
 def server(run_folder: Path) -> Iterator[LiveServer]:
-    engine = CheckpointEngine(run_folder, options=OPTIONS)
+    engine = CheckpointEngine(model_settings(run_folder, options=OPTIONS))
 
     def describe() -> ModelCard:
         return ModelCard.of_engine(
@@ -82,8 +82,7 @@ def _is_empty(server: LiveServer) -> bool:
     assert isinstance(engine, CheckpointEngine)
     stats = engine.stats
     return (
-        server.is_idle()
-        and stats.running == stats.waiting == stats.pages_used == len(engine._running._requests.sequences) == 0
+        server.is_idle() and stats.running == stats.waiting == stats.pages_used == len(engine._requests.sequences) == 0
     )
 
 
@@ -183,13 +182,13 @@ def test_only_sound_newer_steps_are_found(run_folder: Path, caplog: pytest.LogCa
 
 
 def test_a_step_that_is_gone_leaves_the_one_before(run_folder: Path, tmp_path: Path):
-    engine = CheckpointEngine(min(list_steps(run_folder).values()), options=OPTIONS)
+    engine = CheckpointEngine(model_settings(min(list_steps(run_folder).values()), options=OPTIONS))
     assert engine.step_number == 1
     engine.reload(tmp_path / "step-00000009")
     assert engine.step_number == 1 and not engine.has_work
     engine.close()
     with pytest.raises(CheckpointError):
-        CheckpointEngine(tmp_path)
+        model_settings(tmp_path)
 
 
 def test_the_layout_says_how_many_ranks(run_folder: Path):

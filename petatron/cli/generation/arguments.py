@@ -1,26 +1,25 @@
-"""Arguments of the verbs that generate text: sampling, sizes of the engine, precision; other words are flags of `petatron train`."""
+"""Arguments of the subcommands that generate text: sampling, sizes of the engine, precision; other words are flags of `petatron train`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.cli.subcommands.checkpoint_parser import CHECKPOINT, checkpoint_parser
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.cli.subcommands.run_on_ranks import run_on_ranks
 from petatron.config.flags.parse import known_flags
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.mesh.launch.environment import read_environment
-from petatron.mesh.launch.rank_exit import run_rank_main
 
 if TYPE_CHECKING:
     from petatron.infer.batch.request_options import RequestOptions
-    from petatron.serve.open_engine import ModelSettings
+    from petatron.serve.open_engine import ModelSettings, OpenedEngine
 
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
 _SAMPLING = SamplingParams()
@@ -37,7 +36,18 @@ OTHER_FLAGS = (
 )
 
 
-def add_sampling_arguments(root: argparse.ArgumentParser) -> None:
+def generation_parser(
+    subcommand: str, usage: str, description: str, *, epilog: str = OTHER_FLAGS, keep_lines: bool = False
+) -> CommandParser:
+    """Returns the parser of a subcommand that generates: CHECKPOINT, and the arguments of sampling and of the engine."""
+    root = checkpoint_parser(subcommand, usage, description, epilog=epilog, keep_lines=keep_lines)
+    root.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    _add_sampling_arguments(root)
+    _add_engine_arguments(root)
+    return root
+
+
+def _add_sampling_arguments(root: argparse.ArgumentParser) -> None:
     add = root.add_argument_group("sampling").add_argument
     add("--max-tokens", type=int, metavar="N", help="new tokens at most (128, or what there is room for)")
     add("--min-tokens", type=int, metavar="N", help="new tokens at least (0)")
@@ -56,18 +66,14 @@ def add_sampling_arguments(root: argparse.ArgumentParser) -> None:
     add("--regex", metavar="REGEX", help="the answer matches this regular expression")
 
 
-def add_engine_arguments(root: argparse.ArgumentParser) -> None:
+def _add_engine_arguments(root: argparse.ArgumentParser) -> None:
     add = root.add_argument_group("engine").add_argument
     add("--page-size", type=int, metavar="N", help=f"tokens of a page of the cache ({_ENGINE.page_size})")
     add("--num-pages", type=int, metavar="N", help="pages of the cache (what memory allows)")
     add("--max-batch-size", type=int, metavar="N", help=f"sequences that run at once ({_ENGINE.max_sequences})")
     add("--max-batch-tokens", type=int, metavar="N", help=f"tokens of one step ({_ENGINE.max_step_tokens})")
-    add(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="tokens of prompt and answer together (the model's positions, and one)",
-    )
+    text = "tokens of prompt and answer together (the model's positions, and one)"
+    add("--max-length", type=int, metavar="N", help=text)
     add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
     add("--fp8-weights", action="store_true", help=FP8_WEIGHTS_HELP)
     add("--speculative-tokens", type=int, metavar="N", help=f"{SPECULATIVE_HELP} (none)")
@@ -76,26 +82,19 @@ def add_engine_arguments(root: argparse.ArgumentParser) -> None:
 
 def engine_options(options: argparse.Namespace) -> EngineOptions:
     """Returns the sizes of the engine; `ConfigError` with all that are wrong."""
-    flags = {
-        "page_size": "--page-size",
-        "num_pages": "--num-pages",
-        "max_sequences": "--max-batch-size",
-        "max_step_tokens": "--max-batch-tokens",
-        "max_length": "--max-length",
-        "speculative_tokens": "--speculative-tokens",
-    }
-    values = {name: getattr(options, flag[2:].replace("-", "_")) for name, flag in flags.items()}
-    least = dict.fromkeys(values, 1) | {"speculative_tokens": 0}
-    problems = [
-        Problem(flags[name], str(value), f"is below {least[name]}", "Leave it out for the default.")
-        for name, value in values.items()
-        if value is not None and value < least[name]
-    ]
+    other_names = {"max_sequences": "max_batch_size", "max_step_tokens": "max_batch_tokens"}
+    given: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name in ("page_size", "num_pages", "max_sequences", "max_step_tokens", "max_length", "speculative_tokens"):
+        option, least = other_names.get(name, name), 0 if name == "speculative_tokens" else 1
+        value = getattr(options, option)
+        if value is not None and value < least:
+            flag = f"--{option.replace('_', '-')}"
+            problems.append(Problem(flag, str(value), f"is below {least}", "Leave it out for the default."))
+        given |= {} if value is None else {name: value}
     if problems:
         raise ConfigError(problems)
-    given = {name: value for name, value in values.items() if value is not None}
-    flags_given = {"prefix_caching": not options.no_prefix_caching, "fp8_weights": options.fp8_weights}
-    return EngineOptions(**given, **flags_given)
+    return EngineOptions(**given, prefix_caching=not options.no_prefix_caching, fp8_weights=options.fp8_weights)
 
 
 def request_options(options: argparse.Namespace) -> RequestOptions:
@@ -105,18 +104,18 @@ def request_options(options: argparse.Namespace) -> RequestOptions:
 
     values = {name: value for name in OPTIONS if (value := getattr(options, name, None)) is not None}
     problems: list[Problem] = []
-    found = RequestOptions(SamplingParams())
+    request = RequestOptions(SamplingParams())
     if options.json_schema is not None:
         values["json_schema"] = _read_schema(options.json_schema, problems)
     try:
-        found = found.with_options(values)
+        request = request.with_options(values)
     except ConfigError as error:
-        problems += [replace(each, where=f"--{each.where.replace('_', '-')}") for each in error.problems]
+        problems += [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    if found.params.constraint is not None:
+    if request.params.constraint is not None:
         check_constraint_library()
-    return found
+    return request
 
 
 def _read_schema(path: Path, problems: list[Problem]) -> str | None:
@@ -133,7 +132,7 @@ def _read_schema(path: Path, problems: list[Problem]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class GenerationCommand:
-    """What a verb was asked: a checkpoint, and flags of the model and its layout."""
+    """What a subcommand was asked: a checkpoint, and flags of the model and its layout."""
 
     options: argparse.Namespace
     flags: list[str]
@@ -161,9 +160,12 @@ class GenerationCommand:
         return replace(self.request, params=replace(self.request.params, **changes))
 
 
+GenerationWork = Callable[[GenerationCommand, "ModelSettings"], Callable[["OpenedEngine"], None]]
+"""Checks what can be checked before a model is loaded, on every rank; returns what to do with it on the first one."""
+
+
 def read_command(parser: CommandParser, argv: Sequence[str]) -> GenerationCommand:
     options, flags = parser.parse_known_args(list(argv))
-    words = [word for word in flags if not word.startswith("-")]
     others = known_flags()
     unknown = [word for word in flags if word.partition("=")[0] not in others]
     meant = {word: parser.closest_flag(word, others=others) for word in unknown}
@@ -172,51 +174,29 @@ def read_command(parser: CommandParser, argv: Sequence[str]) -> GenerationComman
         raise ConfigError([Problem(word, "", rule, f"Did you mean {flag}?") for word, flag in misspelt.items()])
     if options.fp32 and any(word in _PRECISION_FLAGS for word in flags):
         raise ConfigError([Problem("--fp32", "", "and another precision are two", "Give one.")])
-    if flags and flags[0] in words:
+    if flags and not flags[0].startswith("-"):
         raise ConfigError([Problem("CHECKPOINT", flags[0], "is a second checkpoint", "Give one.")])
     return GenerationCommand(options, flags, request_options(options), engine_options(options))
 
 
-def run_on_ranks(
-    verb: str,
-    argv: Sequence[str],
-    command: GenerationCommand,
-    run_rank: Callable[[ModelSettings], int],
-    *,
-    interactive: bool,
+def generate_on_ranks(
+    subcommand: str, argv: Sequence[str], command: GenerationCommand, work: GenerationWork, *, interactive: bool
 ) -> int:
-    """Runs a verb on every rank of its layout: those of torchrun or srun, or some that it starts itself."""
-    from petatron.serve.open_engine import model_settings, warn_of_training_flags
+    """Opens the engine on every rank; the first one does the work with it, and the others follow."""
+    from petatron.serve.open_engine import model_settings, open_engine
 
-    def read_settings() -> ModelSettings:
+    def read_models() -> list[ModelSettings]:
         checkpoint, weights = command.options.checkpoint, command.options.weights
-        return model_settings(checkpoint, command.flags, options=command.engine, weights=weights)
+        return [model_settings(checkpoint, command.flags, options=command.engine, weights=weights)]
 
-    if read_environment().launcher != "single":
-        return run_rank_main(lambda: _with_logging(read_settings(), run_rank))
-    settings = read_settings()
-    warn_of_training_flags(settings)
-    if settings.num_ranks == 1:
-        return _with_logging(settings, run_rank)
-    from petatron.mesh.launch.local_launcher import run_ranks
+    def run_rank(models: Sequence[ModelSettings]) -> int:
+        run = work(command, models[0])
+        opened = open_engine(models[0], dtype=command.dtype)
+        if opened.is_first_rank:
+            run(opened)
+            opened.engine.close()
+        else:
+            opened.engine.follow()
+        return 0
 
-    launch = settings.loaded.config.launch
-    return run_ranks(
-        [sys.executable, "-m", "petatron", verb, *argv],
-        nproc=settings.num_local_ranks,
-        nnodes=launch.nnodes,
-        node_rank=launch.node_rank,
-        master_addr=launch.master_addr,
-        master_port=launch.master_port,
-        interactive=interactive,
-    )
-
-
-def _with_logging(settings: ModelSettings, run_rank: Callable[[ModelSettings], int]) -> int:
-    from petatron.base.log import configure_logging
-    from petatron.mesh.launch.process_group import stop_process_group
-
-    configure_logging(rank=read_environment().rank)
-    code = run_rank(settings)
-    stop_process_group()
-    return code
+    return run_on_ranks(subcommand, argv, read_models, run_rank, interactive=interactive)

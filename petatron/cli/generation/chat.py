@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,12 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.cli.generation.arguments import (
     OTHER_FLAGS,
     GenerationCommand,
-    add_engine_arguments,
-    add_sampling_arguments,
+    generate_on_ranks,
+    generation_parser,
     read_command,
-    run_on_ranks,
 )
-from petatron.cli.subcommands.checkpoint_parser import add_checkpoint_argument, checkpoint_parser
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.cli.subcommands.handled_signals import handled_signal
 
 if TYPE_CHECKING:
     from petatron.data.prompt.chat_template import ChatTemplate
@@ -39,7 +38,7 @@ _ANSWER_SHARE = 4
 
 
 def parser() -> CommandParser:
-    root = checkpoint_parser(
+    root = generation_parser(
         "chat",
         "[--system TEXT] [flags]",
         "A dialogue with a model in the terminal: {checkpoint}. Messages go through the tokenizer's chat template; a model without "
@@ -47,33 +46,22 @@ def parser() -> CommandParser:
         epilog=f"In the dialogue:\n{_HELP}\n\n{OTHER_FLAGS}",
         keep_lines=True,
     )
-    add_checkpoint_argument(root)
     add = root.add_argument
     add("--system", metavar="TEXT", help="the system message, which comes first")
     add("--chat-template", type=Path, metavar="FILE", help="a template (jinja) in place of the tokenizer's")
-    add_sampling_arguments(root)
-    add_engine_arguments(root)
     return root
 
 
 def main(argv: Sequence[str]) -> int:
     command = read_command(parser(), argv)
-    return run_on_ranks("chat", argv, command, lambda settings: _chat(command, settings), interactive=True)
+    return generate_on_ranks("chat", argv, command, _chat, interactive=True)
 
 
-def _chat(command: GenerationCommand, settings: ModelSettings) -> int:
-    """Runs on every rank."""
+def _chat(command: GenerationCommand, settings: ModelSettings) -> Callable[[OpenedEngine], None]:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
-    from petatron.serve.open_engine import open_engine
 
     encoder = PromptEncoder(settings.required_tokenizer(), template=_given_template(command.options.chat_template))
-    opened = open_engine(settings, command.flags, options=command.engine, dtype=command.dtype)
-    if not opened.is_first_rank:
-        opened.engine.follow()
-        return 0
-    Dialogue(command, opened, encoder).run()
-    opened.engine.close()
-    return 0
+    return lambda opened: Dialogue(command, opened, encoder).run()
 
 
 def _given_template(path: Path | None) -> ChatTemplate | None:
@@ -171,7 +159,9 @@ class Dialogue:
     def _stream(self, prompt_ids: list[int], params: SamplingParams) -> str:
         """Prints the answer as it comes; Ctrl-C ends it between two steps."""
         request = self._engine.submit(prompt_ids, params)
-        with _noted_interrupts() as interrupts:
+        interrupts: list[int] = []
+        # Collected instead of raised: an engine must not be left in the middle of a step.
+        with handled_signal(signal.SIGINT, lambda number, _: interrupts.append(number)):
             cancelled = False
             while self._engine.has_work:
                 for event in self._engine.step():
@@ -183,20 +173,6 @@ class Dialogue:
         notes = {"cancelled": " (stopped)", "length": " (...)"}
         print(notes.get(answer.finish_reason or "", ""))
         return answer.text
-
-
-@contextlib.contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Collects Ctrl-C instead of raising: an engine must not be left in the middle of a step."""
-    noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only it may install handlers
-        yield noted
-        return
-    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -6,24 +6,17 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.terminal_escape import printable, raw_stream
-from petatron.cli.generation.arguments import (
-    OTHER_FLAGS,
-    GenerationCommand,
-    add_engine_arguments,
-    add_sampling_arguments,
-    read_command,
-    run_on_ranks,
-)
-from petatron.cli.subcommands.checkpoint_parser import add_checkpoint_argument, checkpoint_parser
+from petatron.cli.generation.arguments import GenerationCommand, generate_on_ranks, generation_parser, read_command
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.cli.subcommands.sigterm_raises import sigterm_raises
+from petatron.cli.subcommands.handled_signals import sigterm_raises
+from petatron.cli.subcommands.progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
@@ -36,7 +29,6 @@ if TYPE_CHECKING:
     from petatron.infer.sampling_params import SamplingParams
     from petatron.serve.open_engine import ModelSettings, OpenedEngine
 
-_HASHED_BYTES = 1 << 20
 _REFUSED_WITH_BEAMS = (
     *("min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "seed", "stop", "json_schema", "regex", "logprobs"),
@@ -45,16 +37,14 @@ _REFUSED_WITH_BEAMS = (
 
 
 def parser() -> CommandParser:
-    root = checkpoint_parser(
+    root = generation_parser(
         "generate",
         "(--prompt TEXT [--prompt TEXT ...] | --prompts FILE.jsonl --out ANSWERS.jsonl) [flags]",
         "Continues prompts with a model: {checkpoint}. Text is printed as it comes. A file of prompts has one JSON object a line: prompt "
         "(or text, or messages for the chat template), perhaps id, and options of its own by the names below, such as max_tokens. Its "
         "answers are written as they end, with the number of their line, and sorted by it at the end; the same command goes on where "
         "it was stopped.",
-        epilog=OTHER_FLAGS,
     )
-    add_checkpoint_argument(root)
     add = root.add_argument
     add("--prompt", action="append", metavar="TEXT", help="a text to continue; - reads it; may be given several times")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines of prompts; may be compressed")
@@ -65,8 +55,6 @@ def parser() -> CommandParser:
     beams = root.add_argument_group("beam search").add_argument
     beams("--beam-width", type=int, metavar="N", help="search the likeliest answers with N beams instead of sampling")
     beams("--length-penalty", type=float, metavar="F", help="above 0 prefers long answers, below 0 short ones (1)")
-    add_sampling_arguments(root)
-    add_engine_arguments(root)
     return root
 
 
@@ -74,9 +62,7 @@ def main(argv: Sequence[str]) -> int:
     command = read_command(parser(), argv)
     _check(command.options)
     reads_input = "-" in (command.options.prompt or ())
-    return run_on_ranks(
-        "generate", argv, command, lambda settings: _generate(command, settings), interactive=reads_input
-    )
+    return generate_on_ranks("generate", argv, command, _generate, interactive=reads_input)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -118,20 +104,11 @@ def _beam_problems(options: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def _generate(command: GenerationCommand, settings: ModelSettings) -> int:
-    """Runs on every rank."""
+def _generate(command: GenerationCommand, settings: ModelSettings) -> Callable[[OpenedEngine], None]:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
-    from petatron.serve.open_engine import open_engine
 
-    encoder = PromptEncoder(settings.required_tokenizer())
-    work = _BatchWork(command, settings, encoder) if command.options.prompts else _TextWork(command, settings, encoder)
-    opened = open_engine(settings, command.flags, options=command.engine, dtype=command.dtype)
-    if opened.is_first_rank:
-        work.run(opened)
-        opened.engine.close()
-    else:
-        opened.engine.follow()
-    return 0
+    work = _BatchWork if command.options.prompts else _TextWork
+    return work(command, settings, PromptEncoder(settings.required_tokenizer())).run
 
 
 class _TextWork:
@@ -195,8 +172,8 @@ class _TextWork:
             [answers] = beam_search(engine, [ids], params)
             for place, answer in enumerate(answers[: options.n]):
                 last = number == len(self._prompts) and place + 1 == min(options.n, len(answers))
-                found = tokenizer.decode(answer.text_ids(params.stop_ids))
-                printer.print_whole(text, number, place, found, score=answer.score, last=last)
+                answer_text = tokenizer.decode(answer.text_ids(params.stop_ids))
+                printer.print_answer(text, number, place, answer_text, score=answer.score, last=last)
 
 
 def _read_prompt(text: str) -> str:
@@ -227,7 +204,7 @@ class _Printer:
         self._titles[request] = self._title(number, params.sample), prompt if self._echo else ""
         self._texts[request] = ""
 
-    def print_whole(self, prompt: str, number: int, place: int, text: str, *, score: float, last: bool) -> None:
+    def print_answer(self, prompt: str, number: int, place: int, text: str, *, score: float, last: bool) -> None:
         """Prints an answer that is known, and its score if there are several."""
         title = f"{self._title(number, place, f'score {score:.4f}')}\n" * self._titled
         end = "" if text.endswith("\n") else "\n"
@@ -259,9 +236,9 @@ class _Printer:
             return False
         answer = self._ended.pop(request)
         print("\n" if not answer.text.endswith("\n") else "", end="")
-        for each in answer.logprobs:
-            others = "  ".join(f"{_quoted(token, tokenizer)} {value:.4f}" for token, value in each.top)
-            print(f"  {each.logprob:9.4f}  {_quoted(each.token, tokenizer):16}  {others}".rstrip())
+        for entry in answer.logprobs:
+            others = "  ".join(f"{_quoted(token, tokenizer)} {value:.4f}" for token, value in entry.top)
+            print(f"  {entry.logprob:9.4f}  {_quoted(entry.token, tokenizer):16}  {others}".rstrip())
         if self._titled and len(self._order) > 1:
             print()
         return True
@@ -282,10 +259,12 @@ class _BatchWork:
         options = command.with_model_defaults(settings)
         self._prompts = PromptsFile(command.options.prompts, encoder, options, settings)
         self._total = self._prompts.check()
+        with command.options.prompts.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         # Not the layout, nor the engine's sizes: they change no answer.
         decides = {
             "checkpoint": str(settings.folder.resolve()),
-            "prompts": _file_digest(command.options.prompts),
+            "prompts": digest,
             "precision": command.precision,
             **({} if settings.weights is None else {"weights": settings.weights}),
             **options.as_json(),
@@ -299,7 +278,7 @@ class _BatchWork:
         assert answers is not None, "another rank than the first answers"
         progress = BatchProgress()
         try:
-            with sigterm_raises(), _Progress(self._total, before=len(answers.done)) as report:
+            with sigterm_raises(), self._report_progress(before=len(answers.done)) as report:
                 lines = self._prompts.read(done=answers.done)
                 run_batch(opened.engine, lines, answers, progress, on_progress=report)
             answers.sort()
@@ -314,13 +293,16 @@ class _BatchWork:
         _say(f"{self._total} answers in {answers.path}")
         _report_drafts(opened.engine)
 
+    def _report_progress(self, *, before: int) -> StderrProgress:
+        if before:
+            _say(f"{before} of {self._total} prompts are answered already")
+        started_s = time.monotonic()
 
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while content := file.read(_HASHED_BYTES):
-            digest.update(content)
-    return digest.hexdigest()
+        def describe(progress: BatchProgress) -> str:
+            speed = progress.tokens / max(time.monotonic() - started_s, 1e-9)
+            return f"{before + progress.prompts}/{self._total} prompts, {speed:,.0f} tokens/s"
+
+        return StderrProgress(describe, terminal_s=0.2, plain_s=30.0)
 
 
 def _say(text: str) -> None:
@@ -335,35 +317,3 @@ def _report_drafts(engine: Engine) -> None:
             f"speculative decoding: {stats.tokens_per_decode:.2f} tokens per step; {stats.accepted_tokens} of "
             f"{stats.drafted_tokens} drafts accepted ({stats.acceptance_rate:.0%})"
         )
-
-
-class _Progress:
-    """Reports how many prompts are answered on stderr: in place on a terminal, else a line now and then."""
-
-    def __init__(self, total: int, *, before: int) -> None:
-        self._total, self._before = total, before
-        self._terminal = sys.stderr.isatty()
-        self._interval_s = 0.2 if self._terminal else 30.0
-        self._started_s = self._last_s = time.monotonic()
-
-    def __enter__(self) -> _Progress:
-        if self._before:
-            _say(f"{self._before} of {self._total} prompts are answered already")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._terminal:
-            print(file=sys.stderr)
-
-    def __call__(self, progress: BatchProgress) -> None:
-        now = time.monotonic()
-        if now - self._last_s < self._interval_s:
-            return
-        self._last_s = now
-        done = self._before + progress.prompts
-        speed = progress.tokens / max(now - self._started_s, 1e-9)
-        text = f"{done}/{self._total} prompts, {speed:,.0f} tokens/s"
-        if self._terminal:
-            print(f"\r\x1b[K{text}", end="", file=raw_stream(sys.stderr), flush=True)
-        else:
-            _say(text)

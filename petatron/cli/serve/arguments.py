@@ -70,7 +70,6 @@ def parser() -> argparse.ArgumentParser:
         "PUT /api, and /metrics. CHECKPOINT is the folder of a run (its newest step), of a step, or of a Hugging Face model.",
         epilog="All other words are flags of `petatron train` that say how the model is computed, for example --tp 2 or --bf16. "
         "A key for clients comes from --api-key-file or PETATRON_API_KEY; it is required unless --host is this machine alone.",
-        allow_abbrev=False,
     )
     defaults = ServeOptions()
     add = root.add_argument
@@ -125,21 +124,19 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
     if args.api_key_file is not None and not keys:
         fix = "Write one key a line into it."
         raise ConfigError([Problem("--api-key-file", str(args.api_key_file), "has no key", fix)])
-    own = api_key_from_env()
-    limits = ServeLimits(**{name: getattr(args, name) for name in _LIMITS})
+    exported = api_key_from_env()
+    named = "host port served_model_name share_prefixes tool_call_format reasoning_format".split()
     options = ServeOptions(
-        host=args.host,
-        port=args.port,
-        api_keys=(*keys, *([own] if own else [])),
-        served_model_name=args.served_model_name,
+        **{name: getattr(args, name) for name in named},
+        api_keys=(*keys, *([exported] if exported else [])),
         allowed_hosts=tuple(args.allowed_host),
-        share_prefixes=args.share_prefixes,
-        tool_call_format=args.tool_call_format,
-        reasoning_format=args.reasoning_format,
-        limits=limits,
+        limits=ServeLimits(**{name: getattr(args, name) for name in _LIMITS}),
     )
     options.check()
-    if args.watch and (not args.watch_interval > 0 or not _is_run(checkpoint)):
+    from petatron.checkpoint.files.step_list import containing_step, list_steps
+
+    is_run = containing_step(checkpoint) is None and bool(list_steps(checkpoint))
+    if args.watch and (not args.watch_interval > 0 or not is_run):
         rule = "needs the folder of a run with at least one step, and an interval above 0"
         raise ConfigError([Problem("--watch", str(checkpoint), rule, "Give the folder that --save wrote to.")])
     return options
@@ -149,12 +146,6 @@ def _read_keys(path: Path) -> list[str]:
     content = read_text(path, "--api-key-file")
     check_key_file(path)
     return content.split()
-
-
-def _is_run(folder: Path) -> bool:
-    from petatron.checkpoint.files.step_list import containing_step, list_steps
-
-    return containing_step(folder) is None and bool(list_steps(folder))
 
 
 def read_text(path: Path, flag: str) -> str:

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
 from petatron.cli.serve.arguments import checkpoint_folder, engine_options, parser, read_text, serve_options
+from petatron.cli.subcommands.run_on_ranks import run_on_ranks
 from petatron.mesh.launch.environment import read_environment
-from petatron.mesh.launch.rank_exit import run_rank_main
 from petatron.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from petatron.infer.sampling_defaults import SamplingDefaults
     from petatron.serve.engine_process import EngineProcess
-    from petatron.serve.model_card import ModelCard
+    from petatron.serve.open_engine import ModelSettings
 
 _log = get_logger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    # First, and not found by argparse: it would take the 2 of `--tp 2` for it.
+    # First, and not read by argparse: it would take the 2 of `--tp 2` for it.
     first = [] if not argv or argv[0].startswith("-") else [argv[0]]
     args, flags = parser().parse_known_args(argv[len(first) :])
     if args.ignored is not None:
@@ -36,50 +36,35 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = checkpoint_folder([*first, *([args.load] if args.load else [])])
     options = serve_options(args, checkpoint)
     _check_extra()
-    if read_environment().launcher != "single":
-        return run_rank_main(lambda: _serve(args, checkpoint, options, flags))
-    from petatron.serve.open_engine import model_settings, warn_of_training_flags
+    from petatron.serve.open_engine import model_settings
 
-    settings = model_settings(checkpoint, flags, weights=args.weights)
-    warn_of_training_flags(settings)
-    num_ranks = settings.loaded.config.parallel.world_size
-    if num_ranks == 1:
-        return _serve(args, checkpoint, options, flags)
-    from petatron.mesh.launch.local_launcher import run_ranks
+    def read_models() -> list[ModelSettings]:
+        return [model_settings(checkpoint, flags, options=engine_options(args), weights=args.weights)]
 
-    return run_ranks([sys.executable, "-m", "petatron", "serve", *argv], nproc=num_ranks)
-
-
-def _serve(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, flags: Sequence[str]) -> int:
-    """Runs on every rank: the first one listens, the others follow it."""
-    from petatron.base.log import configure_logging
-    from petatron.mesh.launch.process_group import stop_process_group
-    from petatron.serve.checkpoint_engine import CheckpointEngine
-
-    rank = read_environment().rank
-    configure_logging(rank=rank)
-    if rank:
-        for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and then ends this one
-            signal.signal(number, signal.SIG_IGN)
-        CheckpointEngine(checkpoint, flags=flags, options=engine_options(args), weights=args.weights).follow()
-    else:
-        _listen(args, checkpoint, options, flags)
-    stop_process_group()
+    code = run_on_ranks("serve", argv, read_models, lambda models: _serve(args, models[0], options))
     gc.freeze()  # what is left ends with the process: to look through all of torch for cycles would take most of a second
-    return 0
+    return code
 
 
-def _listen(args: argparse.Namespace, checkpoint: Path, options: ServeOptions, flags: Sequence[str]) -> None:
+def _serve(args: argparse.Namespace, settings: ModelSettings, options: ServeOptions) -> int:
+    """Runs on every rank: the first one listens, the others follow it."""
+    from petatron.serve.checkpoint_engine import CheckpointEngine
     from petatron.serve.engine_process import EngineProcess
     from petatron.serve.http.server import open_listener
 
+    if read_environment().rank:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and then ends this one
+            signal.signal(number, signal.SIG_IGN)
+        CheckpointEngine(settings).follow()
+        return 0
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     listener = open_listener(options)
-    engine = EngineProcess(checkpoint, flags=flags, options=engine_options(args), weights=args.weights)
+    engine = EngineProcess(settings)
     try:
-        _answer(args, checkpoint, options, engine, listener, template)
+        _answer(args, Path(settings.checkpoint), options, engine, listener, template)
     finally:
         engine.close()  # a server that fails to start, or ends at once, has not done it
+    return 0
 
 
 def _answer(
@@ -93,13 +78,21 @@ def _answer(
     from petatron.serve.http.app import build_app
     from petatron.serve.http.follow_run import follow_run
     from petatron.serve.http.server import address_of, run_server
+    from petatron.serve.model_card import ModelCard
 
     name = options.served_model_name or checkpoint.resolve().name
-
     defaults = _sampling_defaults(args, checkpoint)
 
     def describe() -> ModelCard:
-        return _describe(engine, name, template, defaults)
+        return ModelCard.of_engine(
+            engine,
+            name=name,
+            created_s=int(time.time()),
+            stop_ids=engine.stop_ids,
+            chat_template=template,
+            step=engine.step_number,
+            sampling_defaults=defaults,
+        )
 
     watch = follow_run(checkpoint, engine, describe, interval_s=args.watch_interval) if args.watch else None
     app = build_app(engine, describe(), options, background=watch)
@@ -116,25 +109,11 @@ def _sampling_defaults(args: argparse.Namespace, checkpoint: Path) -> SamplingDe
 
     if args.generation_config == "off":
         return NO_DEFAULTS
-    found = read_sampling_defaults(model_files(find_model(checkpoint)))
-    if given := found.given():
+    defaults = read_sampling_defaults(model_files(find_model(checkpoint)))
+    if given := defaults.given():
         shown = ", ".join(f"{name} {value:g}" for name, value in given.items())
         _log.info("requests that do not say otherwise sample by the model's generation_config.json: %s", shown)
-    return found
-
-
-def _describe(engine: EngineProcess, name: str, template: str | None, defaults: SamplingDefaults) -> ModelCard:
-    from petatron.serve.model_card import ModelCard
-
-    return ModelCard.of_engine(
-        engine,
-        name=name,
-        created_s=int(time.time()),
-        stop_ids=engine.stop_ids,
-        chat_template=template,
-        step=engine.step_number,
-        sampling_defaults=defaults,
-    )
+    return defaults
 
 
 def _check_extra() -> None:

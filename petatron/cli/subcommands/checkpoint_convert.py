@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.cli.subcommands.checkpoint_parser import WEIGHTS_HELP
-from petatron.cli.subcommands.sigterm_raises import sigterm_raises
+from petatron.cli.subcommands.handled_signals import sigterm_raises
+from petatron.cli.subcommands.progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.pretrained.convert_model import ConversionProgress, TokenizerFiles
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MEGATRON_ONLY = ("megatron_format", "tp", "pp", "ep")
-_PROGRESS_INTERVAL_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the verb."""
+    """The flags of the subcommand."""
     add = parser.add_argument
     add("source", type=Path, help="folder of a model, of checkpoints, or of one checkpoint")
     add("target", type=Path, help="folder to write; it must not exist yet")
@@ -64,19 +63,15 @@ def run(options: argparse.Namespace) -> int:
     else:
         steps = last_steps(path, options.average_last, before=options.step)
         source = average_sources([open_source(step=step) for step in steps])
+    sizes = {name: getattr(options, name) or 1 for name in ("tp", "pp", "ep")}
     conversion = ConversionOptions(
         target_format=options.to,
         dtype=None if options.dtype is None else getattr(torch, _DTYPES[options.dtype]),
         tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer, source),
-        megatron=MegatronLayout(
-            format=options.megatron_format or "torch_dist",
-            tp=options.tp or 1,
-            pp=options.pp or 1,
-            ep=options.ep or 1,
-        ),
+        megatron=MegatronLayout(options.megatron_format or "torch_dist", **sizes),
     )
-    with sigterm_raises():
-        convert(source, options.target, conversion, on_progress=_progress_printer())
+    with sigterm_raises(), _progress() as on_progress:
+        convert(source, options.target, conversion, on_progress=on_progress)
     averaged = f", the mean of {options.average_last} steps to" if options.average_last is not None else ","
     print(f"{options.source} ({source.format}{averaged} step {source.step}) is now {options.target} ({options.to})")
     if options.to == "petatron":
@@ -114,13 +109,13 @@ def _check(options: argparse.Namespace) -> None:
     if options.tokenizer is not None and options.to == "megatron":
         rule = "goes beside the weights, and a Megatron checkpoint has no place for it"
         problems.append(Problem("--tokenizer", str(options.tokenizer), rule, "Leave it out."))
-    if options.average_last is not None and options.average_last < 2:
-        rule = "is below 2, and fewer have no mean"
-        problems.append(Problem("--average-last", str(options.average_last), rule, "Use 2 or more."))
-    if options.step is not None and options.step < 0:
-        problems.append(Problem("--step", str(options.step), "is below 0", "Steps are counted from 0."))
-    if options.vocab_size is not None and options.vocab_size < 1:
-        problems.append(Problem("--vocab-size", str(options.vocab_size), "is below 1", "Give the number of token ids."))
+    for flag, value, least, why, fix in (
+        ("--average-last", options.average_last, 2, ", and fewer have no mean", "Use 2 or more."),
+        ("--step", options.step, 0, "", "Steps are counted from 0."),
+        ("--vocab-size", options.vocab_size, 1, "", "Give the number of token ids."),
+    ):
+        if value is not None and value < least:
+            problems.append(Problem(flag, str(value), f"is below {least}{why}", fix))
     if problems:
         raise ConfigError(problems)
 
@@ -139,18 +134,12 @@ def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:
     return TokenizerFiles(tokenizer.files(), tokenizer.eod)
 
 
-def _progress_printer() -> Callable[[ConversionProgress], None]:
-    """Prints a line on stderr every few seconds."""
-    started = told = time.monotonic()
+def _progress() -> StderrProgress:
+    started = time.monotonic()
 
-    def tell(now: ConversionProgress) -> None:
-        nonlocal told
-        moment = time.monotonic()
-        if moment - told < _PROGRESS_INTERVAL_S or not now.done_bytes:
-            return
-        told = moment
-        left = int((moment - started) * (now.total_bytes / now.done_bytes - 1))
+    def describe(now: ConversionProgress) -> str:
+        left = int((time.monotonic() - started) * (now.total_bytes / max(now.done_bytes, 1) - 1))
         done = f"{now.done_bytes / 1e9:.1f} of {now.total_bytes / 1e9:.1f} GB"
-        print(f"{done}, {left // 60}:{left % 60:02d} left, at {now.name}", file=sys.stderr)
+        return f"{done}, {left // 60}:{left % 60:02d} left, at {now.name}"
 
-    return tell
+    return StderrProgress(describe, plain_s=5.0)

@@ -1,4 +1,4 @@
-"""The head of the parsers of verbs that open a CHECKPOINT."""
+"""The head of the parsers of subcommands that open a CHECKPOINT."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ WEIGHTS_HELP = "kind of state to take as the weights, as checkpoint inspect list
 
 
 def checkpoint_parser(
-    verb: str, usage: str, description: str, *, epilog: str, keep_lines: bool = False
+    subcommand: str, usage: str, description: str, *, epilog: str, keep_lines: bool = False
 ) -> CommandParser:
-    """Returns the parser of `petatron VERB CHECKPOINT ...`; words that it does not know are left to `petatron train`.
+    """Returns the parser of `petatron SUBCOMMAND CHECKPOINT ...`; words that it does not know are left to `petatron train`.
 
     usage: what follows CHECKPOINT. description: its `{checkpoint}` becomes what a CHECKPOINT is. keep_lines: of the epilog.
     """
     root = CommandParser(
-        prog=f"petatron {verb}",
-        usage=f"petatron {verb} CHECKPOINT {usage}",
+        prog=f"petatron {subcommand}",
+        usage=f"petatron {subcommand} CHECKPOINT {usage}",
         description=description.format(checkpoint=CHECKPOINT),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter if keep_lines else argparse.HelpFormatter,
-        allow_abbrev=False,
     )
     root.add_argument("--weights", metavar="KIND", help=WEIGHTS_HELP)
     return root
-
-
-def add_checkpoint_argument(root: argparse.ArgumentParser) -> None:
-    """Adds the one CHECKPOINT of a verb."""
-    root.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)

@@ -1,4 +1,4 @@
-"""The parser of a verb's own words: argparse's, which stops at the first wrong one, made to tell all of them at once."""
+"""The parser of a subcommand's arguments: argparse's, which stops at the first wrong one, made to tell all of them at once."""
 
 # pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
@@ -20,11 +20,11 @@ _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 class CommandParser(argparse.ArgumentParser):
     """Tells wrong values, unknown flags and missing ones together, below the usage of the command, and exits with 2.
 
-    root: the parser that this one is a subparser of.
+    Flags have to be written in full. root: the parser that this one is a subparser of.
     """
 
     def __init__(self, *args: Any, root: CommandParser | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._root = root or self
         self._command: CommandParser = self
         self._problems: list[str] = []
@@ -35,22 +35,24 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Returns the values; words that the command does not know are a problem too."""
-        found, unknown = super().parse_known_args(args, namespace)
+        options, unknown = super().parse_known_args(args, namespace)
         self.refuse(unknown)
-        return found
+        return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Returns the values, and the words that the command does not know."""
         self._root._command = self  # the last one that begins is the command that was chosen
-        found, unknown = super().parse_known_args(args, namespace)
+        options, unknown = super().parse_known_args(args, namespace)
         if self._root is self:
             self.refuse([])
-        return found, unknown
+        return options, unknown
 
     def refuse(self, unknown: Sequence[str]) -> None:
         """Ends the program if there were problems, or words that are not known."""
         if unknown:
-            self._problems.append(f"unrecognized arguments: {' '.join(unknown)}{self._command._suggestion(unknown)}")
+            meant = [flag for word in unknown if (flag := self._command.closest_flag(word)) is not None]
+            suggestion = f". Did you mean {' and '.join(meant)}?" if meant else ""
+            self._problems.append(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
         if self._problems:
             self._command.error(self._problems.pop())
 
@@ -68,10 +70,6 @@ class CommandParser(argparse.ArgumentParser):
             return None
         close = closest_matches(word.partition("=")[0], [*flags, *others], count=1, cutoff=_CUTOFF)
         return close[0] if close and close[0] in flags else None
-
-    def _suggestion(self, unknown: Sequence[str]) -> str:
-        meant = [flag for word in unknown if (flag := self.closest_flag(word)) is not None]
-        return f". Did you mean {' and '.join(meant)}?" if meant else ""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
@@ -46,7 +47,11 @@ def run(args: argparse.Namespace) -> int:
     problems = [
         Problem(flag, "", "is missing", fix)
         for flag, given, fix in (
-            ("DATASET", args.dataset, "`petatron data fetch --list` lists the known ones."),
+            (
+                "DATASET",
+                args.dataset,
+                _name_dataset_first(args) or "`petatron data fetch --list` lists the known ones.",
+            ),
             ("--output", args.output, "Name a folder for the shards."),
         )
         if not given
@@ -56,26 +61,23 @@ def run(args: argparse.Namespace) -> int:
 
     from petatron.data.fetch.plan_fetch import FetchOptions, plan_fetch
     from petatron.data.fetch.run_fetch import run_fetch
-    from petatron.data.jsonl_reader import MAX_LINE_BYTES
 
-    options = FetchOptions(
-        dataset=args.dataset,
-        output=args.output,
-        files=tuple(args.files),
-        text_key=args.text_key,
-        join=args.join,
-        splits=tuple(args.splits),
-        max_documents=args.max_documents,
-        max_bytes=args.max_bytes,
-        hub=args.hub,
-        revision=args.revision,
-        max_line_bytes=MAX_LINE_BYTES if args.max_line_bytes is None else args.max_line_bytes,
-    )
-    plan = plan_fetch(options)
+    given = {field.name: getattr(args, field.name) for field in fields(FetchOptions)}
+    given |= {"files": tuple(args.files), "splits": tuple(args.splits)}
+    plan = plan_fetch(FetchOptions(**{name: value for name, value in given.items() if value is not None}))
     _print_plan(plan)
     record = run_fetch(plan, _progress_lines())
     _print_result(plan, record)
     return 0
+
+
+def _name_dataset_first(args: argparse.Namespace) -> str:
+    """Returns what to do where a flag with several values may have taken the name of the dataset; empty if none has any."""
+    for flag, values in (("--files", args.files), ("--splits", args.splits)):
+        if values:
+            command = shlex.join(("petatron", "data", "fetch", values[-1], flag, *values[:-1]))
+            return f"{flag} takes every word up to the next flag. Name the dataset first: `{command}`."
+    return ""
 
 
 def _print_known() -> None:

@@ -31,8 +31,8 @@ def check_ranks(*, device: str, ranks: int | None, report: Path | None) -> int:
     environment = read_environment()
     devices = _device_count(device)
     if environment.launcher != "single":
-        each = -(-environment.local_world_size // devices) if device == "cuda" else 1
-        return run_rank_main(lambda: _check_on_rank(environment, device, each, report))
+        per_device = -(-environment.local_world_size // devices) if device == "cuda" else 1
+        return run_rank_main(lambda: _check_on_rank(environment, device, per_device, report))
     ranks = ranks or (max(devices, _RANKS_ON_ONE_GPU) if device == "cpu" or devices == 1 else devices)
     if ranks < 2:
         rule = "leaves nobody to communicate with"
@@ -42,8 +42,8 @@ def check_ranks(*, device: str, ranks: int | None, report: Path | None) -> int:
         print(f"{ranks} ranks on {devices} GPU(s): up to {shared} share one, so speed means nothing here.")
     from petatron.mesh.launch.local_launcher import run_ranks
 
-    words = ["--nccl" if device == "cuda" else "--gloo", *(["--json", str(report)] if report else [])]
-    code = run_ranks([sys.executable, "-m", "petatron", "doctor", *words], nproc=ranks)
+    flags = ["--nccl" if device == "cuda" else "--gloo", *(["--json", str(report)] if report else [])]
+    code = run_ranks([sys.executable, "-m", "petatron", "doctor", *flags], nproc=ranks)
     if code not in (0, 1):
         print(f"VERDICT: communication does not work; the ranks ended with code {code} (see above).")
     return code
@@ -94,25 +94,20 @@ def _check_on_rank(environment: RankEnvironment, device: str, ranks_per_device: 
 def render(findings: CommunicationReport, *, shared: bool, backend: str) -> str:
     """The table and the verdict."""
     lines = ["", f"{'axis':<8} {'ranks':>5} {'operation':<15} {'bytes':>8} {'time':>10} {'bus GB/s':>9}"]
-    for one in findings.measured:
-        wrong = "" if one.correct else "  WRONG"
+    for result in findings.measured:
+        unit, divisor = next(((unit, size) for unit, size in _UNITS if result.bytes >= size), ("B", 1))
+        size = f"{result.bytes / divisor:g} {unit}"
+        wrong = "" if result.correct else "  WRONG"
         lines.append(
-            f"{one.axis:<8} {one.ranks:>5} {one.op:<15} {_bytes(one.bytes):>8} {one.seconds * 1e3:>7.2f} ms "
-            f"{one.bus_gb_s:>9.2f}{wrong}"
+            f"{result.axis:<8} {result.ranks:>5} {result.op:<15} {size:>8} {result.seconds * 1e3:>7.2f} ms "
+            f"{result.bus_gb_s:>9.2f}{wrong}"
         )
-    own, alone = findings.losses[-1]
-    lines += [
-        "",
-        f"loss after {len(findings.losses)} steps: {own:.12f} in {findings.layout}, {alone:.12f} in one process",
-    ]
+    loss, alone = findings.losses[-1]
+    steps = f"loss after {len(findings.losses)} steps"
+    lines += ["", f"{steps}: {loss:.12f} in {findings.layout}, {alone:.12f} in one process"]
     if findings.problems:
         lines += ["", *findings.problems, f"VERDICT: communication over {backend} does not work; see the lines above."]
     else:
         speed = " Ranks share a GPU: order and results are real, times are not." if shared else ""
         lines += ["", f"VERDICT: communication over {backend} works ({findings.seconds:.0f} s).{speed}"]
     return "\n".join(lines)
-
-
-def _bytes(size: int) -> str:
-    unit, each = next(((unit, each) for unit, each in _UNITS if size >= each), ("B", 1))
-    return f"{size / each:g} {unit}"

@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from petatron.base.terminal_escape import raw_stream
 from petatron.base.version import __version__
 from petatron.cli.plot import write_result
+from petatron.cli.subcommands.progress import StderrProgress, progress_bar
 from petatron.evaluate.comparison_table import result_table
 from petatron.evaluate.score import max_scored_tokens
 from petatron.evaluate.task import ContextLimits, TaskResult
@@ -20,8 +20,6 @@ from petatron.evaluate.task_list import LAMBADA, WIKITEXT103, TaskSettings, buil
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.open_model import from_pretrained
 from petatron.serve.open_engine import ModelSettings
-
-_LINE_INTERVAL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,8 @@ def evaluate_checkpoints(
     shown: bool,
 ) -> list[CheckpointResults]:
     """Runs the tasks on every checkpoint; every rank calls it. `shown` is whether this rank reports progress."""
-    tokenizers = [each.required_tokenizer() for each in models]
-    found: list[CheckpointResults] = []
+    tokenizers = [settings.required_tokenizer() for settings in models]
+    evaluated: list[CheckpointResults] = []
     mesh: ParallelMesh | None = None
     for settings, tokenizer in zip(models, tokenizers, strict=True):
         checkpoint, seq_length = settings.checkpoint, settings.loaded.config.model.seq_length
@@ -53,30 +51,28 @@ def evaluate_checkpoints(
         limits = ContextLimits(longest, min(seq_length, longest - 1))
         built = build_tasks(tasks, tokenizer, limits)
         results: dict[str, TaskResult] = {}
-        for each, task in zip(tasks, built, strict=True):
-            with _progress(f"{checkpoint} {each.label}" if shown else None) as on_progress:
-                results[each.label] = task.run(model, batch_tokens=batch_tokens, on_progress=on_progress)
-        found.append(CheckpointResults(checkpoint, settings.weights, tokenizer.name, results))
+        for label, task in zip((settings.label for settings in tasks), built, strict=True):
+            with _progress(f"{checkpoint} {label}" if shown else None) as on_progress:
+                results[label] = task.run(model, batch_tokens=batch_tokens, on_progress=on_progress)
+        evaluated.append(CheckpointResults(checkpoint, settings.weights, tokenizer.name, results))
         del model  # before the next one is built
-    return found
+    return evaluated
 
 
 def report_results(
-    found: Sequence[CheckpointResults], tasks: Sequence[TaskSettings], *, out: Path | None, megatron_lines: bool
+    evaluated: Sequence[CheckpointResults], tasks: Sequence[TaskSettings], *, out: Path | None, megatron_lines: bool
 ) -> None:
     """Prints the table, and writes the JSON file."""
-    notes = {
-        f"note: {label}: {note}" for one in found for label, result in one.results.items() for note in result.notes
-    }
-    for note in sorted(notes):
+    labelled = [item for checkpoint in evaluated for item in checkpoint.results.items()]
+    for note in sorted({f"note: {label}: {note}" for label, result in labelled for note in result.notes}):
         print(note, file=sys.stderr)
     if megatron_lines:
-        for one in found:
-            print("\n".join(megatron_line(settings, one.results[settings.label]) for settings in tasks))
+        for checkpoint in evaluated:
+            print("\n".join(megatron_line(settings, checkpoint.results[settings.label]) for settings in tasks))
     else:
-        print(result_table({one.checkpoint: one.results for one in found}))
+        print(result_table({checkpoint.checkpoint: checkpoint.results for checkpoint in evaluated}))
     if out is not None:
-        content = {"petatron": __version__, "checkpoints": [_as_json(one, tasks) for one in found]}
+        content = {"petatron": __version__, "checkpoints": [_as_json(checkpoint, tasks) for checkpoint in evaluated]}
         write_result(out, json.dumps(content, indent=1) + "\n")
 
 
@@ -104,24 +100,17 @@ def megatron_line(settings: TaskSettings, result: TaskResult) -> str:
     return f"{frame}\n{line}\n{frame}"
 
 
-def _as_json(one: CheckpointResults, tasks: Sequence[TaskSettings]) -> dict[str, object]:
-    results = {
-        settings.label: {
-            "task": settings.task,
-            "data": str(settings.data),
-            "limit": settings.limit,
-            "stride": settings.stride,
-            "strict": settings.strict,
-            "bos": settings.bos,
-            "num_fewshot": settings.num_fewshot,
-            "fewshot_data": None if settings.fewshot_data is None else str(settings.fewshot_data),
-            "fewshot_seed": settings.fewshot_seed,
-            **one.results[settings.label].as_json(),
-        }
-        for settings in tasks
-    }
-    weights = {} if one.weights is None else {"weights": one.weights}
-    return {"checkpoint": one.checkpoint, **weights, "tokenizer": one.tokenizer, "results": results}
+def _as_json(checkpoint: CheckpointResults, tasks: Sequence[TaskSettings]) -> dict[str, object]:
+    results = {settings.label: _settings_as_json(settings) for settings in tasks}
+    for label, values in results.items():
+        values |= checkpoint.results[label].as_json()
+    weights = {} if checkpoint.weights is None else {"weights": checkpoint.weights}
+    return {"checkpoint": checkpoint.checkpoint, **weights, "tokenizer": checkpoint.tokenizer, "results": results}
+
+
+def _settings_as_json(settings: TaskSettings) -> dict[str, object]:
+    values = {name: value for name, value in asdict(settings).items() if name not in ("name", "every")}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 @contextmanager
@@ -130,25 +119,10 @@ def _progress(title: str | None) -> Iterator[Callable[[int, int], None] | None]:
     if title is None:
         yield None
         return
-    if sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-        except ImportError:
-            pass
-        else:
-            columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            with Progress(*columns, console=Console(file=raw_stream(sys.stderr)), transient=True) as bar:
-                task = bar.add_task(title)
-                yield lambda done, total: bar.update(task, completed=done, total=total)
-            return
-    started = last = time.monotonic()
+    started_s = time.monotonic()
 
-    def line(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _LINE_INTERVAL_S:
-            last = now
-            print(f"{title}: {done:,} of {total:,} tokens, {done / (now - started):,.0f} tokens/s", file=sys.stderr)
+    def describe(done: int, total: int) -> str:
+        return f"{title}: {done:,} of {total:,} tokens, {done / (time.monotonic() - started_s):,.0f} tokens/s"
 
-    yield line
+    with progress_bar(title, transient=True) as update, StderrProgress(describe, plain_s=30.0) as line:
+        yield line if update is None else lambda done, total: update(completed=done, total=total)

@@ -44,18 +44,17 @@ def with_default_model(argv: Sequence[str]) -> list[str]:
     >>> with_default_model(["--tasks", "arc_easy"]), with_default_model(["ls", "tasks"])
     (['run', '--model', 'petatron', '--tasks', 'arc_easy'], ['ls', 'tasks'])
     """
-    words = list(argv)
-    if not words or words[0] in ("-h", "--help") or words[0] in COMMANDS[1:]:
-        return words
-    rest = words[1:] if words[0] == "run" else words
+    if not argv or argv[0] in ("-h", "--help") or argv[0] in COMMANDS[1:]:
+        return list(argv)
+    rest = argv[1:] if argv[0] == "run" else argv
     named = any(word.partition("=")[0] in _MODEL_FLAGS for word in rest)
     return ["run", *rest] if named or not rest else ["run", "--model", "petatron", *rest]
 
 
 @contextlib.contextmanager
-def _command_line(words: Sequence[str]) -> Iterator[None]:
-    """While entered, the process was started with these words: lm_eval reads no others."""
-    before, sys.argv = sys.argv, ["lm-eval", *words]
+def _command_line(argv: Sequence[str]) -> Iterator[None]:
+    """While entered, the process was started with these arguments: lm_eval reads no others."""
+    before, sys.argv = sys.argv, ["lm-eval", *argv]
     try:
         yield
     finally:

@@ -21,13 +21,8 @@ MEGATRON_WORD = "--megatron-tasks"
 _TASKS = ("WIKITEXT103", "LAMBADA")
 # Flags of loading, training and finetuning with their number of values; none changes what is measured.
 _IGNORED_SWITCHES = (
-    "--use-checkpoint-args",
-    "--no-use-checkpoint-args",
-    "--no-load-optim",
-    "--no-load-rng",
-    "--finetune",
-    "--exit-on-missing-checkpoint",
-    "--keep-last",
+    *("--use-checkpoint-args", "--no-use-checkpoint-args", "--no-load-optim", "--no-load-rng", "--finetune"),
+    *("--exit-on-missing-checkpoint", "--keep-last"),
 )
 _IGNORED_VALUES = ("--epochs", "--train-data", "--log-interval", "--pretrained-checkpoint", "--eval-micro-batch-size")
 
@@ -37,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
         prog="tasks/main.py",
         description="Measures a checkpoint on WIKITEXT103 or LAMBADA, with Megatron-LM's flags.",
         epilog="All other words are flags of `petatron train`. `petatron eval` has more tasks, and compares checkpoints.",
-        allow_abbrev=False,
     )
     add = root.add_argument
     add("--task", help=f"{' or '.join(_TASKS)}, or any other task of `petatron eval`")
@@ -75,10 +69,10 @@ def from_megatron_flags(argv: Sequence[str]) -> list[str]:
     folder, data = options.load, (options.valid_data or [""])[0]
     if options.ckpt_step is not None:
         folder = os.path.join(folder, f"step-{options.ckpt_step:08d}")
-    words = [folder, "--task", options.task, "--data", data, "--megatron-lines"]
-    words += ["--overlapping-eval", options.overlapping_eval] if options.overlapping_eval is not None else []
-    words += ["--strict-lambada"] if options.strict_lambada else []
-    return [*words, *_tokenizer_flags(options), *flags]
+    arguments = [folder, "--task", options.task, "--data", data, "--megatron-lines"]
+    arguments += ["--overlapping-eval", options.overlapping_eval] if options.overlapping_eval is not None else []
+    arguments += ["--strict-lambada"] if options.strict_lambada else []
+    return [*arguments, *_tokenizer_flags(options), *flags]
 
 
 def _tokenizer_flags(options: argparse.Namespace) -> list[str]:

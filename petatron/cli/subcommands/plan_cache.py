@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from petatron.cli.train import read_settings_alone, with_preset
-from petatron.config import LoadedConfig
-from petatron.validate import resolve_config, without_problems
+from petatron.cli.train import load_planned
 
 USAGE = """usage: petatron plan cache [PRESET] [--config FILE] [flags of petatron train]
 
@@ -22,25 +20,16 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(USAGE)
         return 0
-    loaded, problems = resolve_config(
-        with_preset(list(argv)), require_training=False, read_checkpoint=read_settings_alone
-    )
-    for line in _report(without_problems(loaded, problems)):
-        print(line)
-    return 0
-
-
-def _report(loaded: LoadedConfig) -> list[str]:
+    run = load_planned(argv).config
     from petatron.estimate.generation_bytes import GenerationBytes
     from petatron.models.registry import model_spec
     from petatron.optim.loss_scaler import compute_dtype
 
-    run = loaded.config
     dtype, tp = compute_dtype(run.precision), run.parallel.tensor_model_parallel_size
-    found = GenerationBytes.of(model_spec(run), dtype, tp=tp)
-    lines = [
-        f"bytes on one of {tp} tensor-parallel ranks, {str(dtype).removeprefix('torch.')}",
-        f"{'of each token':<32}{found.per_token:>16,}   in {found.paged_layers} layers",
-        f"{'of each sequence':<32}{found.per_sequence:>16,}   in {found.recurrent_layers} layers",
-    ]
-    return lines + [f"{f'a sequence of {tokens:,} tokens':<32}{found.of_sequence(tokens):>16,}" for tokens in _LENGTHS]
+    kept = GenerationBytes.of(model_spec(run), dtype, tp=tp)
+    print(f"bytes on one of {tp} tensor-parallel ranks, {str(dtype).removeprefix('torch.')}")
+    print(f"{'of each token':<32}{kept.per_token:>16,}   in {kept.paged_layers} layers")
+    print(f"{'of each sequence':<32}{kept.per_sequence:>16,}   in {kept.recurrent_layers} layers")
+    for tokens in _LENGTHS:
+        print(f"{f'a sequence of {tokens:,} tokens':<32}{kept.of_sequence(tokens):>16,}")
+    return 0

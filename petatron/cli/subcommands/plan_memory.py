@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from petatron.base.errors import Problem
-from petatron.cli.train import read_settings_alone, with_preset
-from petatron.validate import resolve_config, without_problems
+from petatron.cli.train import load_planned
 
 USAGE = """usage: petatron plan memory [PRESET] [--config FILE] [flags of petatron train] [--device-memory-gb N] [--host-memory-gb N]
 
@@ -30,8 +29,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     flags, sizes, size_problems = _extract_sizes(argv)
-    loaded, problems = resolve_config(with_preset(flags), require_training=False, read_checkpoint=read_settings_alone)
-    resolved = without_problems(loaded, [*size_problems, *problems])
+    resolved = load_planned(flags, size_problems)
     from petatron.cli.subcommands.plan_memory_report import report
 
     return report(resolved, sizes.get(_DEVICE_FLAG), sizes.get(_HOST_FLAG))
@@ -42,13 +40,13 @@ def _extract_sizes(argv: Sequence[str]) -> tuple[list[str], dict[str, int], list
     flags: list[str] = []
     sizes: dict[str, int] = {}
     problems: list[Problem] = []
-    words = iter(argv)
-    for word in words:
+    rest = iter(argv)
+    for word in rest:
         name, equals, value = word.partition("=")
         if name not in (_DEVICE_FLAG, _HOST_FLAG):
             flags.append(word)
             continue
-        given = value if equals else next(words, "")
+        given = value if equals else next(rest, "")
         try:
             size = float(given)
         except ValueError:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from petatron.base.device import detect_device, host_memory_bytes
 from petatron.base.text import count_with_noun
-from petatron.config import LoadedConfig, PrecisionConfig, RunConfig
+from petatron.config import LoadedConfig, RunConfig
 from petatron.config.settings_text import precision_name, precision_text
 from petatron.estimate.memory.forecast import (
     HostMemory,
@@ -37,9 +37,10 @@ def report(loaded: LoadedConfig, capacity: int | None, host_bytes: int | None) -
         capacity = device.memory_bytes
     run, batch = _planned_run(loaded)
     plans = recompute_plans(run, device="cuda")
-    found = forecast_memory(run, device="cuda", plans=plans)
-    print(f"planned for {_precision(run.precision)}\n{batch}")
-    print(_table(found))
+    forecasts = forecast_memory(run, device="cuda", plans=plans)
+    unasked = ", since no --bf16 or --fp16 is given" if precision_name(run.precision) == "fp32" else ""
+    print(f"planned for {precision_text(run.precision)}{unasked}\n{batch}")
+    print(_table(forecasts))
     assumed = host_bytes is None and not here
     host = HostMemory(
         total_bytes=host_bytes or (host_memory_bytes() if here else _ASSUMED_HOST_BYTES),
@@ -51,7 +52,7 @@ def report(loaded: LoadedConfig, capacity: int | None, host_bytes: int | None) -
     if capacity is None:
         print("\nGive --device-memory-gb N to be told whether that fits a device.")
         return 0
-    most, room = max(forecast.total for forecast in found), capacity - RESERVE_BYTES
+    most, room = max(forecast.total for forecast in forecasts), capacity - RESERVE_BYTES
     uncounted = (
         f"of {format_gigabytes(capacity)} GB, with {format_gigabytes(RESERVE_BYTES)} GB left for what is not counted"
     )
@@ -109,12 +110,6 @@ def _micro_batches_to_fill(run: RunConfig) -> int:
     while pipeline.name != "gpipe" and pipeline.in_flight(2 * count) != pipeline.in_flight(count):
         count *= 2
     return count
-
-
-def _precision(precision: PrecisionConfig) -> str:
-    """Returns the precision of the plan, and why if nobody set it."""
-    unasked = ", since no --bf16 or --fp16 is given" if precision_name(precision) == "fp32" else ""
-    return f"{precision_text(precision)}{unasked}"
 
 
 def _table(forecasts: Sequence[MemoryForecast]) -> str:

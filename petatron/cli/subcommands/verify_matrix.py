@@ -34,26 +34,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains small models in every layout of the proof matrix, on ranks of this machine, and holds each "
         "against one process: the largest relative differences of loss, gradients and weights over all steps. Exits with 1 "
         "if any layout departs, and says where it does so first.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--matrix", action="store_true", help="this mode")
-    parser.add_argument("--sample", type=_positive, metavar="N", help="only N layouts, drawn at random")
-    parser.add_argument("--seed", type=int, help=f"what the sample and random models are drawn with ({_DEFAULT_SEED})")
-    parser.add_argument(
-        "--random-model", action="store_true", help="draw another small model of odd shape for every layout"
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "float64"), default="float64", help="precision of all runs (float64)"
-    )
-    parser.add_argument("--steps", type=_positive, default=5, help="optimizer steps to train (5)")
-    parser.add_argument("--only", metavar="PATTERN", help="only layouts with such a name, for instance 'moe:*pp2*'")
-    parser.add_argument("--nproc", type=_positive, default=8, help="leave out layouts of more ranks than this (8)")
-    parser.add_argument("--list", action="store_true", help="print names and flags, run nothing")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all results as JSON too")
-    parser.add_argument(
-        "--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in every layout: tests the check itself"
-    )
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--matrix", action="store_true", help="this mode")
+    add("--sample", type=_positive, metavar="N", help="only N layouts, drawn at random")
+    add("--seed", type=int, help=f"what the sample and random models are drawn with ({_DEFAULT_SEED})")
+    add("--random-model", action="store_true", help="draw another small model of odd shape for every layout")
+    add("--dtype", choices=("float32", "float64"), default="float64", help="precision of all runs (float64)")
+    add("--steps", type=_positive, default=5, help="optimizer steps to train (5)")
+    add("--only", metavar="PATTERN", help="only layouts with such a name, for instance 'moe:*pp2*'")
+    add("--nproc", type=_positive, default=8, help="leave out layouts of more ranks than this (8)")
+    add("--list", action="store_true", help="print names and flags, run nothing")
+    add("--json", metavar="FILE", type=Path, help="write all results as JSON too")
+    add("--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in every layout: tests the check itself")
+    add("--rank-of", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -97,11 +91,10 @@ def _contradictions(options: argparse.Namespace) -> list[Problem]:
 
 def problems_without_matrix(flags: list[str]) -> list[Problem]:
     """Returns problems of matrix options in the verification of one layout."""
-    words = [word.partition("=")[0] for word in flags]
     return [
-        Problem(word, "", "chooses from the matrix of layouts, but --matrix is not given", "Add --matrix.")
-        for word in words
-        if word in _MATRIX_ONLY_FLAGS
+        Problem(name, "", "chooses from the matrix of layouts, but --matrix is not given", "Add --matrix.")
+        for name in (flag.partition("=")[0] for flag in flags)
+        if name in _MATRIX_ONLY_FLAGS
     ]
 
 
@@ -139,7 +132,8 @@ def _run(cases: list[MatrixCase], options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="petatron-matrix-") as scratch:
         folder = Path(scratch)
         write_cases(cases, folder)
-        while (at := _first_pending(cases, folder)) is not None:
+        while None in (results := [read_result(folder, number) for number in range(len(cases))]):
+            at = results.index(None)
             sys.stdout.flush()
             nproc = max(case.world_size for case in cases[at:])
             command = [sys.executable, "-m", "petatron", "verify", "--matrix", "--rank-of", str(folder)]
@@ -151,35 +145,21 @@ def _run(cases: list[MatrixCase], options: argparse.Namespace) -> int:
             (folder / STARTED_FILE).unlink()
             if code == 0:
                 break
-            at = _first_failed(cases, folder, at)
-            if at is not None:
-                outcome = read_result(folder, at) or record_failure(
-                    folder, at, cases[at].name, f"ranks ended with code {code}"
-                )
-                print(row(cases[at], outcome))
-        found = [read_result(folder, number) for number in range(len(cases))]
-    outcomes = [outcome for outcome in found if outcome is not None]
+            for number in range(
+                at, len(cases)
+            ):  # the case that ended the ranks is the first that failed, or has no result
+                outcome = read_result(folder, number)
+                if outcome is None or outcome.error is not None:
+                    failed = outcome or record_failure(
+                        folder, number, cases[number].name, f"ranks ended with code {code}"
+                    )
+                    print(row(cases[number], failed))
+                    break
+        outcomes = [result for number in range(len(cases)) if (result := read_result(folder, number)) is not None]
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     print(summary(cases, outcomes, options.dtype))
     return 0 if len(outcomes) == len(cases) and all(outcome.agrees for outcome in outcomes) else 1
-
-
-def _first_pending(cases: list[MatrixCase], folder: Path) -> int | None:
-    from petatron.verify.matrix_run import read_result
-
-    return next((number for number in range(len(cases)) if read_result(folder, number) is None), None)
-
-
-def _first_failed(cases: list[MatrixCase], folder: Path, start: int) -> int | None:
-    """Returns the case that ended the ranks: from where they started, the first without a result."""
-    from petatron.verify.matrix_run import read_result
-
-    for number in range(start, len(cases)):
-        outcome = read_result(folder, number)
-        if outcome is None or outcome.error is not None:
-            return number
-    return None
 
 
 def _run_rank(folder: Path) -> int:

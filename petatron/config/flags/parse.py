@@ -10,8 +10,10 @@ a value, so negative numbers need no quoting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from petatron.base.errors import Problem
 from petatron.config.flags import foreign_names, megatron_flags
@@ -75,11 +77,14 @@ class _FlagToken:
         return self.following_words[1:] if self.inline_value is None else self.following_words
 
 
-def parse_flags(argv: Sequence[str]) -> ParsedFlags:
-    """Returns settings in the order typed; nothing is raised, the problems are in the result."""
+def parse_flags(argv: Sequence[str], *, presets: Collection[str] | None = None) -> ParsedFlags:
+    """Returns settings in the order typed; nothing is raised, the problems are in the result.
+
+    presets: the names of all, where no other source names a model.
+    """
     parsed = ParsedFlags()
-    for word in _tokenize(argv, parsed):
-        surplus = _apply_flag(word, parsed)
+    for token in _without_swallowed_model(_tokenize(argv, parsed), parsed, presets):
+        surplus = _apply_flag(token, parsed)
         parsed.problems += [_stray_word(text) for text in surplus]
     _drop_overridden_shorthands(parsed)
     _check_contradictions(parsed)
@@ -131,6 +136,33 @@ def _tokenize(argv: Sequence[str], parsed: ParsedFlags) -> list[_FlagToken]:
         flag = typed.replace("_", "-")
         tokens.append(_FlagToken(typed, flag, attached if equals else None, tuple(argv[start + 1 : end])))
     return tokens
+
+
+def _without_swallowed_model(
+    tokens: list[_FlagToken], parsed: ParsedFlags, presets: Collection[str] | None
+) -> list[_FlagToken]:
+    """Takes a preset or a YAML file from the words of a flag with several values, where nothing else names a model: a problem.
+
+    `--freeze PATTERN tiny-llama` would be two patterns, and a model without any size.
+    """
+    if presets is None or any(token.flag in _SOURCES for token in tokens):
+        return tokens
+    kept: list[_FlagToken] = []
+    for token in tokens:
+        info, words = _field(token.flag), token.following_words
+        if info is not None and info.is_list and words and _names_model(words[-1], presets):
+            rule = f"names a model, and {token.typed} takes every word up to the next flag"
+            typed = token.typed if token.inline_value is None else f"{token.typed}={token.inline_value}"
+            command = shlex.join(("petatron", "train", words[-1], typed, *words[:-1]))
+            parsed.problems.append(Problem(token.typed, words[-1], rule, f"Name the model first: `{command}`."))
+            parsed.doubtful_flags.update(known_flags())
+            token = replace(token, following_words=words[:-1])
+        kept.append(token)
+    return kept
+
+
+def _names_model(word: str, presets: Collection[str]) -> bool:
+    return word.endswith((".yaml", ".yml")) or (word in presets and not Path(f"{word}.idx").exists())
 
 
 def _stray_word(text: str) -> Problem:

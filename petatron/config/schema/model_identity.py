@@ -29,9 +29,12 @@ def model_settings() -> dict[str, FieldInfo]:
 
 @cache
 def variant_defaults() -> dict[str, Any]:
-    """Returns the default of every setting by which layers may depart from the plain one."""
+    """Returns the default of every setting by which a model's layers may depart from the plain ones."""
+    settings = model_settings().items()
     return {
-        name: info.default for name, info in model_settings().items() if info.is_variant and info.section == "model"
+        name: info.default
+        for name, info in settings
+        if info.is_variant and info.section == "model" and info.role == "identity"
     }
 
 

@@ -17,7 +17,7 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import open_atomic, reopen_file, write_atomic
 from petatron.base.untrusted_files import read_limited_json
 from petatron.infer.batch.prompts_file import PromptLine
-from petatron.infer.completion import Completion, TokenLogprob
+from petatron.infer.completion import Completion
 
 _MAX_SETTINGS_BYTES = 1 << 24
 
@@ -110,18 +110,11 @@ class AnswersFile:
 
 def answer_record(answer: Completion) -> dict[str, Any]:
     """Returns an answer as JSON."""
-    record: dict[str, Any] = {
-        "text": answer.text,
-        "finish_reason": answer.finish_reason,
-        "new_tokens": len(answer.ids),
-    }
+    counts = {"finish_reason": answer.finish_reason, "new_tokens": len(answer.ids)}
+    record: dict[str, Any] = {"text": answer.text, **counts}
     if answer.logprobs:
-        record["logprobs"] = [_logprob_record(each) for each in answer.logprobs]
+        record["logprobs"] = [entry._asdict() for entry in answer.logprobs]
     return record
-
-
-def _logprob_record(one: TokenLogprob) -> dict[str, Any]:
-    return {"token": one.token, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
 
 
 def _answered_line(content: bytes) -> int | None:

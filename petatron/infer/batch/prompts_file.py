@@ -100,8 +100,8 @@ class PromptsFile:
     def _encode(self, values: dict[str, Any], options: RequestOptions) -> tuple[list[int], RequestOptions]:
         given = [field for field in _PROMPT_FIELDS if field in values]
         if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise DataError(f"a prompt is one of {', '.join(_PROMPT_FIELDS)}; it has {found}.")
+            named = " and ".join(given) or "none of them"
+            raise DataError(f"a prompt is one of {', '.join(_PROMPT_FIELDS)}; it has {named}.")
         value = values[given[0]]
         if given[0] == "messages":
             stops = (*options.params.stop_strings, *self._encoder.stop_strings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -49,14 +49,19 @@ class RequestOptions:
 
         Raises `ConfigError` with all problems, by the same names.
         """
-        problems = list(_misspelt(values))
+        problems: list[Problem] = []
+        for name in (name for name in values if name not in OPTIONS):
+            if close := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.8):
+                problems.append(Problem(name, "", "is not an option", f"Did you mean {close[0]}?"))
         changes: dict[str, Any] = {}
         for name, value in values.items():
             if name in OPTIONS and value is not None:
                 try:
                     changes |= _read_option(name, value)
                 except ValueError as error:
-                    problems.append(Problem(name, _shown(value), str(error), "Change it."))
+                    text = json.dumps(value)
+                    shown = text if len(text) <= 40 else f"{text[:37]}..."
+                    problems.append(Problem(name, shown, str(error), "Change it."))
         if values.get("json_schema") is not None and values.get("regex") is not None:
             problems.append(Problem("json_schema", "", "and regex are two constraints", "Give one."))
         max_tokens, n = changes.pop("max_tokens", self.max_tokens), changes.pop("n", self.n)
@@ -69,7 +74,7 @@ class RequestOptions:
         except ConfigError as error:
             names = {field: name for name, (field, _) in NUMBER_OPTIONS.items()}
             names |= {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
-            problems += [replace(each, where=names.get(each.where, each.where)) for each in error.problems]
+            problems += [replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems]
         if problems:
             raise ConfigError(problems)
         return replace(self, params=params, max_tokens=max_tokens, n=n)
@@ -77,13 +82,6 @@ class RequestOptions:
     def as_json(self) -> dict[str, Any]:
         """Returns all that decides the answers, for a record of it."""
         return {**asdict(self.params), "max_new_tokens": self.max_tokens, "n": self.n}
-
-
-def _misspelt(values: Mapping[str, Any]) -> Iterator[Problem]:
-    for name in values:
-        close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.8) if name not in OPTIONS else []
-        if close:
-            yield Problem(name, "", "is not an option", f"Did you mean {close[0]}?")
 
 
 def _read_option(name: str, value: Any) -> dict[str, Any]:
@@ -110,8 +108,3 @@ def _number(value: Any, kind: type) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise ValueError(f"is not a {'whole ' if kind is int else ''}number")
     return kind(value)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -113,10 +113,10 @@ class BeamSearch:
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0, logprobs=self._num_top)
         return [([*self.prompt_ids, *beam.ids], sampling) for beam in self._beams]
 
-    def advance(self, found: Sequence[TokenLogprob]) -> None:
+    def advance(self, continuations: Sequence[TokenLogprob]) -> None:
         """Takes the most likely ids after each beam."""
         width, length = self.params.width, len(self._beams[0].ids) + 1
-        candidates = self._candidates(found)
+        candidates = self._candidates(continuations)
         ended = [beam.ids[-1] in self.params.stop_ids or length == self.params.max_new_tokens for beam in candidates]
         if not (self.params.early_stopping and len(self.answers) == width):
             for beam, ends in list(zip(candidates, ended))[:width]:
@@ -129,10 +129,10 @@ class BeamSearch:
             full and (self.params.early_stopping or self._score(self._beams[0], length) <= self.answers[-1].score)
         )
 
-    def _candidates(self, found: Sequence[TokenLogprob]) -> list[_Beam]:
+    def _candidates(self, continuations: Sequence[TokenLogprob]) -> list[_Beam]:
         continued = [
             _Beam((*beam.ids, token), beam.logprob + logprob)
-            for beam, after in zip(self._beams, found, strict=True)
+            for beam, after in zip(self._beams, continuations, strict=True)
             for token, logprob in after.top
         ]
         return sorted(continued, key=lambda beam: -beam.logprob)
@@ -151,14 +151,14 @@ def beam_search(engine: Engine, prompts: Sequence[Sequence[int]], params: BeamPa
     >>> [len(answer.ids) for answer in answers]
     [4, 4, 4]
     """
-    whole = SamplingParams(max_new_tokens=params.max_new_tokens, stop_ids=params.stop_ids)
+    longest = SamplingParams(max_new_tokens=params.max_new_tokens, stop_ids=params.stop_ids)
     for prompt in prompts:
-        check_request(prompt, whole, engine)
+        check_request(prompt, longest, engine)
     searches = [BeamSearch(prompt, params, engine.vocab_size) for prompt in prompts]
     while running := [search for search in searches if not search.is_over]:
         numbers = [[engine.submit(*request) for request in search.requests()] for search in running]
         while engine.has_work:
             engine.step()
-        for search, own in zip(running, numbers):
-            search.advance([engine.take(number).logprobs[0] for number in own])
+        for search, requests in zip(running, numbers):
+            search.advance([engine.take(number).logprobs[0] for number in requests])
     return [search.answers for search in searches]

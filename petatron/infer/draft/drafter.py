@@ -22,19 +22,18 @@ The last position of a page depends on the token after it, and a shared prefix m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling import sample_tokens
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.model_steps import ModelSteps
-from petatron.infer.step.packed_step import PackedStep, ScheduledTokens, pack_rows
+from petatron.infer.step.packed_step import PackedStep, ScheduledTokens
 from petatron.infer.step.step_result import StepLayout, sampled_row
 from petatron.parallel.parallel_model import ParallelModel
 
@@ -78,12 +77,12 @@ class _DraftedSequence:
 class Drafter:
     """Drafts the next tokens of all sequences of a step, on every rank alike."""
 
-    def __init__(self, model: ParallelModel, steps: ModelSteps, options: EngineOptions) -> None:
-        self._steps = steps
-        self._num_drafts = options.speculative_tokens
-        self._num_depths = min(num_depths(model), self._num_drafts)
-        self._page_size = options.page_size
-        self._row_multiple = model.mesh.tp.size if model.sequence_parallel else 1
+    def __init__(
+        self, model: ParallelModel, steps: ModelSteps, pack: Callable[..., PackedStep], *, num_drafts: int
+    ) -> None:
+        """pack: `pack_rows` for this rank."""
+        self._steps, self._pack, self._num_drafts = steps, pack, num_drafts
+        self._num_depths = min(num_depths(model), num_drafts)
         self._replica = model.mesh.dp.rank
         self._shares_experts = model.spec.moe is not None
 
@@ -92,27 +91,27 @@ class Drafter:
     ) -> None:
         """Sets the drafts of every sequence of a step that has run and is applied; those of other replicas are no more than counted."""
         assert outputs is not None, "the depths are on the only stage"
-        replicas = [self._find_sequences(*each) for each in zip(layouts, schedulers)]
+        replicas = [self._find_sequences(*replica) for replica in zip(layouts, schedulers)]
         if not any(replicas):
             return
-        own = replicas[self._replica]
-        hidden_TD = self._gather_inputs(own, outputs[1])
+        drafted_here = replicas[self._replica]
+        hidden_TD = self._gather_inputs(drafted_here, outputs[1])
         least = 1
         if self._shares_experts:  # ranks that share experts exchange as many rows each
             kept = self._num_depths - 1
             least = max(layout.num_tokens + kept * len(layout.scheduled) for layout in layouts)
         for depth in range(1, self._num_depths + 1):
-            drafting = [each for each in own if each.wanted >= depth]
-            rows = [each.rows_of_depth(depth) for each in own]
-            last = [[each.last] if each.wanted >= depth else [] for each in own]
-            hidden_TD = self._run_depth(depth, self._pack(rows, last, least), hidden_TD, drafting)
+            drafting = [drafted for drafted in drafted_here if drafted.wanted >= depth]
+            rows = [drafted.rows_of_depth(depth) for drafted in drafted_here]
+            last = [[drafted.last] if drafted.wanted >= depth else [] for drafted in drafted_here]
+            hidden_TD = self._run_depth(depth, self._pack(rows, last, least=least), hidden_TD, drafting)
         self._continue_last_depth(replicas, hidden_TD, max(1, *(len(layout.scheduled) for layout in layouts)))
-        for number, drafted in enumerate(replicas):
-            for each in drafted if number != self._replica else ():
-                each.sequence.drafts = [0] * each.wanted
+        for number, replica in enumerate(replicas):
+            for drafted in replica if number != self._replica else ():
+                drafted.sequence.drafts = [0] * drafted.wanted
 
     def _find_sequences(self, layout: StepLayout, scheduler: Scheduler) -> list[_DraftedSequence]:
-        found: list[_DraftedSequence] = []
+        continued: list[_DraftedSequence] = []
         begin = 0
         for work in layout.scheduled:
             sequence, first = work.sequence, begin
@@ -125,40 +124,39 @@ class Drafter:
             wanted = scheduler.reserve_drafts(sequence, max(0, min(self._num_drafts, most))) if at_end else 0
             kept = 0 if sequence.draft_inputs is None else sequence.draft_inputs.shape[0]
             rows = slice(first, first + work.count)
-            found.append(_DraftedSequence(sequence, work.start - kept, kept + work.count, rows, work.decodes, wanted))
-        return sorted(found, key=lambda each: (not each.decodes, each.start > 0))
+            continued.append(
+                _DraftedSequence(sequence, work.start - kept, kept + work.count, rows, work.decodes, wanted)
+            )
+        return sorted(continued, key=lambda drafted: (not drafted.decodes, drafted.start > 0))
 
-    def _gather_inputs(self, own: Sequence[_DraftedSequence], hidden_TD: Tensor) -> Tensor:
+    def _gather_inputs(self, drafted_here: Sequence[_DraftedSequence], hidden_TD: Tensor) -> Tensor:
         """Returns the hidden states of all positions that pass through the depths, and keeps those that will once more."""
         parts = [hidden_TD[:0]]
-        for each in own:
-            sequence, rows_RD = each.sequence, hidden_TD[each.rows]
+        for drafted in drafted_here:
+            sequence, rows_RD = drafted.sequence, hidden_TD[drafted.rows]
             if sequence.draft_inputs is not None:
                 rows_RD = torch.cat((sequence.draft_inputs, rows_RD))
             if self._num_depths > 1:
-                sequence.draft_inputs = rows_RD[: each.last + 1][1 - self._num_depths :].clone()
+                sequence.draft_inputs = rows_RD[: drafted.last + 1][1 - self._num_depths :].clone()
             parts.append(rows_RD)
         return torch.cat(parts)
 
     def _continue_last_depth(
         self, replicas: Sequence[Sequence[_DraftedSequence]], hidden_TD: Tensor, most_sequences: int
     ) -> None:
-        own = replicas[self._replica]
-        counts = torch.tensor([each.count for each in own], dtype=torch.int64)
-        last_N = counts.cumsum(0) - counts + torch.tensor([each.last for each in own], dtype=torch.int64)
+        drafted_here = replicas[self._replica]
+        counts = torch.tensor([drafted.count for drafted in drafted_here], dtype=torch.int64)
+        last_N = counts.cumsum(0) - counts + torch.tensor([drafted.last for drafted in drafted_here], dtype=torch.int64)
         last_ND = hidden_TD[last_N.to(hidden_TD.device)]
-        numbers = list(range(len(own)))
-        most_wanted = max(each.wanted for drafted in replicas for each in drafted)
+        numbers = list(range(len(drafted_here)))
+        most_wanted = max(drafted.wanted for replica in replicas for drafted in replica)
         for ahead in range(1, most_wanted - self._num_depths + 1):
-            kept = [at for at, number in enumerate(numbers) if own[number].wanted >= self._num_depths + ahead]
+            kept = [at for at, number in enumerate(numbers) if drafted_here[number].wanted >= self._num_depths + ahead]
             numbers = [numbers[at] for at in kept]
-            drafting = [own[number] for number in numbers]
-            rows = [each.next_row(ahead) for each in drafting]
-            packed = self._pack(rows, [[0]] * len(rows), most_sequences if self._shares_experts else 1)
+            drafting = [drafted_here[number] for number in numbers]
+            rows = [drafted.next_row(ahead) for drafted in drafting]
+            packed = self._pack(rows, [[0]] * len(rows), least=most_sequences if self._shares_experts else 1)
             last_ND = self._run_depth(self._num_depths, packed, last_ND[kept], drafting)
-
-    def _pack(self, rows: Sequence[ScheduledTokens], logit_rows: Sequence[Sequence[int]], least: int) -> PackedStep:
-        return pack_rows(rows, logit_rows, page_size=self._page_size, multiple=self._row_multiple, least=least)
 
     def _run_depth(
         self, depth: int, packed: PackedStep, hidden_TD: Tensor, drafting: Sequence[_DraftedSequence]
@@ -166,10 +164,10 @@ class Drafter:
         """Runs a depth, and adds a draft to some sequences; returns the hidden states of its rows."""
         padding = packed.rows_3T.shape[1] - hidden_TD.shape[0]
         logits_RV, found_TD = self._steps.run_depth(depth, packed, F.pad(hidden_TD, (0, 0, 0, padding)))
-        inputs = [sampled_row(each.sequence, each.sequence.drafts, logits_RV.device) for each in drafting]
+        inputs = [sampled_row(drafted.sequence, drafted.sequence.drafts, logits_RV.device) for drafted in drafting]
         if inputs:
-            for each, token in zip(drafting, sample_tokens(logits_RV, inputs).tolist(), strict=True):
-                each.sequence.drafts.append(token)
+            for drafted, token in zip(drafting, sample_tokens(logits_RV, inputs).tolist(), strict=True):
+                drafted.sequence.drafts.append(token)
         return found_TD[: hidden_TD.shape[0]]
 
 

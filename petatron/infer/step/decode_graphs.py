@@ -11,14 +11,13 @@ the host's work of one step overlaps the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.graph_capture import GraphCapture
+from petatron.infer.step.graph_capture import CapturedStep, GraphCapture
 from petatron.infer.step.packed_step import CacheLocations, StepInputs, StepOutputs
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.most_likely import MostLikelyKernels
@@ -47,8 +46,8 @@ def captured_sizes(most: int, multiple: int) -> list[int]:
     while size < most:
         sizes |= {size, size + size // 2}
         size *= 2
-    rounded = {-(-each // multiple) * multiple for each in (*(each for each in sizes if each < most), most)}
-    return sorted(rounded)
+    below = [size for size in sizes if size < most]
+    return sorted({-(-size // multiple) * multiple for size in (*below, most)})
 
 
 class _HostInputs:
@@ -89,16 +88,6 @@ class _HostInputs:
                 held[row] = pages, len(pages)
 
 
-@dataclass(slots=True, eq=False)
-class _CapturedStep:
-    """hosts: two, since the copy of one may still run while the next step is prepared."""
-
-    hosts: tuple[_HostInputs, _HostInputs]
-    device: Tensor
-    graph: torch.cuda.CUDAGraph
-    outputs: StepOutputs
-
-
 class DecodeGraphs:
     """Runs decode steps of up to `most` sequences of up to `max_length` tokens."""
 
@@ -122,7 +111,7 @@ class DecodeGraphs:
         self._sizes = captured_sizes(most, multiple)
         context = KernelContext.of(device, dtype, allow_compile=False)
         self._kernels: MostLikelyKernels = choose_kernel("most likely id", context).functions
-        self._captured: dict[int, _CapturedStep] = {}
+        self._captured: dict[int, CapturedStep[_HostInputs]] = {}
         self.ids = torch.zeros(self._sizes[-1], dtype=torch.int32, device=device)
         """The new ids of the last step: the most likely ones, unless others were drawn and written here."""
 
@@ -134,10 +123,9 @@ class DecodeGraphs:
         `sources`: rows of the step before, whose new ids are the tokens of this one.
         """
         count = len(sequences.page_lists)
-        size = next(each for each in self._sizes if each >= count)
+        size = next(captured for captured in self._sizes if captured >= count)
         step = self._captured.get(size) or self._capture(size)
-        host, other = step.hosts
-        step.hosts = other, host
+        host = step.next_host()
         host.fill(ids, [-1] * count if sources is None else sources, positions, sequences, self._page_size)
         step.device.copy_(host.tensor, non_blocking=True)
         step.graph.replay()
@@ -161,7 +149,7 @@ class DecodeGraphs:
         self._graph_capture.free(step.graph for step in self._captured.values())
         self._captured.clear()
 
-    def _capture(self, size: int) -> _CapturedStep:
+    def _capture(self, size: int) -> CapturedStep[_HostInputs]:
         hosts = (_HostInputs(size, self._pages, pinned=True), _HostInputs(size, self._pages, pinned=True))
         inputs = hosts[0].tensor.to(self._device)
         ids = self.ids.clone()  # the step before may have left them for this one, and warm-up steps write theirs
@@ -170,22 +158,15 @@ class DecodeGraphs:
             self.ids.copy_(ids)
 
         graph, outputs = self._graph_capture.capture(lambda: self._step(inputs, size), after_warm_up=restore_ids)
-        self._captured[size] = _CapturedStep(hosts, inputs, graph, outputs)
+        self._captured[size] = CapturedStep(hosts, inputs, graph, outputs)
         return self._captured[size]
 
     def _step(self, inputs: Tensor, size: int) -> StepOutputs:
         typed, sources, positions, page_rows, lengths, state_slots = inputs[:_NUM_COLUMNS]
         tokens = torch.where(sources < 0, typed, self.ids[sources.clamp(min=0).long()])
         table = inputs[_NUM_COLUMNS:].view(size, -1)
-        batch = PagedBatch(
-            page_rows,
-            table,
-            lengths,
-            self._max_length,
-            size,
-            shares_pages=self._shares_pages,
-            state_slots_N=state_slots,
-        )
+        kind = {"shares_pages": self._shares_pages, "state_slots_N": state_slots}
+        batch = PagedBatch(page_rows, table, lengths, self._max_length, size, **kind)
         logits, hidden = self._run((tokens, positions, batch, torch.arange(size, device=self._device)))
         self.ids[:size] = self._kernels.most_likely(logits)
         return logits, hidden

@@ -173,15 +173,18 @@ class GenerationWeights:
                 param.data = param.data.clone()
         for original in buffers.values():
             storage = original.untyped_storage()
-            whole = torch.empty(0, dtype=torch.uint8, device=original.device).set_(storage)
-            self._freed.append((whole, storage.nbytes()))
+            buffer = torch.empty(0, dtype=torch.uint8, device=original.device).set_(storage)
+            self._freed.append((buffer, storage.nbytes()))
             storage.resize_(0)
 
 
 def _large_linears(model: ParallelModel) -> Iterator[Linear]:
     for stage in model.stages.values():
         for layer in stage.layers.values():
-            absorbed = {getattr(owner, name) for owner in layer.modules() for name in _absorbed_linears(owner)}
+            # Weights that a module multiplies itself while it generates, in the model's precision.
+            absorbed = {
+                getattr(owner, name) for owner in layer.modules() for name in getattr(owner, "absorbed_linears", ())
+            }
             for _, module in fp8_linears(layer):
                 if isinstance(module, Linear) and module not in absorbed:
                     yield module
@@ -194,8 +197,3 @@ def _output_heads(model: ParallelModel) -> Iterator[tuple[OutputHead, nn.Paramet
             weight = stage.head.used_weight(None if stage.embedding is None else stage.embedding.weight)
             assert isinstance(weight, nn.Parameter)
             yield stage.head, weight
-
-
-def _absorbed_linears(owner: nn.Module) -> tuple[str, ...]:
-    """Returns the names of linears whose weights a module multiplies itself while it generates, in the model's precision."""
-    return getattr(owner, "absorbed_linears", ())

@@ -5,14 +5,32 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from petatron.base.cublas_workspaces import workspaces_in_graph_pool
 
 Outputs = TypeVar("Outputs")
+HostInputs = TypeVar("HostInputs")
 _WARM_UP_CALLS = 2
+
+
+@dataclass(slots=True, eq=False)
+class CapturedStep(Generic[HostInputs]):
+    """A graph of a step, and where it reads and writes. hosts: two, since the copy of one may still run while the next is prepared."""
+
+    hosts: tuple[HostInputs, HostInputs]
+    device: Tensor
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, Tensor]
+
+    def next_host(self) -> HostInputs:
+        host, other = self.hosts
+        self.hosts = other, host
+        return host
 
 
 class GraphCapture:

@@ -16,7 +16,7 @@ State = TypeVar("State", bound=GenerationState)
 
 def layer_states(model: ParallelModel, kind: type[State], *, depths: int = 0) -> dict[int, State]:
     """Returns what this rank's layers keep of one kind, by the index of the layer; with so many depths of multi-token prediction."""
-    found: dict[int, State] = {}
+    states: dict[int, State] = {}
     for stage in model.stages.values():
         for name in stage.layers:
             layer = model.spec.layers[int(name)]
@@ -25,9 +25,9 @@ def layer_states(model: ParallelModel, kind: type[State], *, depths: int = 0) ->
             for branch in layer.branches:
                 state = branch.generation_state(model.mesh.tp.size)
                 if isinstance(state, kind):
-                    assert int(name) not in found, "a layer has one branch with a state of a kind"
-                    found[int(name)] = state
-    return found
+                    assert int(name) not in states, "a layer has one branch with a state of a kind"
+                    states[int(name)] = state
+    return states
 
 
 def any_layer_has(model: ParallelModel, kind: type[GenerationState]) -> bool:
@@ -56,7 +56,7 @@ def allocate_pages(model: ParallelModel, num_pages: int, page_size: int, *, dept
 
 def allocate_states(model: ParallelModel, num_slots: int) -> dict[int, StateSlots]:
     return {
-        index: {each.name: _zeros(model, (num_slots, *each.shape), each.dtype(model.dtype)) for each in state.tensors}
+        index: {kept.name: _zeros(model, (num_slots, *kept.shape), kept.dtype(model.dtype)) for kept in state.tensors}
         for index, state in layer_states(model, RecurrentState).items()
     }
 

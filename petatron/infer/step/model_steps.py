@@ -20,8 +20,7 @@ from petatron.infer.step.graph_capture import GraphCapture
 from petatron.infer.step.layer_states import allocate_pages, allocate_states
 from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepInputs, StepOutputs
 from petatron.infer.step.prompt_graphs import PromptGraphs
-from petatron.infer.step.recorded_depths import RecordedDepths
-from petatron.infer.step.recorded_steps import RecordedSteps
+from petatron.infer.step.recorded_steps import RecordedDepths, RecordedSteps
 from petatron.kernels.attention.paged import PagedBatch, fresh_documents
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.spec.generation_state import GenerationStep
@@ -47,16 +46,12 @@ class ModelSteps:
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
         self._recorded = self._recorded_depths = None
+        most_rows = options.max_sequences * (1 + options.speculative_tokens)
         if options.recorded_steps and can_record(model):
             self._recorded = RecordedSteps(self._run_last, page_size=page_size if self._pages else 0)
-        if options.recorded_steps and can_record(model) and options.speculative_tokens:
-            self._recorded_depths = RecordedDepths(
-                self._run_depth,
-                most_rows=options.max_sequences * (1 + options.speculative_tokens),
-                width=model.spec.config.hidden_size,
-                dtype=model.dtype,
-                page_size=page_size,
-            )
+            if options.speculative_tokens:
+                hidden = torch.zeros((most_rows, model.spec.config.hidden_size), dtype=model.dtype)
+                self._recorded_depths = RecordedDepths(self._run_depth, hidden, page_size=page_size)
         self.graphs = self._prompt_graphs = None
         if options.cuda_graphs and can_capture(model):
             capture = GraphCapture(self.device, read_memory=model.fp8_gemms.weight_memory)
@@ -65,7 +60,7 @@ class ModelSteps:
                 capture,
                 self.device,
                 model.dtype,
-                most=options.max_sequences * (1 + options.speculative_tokens),
+                most=most_rows,
                 shares_pages=options.speculative_tokens > 0,
                 multiple=self._shards,
                 page_size=page_size,
@@ -95,15 +90,13 @@ class ModelSteps:
             ids, positions, _ = packed.rows_3T[:, : packed.num_decodes]
             return self.run_graph(ids, positions, packed.sequences)
         with self._without_gradients():
-            return self._run_prompt_graph(packed) or self._run_recorded(packed) or self._run_eager(packed)
+            started = None if self._prompt_graphs is None else self._prompt_graphs.run(packed)
+            return started or self._run_recorded(packed) or self._run_eager(packed)
 
     def _without_dropout(self) -> None:
         for stage in self._stages:
             if stage.training:
                 stage.eval()
-
-    def _run_prompt_graph(self, packed: PackedStep) -> StepOutputs | None:
-        return None if self._prompt_graphs is None else self._prompt_graphs.run(packed)
 
     def _run_recorded(self, packed: PackedStep) -> StepOutputs | None:
         """Repeats a recorded decode step; None if there is none for this one."""
@@ -131,9 +124,9 @@ class ModelSteps:
         with self._without_gradients():
             if self._recorded_depths is not None and packed.num_decodes == packed.rows_3T.shape[1]:
                 rows, lengths, sequences = packed.rows_3T, packed.lengths, packed.sequences
-                found = self._recorded_depths.run(depth, rows, lengths, sequences, hidden_TD)
-                if found is not None:
-                    return found[0][packed.logit_rows], found[1]
+                outputs = self._recorded_depths.run(depth, rows, lengths, sequences, hidden_TD)
+                if outputs is not None:
+                    return outputs[0][packed.logit_rows], outputs[1]
             return self._run_depth(depth, self._to_device(packed), hidden_TD)
 
     def _run_depth(self, depth: int, inputs: StepInputs, hidden_TD: Tensor) -> StepOutputs:
@@ -258,9 +251,5 @@ def can_use_inference_mode(model: ParallelModel) -> bool:
 
     Only on CPUs, where it saves a third of the time of calls that compute nothing, like views.
     """
-    fully_sharded = model.fully_sharded
-    return (
-        model.mesh.device.type == "cpu"
-        and not fully_sharded
-        and not (model.fp8_gemms.linears or model.fp8_gemms.experts)
-    )
+    uses_fp8 = bool(model.fp8_gemms.linears or model.fp8_gemms.experts)
+    return model.mesh.device.type == "cpu" and not model.fully_sharded and not uses_fp8

@@ -39,6 +39,12 @@ class ScheduledTokens(NamedTuple):
     state_slot: int = SCRATCH_SLOT
     is_long: bool = False
 
+    @classmethod
+    def of(cls, work: ScheduledSequence) -> ScheduledTokens:
+        sequence, end = work.sequence, work.start + work.count - len(work.drafts)
+        tokens = [*sequence.tokens[work.start : end], *work.drafts]
+        return cls(tokens, work.start, sequence.pages, work.decodes, sequence.slot, sequence.is_long)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedStep:
@@ -65,32 +71,6 @@ class PackedStep:
         return pages[0] if pages == list(range(pages[0], pages[0] + len(pages))) else None
 
 
-def pack_step(
-    scheduled: Many[ScheduledSequence],
-    logit_rows: Many[Many[int]],
-    *,
-    page_size: int,
-    multiple: int = 1,
-    least: int = 1,
-) -> PackedStep:
-    """Packs the scheduled tokens, decodes first, padded to at least so many rows, and to a multiple.
-
-    `logit_rows` count from each sequence's first row.
-    """
-    rows = [
-        ScheduledTokens(
-            [*work.sequence.tokens[work.start : work.start + work.count - len(work.drafts)], *work.drafts],
-            work.start,
-            work.sequence.pages,
-            work.decodes,
-            work.sequence.slot,
-            work.sequence.is_long,
-        )
-        for work in scheduled
-    ]
-    return pack_rows(rows, logit_rows, page_size=page_size, multiple=multiple, least=least)
-
-
 def pack_rows(
     sequences: Many[ScheduledTokens],
     logit_rows: Many[Many[int]],
@@ -99,7 +79,10 @@ def pack_rows(
     multiple: int = 1,
     least: int = 1,
 ) -> PackedStep:
-    """Packs rows of sequences as `pack_step` does."""
+    """Packs the tokens of sequences, decodes first, padded to at least `least` rows, and to a multiple.
+
+    `logit_rows` count from each sequence's first row.
+    """
     decodes: tuple[list[int], list[int], list[int]] = ([], [], [])
     parts: list[np.ndarray] = []
     chunks: list[PromptChunk] = []
@@ -139,5 +122,5 @@ def pack_rows(
         len(decodes[0]),
         tuple(chunks),
         wanted,
-        shares_pages=any(each.decodes and len(each.tokens) > 1 for each in sequences),
+        shares_pages=any(sequence.decodes and len(sequence.tokens) > 1 for sequence in sequences),
     )

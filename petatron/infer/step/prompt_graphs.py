@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from petatron.infer.pages import SCRATCH_PAGE
-from petatron.infer.step.graph_capture import GraphCapture
+from petatron.infer.step.graph_capture import CapturedStep, GraphCapture
 from petatron.infer.step.packed_step import PackedStep, StepInputs, StepOutputs
 from petatron.kernels.attention.paged import ChunkBounds, PagedBatch
 
@@ -64,7 +63,7 @@ def prompt_sizes(most: int) -> list[int]:
     while size < most:
         sizes += [size, size + size // 2]
         size *= 2
-    return [*(each for each in sizes if each < most), -(-most // 8) * 8]
+    return [*(candidate for candidate in sizes if candidate < most), -(-most // 8) * 8]
 
 
 class PromptInputs:
@@ -78,14 +77,7 @@ class PromptInputs:
     ) -> None:
         self.shape = shape
         self._most, self._pages = most, pages
-        self._sizes = (
-            3 * sum(shape),
-            most,
-            shape.decodes,
-            most + 1,
-            most,
-            (shape.decodes + most) * pages,
-        )
+        self._sizes = (3 * sum(shape), most, shape.decodes, most + 1, most, (shape.decodes + most) * pages)
         self.flat = torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=pinned) if flat is None else flat
         rows, self.logit_rows, self.lengths, self.starts, self.contexts, table = self.flat.split(self._sizes)
         self.rows_3T, self.table_NP = rows.view(3, -1), table.view(-1, pages)
@@ -132,16 +124,6 @@ class PromptInputs:
         return tokens, positions, batch, self.logit_rows
 
 
-@dataclass(slots=True, eq=False)
-class _CapturedPrompt:
-    """hosts: two, since the copy of one may still run while the next step is prepared."""
-
-    hosts: tuple[PromptInputs, PromptInputs]
-    device: PromptInputs
-    graph: torch.cuda.CUDAGraph
-    outputs: StepOutputs
-
-
 class PromptGraphs:
     """Runs steps with prompts of up to `max_sequences` sequences of up to `max_length` tokens."""
 
@@ -165,7 +147,7 @@ class PromptGraphs:
         rows = prompt_sizes(min(max_step_tokens, MAX_PROMPT_ROWS))
         self._prompt_sizes = [-(-size // multiple) * multiple for size in rows]
         self._seen: Counter[GraphShape] = Counter()
-        self._captured: dict[GraphShape, _CapturedPrompt] = {}
+        self._captured: dict[GraphShape, CapturedStep[PromptInputs]] = {}
 
     def shape_of(self, packed: PackedStep) -> GraphShape | None:
         """Returns the shape of the graph that a step fits into; None if there is none."""
@@ -189,10 +171,9 @@ class PromptGraphs:
             if self._seen[shape] <= _FIRST_STEPS:
                 return None
             step = self._capture_shape(shape)
-        host, other = step.hosts
-        step.hosts = other, host
+        host = step.next_host()
         host.fill(packed)
-        step.device.flat.copy_(host.flat, non_blocking=True)
+        step.device.copy_(host.flat, non_blocking=True)
         step.graph.replay()
         logits, hidden = step.outputs
         decodes, end = packed.num_decodes, shape.decodes + packed.chunks[-1].stop - packed.num_decodes
@@ -217,11 +198,11 @@ class PromptGraphs:
         self._capture.free(step.graph for step in self._captured.values())
         self._captured.clear()
 
-    def _capture_shape(self, shape: GraphShape) -> _CapturedPrompt:
+    def _capture_shape(self, shape: GraphShape) -> CapturedStep[PromptInputs]:
         host = PromptInputs(shape, most=self._most, pages=self._pages, pinned=self._device.type == "cuda")
         host.lengths[:] = 1  # padding that decodes sees itself
         inputs = host.copy(self._device)
         graph, outputs = self._capture.capture(lambda: self._run(inputs.step_inputs(max_length=self._max_length)))
         other = host.copy(host.flat.device, pinned=self._device.type == "cuda")
-        self._captured[shape] = _CapturedPrompt((host, other), inputs, graph, outputs)
+        self._captured[shape] = CapturedStep((host, other), inputs.flat, graph, outputs)
         return self._captured[shape]

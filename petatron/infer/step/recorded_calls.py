@@ -74,20 +74,20 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        results = tuple(found) if isinstance(found, (tuple, list)) else (found,)
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        result_of_call = func(*args, **kwargs)
+        results = tuple(result_of_call) if isinstance(result_of_call, (tuple, list)) else (result_of_call,)
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         if not all(isinstance(result, Tensor) for result in results):
             if inputs:
                 raise Unrecordable(f"{func} gives a value to Python")
-            return found  # of dtypes or sizes
+            return result_of_call  # of dtypes or sizes
         if func._schema.is_mutable:
-            self._written.update(_memory(each) for each in _written(func, args, kwargs))
+            self._written.update(_memory(tensor) for tensor in _written(func, args, kwargs))
             self._calls.append((_call_in_place(func, args, kwargs, self._functions), None))
-        elif not {_memory(result) for result in results} <= {_memory(each) for each in inputs}:  # else views
+        elif not {_memory(result) for result in results} <= {_memory(tensor) for tensor in inputs}:  # else views
             constant = None if inputs else _memory(results[0])
             self._calls.append((_call_into(func, args, kwargs, results, self._functions), constant))
-        return found
+        return result_of_call
 
 
 def _memory(x: Tensor) -> int:
@@ -98,8 +98,9 @@ def _memory(x: Tensor) -> int:
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Returns the arguments that an operation writes to."""
     named = {**kwargs} | {argument.name: value for argument, value in zip(func._schema.arguments, args)}
-    changed = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [each for each in tree_leaves([named.get(name) for name in changed]) if isinstance(each, Tensor)]
+    described = [argument for argument in func._schema.arguments if argument.alias_info is not None]
+    changed = [named.get(argument.name) for argument in described if argument.alias_info.is_write]
+    return [value for value in tree_leaves(changed) if isinstance(value, Tensor)]
 
 
 def _name(func: Any) -> str:
@@ -114,18 +115,18 @@ class _FunctionsWithOut:
     """The functions that compute what operations do, with an `out`; they are called faster than the operations themselves."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, int, tuple[str, ...]], Callable[..., Any] | None] = {}
+        self._functions_by_call: dict[tuple[Any, int, tuple[str, ...]], Callable[..., Any] | None] = {}
 
     def find(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
     ) -> Callable[..., Any] | None:
         """Returns the function with an operation's name that takes its arguments and writes the same result, if there is one."""
         key = func, len(args), tuple(kwargs)
-        if key not in self._found:
+        if key not in self._functions_by_call:
             candidates = (getattr(module, _name(func), None) for module in _MODULES)
-            same = (each for each in candidates if each is not None and _writes(each, args, kwargs, result))
-            self._found[key] = next(same, None)
-        return self._found[key]
+            same = (call for call in candidates if call is not None and _writes(call, args, kwargs, result))
+            self._functions_by_call[key] = next(same, None)
+        return self._functions_by_call[key]
 
 
 def _writes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> bool:
@@ -168,6 +169,6 @@ def _call_into(
 def _copy_results(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], results: tuple[Tensor, ...]
 ) -> None:
-    found = function(*args, **kwargs)
-    for result, new in zip(results, found if isinstance(found, (tuple, list)) else (found,), strict=True):
+    computed = function(*args, **kwargs)
+    for result, new in zip(results, computed if isinstance(computed, (tuple, list)) else (computed,), strict=True):
         result.copy_(new)

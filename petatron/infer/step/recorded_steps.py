@@ -5,6 +5,9 @@ much as a few steps that are not recorded, so a shape is recorded when it has oc
 sequences have in pages, so sequences with many tokens, whose attention takes longer than any call, are not recorded. It is made of a
 step of padding, and then repeated for the sequences: a recurrent state takes in a token once, also where a recording fails.
 
+Depths of multi-token prediction are recorded in the same way. They read hidden states beside ids and positions, which are copied to where
+recordings read them.
+
 N sequences, P pages.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -123,3 +127,33 @@ class RecordedSteps:
             return self._run((tokens, positions, batch, wanted))
 
         return _RecordedStep(rows_3N, lengths_N, state_slots_N, table_NP, RecordedCalls(step))
+
+
+RunDepth = Callable[[int, StepInputs, Tensor], StepOutputs]
+"""Runs a depth on the inputs of a step and hidden states."""
+
+
+class RecordedDepths:
+    """The recordings of every depth, which read hidden states from `hidden_TD`, of as many rows at most."""
+
+    def __init__(self, run: RunDepth, hidden_TD: Tensor, *, page_size: int) -> None:
+        self._run, self._page_size, self._hidden_TD = run, page_size, hidden_TD
+        self._recorded: dict[int, RecordedSteps] = {}
+
+    def run(
+        self, depth: int, rows_3T: np.ndarray, lengths: list[int], sequences: CacheLocations, hidden_TD: Tensor
+    ) -> StepOutputs | None:
+        """Returns logits and hidden states of all rows, valid until the next run; None if nothing is recorded for such rows."""
+        if hidden_TD.shape[0] > self._hidden_TD.shape[0]:
+            return None
+        if depth not in self._recorded:
+            self._recorded[depth] = RecordedSteps(partial(self._run_depth, depth), page_size=self._page_size)
+        self._hidden_TD[: hidden_TD.shape[0]].copy_(hidden_TD)
+        return self._recorded[depth].run(rows_3T, lengths, sequences)
+
+    def forget(self) -> None:
+        """Forgets all recordings."""
+        self._recorded.clear()
+
+    def _run_depth(self, depth: int, inputs: StepInputs) -> StepOutputs:
+        return self._run(depth, inputs, self._hidden_TD[: inputs[0].shape[0]])

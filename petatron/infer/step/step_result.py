@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from petatron.infer.completion import TokenLogprob
 from petatron.infer.sampling import SampledRow, sample_tokens, token_logprobs
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.infer.sequence import Sequence as RunningSequence
+from petatron.mesh import collectives
+from petatron.mesh.mesh import ParallelMesh
 
 NO_TOKEN = -1
 """In place of a token, where the constraint of a sequence allows none."""
@@ -77,11 +80,8 @@ class StepLayout:
         for work in scheduled:
             params = work.sequence.params
             last_target = work.sequence.num_prompt - 1
-            reported = (
-                range(work.start, min(work.start + work.count, last_target))
-                if params.prompt_logprobs is not None
-                else ()
-            )
+            end = min(work.start + work.count, last_target)
+            reported = () if params.prompt_logprobs is None else range(work.start, end)
             sampled = work.reaches_end and params.max_new_tokens > 0 and params.pooling is None
             samples.append((1 + len(work.drafts)) * sampled)
             sampled_rows = range(work.count - samples[-1], work.count)
@@ -91,7 +91,7 @@ class StepLayout:
     def sampled_rows(self, device: torch.device, *, pending: int = 0) -> list[SampledRow]:
         """Returns what the draws depend on; `pending` tokens before each are not known yet."""
         return [
-            _sampled_row(work, device, pending, drafted)
+            sampled_row(work.sequence, work.drafts[:drafted], device, pending=pending)
             for work, samples in zip(self.scheduled, self.samples)
             for drafted in range(samples)
         ]
@@ -109,23 +109,23 @@ class StepLayout:
         results, position = [], 0
         for number, work in enumerate(self.scheduled):
             size, num_top, prompt_top = self._sizes(number)
-            own, position = list(values[position : position + size]), position + size
+            numbers, position = list(values[position : position + size]), position + size
             result = SequenceResult(work)
             if samples := self.samples[number]:
-                drawn, own = [int(token) for token in own[:samples]], own[samples:]
+                drawn, numbers = [int(token) for token in numbers[:samples]], numbers[samples:]
                 result.tokens = drawn[:1] + [token for token in drawn[1:] if token != NO_TOKEN]
                 if num_top is not None:
-                    found = []
+                    logprobs = []
                     for _ in range(samples):
-                        logprob, own = _read_logprob(own, num_top)
-                        found.append(logprob)
-                    result.logprobs = found[: len(result.tokens)]
+                        logprob, numbers = _read_logprob(numbers, num_top)
+                        logprobs.append(logprob)
+                    result.logprobs = logprobs[: len(result.tokens)]
             prompt_logprobs = []
             for _ in range(len(self.logit_rows[number]) - self.samples[number]):
-                logprob, own = _read_logprob(own, prompt_top or 0)
+                logprob, numbers = _read_logprob(numbers, prompt_top or 0)
                 prompt_logprobs.append(logprob)
             result.prompt_logprobs = prompt_logprobs
-            result.pooled = own or None
+            result.pooled = numbers or None
             results.append(result)
         return results
 
@@ -171,10 +171,8 @@ def compute_result(layout: StepLayout, logits_RV: Tensor, hidden_TD: Tensor) -> 
         row += samples
     _sample(layout, results, logits_RV, sampled_rows)
     if reported:
-        found = token_logprobs(
-            logits_RV[[each[1] for each in reported]], [each[2] for each in reported], [each[3] for each in reported]
-        )
-        for (result, *_), logprob in zip(reported, found):
+        of_results, rows, targets, num_top = map(list, zip(*reported))
+        for result, logprob in zip(of_results, token_logprobs(logits_RV[rows], targets, num_top)):
             result.prompt_logprobs = [*result.prompt_logprobs, logprob]
     _pool(layout, results, hidden_TD)
     return results
@@ -198,15 +196,10 @@ def _sample(layout: StepLayout, results: Sequence[SequenceResult], logits_RV: Te
                 wanting += [(result, begin + number, max(token, 0)) for number, token in enumerate(result.tokens)]
             begin += samples
     if wanting:
-        numbers, tokens = [each[1] for each in wanting], [each[2] for each in wanting]
-        found = token_logprobs(logits[numbers], tokens, [inputs[number].params.logprobs or 0 for number in numbers])
-        for (result, *_), logprob in zip(wanting, found):
+        numbers, tokens = [report[1] for report in wanting], [report[2] for report in wanting]
+        logprobs = token_logprobs(logits[numbers], tokens, [inputs[number].params.logprobs or 0 for number in numbers])
+        for (result, *_), logprob in zip(wanting, logprobs):
             result.logprobs = [*result.logprobs, logprob]
-
-
-def _sampled_row(work: ScheduledSequence, device: torch.device, pending: int, drafted: int) -> SampledRow:
-    """Of the token after the first so many drafts."""
-    return sampled_row(work.sequence, work.drafts[:drafted], device, pending=pending)
 
 
 def sampled_row(
@@ -217,17 +210,13 @@ def sampled_row(
     state = state.after(drafts) if state is not None and drafts else state
     allowed = None if state is None else state.allowed_tokens()
     if allowed is not None and sequence.params.allowed_ids is not None:
-        allowed = _intersection(allowed, sequence.params.allowed_ids)
+        ids = list(sequence.params.allowed_ids)
+        both = torch.zeros_like(allowed)
+        both[ids] = allowed[ids]
+        allowed = both if both.any() else None
     mask = None if allowed is None else allowed.to(device)
     tokens = [*sequence.tokens, *drafts] if drafts else sequence.tokens
     return SampledRow(sequence.params, tokens, sequence.num_prompt, mask, pending)
-
-
-def _intersection(allowed_V: Tensor, ids: Sequence[int]) -> Tensor | None:
-    """Returns a mask of the ids that a constraint and a request both allow; None if there is none."""
-    both_V = torch.zeros_like(allowed_V)
-    both_V[list(ids)] = allowed_V[list(ids)]
-    return both_V if both_V.any() else None
 
 
 def _pool(layout: StepLayout, results: Sequence[SequenceResult], hidden_TD: Tensor) -> None:
@@ -238,3 +227,50 @@ def _pool(layout: StepLayout, results: Sequence[SequenceResult], hidden_TD: Tens
             mean = result.work.sequence.params.pooling == "mean"
             pooled = hidden_TD[begin:row].double().sum(dim=0) if mean else hidden_TD[row - 1].double()
             result.pooled = pooled.tolist()
+
+
+def exchange_results(
+    mesh: ParallelMesh, layouts: Sequence[StepLayout], results: list[SequenceResult] | None
+) -> list[list[SequenceResult]]:
+    """Returns the results of all replicas on every rank; `own` is None before the last stage."""
+    if mesh.pp.size == 1 and mesh.dp.size == 1:  # tensor-parallel ranks have the same logits, so the same result
+        assert results is not None
+        return [results]
+    sizes = [layout.num_values for layout in layouts]
+    values = torch.zeros(sum(sizes), dtype=torch.float64)
+    begin = sum(sizes[: mesh.dp.rank])
+    if results is not None and mesh.tp.rank == 0:
+        packed = np.array([number for result in results for number in result.pack()], dtype=np.float64)
+        values[begin : begin + sizes[mesh.dp.rank]] = torch.from_numpy(packed)
+    # Every value is zero on all ranks but one, so the sum has its bits.
+    parts = collectives.all_reduce(values, mesh.control).split(sizes)
+    return [layout.unpack(part.tolist()) for layout, part in zip(layouts, parts)]
+
+
+class PendingIds:
+    """The new ids of a step; `wait` returns them."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        self._host.copy_(ids, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def wait(self) -> list[int]:
+        self._copied.synchronize()
+        return self._host.tolist()
+
+
+def draw_ids(ids: Tensor, logits_RV: Tensor, layout: StepLayout, *, pending: int) -> PendingIds:
+    """Draws what is not greedy, into `ids`, and starts to copy them to the host; `pending` tokens before each are not known yet."""
+    count = len(layout.scheduled)
+    if not all(work.sequence.params.greedy for work in layout.scheduled):
+        ids[:count] = sample_tokens(logits_RV, layout.sampled_rows(ids.device, pending=pending))
+    return PendingIds(ids[:count])
+
+
+def needs_host(row: SampledRow) -> bool:
+    """Whether a draw depends on the tokens before it, or is reported on: then the next step waits for the host."""
+    params = row.params
+    reported = params.logprobs is not None or params.constraint is not None
+    return row.changes_logits or reported or bool(params.min_new_tokens)

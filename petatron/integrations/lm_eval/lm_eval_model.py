@@ -54,7 +54,7 @@ class PetatronLM(TemplateLM):
             problem = Problem("prefix_token_id", str(start), rule, "Give prefix_token_id=ID.")
             raise ConfigError([problem])
         self._start = start
-        self._model = load_model(settings, args.flags, dtype=args.dtype)
+        self._model = load_model(settings, dtype=args.dtype)
         longest = max_scored_tokens(self._model) - 1
         self.max_length = min(args.max_length or longest, longest)
         """Inputs at once."""

@@ -55,39 +55,34 @@ def measure_axis(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device)
 def _trials(axis: Axis, size: int, device: torch.device) -> Iterator[_CollectiveTrial]:
     n = axis.size
     rows = max(1, size // 4 // n) * n
-    whole = torch.zeros(rows, dtype=torch.float32, device=device)
+    full = torch.zeros(rows, dtype=torch.float32, device=device)
     part = torch.full((rows // n,), float(axis.rank + 1), device=device)
-    ones = torch.ones_like(whole)
+    ones = torch.ones_like(full)
     all_ranks, in_order = float(n), tuple(float(rank + 1) for rank in range(n))
-    yield _CollectiveTrial(
-        "all_reduce",
-        2 * (n - 1) / n,
-        lambda: collectives.all_reduce(whole.copy_(ones), axis),
-        lambda: whole,
-        all_ranks,
-    )
-    yield _CollectiveTrial(
-        "all_gather",
-        (n - 1) / n,
-        lambda: collectives.start_all_gather(whole, part, axis).wait(),
-        lambda: whole,
-        in_order,
-    )
+    share = (n - 1) / n
+
+    def reduce() -> None:
+        collectives.all_reduce(full.copy_(ones), axis)
+
+    yield _CollectiveTrial("all_reduce", 2 * share, reduce, lambda: full, all_ranks)
+
+    def gather() -> None:
+        collectives.start_all_gather(full, part, axis).wait()
+
+    yield _CollectiveTrial("all_gather", share, gather, lambda: full, in_order)
     scattered = torch.empty_like(part)
-    yield _CollectiveTrial(
-        "reduce_scatter",
-        (n - 1) / n,
-        lambda: collectives.start_reduce_scatter(scattered, ones, axis).wait(),
-        lambda: scattered,
-        all_ranks,
-    )
+
+    def scatter() -> None:
+        collectives.start_reduce_scatter(scattered, ones, axis).wait()
+
+    yield _CollectiveTrial("reduce_scatter", share, scatter, lambda: scattered, all_ranks)
     local = torch.full((rows,), float(axis.rank + 1), device=device)
-    each, received = [rows // n] * n, {}
+    counts, received = [rows // n] * n, {}
 
     def exchange() -> None:
-        received["rows"] = collectives.all_to_all(local, axis, send=each, receive=each)
+        received["rows"] = collectives.all_to_all(local, axis, send=counts, receive=counts)
 
-    yield _CollectiveTrial("all_to_all", (n - 1) / n, exchange, lambda: received["rows"], in_order)
+    yield _CollectiveTrial("all_to_all", share, exchange, lambda: received["rows"], in_order)
     received_shift = torch.empty_like(local)
     previous_value = float((axis.rank - 1) % n + 1)
 

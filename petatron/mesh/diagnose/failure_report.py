@@ -55,16 +55,14 @@ def build_rank_report(
     `main_thread_at` is where its main thread is.
     """
     events = record.events()
-    latest = [other for other in events if event is None or other.sequence_number < event.sequence_number][
-        -_MAX_PREVIOUS_OPERATIONS:
-    ]
+    earlier = [other for other in events if event is None or other.sequence_number < event.sequence_number]
     place = {} if event is None else _event_fields(event, record)
     return {
         "rank": record.rank,
         "state": state,
         "at": main_thread_at,
         **place,
-        "before": [_event_fields(other, record) for other in latest],
+        "before": [_event_fields(other, record) for other in earlier[-_MAX_PREVIOUS_OPERATIONS:]],
         "counts": {axis: [list(record.ranks_of(axis)), count] for axis, count in record.collective_counts().items()},
     }
 
@@ -105,9 +103,9 @@ def last_operations(report: RankReport) -> list[str]:
     if not report["before"]:
         return []
     rows = [
-        f"  {one['number']:>8,}  {_seconds(one['for_s']):>8} ago  {one['op']} over {one['axis']}, {one['bytes']:,} bytes, "
-        f"at {one['caller']}"
-        for one in report["before"]
+        f"  {event['number']:>8,}  {_seconds(event['for_s']):>8} ago  {event['op']} over {event['axis']}, {event['bytes']:,} bytes, "
+        f"at {event['caller']}"
+        for event in report["before"]
     ]
     return ["The last operations before it:", *rows]
 
@@ -120,27 +118,19 @@ def combine_reports(reports: Sequence[RankReport], *, failed_rank: int | None = 
     others = [report for report in reports if report["rank"] != failed_rank and "op" in report]
     places: dict[tuple[Any, ...], list[RankReport]] = {}
     for report in others:
-        key = (
-            report["state"] in _STATES_OUTSIDE_CALL and report["state"],
-            report["op"],
-            report["axis"],
-            report["caller"],
-            report.get("at"),
-        )
+        state = report["state"] in _STATES_OUTSIDE_CALL and report["state"]
+        key = state, report["op"], report["axis"], report["caller"], report.get("at")
         places.setdefault(key, []).append(report)
     lines = [_describe_ranks(same) for same in places.values()]
     more = len(lines) - _MAX_PLACES
-    return [
-        *missing_ranks(reports),
-        *lines[:_MAX_PLACES],
-        *([f"Other ranks were at {more} more places."] if more > 0 else []),
-    ]
+    others = [f"Other ranks were at {more} more places."] if more > 0 else []
+    return [*missing_ranks(reports), *lines[:_MAX_PLACES], *others]
 
 
 def _describe_ranks(same: Sequence[RankReport]) -> str:
     first = same[0]
     ranks = sorted(report["rank"] for report in same)
-    who = f"Rank {ranks[0]} was" if len(ranks) == 1 else f"Ranks {format_ranks(ranks)} were"
+    who = f"{_rank_label(ranks)} {'was' if len(ranks) == 1 else 'were'}"
     numbers = {report["number"] for report in same}
     number = f", operation {first['number']:,}" if len(numbers) == 1 else ""
     groups = {tuple(report["ranks"]) for report in same}

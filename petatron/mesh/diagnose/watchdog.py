@@ -101,16 +101,13 @@ class Watchdog:
             if self._written_at is not None and self._written_at != self._record.count:
                 self._remove_report()
             stalled_s, limit_s = self._stalled_and_limit_s()
-            if self._written_at is None and (
-                stalled_s > limit_s - min(_MARGIN_S, _MARGIN * limit_s) or self._report_requested()
-            ):
+            is_late = stalled_s > limit_s - min(_MARGIN_S, _MARGIN * limit_s)
+            is_requested = self._error_path is not None and report_request_path(self._error_path).exists()
+            if self._written_at is None and (is_late or is_requested):
                 self._write_report()
             if self._device_busy is not None and self._waiting_event() is None and stalled_s > limit_s:
                 self._exit_process(1)  # the host is in no call that would raise
             self._check_peers(stalled_s)
-
-    def _report_requested(self) -> bool:
-        return self._error_path is not None and report_request_path(self._error_path).exists()
 
     def _write_report(self) -> None:
         self._written_at, report = self._record.count, self.report()

@@ -25,10 +25,11 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -47,22 +48,22 @@ class _Connection:
 
     inode: int
     descriptor: int
-    own: Endpoint
+    local: Endpoint
     other: Endpoint
     seen_s: float = field(default_factory=time.monotonic)
 
     @property
     def claim(self) -> str:
         """The key by which the rank that opened the connection claims it."""
-        return f"connection/{_format_end(self.own)}/{_format_end(self.other)}"
+        return f"connection/{_format_end(self.local)}/{_format_end(self.other)}"
 
     @property
     def claim_of_other_end(self) -> str:
-        return f"connection/{_format_end(self.other)}/{_format_end(self.own)}"
+        return f"connection/{_format_end(self.other)}/{_format_end(self.local)}"
 
     @property
     def is_within_machine(self) -> bool:
-        return self.own[0] == self.other[0] or self.other[0].startswith("127.") or self.other[0] == "::1"
+        return self.local[0] == self.other[0] or self.other[0].startswith("127.") or self.other[0] == "::1"
 
 
 class ConnectionGuard:
@@ -112,22 +113,19 @@ class ConnectionGuard:
     def _check_connections(self) -> bool:
         """Checks all connections that are new; returns whether as many are open as were asked for, and all are ranks'."""
         with self._check_lock:
-            return self._check_new_connections()
-
-    def _check_new_connections(self) -> bool:
-        with self._lock:
-            published, asked = self._published, list(self._asked)
-        present = set[int]()
-        for inode, descriptor in _sockets():
-            present.add(inode)
-            if inode not in self._known and inode not in self._pending:
-                self._classify(inode, descriptor, published, asked)
-        for inode in [*self._known.keys() - present, *self._pending.keys() - present]:  # closed meanwhile
-            self._known.pop(inode, None)
-            self._pending.pop(inode, None)
-        for connection in list(self._pending.values()):
-            self._verify(connection)
-        return not self._pending and self._num_opened >= len(asked)
+            with self._lock:
+                published, asked = self._published, list(self._asked)
+            present = set[int]()
+            for inode, descriptor in _sockets():
+                present.add(inode)
+                if inode not in self._known and inode not in self._pending:
+                    self._classify(inode, descriptor, published, asked)
+            for inode in [*self._known.keys() - present, *self._pending.keys() - present]:  # closed meanwhile
+                self._known.pop(inode, None)
+                self._pending.pop(inode, None)
+            for connection in list(self._pending.values()):
+                self._verify(connection)
+            return not self._pending and self._num_opened >= len(asked)
 
     def _settle(self, inode: int, is_of_rank: bool) -> None:
         self._known[inode] = is_of_rank
@@ -141,14 +139,14 @@ class ConnectionGuard:
         if ends is None:
             self._known[inode] = False
             return
-        own, other, own_bytes, other_bytes = ends
-        connection = _Connection(inode, descriptor, own, other)
-        if own_bytes in published:
+        local, other, local_bytes, other_bytes = ends
+        connection = _Connection(inode, descriptor, local, other)
+        if local_bytes in published:
             self._pending[inode] = connection
         elif any(other_bytes in value for value in asked):
             if not connection.is_within_machine:
                 self._store.set(connection.claim, "")
-                self._store.append(_claims_key(other), f"{_format_end(own)} ")
+                self._store.append(_claims_key(other), f"{_format_end(local)} ")
             self._settle(inode, True)
         else:
             self._settle(inode, False)
@@ -156,7 +154,7 @@ class ConnectionGuard:
     def _verify(self, connection: _Connection) -> None:
         is_late = time.monotonic() - connection.seen_s > _CLAIM_S
         if connection.is_within_machine:
-            owner = owner_of_socket(connection.other, connection.own)  # none: it has ended there
+            owner = owner_of_socket(connection.other, connection.local)  # none: it has ended there
             is_of_rank, is_settled = owner == os.geteuid(), owner is not None or is_late
         elif is_trusted(connection.other[0], self._trusted_networks):
             is_of_rank = is_settled = True
@@ -169,15 +167,16 @@ class ConnectionGuard:
         self._settle(connection.inode, is_of_rank)
         if not is_of_rank:
             _log.error(self._describe_stranger(connection))
-            _cut(connection.descriptor)
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)  # unless it has ended by itself
 
     def _describe_stranger(self, connection: _Connection) -> str:
-        address, port = connection.other[0], connection.own[1]
+        address, port = connection.other[0], connection.local[1]
         text = f"a process at {address} that is no rank of this run connected to gloo's port {port}; the connection was cut"
-        if connection.is_within_machine or not self._store.check([_claims_key(connection.own)]):
+        if connection.is_within_machine or not self._store.check([_claims_key(connection.local)]):
             return text
-        arrived = {_format_end(other) for own, other in _connections() if own == connection.own}
-        absent = set(self._store.get(_claims_key(connection.own)).decode().split()) - arrived
+        arrived = {_format_end(other) for local, other in _connections() if local == connection.local}
+        absent = set(self._store.get(_claims_key(connection.local)).decode().split()) - arrived
         if not absent:
             return text
         return (
@@ -220,9 +219,9 @@ def _ends(descriptor: int) -> tuple[Endpoint, Endpoint, bytes, bytes] | None:
         is_stream = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
         if not is_stream or copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return None
-        own, other = copy.getsockname()[:2], copy.getpeername()[:2]
-        own_bytes, other_bytes = (_as_sockaddr(copy.family, end) for end in (own, other))
-        return own, other, own_bytes, other_bytes
+        local, other = copy.getsockname()[:2], copy.getpeername()[:2]
+        local_bytes, other_bytes = (_as_sockaddr(copy.family, end) for end in (local, other))
+        return local, other, local_bytes, other_bytes
 
 
 def _as_sockaddr(family: int, end: Endpoint) -> bytes:
@@ -248,12 +247,11 @@ def is_address_of_gloo(value: bytes) -> bool:
     return address_bytes >= 16 and rest >= 0 and rest % 8 == 0
 
 
-def _cut(descriptor: int) -> None:
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as copy:
-            copy.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it has ended by itself
-        pass
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: GuardedStore, *arguments: Any) -> Any:
+        return getattr(self._store, name)(*arguments)
+
+    return call
 
 
 class GuardedStore(dist.Store):
@@ -282,31 +280,11 @@ class GuardedStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._store.wait(keys, timeout or self.timeout)
 
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._store.compare_set(key, expected_value, desired_value)  # pyright: ignore[reportArgumentType]
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._store.append(key, value)  # pyright: ignore[reportArgumentType]
-
-    def multi_set(self, keys: list[str], values: list[str] | list[bytes]) -> None:
-        self._store.multi_set(keys, values)  # pyright: ignore[reportArgumentType]
-
-    def deleteKey(self, key: str) -> bool:
-        """The name by which torch's C++ calls `delete_key`."""
-        return self._store.delete_key(key)
-
-    def getNumKeys(self) -> int:
-        """The name by which torch's C++ calls `num_keys`."""
-        return self._store.num_keys()
-
-    def has_extended_api(self) -> bool:
-        return self._store.has_extended_api()
+    add, check, compare_set = _passed_on("add"), _passed_on("check"), _passed_on("compare_set")
+    append, multi_set = _passed_on("append"), _passed_on("multi_set")
+    has_extended_api = _passed_on("has_extended_api")
+    deleteKey, getNumKeys = _passed_on("delete_key"), _passed_on("num_keys")
+    """The names by which torch's C++ calls these two."""
 
     def clone(self) -> GuardedStore:
         return self

@@ -77,32 +77,31 @@ SINGLE_PROCESS = RankEnvironment(
 def read_environment(env: Mapping[str, str] = os.environ) -> RankEnvironment:
     """Reads torchrun's variables, else SLURM's; neither means a single process."""
     if "RANK" in env or "LOCAL_RANK" in env:
-        found = _from_torchrun(env)
+        environment = _from_torchrun(env)
     elif _inside_slurm_step(env):
-        found = _from_slurm(env)
+        environment = _from_slurm(env)
     elif env.get("WORLD_SIZE", "1") != "1":
-        found = _from_torchrun(env)
+        environment = _from_torchrun(env)
     else:
         return SINGLE_PROCESS
-    _check_consistent(found)
-    return found
+    _check_consistent(environment)
+    return environment
 
 
 def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
     _require(env, TORCHRUN_VARIABLES, who="torchrun's variables")
-    restart_count = _restart_count(env)
+    restart_count = None
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        restart_count = _integer(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
     is_on_one_machine = env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]
     # Ranks of one machine share a home folder for sure; others would wait for a secret that never comes.
     agent_secret = (
         f"torchrun-{env['MASTER_PORT']}-{restart_count}" if restart_count is not None and is_on_one_machine else None
     )
+    numbers = {name.lower(): _integer(env, name) for name in TORCHRUN_VARIABLES if name != "MASTER_ADDR"}
     return RankEnvironment(
-        rank=_integer(env, "RANK"),
-        local_rank=_integer(env, "LOCAL_RANK"),
-        world_size=_integer(env, "WORLD_SIZE"),
-        local_world_size=_integer(env, "LOCAL_WORLD_SIZE"),
+        **numbers,
         master_addr=env["MASTER_ADDR"],
-        master_port=_integer(env, "MASTER_PORT"),
         launcher="petatron" if env.get(STARTED_BY) == "petatron" else "torchrun",
         store_file=env.get(STORE_FILE),
         secret=secret_from_env(env),
@@ -145,12 +144,6 @@ def api_key_from_env(env: Mapping[str, str] = os.environ) -> str | None:
 def imports_from_env(env: Mapping[str, str] = os.environ) -> list[str]:
     """Returns the modules that every command imports first, as `--import` does; they are separated as the folders of PATH are."""
     return [name for name in env.get(IMPORT_VARIABLE, "").split(os.pathsep) if name]
-
-
-def _restart_count(env: Mapping[str, str]) -> int | None:
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return _integer(env, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in env else 0
 
 
 def _inside_slurm_step(env: Mapping[str, str]) -> bool:
@@ -248,20 +241,19 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"{name}={env[name]!r} is not a whole number. Whatever launched this rank set it.") from None
 
 
-def _check_consistent(found: RankEnvironment) -> None:
-    wrong: list[str] = []
-    if not 0 <= found.rank < found.world_size:
-        wrong.append(f"rank {found.rank} is not below the world size {found.world_size}")
-    if not 0 <= found.local_rank < found.local_world_size:
-        wrong.append(f"local rank {found.local_rank} is not below the local world size {found.local_world_size}")
-    if found.local_world_size > found.world_size:
-        wrong.append(f"the local world size {found.local_world_size} exceeds the world size {found.world_size}")
-    if not 0 < found.master_port < 65_536:
-        wrong.append(f"port {found.master_port} is not between 1 and 65535")
-    if wrong:
+def _check_consistent(environment: RankEnvironment) -> None:
+    rank, size = environment.rank, environment.world_size
+    local_rank, local_size = environment.local_rank, environment.local_world_size
+    rules = {
+        f"rank {rank} is not below the world size {size}": 0 <= rank < size,
+        f"local rank {local_rank} is not below the local world size {local_size}": 0 <= local_rank < local_size,
+        f"the local world size {local_size} exceeds the world size {size}": local_size <= size,
+        f"port {environment.master_port} is not between 1 and 65535": 0 < environment.master_port < 65_536,
+    }
+    if wrong := [text for text, holds in rules.items() if not holds]:
         who, names = (
             ("slurm", "SLURM_PROCID, SLURM_NTASKS, ...")
-            if found.launcher == "slurm"
+            if environment.launcher == "slurm"
             else ("torchrun", ", ".join(TORCHRUN_VARIABLES))
         )
         raise LaunchError(
@@ -284,22 +276,14 @@ def rank_variables(
     environment: RankEnvironment, *, error_file: str | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Returns all variables of a rank that we start ourselves; the user's settings for threads and interfaces are kept."""
-    env = dict(base)
-    env.update(
-        RANK=str(environment.rank),
-        LOCAL_RANK=str(environment.local_rank),
-        WORLD_SIZE=str(environment.world_size),
-        LOCAL_WORLD_SIZE=str(environment.local_world_size),
-        MASTER_ADDR=environment.master_addr,
-        MASTER_PORT=str(environment.master_port),
-    )
+    env = {**base, **{name: str(getattr(environment, name.lower())) for name in TORCHRUN_VARIABLES}}
     # A launcher started under torchrun must not make its ranks wait for that torchrun's store.
     for name in ("TORCHELASTIC_USE_AGENT_STORE", ERROR_FILE, STORE_FILE, SECRET, SECRET_NAME, STARTED_BY):
         env.pop(name, None)
-    own = {ERROR_FILE: error_file, STORE_FILE: environment.store_file}
-    own |= {STARTED_BY: "petatron" if environment.launcher == "petatron" else None}
-    own |= {SECRET: environment.secret, SECRET_NAME: environment.secret_name}
-    env.update({name: value for name, value in own.items() if value is not None})
+    variables = {ERROR_FILE: error_file, STORE_FILE: environment.store_file}
+    variables |= {STARTED_BY: "petatron" if environment.launcher == "petatron" else None}
+    variables |= {SECRET: environment.secret, SECRET_NAME: environment.secret_name}
+    env.update({name: value for name, value in variables.items() if value is not None})
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // environment.local_world_size)))
     return {**interface_variables(environment), **env}
 

@@ -63,11 +63,12 @@ def run_ranks(
     )
     with scratch_folder(RANKS_PREFIX) as folder:
         if nnodes == 1:
-            environments = [replace(one, store_file=str(folder / "store")) for one in environments]
+            meeting = {"store_file": str(folder / "store")}
         else:
-            given = secret_from_env()
-            name = None if given else _secret_name(environments[0])  # rank 0 writes one there, and the others read it
-            environments = [replace(one, secret=given, secret_name=name) for one in environments]
+            given = secret_from_env()  # else rank 0 writes one under this name, and the others read it
+            name = None if given else f"{master_addr}-{master_port}".replace("/", "_")
+            meeting = {"secret": given, "secret_name": name}
+        environments = [replace(environment, **meeting) for environment in environments]
         ranks: list[RankProcess] = []
         with _forward_signals(ranks, interactive=interactive) as received:
             try:
@@ -118,7 +119,10 @@ def _rank_environments(
             f"--nnodes {nnodes} needs --master-addr: {master_addr} means a different machine on each of them. "
             "Give the name or address of the machine with --node-rank 0."
         )
-    port = master_port if master_port is not None else _free_port()
+    if master_port is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind(("127.0.0.1", 0))
+            master_port = probe.getsockname()[1]
     return [
         RankEnvironment(
             rank=node_rank * nproc + local_rank,
@@ -126,31 +130,21 @@ def _rank_environments(
             world_size=nnodes * nproc,
             local_world_size=nproc,
             master_addr=master_addr,
-            master_port=port,
+            master_port=master_port,
             launcher="petatron",
         )
         for local_rank in range(nproc)
     ]
 
 
-def _secret_name(environment: RankEnvironment) -> str:
-    return f"{environment.master_addr}-{environment.master_port}".replace("/", "_")
-
-
 def _notify_other_nodes(first: RankProcess, environments: Sequence[RankEnvironment]) -> None:
     """Notifies other machines of a rank that was killed and could not itself; where rank 0 is gone, peers notice the lost store."""
-    place = next(one for one in environments if one.rank == first.rank)
+    place = next(environment for environment in environments if environment.rank == first.rank)
     if first.process.returncode >= 0 or first.rank == 0 or place.secret is None:
         return
     from petatron.mesh.launch import rendezvous
 
     rendezvous.notify_peers(place, f"It was ended by {signal.Signals(-first.process.returncode).name}.")
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _start_rank(
@@ -207,18 +201,15 @@ def _forward_signals(ranks: list[RankProcess], *, interactive: bool = False) -> 
         elif not already:
             _signal_all(ranks, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_not_ignored(number)]
+    # nohup, and shells that start background jobs, ignore signals on purpose.
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    wanted = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in wanted}
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_not_ignored(number: signal.Signals) -> bool:
-    # nohup, and shells that start background jobs, ignore signals on purpose.
-    return signal.getsignal(number) is not signal.SIG_IGN
 
 
 def _signal_all(ranks: Sequence[RankProcess], number: signal.Signals) -> None:
@@ -276,16 +267,18 @@ def _report_and_exit_code(
         _say(f"Stopped by {names} before the run could end by itself.")
         return received.exit_code
     culprit, report, gave_up = _root_cause(ranks)
-    if report and all((own := _read_report(rank.error_file)) and own.text == report for rank in ranks):
+    if report and all((rank_report := _read_report(rank.error_file)) and rank_report.text == report for rank in ranks):
         _say(report)  # every rank has the same error: it is the input's, not a rank's
         return _exit_code(culprit)
     stopped = sum(rank.stopped_by_launcher for rank in ranks)
     followed = sum(rank.process.returncode != 0 and not rank.stopped_by_launcher for rank in ranks) - 1
-    verb = "gave up" if gave_up else "failed"
-    _say(f"\nRank {culprit.rank} of {world_size} {verb} first{_exit_description(culprit)}")
+    outcome = "gave up" if gave_up else "failed"
+    _say(f"\nRank {culprit.rank} of {world_size} {outcome} first{_exit_description(culprit)}")
     if report:
         _say(f"\n{report}\n")
-    for line in failure_report.combine_reports(_communication_reports(ranks), failed_rank=culprit.rank):
+    reports = [rank_report for rank in ranks if (rank_report := _read_report(rank.error_file)) is not None]
+    communication = [rank_report.communication for rank_report in reports if rank_report.communication is not None]
+    for line in failure_report.combine_reports(communication, failed_rank=culprit.rank):
         _say(line)
     others = [f"{stopped} stopped"] * bool(stopped) + [f"{followed} failed after it"] * bool(followed)
     if others:
@@ -314,12 +307,6 @@ def _root_cause(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str, bool]:
             causes.append((2 if report.echo else 0, report.time, rank, report.text))
     kind, _, culprit, text = min(causes, key=lambda cause: cause[:2])
     return culprit, text, kind == 2
-
-
-def _communication_reports(ranks: Sequence[RankProcess]) -> list[failure_report.RankReport]:
-    """Returns the communication reports of this machine's ranks that have one."""
-    reports = [_read_report(rank.error_file) for rank in ranks]
-    return [report.communication for report in reports if report is not None and report.communication is not None]
 
 
 @dataclass(frozen=True, slots=True)

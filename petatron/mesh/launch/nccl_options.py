@@ -58,13 +58,13 @@ def env_variables(*, nccl: bool, ranks_per_device: int = 1, rank: int = 0) -> tu
     >>> [variable.name for variable in env_variables(nccl=False)]
     ['TORCH_GLOO_LAZY_INIT']
     """
-    found = (*_ALWAYS_VARIABLES, *(_NCCL_VARIABLES if nccl else ()))
+    variables = (*_ALWAYS_VARIABLES, *(_NCCL_VARIABLES if nccl else ()))
     if nccl and ranks_per_device > 1:
         host = EnvVariable(
             "NCCL_HOSTID", f"rank{rank}", "NCCL takes the ranks of one device for those of several hosts"
         )
-        found += (host, *_SHARED_DEVICE_VARIABLES)
-    return found
+        variables += (host, *_SHARED_DEVICE_VARIABLES)
+    return variables
 
 
 def nccl_timeout(timeout: timedelta) -> timedelta:
@@ -84,5 +84,5 @@ def nccl_options(settings: CommunicatorSettings, timeout: timedelta) -> Any:
     return options
 
 
-def as_env_dict(found: tuple[EnvVariable, ...]) -> Mapping[str, str]:
-    return {variable.name: variable.value for variable in found}
+def as_env_dict(variables: tuple[EnvVariable, ...]) -> Mapping[str, str]:
+    return {variable.name: variable.value for variable in variables}

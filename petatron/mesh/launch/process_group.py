@@ -116,15 +116,16 @@ def new_group(
     taken = set(c10d._world.pg_names.values())
     label = f"{name}:{','.join(map(str, ranks))}"
     unique_name = next(text for attempt in itertools.count() if (text := f"{label}#{attempt}") not in taken)
-    arguments = (
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
+    place = len(ranks), ranks.index(dist.get_rank()), list(ranks)
+    group, _ = c10d._new_process_group_helper(
+        *place,
         dist.Backend(backend),
         c10d._get_default_store(),
-    )
-    group, _ = c10d._new_process_group_helper(
-        *arguments, c10d.GroupName(unique_name), options, timeout=timeout, device_id=device, group_desc=name
+        c10d.GroupName(unique_name),
+        options,
+        timeout=timeout,
+        device_id=device,
+        group_desc=name,
     )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}

@@ -41,7 +41,13 @@ def run_rank_main(main: Callable[[], int], *, env: Mapping[str, str] | None = No
         _exit_now(130 if isinstance(stop, KeyboardInterrupt) else _exit_code(stop))
     except Exception as error:
         failed = 2 if isinstance(error, ConfigError) else 1  # as on the command line of a single process
-        written = error_file is not None and _write_error_file(error, error_file)
+        written = error_file is not None and write_error_file(
+            error_file,
+            message=f"{type(error).__name__}: {error}",
+            text=_error_text(error),
+            echo=is_echo(error),
+            report=getattr(error, "report", None),
+        )
         if alone and not written:
             raise
         if not written:
@@ -75,11 +81,6 @@ def _notify_peers(text: str, env: Mapping[str, str]) -> None:
         from petatron.mesh.launch.rendezvous import notify_peers
 
         notify_peers(environment, text)
-
-
-def _write_error_file(error: Exception, path: str) -> bool:
-    message, report = f"{type(error).__name__}: {error}", getattr(error, "report", None)
-    return write_error_file(path, message=message, text=_error_text(error), echo=is_echo(error), report=report)
 
 
 def _error_text(error: Exception) -> str:

@@ -94,7 +94,9 @@ class Rendezvous:
         self._check_admission()
         self._export_secret()
         if self.rank == 0:
-            self._warn_of_translations()
+            lines = self._read(_TRANSLATED).splitlines() if self.store.check([_TRANSLATED]) else ()
+            if (warning := describe_translations(lines, self._trusted_networks)) is not None:
+                _log.warning(warning)
             if self._environment.secret_name is not None:
                 remove_secret(self._environment.secret_name)
 
@@ -160,15 +162,9 @@ class Rendezvous:
         """Reports to rank 0 where its server sees this rank at another address than its own."""
         if not isinstance(self.store, SealedStore):
             return
-        own, seen = plain_address(self.store.own_address), plain_address(self.store.status().seen_address)
-        if own != seen:
-            self.store.append(_TRANSLATED, f"{self.rank} {own} {seen}\n")
-
-    def _warn_of_translations(self) -> None:
-        if self.store.check([_TRANSLATED]):
-            warning = describe_translations(self._read(_TRANSLATED).splitlines(), self._trusted_networks)
-            if warning is not None:
-                _log.warning(warning)
+        local, seen = plain_address(self.store.own_address), plain_address(self.store.status().seen_address)
+        if local != seen:
+            self.store.append(_TRANSLATED, f"{self.rank} {local} {seen}\n")
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode(errors="replace")
@@ -218,12 +214,10 @@ class Rendezvous:
     def _guarded_store(self) -> dist.Store:
         """Returns the store in whose sight gloo connects ranks; one for all groups, since a guard watches until the process ends."""
         if self._group_store is None:
-            self._group_store = (
-                GuardedStore(self.store, self._trusted_networks) if sys.platform == "linux" else self.store
-            )
-            atexit.register(
-                _keep, self._group_store
-            )  # C++ holds no reference to the Python part of a store; this one does
+            guarded = sys.platform == "linux"
+            self._group_store = GuardedStore(self.store, self._trusted_networks) if guarded else self.store
+            # C++ holds no reference to the Python part of a store; this one does, until the process ends.
+            atexit.register(id, self._group_store)
         return self._group_store
 
     @contextmanager
@@ -257,10 +251,6 @@ class Rendezvous:
         store.set(f"{key}-{self.rank}", "")
         if self.rank == 0:
             store.wait([f"{key}-{rank}" for rank in range(world_size)], timeout)
-
-
-def _keep(store: dist.Store) -> None:
-    """Holds a store until the process ends."""
 
 
 def notify_peers(environment: RankEnvironment, text: str) -> None:

@@ -137,9 +137,8 @@ class SealedStore(dist.Store):
                 connection = _Connection(address, secret, max(0.1, deadline - time.monotonic()))
                 if connection.server_identity != (self.identity or connection.server_identity):
                     connection.close()
-                    raise dist.DistNetworkError(
-                        f"Another run with the same secret listens at {address[0]}:{address[1]}."
-                    )
+                    place = f"{address[0]}:{address[1]}"
+                    raise dist.DistNetworkError(f"Another run with the same secret listens at {place}.")
                 self._proven, self.own_address = (address, secret), connection.own_address
                 self.identity = connection.server_identity
                 return connection
@@ -219,13 +218,8 @@ class SealedStore(dist.Store):
     def num_keys(self) -> int:
         return int(self._request(Operation.COUNT, ())[0])
 
-    def deleteKey(self, key: str) -> bool:
-        """The name by which torch's C++ calls `delete_key`."""
-        return self.delete_key(key)
-
-    def getNumKeys(self) -> int:
-        """The name by which torch's C++ calls `num_keys`."""
-        return self.num_keys()
+    deleteKey, getNumKeys = delete_key, num_keys
+    """The names by which torch's C++ calls these two."""
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` exist."""

@@ -22,18 +22,18 @@ _OWNER_AT = _HEADER.size + 4 + 48 + 12
 """Where an answer has the user id and the inode: after family, state and timers, the two ends, and three counts."""
 
 
-def owner_of_socket(own: Endpoint, other: Endpoint) -> int | None:
-    """Returns the user id of the socket of this machine whose own end is `own` and that is connected to `other`; None if there is none."""
+def owner_of_socket(local: Endpoint, other: Endpoint) -> int | None:
+    """Returns the user id of the socket of this machine whose end is `local` and that is connected to `other`; None if there is none."""
     try:
-        return _ask_kernel(own, other)
+        return _ask_kernel(local, other)
     except OSError:
-        return _search_tables(own, other)
+        return _search_tables(local, other)
 
 
-def _ask_kernel(own: Endpoint, other: Endpoint) -> int | None:
-    family = socket.AF_INET6 if ":" in own[0] else socket.AF_INET
-    addresses = b"".join(_packed(end).ljust(16, b"\0") for end in (own, other))
-    ports = struct.pack(">HH", own[1], other[1])
+def _ask_kernel(local: Endpoint, other: Endpoint) -> int | None:
+    family = socket.AF_INET6 if ":" in local[0] else socket.AF_INET
+    addresses = b"".join(_packed(end).ljust(16, b"\0") for end in (local, other))
+    ports = struct.pack(">HH", local[1], other[1])
     ends = ports + addresses + struct.pack("=III", 0, _NO_COOKIE, _NO_COOKIE)
     request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, _ALL_STATES) + ends
     header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, 1, 1, 0)
@@ -48,9 +48,9 @@ def _ask_kernel(own: Endpoint, other: Endpoint) -> int | None:
     return user if inode and state != _LISTENING else None  # a socket that was closed has no inode, and user 0
 
 
-def _search_tables(own: Endpoint, other: Endpoint) -> int | None:
+def _search_tables(local: Endpoint, other: Endpoint) -> int | None:
     for path, is_wide in ((Path("/proc/net/tcp"), False), (Path("/proc/net/tcp6"), True)):
-        wanted = [_as_in_table(own, is_wide=is_wide), _as_in_table(other, is_wide=is_wide)]
+        wanted = [_as_in_table(local, is_wide=is_wide), _as_in_table(other, is_wide=is_wide)]
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
             fields = line.split()
             if fields[1:3] == wanted and fields[9] != "0":

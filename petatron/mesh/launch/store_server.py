@@ -64,13 +64,8 @@ class StoreServerProcess:
         # Isolated and without site-packages: it needs the standard library and this package.
         command = [sys.executable, "-I", "-S", "-c", _BOOT, root, str(listener.fileno()), str(os.getpid())]
         command.append(own_identity().hex())
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[listener.fileno()],
-            cwd="/",
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, **pipes, pass_fds=[listener.fileno()], cwd="/")
         listener.close()
         assert self._process.stdin is not None
         # The secret never is an argument, which every user of a machine can list.
@@ -171,18 +166,15 @@ class StoreServer:
         try:
             payloads = connection.channel.receive(data)
             if connection in self._unproven and connection.channel.is_established:
-                self._admit(connection)
+                del self._unproven[connection]
+                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for payload in payloads:
                 self._table.request(connection, payload)
         except ChannelError:
             self._refuse(connection)
             return
         self._flush(connection)
-
-    def _admit(self, connection: _Connection) -> None:
-        del self._unproven[connection]
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def _answer(self, session: object, message: bytes) -> None:
         assert isinstance(session, _Connection)

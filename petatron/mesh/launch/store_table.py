@@ -89,18 +89,16 @@ class StoreTable:
         identifier, fields = message[1 : 1 + IDENTIFIER_BYTES], decode_fields(message[1 + IDENTIFIER_BYTES :])
         if operation in (Operation.GET, Operation.WAIT):
             self._wait(session, fields, with_values=operation is Operation.GET)
-            return
-        if operation is Operation.STATUS:
+        elif operation is Operation.STATUS:
             self._answer(session, encode_fields(self._status(session)))
-            return
-        if operation not in _REMEMBERED:
+        elif operation not in _REMEMBERED:
             self._answer(session, self._apply(operation, fields))
-            return
-        if identifier not in self._remembered:
-            self._remembered[identifier] = self._apply(operation, fields)
-            if len(self._remembered) > _MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
-        self._answer(session, self._remembered[identifier])
+        else:
+            if identifier not in self._remembered:
+                self._remembered[identifier] = self._apply(operation, fields)
+                if len(self._remembered) > _MAX_REMEMBERED:
+                    self._remembered.popitem(last=False)
+            self._answer(session, self._remembered[identifier])
 
     def forget(self, session: object) -> None:
         """Forgets a session that is gone."""

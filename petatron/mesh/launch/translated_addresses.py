@@ -69,14 +69,14 @@ def describe_translations(lines: Sequence[str], networks: Sequence[Network]) -> 
     """Returns a warning for rank 0 from lines `RANK OWN_ADDRESS SEEN_ADDRESS` of the ranks; None where all are trusted."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for line in lines:
-        rank, own, seen = line.split()
+        rank, local, seen = line.split()
         if not is_trusted(seen, networks):
-            ranks.setdefault((own, seen), []).append(int(rank))
+            ranks.setdefault((local, seen), []).append(int(rank))
     if not ranks:
         return None
     named = [
-        f"{'rank' if len(of_pair) == 1 else 'ranks'} {format_ranks(sorted(of_pair))} of {own} as {seen}"
-        for (own, seen), of_pair in list(ranks.items())[:_MAX_NAMED]
+        f"{'rank' if len(of_pair) == 1 else 'ranks'} {format_ranks(sorted(of_pair))} of {local} as {seen}"
+        for (local, seen), of_pair in list(ranks.items())[:_MAX_NAMED]
     ]
     more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     seen_addresses = sorted({seen for _, seen in ranks})

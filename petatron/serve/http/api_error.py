@@ -74,20 +74,21 @@ def to_api_error(error: Exception) -> ApiError:
 def _validation_error(error: ValidationError) -> ApiError:
     """Names every wrong field of the body, with one reason."""
     fields: dict[str, list[ErrorDetails]] = {}
-    for one in error.errors(include_url=False, include_context=False, include_input=False):
-        fields.setdefault(str(one["loc"][0]) if one["loc"] else "", []).append(one)
-    text = "; ".join(_reason(found) for found in list(fields.values())[:8])
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        fields.setdefault(str(detail["loc"][0]) if detail["loc"] else "", []).append(detail)
+    text = "; ".join(_reason(details) for details in list(fields.values())[:8])
     return ApiError(400, text, param=next(iter(fields)) or None, code="invalid_value")
 
 
-def _reason(found: Sequence[ErrorDetails]) -> str:
+def _reason(details: Sequence[ErrorDetails]) -> str:
     """Of a union's alternatives, the one whose type the value has tells most; then the one that came furthest."""
-    typed = [one for one in found if not one["type"].endswith("_type")] or found
-    paths = [_path(one["loc"]) for one in typed]
-    path = max(paths, key=lambda one: one.count("."))
-    reasons = dict.fromkeys(one["msg"].removeprefix("Value error, ") for one, own in zip(typed, paths) if own == path)
+    typed = [detail for detail in details if not detail["type"].endswith("_type")] or details
+    paths = [_path(detail["loc"]) for detail in typed]
+    path = max(paths, key=lambda candidate: candidate.count("."))
+    messages = [detail["msg"] for detail, detail_path in zip(typed, paths) if detail_path == path]
+    reasons = dict.fromkeys(message.removeprefix("Value error, ") for message in messages)
     first, *others = reasons
-    alternatives = [one.removeprefix("Input should be ") for one in others if one.startswith("Input should be ")]
+    alternatives = [text.removeprefix("Input should be ") for text in others if text.startswith("Input should be ")]
     return f"{path}: {' or '.join([first, *alternatives])}"
 
 

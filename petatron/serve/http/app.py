@@ -113,8 +113,12 @@ def build_app(
     app.state.petatron = state
     app.add_middleware(RequestGuard, options=options, metrics=metrics)
     app.add_exception_handler(HTTPException, _answer_framework_error)
+
+    async def answer_error(_: Request, error: Exception) -> Response:
+        return to_api_error(error).response()
+
     for kind in (ValidationError, ApiError, PetatronError, TimeoutError):
-        app.add_exception_handler(kind, _answer_error)
+        app.add_exception_handler(kind, answer_error)
     _add_routes(app, page=PlaygroundPage.read())
     _describe_bodies(app)
     return app
@@ -128,6 +132,10 @@ def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
         responses = _ERRORS | (_STREAMS if "stream" in body.model_fields else {})
         naming = naming_ignored_fields(route)
         app.add_api_route(path, naming, methods=[method], responses=responses, openapi_extra=body_schema(body))
+
+    async def get_version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
     for path, route in (
         ("/v1/models", get_models),
         ("/v1/models/{model:path}", get_model),
@@ -135,7 +143,7 @@ def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
         ("/healthz", _get_health),
         ("/health", _get_health),
         ("/readyz", _get_readiness),
-        ("/version", _get_version),
+        ("/version", get_version),
     ):
         app.add_api_route(path, route, methods=["GET"], responses=_ERRORS)
         app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
@@ -159,41 +167,27 @@ def _describe_bodies(app: FastAPI) -> None:
     app.openapi = openapi
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
-    return to_api_error(error).response()
-
-
 async def _answer_framework_error(request: Request, error: HTTPException) -> Response:
     """An address or method that does not exist."""
-    response = ApiError(error.status_code, _framework_text(error.status_code, request)).response()
+    texts = {404: "There is nothing at this address.", 405: f"{request.method} is not allowed here."}
+    response = ApiError(error.status_code, texts.get(error.status_code, "The request cannot be read.")).response()
     allowed = (error.headers or {}).get("Allow")
     if allowed is not None:
         response.headers["Allow"] = allowed
     return response
 
 
-def _framework_text(status: int, request: Request) -> str:
-    if status == 404:
-        return "There is nothing at this address."
-    return f"{request.method} is not allowed here." if status == 405 else "The request cannot be read."
-
-
 async def _get_health(request: Request) -> JSONResponse:
     """Whether the server works at all; if not, it should be restarted."""
-    state = state_of(request)
-    failed = state.thread.state == "failed"
+    failed = state_of(request).thread.state == "failed"
     return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
-
-
-async def _get_version() -> JSONResponse:
-    return JSONResponse({"version": __version__})
 
 
 async def _get_readiness(request: Request) -> JSONResponse:
     """Whether new requests should be sent here now."""
-    state = state_of(request)
-    ready = state.thread.state == "serving"
-    return JSONResponse({"status": state.thread.state, "open": state.thread.num_open}, 200 if ready else 503)
+    thread = state_of(request).thread
+    ready = thread.state == "serving"
+    return JSONResponse({"status": thread.state, "open": thread.num_open}, 200 if ready else 503)
 
 
 async def _get_metrics(request: Request) -> Response:

@@ -27,13 +27,9 @@ _SAMPLED = (
 def check_beams(body: SamplingFields, *, constrained: bool) -> None:
     """Raises `ApiError` where fields of beam search and of sampling do not agree."""
     if not body.use_beam_search:
-        needless = [
-            name
-            for name, neutral in (("length_penalty", 1), ("early_stopping", False))
-            if getattr(body, name) not in (None, neutral)
-        ]
-        if needless:
-            raise ApiError(400, f"{needless[0]} is one of beam search: send use_beam_search true.", param=needless[0])
+        for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+            if getattr(body, name) not in (None, neutral):
+                raise ApiError(400, f"{name} is one of beam search: send use_beam_search true.", param=name)
         return
     names = [name for name in _SAMPLED if getattr(body, name, None) not in (None, False, 0, [], {})]
     names += ["response_format"] if constrained else []
@@ -63,9 +59,11 @@ async def search_beams(
     """Returns the answers, the best first."""
     search = BeamSearch(prompt_ids, params, state.model.vocab_size)
     while not search.is_over:
-        generations = [Generation(ids, one, index=index) for index, (ids, one) in enumerate(search.requests())]
-        found = await complete(request, state, generations)
-        search.advance([completion.logprobs[0] for completion in found])
+        generations = [
+            Generation(ids, sampling, index=index) for index, (ids, sampling) in enumerate(search.requests())
+        ]
+        completions = await complete(request, state, generations)
+        search.advance([completion.logprobs[0] for completion in completions])
     return search.answers
 
 
@@ -80,13 +78,7 @@ async def complete_by_beams(
             ended = answer.ids[-1] in params.stop_ids
             ids = answer.ids if asked.keep_stop else answer.text_ids(params.stop_ids)
             ids = [token for token in ids if token not in asked.hidden_ids]
-            completions.append(
-                Completion(
-                    list(prompt),
-                    list(answer.ids),
-                    state.model.texts.decode(ids),
-                    finish_reason="stop" if ended else "length",
-                    stop=answer.ids[-1] if ended else None,
-                )
-            )
+            completion = Completion(list(prompt), list(answer.ids), state.model.texts.decode(ids))
+            completion.finish_reason, completion.stop = ("stop", answer.ids[-1]) if ended else ("length", None)
+            completions.append(completion)
     return completions

@@ -16,7 +16,6 @@ from petatron.serve.http.server_state import ServerState
 from petatron.serve.http.token_usage import RunningUsage, reasoning_tokens_of, usage
 from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
 from petatron.serve.model_card import ModelCard
-from petatron.serve.tool_calls import ToolCall
 
 
 class ChatAnswer:
@@ -45,21 +44,21 @@ class ChatAnswer:
         number = body.request_id or secrets.token_hex(12)
         self._head = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model.name}
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def as_json(self, completions: Sequence[Completion]) -> dict[str, Any]:
         body = self._body
         answer = {**self._head, "object": "chat.completion"}
-        answer["choices"] = [self._choice(index, one) for index, one in enumerate(completions)]
+        answer["choices"] = [self._choice(index, completion) for index, completion in enumerate(completions)]
         answer["usage"] = self._usage(completions)
         if body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(completions[0].prompt_logprobs, self._model.texts)
         return answer | self._prompt_parts()
 
     def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
-        begin = [self._first_piece(one.index) for one in generations]
+        begin = [self._first_piece(generation.index) for generation in generations]
         probe = self._splitter()
         joins = not self._body.return_token_ids and self._running is None
         plain = probe.tools is None and probe.reasoning is None and joins
-        text = self._text_piece if plain else None
+        text = (lambda index, text: self._piece(index, {"content": text})) if plain else None
         return TokenStream(
             state, generations, inbox, begin=begin, text=text, chunk=self._chunk, end=self._end, joins=joins
         )
@@ -92,7 +91,7 @@ class ChatAnswer:
         if not delta and event.finish_reason is None:
             delta = {"content": ""}
         reason = self._finish_reason(generation.index, event.finish_reason)
-        piece = self._piece(generation.index, delta, logprobs, reason)
+        piece = self._piece(generation.index, delta, logprobs=logprobs, finish_reason=reason)
         if event.finish_reason is not None:
             piece["choices"][0]["stop_reason"] = generation.stop
         if self._body.return_token_ids:
@@ -122,14 +121,17 @@ class ChatAnswer:
             self._splitters[index] = self._splitter()
         splitter = self._splitters[index]
         first = splitter.num_calls
-        found = splitter.feed(text, final=final)
-        parts: dict[str, Any] = {"content": found.content} if found.content else {}
-        if found.reasoning and self._body.include_reasoning is not False:
-            parts |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
-        if found.calls and self._legacy:
-            parts["function_call"] = _function(found.calls[0])
-        elif found.calls:
-            parts["tool_calls"] = [_tool_call(number, call) for number, call in enumerate(found.calls, first)]
+        new = splitter.feed(text, final=final)
+        parts: dict[str, Any] = {"content": new.content} if new.content else {}
+        if new.reasoning and self._body.include_reasoning is not False:
+            parts |= {"reasoning_content": new.reasoning, "reasoning": new.reasoning}
+        if new.calls and self._legacy:
+            parts["function_call"] = new.calls[0]._asdict()
+        elif new.calls:
+            parts["tool_calls"] = [
+                {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call._asdict()}
+                for number, call in enumerate(new.calls, first)
+            ]
         return parts
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
@@ -138,17 +140,8 @@ class ChatAnswer:
             return reason
         return "function_call" if self._legacy else "tool_calls"
 
-    def _text_piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._piece(index, {"content": text})
-
-    def _piece(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _piece(self, index: int, delta: dict[str, Any], **given: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **given}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
     def _end(self, completions: list[Completion]) -> list[dict[str, Any]]:
@@ -158,13 +151,5 @@ class ChatAnswer:
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         splitter, texts = self._splitter(), self._model.texts
-        reasoning = sum(reasoning_tokens_of(one, splitter, texts) for one in completions)
+        reasoning = sum(reasoning_tokens_of(completion, splitter, texts) for completion in completions)
         return usage(len(self._prompt_ids), completions, n=len(completions), reasoning_tokens=reasoning)
-
-
-def _function(call: ToolCall) -> dict[str, str]:
-    return {"name": call.name, "arguments": call.arguments}
-
-
-def _tool_call(number: int, call: ToolCall) -> dict[str, Any]:
-    return {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": _function(call)}

@@ -37,8 +37,8 @@ class ToolChoice:
         if self.form is None or not (self.required or any(tool.function.strict for tool in self.callable)):
             return None
         tools = [
-            CallableTool(one.name, one.parameters if self.required or one.strict else None)
-            for one in (tool.function for tool in self.callable)
+            CallableTool(function.name, function.parameters if self.required or function.strict else None)
+            for function in (tool.function for tool in self.callable)
         ]
         markers = {name: token for name, token in model.texts.marker_ids.items() if name in TOOL_MARKERS}
         grammar = tool_grammar(self.form, tools, required=self.required, parallel=self.parallel, marker_ids=markers)
@@ -54,7 +54,11 @@ def choose_tools(body: ChatCompletionRequest, form: ToolCallFormat | None) -> To
         raise ApiError(400, "function_call needs functions. Beside tools it is tool_choice.", param="function_call")
     if legacy and body.tool_choice is not None:
         raise ApiError(400, "tool_choice needs tools. Beside functions it is function_call.", param="tool_choice")
-    tools = [ChatTool(type="function", function=one) for one in body.functions or []] if legacy else body.tools or []
+    tools = (
+        [ChatTool(type="function", function=function) for function in body.functions or []]
+        if legacy
+        else body.tools or []
+    )
     param, wanted = ("function_call", body.function_call) if legacy else ("tool_choice", body.tool_choice)
     _check_names(tools, "functions" if legacy else "tools")
     mode, names = _read_choice(wanted, param)
@@ -91,7 +95,7 @@ def _read_choice(wanted: str | dict[str, Any] | None, param: str) -> tuple[str, 
         if wanted.get("type") == "allowed_tools":
             inner = wanted.get("allowed_tools", wanted)
             mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, None)
-            names = [_name_of(one) for one in tools] if isinstance(tools, list) else []
+            names = [_name_of(tool) for tool in tools] if isinstance(tools, list) else []
             if mode in ("auto", "required") and names and None not in names:
                 return mode, [str(name) for name in names]
         elif (name := _name_of(wanted)) is not None:

@@ -19,30 +19,35 @@ from petatron.infer.sampling_params import Constraint
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import MAX_GRAMMAR_CHARS, ConstraintFields, ResponseFormat
 
+_KINDS = {
+    "json": ("json_schema",),
+    "regex": ("regex",),
+    "grammar": ("ebnf", "grammar"),
+    "choice": (),
+}
+"""vLLM's names of constraints, and others' names of the same, which are fields of the body themselves."""
+
 
 def request_constraint(body: ConstraintFields) -> Constraint | None:
     """Returns what the answer must match; raises `ApiError` for two constraints at once."""
     whitespace = _whitespace(body)
-    found = list(_constraints(body, whitespace))
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise ApiError(
-            400, f"{names} are two constraints of one answer. Send one.", param=found[1][0].partition(".")[0]
-        )
-    if not found:
-        if whitespace is not None:
-            text = "White space is one of JSON constraints, and the request has none."
-            raise ApiError(
-                400, text, param="guided_whitespace_pattern" if body.guided_whitespace_pattern else "structured_outputs"
-            )
+    constraints = list(_constraints(body, whitespace))
+    if not constraints and whitespace is not None:
+        param = "guided_whitespace_pattern" if body.guided_whitespace_pattern else "structured_outputs"
+        raise ApiError(400, "White space is one of JSON constraints, and the request has none.", param=param)
+    if not constraints:
         return None
-    name, constraint = found[0]
-    if whitespace is not None and constraint.kind not in ("json", "json_schema"):
-        raise ApiError(
-            400, f"White space is one of JSON constraints, and {name} is none.", param=name.partition(".")[0]
-        )
-    if len(constraint.grammar) > MAX_GRAMMAR_CHARS:
-        text = f"{name} has {len(constraint.grammar)} characters, more than the {MAX_GRAMMAR_CHARS} that this server takes."
+    (name, constraint), *others = constraints
+    text = None
+    if others:
+        names = " and ".join(name for name, _ in constraints)
+        name, text = others[0][0], f"{names} are two constraints of one answer. Send one."
+    elif whitespace is not None and constraint.kind not in ("json", "json_schema"):
+        text = f"White space is one of JSON constraints, and {name} is none."
+    elif len(constraint.grammar) > MAX_GRAMMAR_CHARS:
+        size = len(constraint.grammar)
+        text = f"{name} has {size} characters, more than the {MAX_GRAMMAR_CHARS} that this server takes."
+    if text is not None:
         raise ApiError(400, text, param=name.partition(".")[0])
     return constraint
 
@@ -53,9 +58,8 @@ def _whitespace(body: ConstraintFields) -> str | None:
     pattern = body.guided_whitespace_pattern or (None if options is None else options.whitespace_pattern)
     flexible = options is not None and options.disable_any_whitespace is False
     if pattern is not None and options is not None and options.disable_any_whitespace:
-        raise ApiError(
-            400, "disable_any_whitespace and a pattern of white space exclude each other.", param="structured_outputs"
-        )
+        text = "disable_any_whitespace and a pattern of white space exclude each other."
+        raise ApiError(400, text, param="structured_outputs")
     return ANY_WHITESPACE if pattern is None and flexible else pattern
 
 
@@ -64,33 +68,25 @@ def _constraints(body: ConstraintFields, whitespace: str | None) -> Iterator[tup
     if body.response_format is not None and body.response_format.type != "text":
         yield "response_format", _of_format(body.response_format, whitespace)
     vllm = body.structured_outputs
-    for name, schema in (
-        ("structured_outputs.json", None if vllm is None else vllm.json_),
-        ("guided_json", body.guided_json),
-        ("json_schema", body.json_schema),
-    ):
-        if schema is not None:
-            yield name, _json_schema(schema, whitespace)
-    for name, kind, grammar in (
-        ("structured_outputs.regex", "regex", None if vllm is None else vllm.regex),
-        ("guided_regex", "regex", body.guided_regex),
-        ("regex", "regex", body.regex),
-        ("structured_outputs.grammar", "grammar", None if vllm is None else vllm.grammar),
-        ("guided_grammar", "grammar", body.guided_grammar),
-        ("ebnf", "grammar", body.ebnf),
-        ("grammar", "grammar", body.grammar or None),  # llama.cpp's clients send "" for none
-    ):
-        if grammar is not None:
-            yield name, Constraint(kind="regex" if kind == "regex" else "grammar", grammar=grammar)
-    for name, choices in (
-        ("structured_outputs.choice", None if vllm is None else vllm.choice),
-        ("guided_choice", body.guided_choice),
-    ):
-        if choices is not None:
-            yield name, Constraint(kind="grammar", grammar=choice_grammar(choices))
+    for kind, others in _KINDS.items():
+        given = {f"structured_outputs.{kind}": getattr(vllm, "json_" if kind == "json" else kind, None)}
+        given |= {name: getattr(body, name) for name in (f"guided_{kind}", *others)}
+        for name, value in given.items():
+            if value is not None and (value or name != "grammar"):  # llama.cpp's clients send "" for none
+                yield name, _constraint(kind, value, whitespace)
     if body.guided_json_object or (vllm is not None and vllm.json_object):
         name = "guided_json_object" if body.guided_json_object else "structured_outputs.json_object"
         yield name, Constraint(kind="json", whitespace=whitespace)
+
+
+def _constraint(kind: str, value: Any, whitespace: str | None) -> Constraint:
+    """A schema may be text, as vLLM and SGLang take it."""
+    if kind == "json":
+        grammar = value if isinstance(value, str) else json.dumps(value)
+        return Constraint(kind="json_schema", grammar=grammar, whitespace=whitespace)
+    if kind == "choice":
+        return Constraint(kind="grammar", grammar=choice_grammar(value))
+    return Constraint(kind="regex" if kind == "regex" else "grammar", grammar=value)
 
 
 def _of_format(wanted: ResponseFormat, whitespace: str | None) -> Constraint:
@@ -99,13 +95,7 @@ def _of_format(wanted: ResponseFormat, whitespace: str | None) -> Constraint:
     if wanted.type == "json_object" and wanted.schema_ is None:
         return Constraint(kind="json", whitespace=whitespace)
     schema = wanted.schema_ if wanted.json_schema is None else wanted.json_schema.schema_
-    return _json_schema({} if schema is None else schema, whitespace)
-
-
-def _json_schema(schema: str | dict[str, Any] | bool, whitespace: str | None) -> Constraint:
-    """A text is the schema in JSON, as vLLM and SGLang take it."""
-    grammar = schema if isinstance(schema, str) else json.dumps(schema)
-    return Constraint(kind="json_schema", grammar=grammar, whitespace=whitespace)
+    return _constraint("json", {} if schema is None else schema, whitespace)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

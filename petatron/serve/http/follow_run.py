@@ -12,7 +12,7 @@ from petatron.base.log import get_logger
 from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.model_card import ModelCard
-from petatron.serve.newest_step import newest_sound_step, step_facts
+from petatron.serve.newest_step import newest_sound_step, step_properties
 
 DEFAULT_INTERVAL_S = 5.0
 _log = get_logger(__name__)
@@ -33,25 +33,25 @@ def follow_run(
     *,
     interval_s: float = DEFAULT_INTERVAL_S,
 ) -> Callable[[ServerState], AsyncIterator[None]]:
-    """Returns what `build_app` runs beside the server. describe: the facts of the engine, after a reload."""
+    """Returns what `build_app` runs beside the server. describe: the card of the engine, after a reload."""
 
     async def watch(state: ServerState) -> None:
         rejected: set[int] = set()
-        facts = await asyncio.to_thread(step_facts, folder, engine.step_number)
+        properties = await asyncio.to_thread(step_properties, folder, engine.step_number)
         while state.thread.state in ("serving", "swapping"):
             await asyncio.sleep(interval_s)
             try:
-                await _swap_to_newest(state, rejected, facts)
+                await _swap_to_newest(state, rejected, properties)
             except (PetatronError, OSError) as error:
                 _log.warning("%s cannot be followed now: %s", folder, error)
 
-    async def _swap_to_newest(state: ServerState, rejected: set[int], facts: Mapping[str, Any]) -> None:
-        found = await asyncio.to_thread(
-            newest_sound_step, folder, after=engine.step_number or 0, rejected=rejected, served_facts=facts
+    async def _swap_to_newest(state: ServerState, rejected: set[int], properties: Mapping[str, Any]) -> None:
+        newest = await asyncio.to_thread(
+            newest_sound_step, folder, after=engine.step_number or 0, rejected=rejected, served_properties=properties
         )
-        if found is None:
+        if newest is None:
             return
-        step, path = found
+        step, path = newest
         await state.thread.swap(lambda: engine.reload(path))
         if engine.step_number != step:
             rejected.add(step)

@@ -38,8 +38,8 @@ class HostCheck:
     """
 
     def __init__(self, bound: str, allowed: Sequence[str]) -> None:
-        own = ("localhost", bound, socket.gethostname(), socket.getfqdn())
-        self._names = frozenset(name.lower().rstrip(".") for name in (*own, *allowed) if name)
+        local = ("localhost", bound, socket.gethostname(), socket.getfqdn())
+        self._names = frozenset(name.lower().rstrip(".") for name in (*local, *allowed) if name)
 
     def is_allowed(self, host: bytes) -> bool:
         if not host or "*" in self._names:
@@ -131,9 +131,8 @@ class RequestGuard:
     async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
         """Reads the whole body and returns a `receive` that gives it; a body that is too long is not read to its end."""
         most = self._options.limits.max_body_bytes
-        too_long = ApiError(
-            413, f"The body is longer than the {most} bytes that this server takes.", code="body_too_large"
-        )
+        text = f"The body is longer than the {most} bytes that this server takes."
+        too_long = ApiError(413, text, code="body_too_large")
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if length.isdigit() and int(length) > most:
             raise too_long
@@ -150,9 +149,9 @@ class RequestGuard:
                 if not message.get("more_body", False):
                     break
         scope[_BODY_READ] = True
-        whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+        body: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
         async def receive_again() -> Message:
-            return whole.pop() if whole else await receive()
+            return body.pop() if body else await receive()
 
         return receive_again

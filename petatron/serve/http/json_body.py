@@ -68,10 +68,10 @@ class BodyCounts(NamedTuple):
 
     @classmethod
     def of(cls, content: bytes, max_values: int) -> BodyCounts:
-        found = cls._count(content)
-        too_many = found.num_values > max_values or found.num_keys > MAX_BODY_KEYS
+        counts = cls._count(content)
+        too_many = counts.num_values > max_values or counts.num_keys > MAX_BODY_KEYS
         if not too_many or content.count(b'"') > 2 * max_values:
-            return found
+            return counts
         return cls._count(b"".join(content.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2]))
 
     @classmethod
@@ -91,7 +91,7 @@ def _first_errors_validator(model: type[BaseModel]) -> SchemaValidator:
             if schema.get("type") == "dict" and (most := schema.get("max_length")) is not None:
                 return core_schema.no_info_before_validator_function(partial(_check_keys, most), cast(Any, changed))
             return {**changed, "fail_fast": True} if schema.get("type") == "list" else changed
-        return [stops_early(one) for one in schema] if isinstance(schema, list) else schema
+        return [stops_early(item) for item in schema] if isinstance(schema, list) else schema
 
     schema = stops_early(model.__pydantic_core_schema__)
     try:  # else it would take the validators that the classes have already

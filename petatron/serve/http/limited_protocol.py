@@ -47,9 +47,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._addresses[self._address] += 1
-        own = self._addresses[self._address] > self._limits.max_connections_per_address
-        if own or len(self.connections) > self._limits.max_connections:
-            whose = " from this address" if own else ""
+        from_address = self._addresses[self._address] > self._limits.max_connections_per_address
+        if from_address or len(self.connections) > self._limits.max_connections:
+            whose = " from this address" if from_address else ""
             self._refuse(503, f"The server has too many connections open{whose}. Try again later.")
             return
         self._expect_headers()
@@ -123,11 +123,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _watch_reader(self) -> None:
         """A transport that is closed waits until all is sent, however long."""
         self._stop_unread_timer()
-        self._unread_timer = self.loop.call_later(self._limits.request_timeout_s, self._cut_off)
 
-    def _cut_off(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
+        def cut_off() -> None:
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
+
+        self._unread_timer = self.loop.call_later(self._limits.request_timeout_s, cut_off)
 
     def resume_writing(self) -> None:
         self._stop_unread_timer()
@@ -140,15 +141,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _expect_headers(self) -> None:
         self._stop_timer()
-        self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse_slowness)
+        text = f"The headers were not complete after {self._limits.header_timeout_s:g} seconds."
+        self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse, 408, text)
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-    def _refuse_slowness(self) -> None:
-        self._refuse(408, f"The headers were not complete after {self._limits.header_timeout_s:g} seconds.")
 
     def _refuse_headers(self) -> None:
         most = f"{self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -24,22 +25,13 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "petatron_http_requests", "HTTP requests by route and status", ("route", "status"), registry=self.registry
-        )
-        self.first_token = Histogram(
-            "petatron_time_to_first_token_seconds",
-            "From acceptance of a sequence to its first token",
-            buckets=_FIRST_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.token_time = Histogram(
-            "petatron_time_per_output_token_seconds",
-            "Mean of a sequence, after its first token",
-            buckets=_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.swaps = Counter("petatron_model_swaps", "Newer models loaded while serving", registry=self.registry)
+        counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
+        self.requests = counter("petatron_http_requests", "HTTP requests by route and status", ("route", "status"))
+        text = "From acceptance of a sequence to its first token"
+        self.first_token = histogram("petatron_time_to_first_token_seconds", text, buckets=_FIRST_TOKEN_BUCKETS_S)
+        text = "Mean of a sequence, after its first token"
+        self.token_time = histogram("petatron_time_per_output_token_seconds", text, buckets=_TOKEN_BUCKETS_S)
+        self.swaps = counter("petatron_model_swaps", "Newer models loaded while serving")
 
     def observe(self, generation: Generation, completion: Completion) -> None:
         """Called once for each sequence, at its end: tokens are too many to be observed one by one."""
@@ -66,15 +58,17 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         stats = self._thread.stats
         waiting = max(self._thread.num_open - stats.running, stats.waiting, 0)
-        yield GaugeMetricFamily("petatron_queue_length", "Sequences accepted and not yet running", waiting)
-        yield GaugeMetricFamily("petatron_running_sequences", "Sequences of the current batch", stats.running)
-        yield GaugeMetricFamily("petatron_cache_pages_used", "Pages of the key/value cache in use", stats.pages_used)
-        yield GaugeMetricFamily("petatron_cache_pages", "Pages of the key/value cache", stats.pages_total)
         use = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
-        yield GaugeMetricFamily("petatron_cache_use_ratio", "Used share of the key/value cache", use)
-        step = self._model_step()
-        if step is not None:
-            yield GaugeMetricFamily("petatron_model_step", "Training step of the served model", step)
+        for name, help_text, value in (
+            ("queue_length", "Sequences accepted and not yet running", waiting),
+            ("running_sequences", "Sequences of the current batch", stats.running),
+            ("cache_pages_used", "Pages of the key/value cache in use", stats.pages_used),
+            ("cache_pages", "Pages of the key/value cache", stats.pages_total),
+            ("cache_use_ratio", "Used share of the key/value cache", use),
+            ("model_step", "Training step of the served model", self._model_step()),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(f"petatron_{name}", help_text, value)
         for name, help_text in (
             ("prompt_tokens", "Tokens of prompts"),
             ("computed_prompt_tokens", "Tokens of prompts that steps computed"),

@@ -95,6 +95,16 @@ class StructuredOutputs(BaseModel):
             raise ValueError(f"is not supported. {REFUSED['structural_tag'].reason}")
 
 
+class PromptFields(OpenAIRequest):
+    """What decides the tokens of a prompt besides its text, whose answer they name (`request_id`)."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: TruncationSide | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
+    request_id: RequestId | None = None
+
+
 class ConstraintFields(OpenAIRequest):
     """The form that the answer must have, under the names of OpenAI, vLLM (two generations), SGLang and llama.cpp."""
 
@@ -112,7 +122,7 @@ class ConstraintFields(OpenAIRequest):
     grammar: Grammar | None = None
 
 
-class SamplingFields(ConstraintFields):
+class SamplingFields(ConstraintFields, PromptFields):
     """What completions and chat share: OpenAI's fields, then those of vLLM, some of which SGLang names otherwise."""
 
     n: Annotated[int, Field(ge=1)] | None = None
@@ -146,15 +156,10 @@ class SamplingFields(ConstraintFields):
     best_of: Annotated[int, Field(ge=1)] | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    truncation_side: TruncationSide | None = None
-    add_special_tokens: bool | None = None
-    cache_salt: Salt | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
-    request_id: RequestId | None = None
 
     @property
     def keeps_stop(self) -> bool:
@@ -247,14 +252,9 @@ class ChatCompletionRequest(SamplingFields, ChatPromptFields):
     separate_reasoning: bool | None = True
 
 
-class PoolingFields(OpenAIRequest):
+class PoolingFields(PromptFields):
     """What embeddings, rerank and score share; `pooling` is ours, mean by default."""
 
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    truncation_side: TruncationSide | None = None
-    add_special_tokens: bool | None = None
-    cache_salt: Salt | None = None
-    request_id: RequestId | None = None
     pooling: Literal["mean", "last"] | None = None
 
 

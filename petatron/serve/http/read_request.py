@@ -20,10 +20,10 @@ async def read_request(
     request: Request, body: type[OpenAIBody], *, others: Mapping[str, FieldRule] | None = None
 ) -> OpenAIBody:
     """Returns the body; raises `ApiError` for refused fields, and notes unknown ones for `naming_ignored_fields`."""
-    found = await read_body(request, body)
-    request.state.ignored_fields = check_extra_fields(found.model_extra or {}, others=others)
-    ignore_fields(request, nested_unknown_fields(found))
-    return found
+    content = await read_body(request, body)
+    request.state.ignored_fields = check_extra_fields(content.model_extra or {}, others=others)
+    ignore_fields(request, nested_unknown_fields(content))
+    return content
 
 
 def ignore_fields(request: Request, names: Iterable[str]) -> None:

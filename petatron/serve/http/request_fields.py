@@ -25,7 +25,6 @@ _STATELESS = "The server keeps nothing of a request."
 _CACHE_HERE = "The key/value cache stays in this server."
 _ROUTING = "The experts that tokens were routed to are not reported."
 _BUDGET = "Use max_tokens for all that the model writes."
-_HERE = "Read only by another server's scheduler or log."
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,50 +124,25 @@ REFUSED: Mapping[str, FieldRule] = {
 
 NO_EFFECT: Mapping[str, FieldRule] = {
     name: FieldRule("none", reason)
-    for reason, names in (
-        (
-            "Kept for whoever sends it; nothing of a request is stored.",
-            ("user", "metadata", "store", "safety_identifier"),
+    for reason, names in {
+        "Kept for whoever sends it; nothing of a request is stored.": "user metadata store safety_identifier",
+        "Changes how fast an answer comes at most, not the answer.": (
+            "prediction service_tier prompt_cache_key prompt_cache_options prompt_cache_retention cache_prompt id_slot n_cache_reuse "
+            "stream_interval"
         ),
-        (
-            "Changes how fast an answer comes at most, not the answer.",
-            (
-                *("prediction", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-                *("cache_prompt", "id_slot", "n_cache_reuse", "stream_interval"),
-            ),
+        "Read only by another server's scheduler or log.": (
+            "rid extra_key data_parallel_rank bootstrap_host bootstrap_port bootstrap_room session_id custom_labels ngram_corpus_id "
+            "routed_dp_rank disagg_prefill_dp_rank"
         ),
-        (
-            _HERE,
-            (
-                *("rid", "extra_key", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
-                *("session_id", "custom_labels", "ngram_corpus_id", "routed_dp_rank", "disagg_prefill_dp_rank"),
-            ),
+        "Has an effect on routes of vLLM alone that render a prompt and generate nothing.": "return_token_offsets return_mm_kwargs",
+        "Adds to an answer what no client of this server reads.": "timings_per_token return_progress verbose",
+        "Has an effect on slow tokenizers of transformers alone, which are not used here.": "spaces_between_special_tokens",
+        "Has an effect beside a sampler that is refused alone.": (
+            "mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
+            "xtc_threshold repeat_last_n min_keep adaptive_decay"
         ),
-        (
-            "Has an effect on routes of vLLM alone that render a prompt and generate nothing.",
-            ("return_token_offsets", "return_mm_kwargs"),
-        ),
-        ("Adds to an answer what no client of this server reads.", ("timings_per_token", "return_progress", "verbose")),
-        (
-            "Has an effect on slow tokenizers of transformers alone, which are not used here.",
-            ("spaces_between_special_tokens",),
-        ),
-        (
-            "Has an effect beside a sampler that is refused alone.",
-            (
-                *(
-                    "mirostat_tau",
-                    "mirostat_eta",
-                    "dynatemp_exponent",
-                    "dry_base",
-                    "dry_allowed_length",
-                    "dry_penalty_last_n",
-                ),
-                *("dry_sequence_breakers", "xtc_threshold", "repeat_last_n", "min_keep", "adaptive_decay"),
-            ),
-        ),
-    )
-    for name in names
+    }.items()
+    for name in names.split()
 }
 
 

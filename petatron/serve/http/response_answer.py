@@ -64,63 +64,42 @@ class ResponseAnswer:
             "truncation": "disabled",
         }
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
+    def as_json(self, completion: Completion) -> dict[str, Any]:
         self._add(completion.text, final=True, logprobs=completion.logprobs)
         return self._response(completion)
 
     def stream(self, state: ServerState, generation: Generation, inbox: Inbox) -> TokenStream:
-        begin = [
-            self._event(kind, response=self._response(None)) for kind in ("response.created", "response.in_progress")
-        ]
+        kinds = ("response.created", "response.in_progress")
+        begin = [self._event(kind, response=self._response(None)) for kind in kinds]
         return TokenStream(
-            state,
-            [generation],
-            inbox,
-            begin=begin,
-            text=None,
-            chunk=self._chunk,
-            end=lambda completions: self._end(completions[0]),
-            named=True,
+            state, [generation], inbox, begin=begin, text=None, chunk=self._chunk, end=self._end, named=True
         )
 
     def _chunk(self, generation: Generation, event: TokenEvent) -> list[_Event]:
         logprobs = [] if event.logprob is None else [event.logprob]
         return self._add(event.text, final=event.finish_reason is not None, logprobs=logprobs)
 
-    def _end(self, completion: Completion) -> list[_Event]:
-        kind = "response.incomplete" if completion.finish_reason == "length" else "response.completed"
-        return [self._event(kind, response=self._response(completion))]
+    def _end(self, completions: list[Completion]) -> list[_Event]:
+        kind = "response.incomplete" if completions[0].finish_reason == "length" else "response.completed"
+        return [self._event(kind, response=self._response(completions[0]))]
 
     def _response(self, completion: Completion | None) -> dict[str, Any]:
         """None: it has just begun."""
+        response: dict[str, Any] = {**self._head, "status": "in_progress", "error": None, "incomplete_details": None}
         if completion is None:
-            return {
-                **self._head,
-                "status": "in_progress",
-                "output": [],
-                "error": None,
-                "incomplete_details": None,
-                "usage": None,
-            }
+            return response | {"output": [], "usage": None}
         cut = completion.finish_reason == "length"
-        new = len(completion.ids)
+        response |= {"status": "incomplete"} if cut else {"status": "completed"}
+        response |= {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+        reasoning = reasoning_tokens_of(completion, self._splitter, self._model.texts)
         usage = {
             "input_tokens": self._num_prompt,
             "input_tokens_details": {"cached_tokens": completion.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": new,
-            "output_tokens_details": {
-                "reasoning_tokens": reasoning_tokens_of(completion, self._splitter, self._model.texts)
-            },
-            "total_tokens": self._num_prompt + new,
+            "output_tokens": len(completion.ids),
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": self._num_prompt + len(completion.ids),
         }
-        return {
-            **self._head,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "error": None,
-            "output": self._items,
-            "usage": usage,
-        }
+        return response | {"output": self._items, "usage": usage}
 
     def _add(self, text: str, *, final: bool, logprobs: Sequence[TokenLogprob] = ()) -> list[_Event]:
         """Takes new text of the answer, and returns the events of it."""
@@ -159,17 +138,17 @@ class ResponseAnswer:
         events: list[_Event] = []
         if not self._is_open or self._items[-1]["type"] != kind:
             events += [*self._close(), *self._open(kind)]
-        item = self._items[-1]
-        part = item["content"][0]
+        part, place = self._last_part()
         part["text"] += text
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        name, listed = ("reasoning", {}) if kind == "reasoning" else ("output", {"logprobs": logprobs})
         if kind == "message":
             part["logprobs"] += logprobs
-        if not text:
-            return events
-        if kind == "reasoning":
-            return [*events, self._event("response.reasoning_text.delta", **place, delta=text)]
-        return [*events, self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)]
+        return [*events, self._event(f"response.{name}_text.delta", **place, delta=text, **listed)] if text else events
+
+    def _last_part(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the content of the last item, and where it is."""
+        item = self._items[-1]
+        return item["content"][0], {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
     def _open(self, kind: str) -> list[_Event]:
         if kind == "reasoning":
@@ -181,7 +160,7 @@ class ResponseAnswer:
         item["status"] = "in_progress"
         self._items.append(item)
         self._is_open = True
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        _, place = self._last_part()
         return [
             self._event("response.output_item.added", output_index=place["output_index"], item={**item, "content": []}),
             self._event("response.content_part.added", **place, part=dict(part)),
@@ -193,34 +172,26 @@ class ResponseAnswer:
         self._is_open = False
         item = self._items[-1]
         item["status"] = "completed"
-        part = item["content"][0]
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
-        if item["type"] == "reasoning":
-            done = self._event("response.reasoning_text.done", **place, text=part["text"])
-        else:
-            done = self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+        part, place = self._last_part()
+        name = "reasoning" if item["type"] == "reasoning" else "output"
+        text = {name: part[name] for name in ("text", "logprobs") if name in part}
         return [
-            done,
+            self._event(f"response.{name}_text.done", **place, **text),
             self._event("response.content_part.done", **place, part=dict(part)),
             self._event("response.output_item.done", output_index=place["output_index"], item=item),
         ]
 
     def _call(self, call: ToolCall) -> list[_Event]:
-        item = {
-            "id": f"fc_{secrets.token_hex(12)}",
-            "type": "function_call",
-            "call_id": f"call_{secrets.token_hex(12)}",
-        }
-        item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
+        number, index = secrets.token_hex(12), len(self._items)
+        item = {"id": f"fc_{number}", "type": "function_call", "call_id": f"call_{secrets.token_hex(12)}"}
+        item |= {**call._asdict(), "status": "completed"}
         self._items.append(item)
-        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        index = place["output_index"]
+        place = {"item_id": item["id"], "output_index": index}
         begun = {**item, "arguments": "", "status": "in_progress"}
-        arguments = {"arguments": call.arguments, "name": call.name}
         return [
             self._event("response.output_item.added", output_index=index, item=begun),
             self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
-            self._event("response.function_call_arguments.done", **place, **arguments),
+            self._event("response.function_call_arguments.done", **place, **call._asdict()),
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 

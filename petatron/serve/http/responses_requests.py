@@ -68,17 +68,11 @@ class ResponsesRequest(OpenAIRequest):
     metadata: dict[str, Any] | None = None
 
 
-_OWN = {
+_NAMED_HERE = {
     *ResponsesRequest.model_fields,
-    "n",
-    "messages",
-    "max_tokens",
-    "max_completion_tokens",
-    "functions",
-    "function_call",
-    "logprobs",
+    *"n messages max_tokens max_completion_tokens functions function_call logprobs".split(),
 }
-_SHARED = tuple(name for name in ChatCompletionRequest.model_fields if name not in _OWN)
+_SHARED = tuple(name for name in ChatCompletionRequest.model_fields if name not in _NAMED_HERE)
 """Fields of chats that this route takes under the same name."""
 
 
@@ -92,7 +86,7 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatCompletionRequest, dict[str, An
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "tools": None if body.tools is None else [_tool(one) for one in body.tools],
+        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "stream": body.stream,
@@ -190,8 +184,7 @@ def _text(content: Any, number: int) -> str:
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ApiError(
-                400, f"input.{number}: a part of type {str(kind)[:40]} is not supported: text alone is.", param="input"
-            )
+            text = f"input.{number}: a part of type {str(kind)[:40]} is not supported: text alone is."
+            raise ApiError(400, text, param="input")
         texts.append(part["text"])
     return "".join(texts)

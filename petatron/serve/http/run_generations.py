@@ -16,9 +16,8 @@ from starlette.types import Receive, Scope, Send
 from petatron.base.log import get_logger
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.generation import Generation, Inbox
-from petatron.serve.http.api_error import to_api_error
+from petatron.serve.http.api_error import ApiError, to_api_error
 from petatron.serve.http.json_answer import large_answer
-from petatron.serve.http.request_cost import check_cost, reported_logprobs
 from petatron.serve.http.server_state import ServerState
 
 DEADLINE = "petatron.deadline_s"
@@ -32,8 +31,18 @@ _log = get_logger(__name__)
 
 
 def _prepare(request: Request, state: ServerState, generations: Sequence[Generation]) -> None:
-    """Refuses what costs too much, and names the key: its share is counted, and prompts of other keys or salts are kept apart."""
-    check_cost(generations, state.options.limits)
+    """Refuses what costs too much, and names the key: its share is counted, and prompts of other keys or salts are kept apart.
+
+    Log-probabilities pass through everybody's steps and streams. A few thousand bytes may ask for a hundred alternatives of every token of
+    hundreds of prompts: gigabytes to compute, to carry and to write.
+    """
+    asked, most = reported_logprobs(generations), state.options.limits.max_logprobs
+    if asked > most:
+        text = (
+            f"The request asks for {asked} log-probabilities (tokens x alternatives x sequences), more than the "
+            f"{most} that this server reports to one. Ask for fewer alternatives or tokens, or in several requests."
+        )
+        raise ApiError(400, text, param="logprobs", code="too_costly")
     key = request.scope.get(KEY_NAME) or ""
     group = "" if state.options.share_prefixes else key
     for generation in generations:
@@ -41,6 +50,18 @@ def _prepare(request: Request, state: ServerState, generations: Sequence[Generat
         if key or salt:
             prefix_group = f"{group}\n{salt}" if salt else group
             generation.params = replace(generation.params, owner=key, prefix_group=prefix_group)
+
+
+def reported_logprobs(generations: Sequence[Generation]) -> int:
+    """Returns how many log-probabilities the answers have at most."""
+    total = 0
+    for generation in generations:
+        params = generation.params
+        if params.logprobs is not None:
+            total += params.max_new_tokens * (1 + params.logprobs)
+        if params.prompt_logprobs is not None:
+            total += len(generation.prompt_ids) * (1 + params.prompt_logprobs)
+    return total
 
 
 class ClientLeft(Exception):
@@ -76,8 +97,8 @@ async def complete(request: Request, state: ServerState, generations: Sequence[G
                         raise ClientLeft
                 finally:
                     waiting.cancel()
-                failed = [one for one in futures if one.done() and one.exception() is not None]
-                return [one.result() for one in failed or futures]
+                failed = [future for future in futures if future.done() and future.exception() is not None]
+                return [future.result() for future in failed or futures]
     finally:
         left.cancel()
 
@@ -176,7 +197,7 @@ class TokenStream(Response):
         while True:
             events = joined_texts(ready) if self._joins else list(ready)
             unfinished -= sum(event.finish_reason is not None for _, event in events)
-            await _send_body(send, before + "".join([self._event(*one) for one in events]))
+            await _send_body(send, before + "".join([self._event(*item) for item in events]))
             before = ""
             if not unfinished:
                 return
@@ -230,13 +251,10 @@ def joined_texts(ready: Sequence[tuple[Generation, TokenEvent]]) -> list[tuple[G
         else:
             places.pop(generation, None)
         groups.append((generation, [event]))
-    return [(generation, _joined(events)) for generation, events in groups]
-
-
-def _joined(events: list[TokenEvent]) -> TokenEvent:
-    """Returns the last event with the text of all."""
-    last = events[-1]
-    return last if len(events) == 1 else last._replace(text="".join([event.text for event in events]))
+    return [
+        (generation, last if not before else last._replace(text="".join([event.text for event in (*before, last)])))
+        for generation, (*before, last) in groups
+    ]
 
 
 def _event(content: dict[str, Any]) -> str:

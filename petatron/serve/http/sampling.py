@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from petatron.base.errors import DataError
 from petatron.infer.sampling_params import MAX_SEED, SamplingParams
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.constraints import request_constraint
-from petatron.serve.http.openai_requests import SamplingFields
+from petatron.serve.http.openai_requests import PromptFields, SamplingFields
 from petatron.serve.model_card import ModelCard
 from petatron.serve.reasoning import REASONING_TAGS
 from petatron.serve.serve_options import ServeLimits
@@ -34,34 +33,34 @@ class EncodedPrompt:
 
 async def encode_prompts(
     given: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    body: PromptFields,
     model: ModelCard,
     limits: ServeLimits,
     *,
     param: str,
-    truncate: int | None = None,
-    side: str | None = None,
-    add_prefix: bool = True,
+    add_prefix: bool | None = None,
 ) -> list[EncodedPrompt]:
-    """Returns one or several prompts of text or of token ids. truncate, side: as in `truncated`.
+    """Returns one or several prompts of text or of token ids, truncated as the body says.
 
-    add_prefix: a text begins with the ids that the tokenizer puts before one.
+    add_prefix: a text begins with the ids that the tokenizer puts before one; by default as the body says.
     """
+    truncate = body.truncate_prompt_tokens
+    add_prefix = body.add_special_tokens is not False if add_prefix is None else add_prefix
     many = not isinstance(given, str) and not isinstance(given[0], int)
     prompts: Sequence[str | Sequence[int]] = given if many else [given]  # type: ignore[assignment]
     if len(prompts) > limits.max_batch:
-        raise ApiError(
-            400, f"{len(prompts)} prompts are more than the {limits.max_batch} that one request may have.", param=param
-        )
-    found = []
+        text = f"{len(prompts)} prompts are more than the {limits.max_batch} that one request may have."
+        raise ApiError(400, text, param=param)
+    encoded = []
     for prompt in prompts:
         if isinstance(prompt, str) and truncate is None:
             check_text(prompt, model, limits, param=param)
         before = model.prefix_ids if add_prefix else ()
         ids = [*before, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
-        ids = truncated(ids, truncate, model, side=side)
+        ids = truncated(ids, body, model)
         check_prompt(ids, model, limits, param=param)
-        found.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None))
-    return found
+        encoded.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None))
+    return encoded
 
 
 async def encode_text(text: str, model: ModelCard) -> list[int]:
@@ -70,12 +69,13 @@ async def encode_text(text: str, model: ModelCard) -> list[int]:
     return model.encode(text)
 
 
-def truncated(ids: Sequence[int], count: int | None, model: ModelCard, *, side: str | None = None) -> Sequence[int]:
-    """Returns the last `count` ids: all with None, and what the model takes with -1. side: right keeps the first ones."""
+def truncated(ids: Sequence[int], body: PromptFields, model: ModelCard) -> Sequence[int]:
+    """Returns the last ids that truncate_prompt_tokens asks for: all with None, and what the model takes with -1."""
+    count = body.truncate_prompt_tokens
     if count is None:
         return ids
     count = model.max_prompt_tokens if count < 0 else count
-    if side == "right":
+    if body.truncation_side == "right":
         return ids[:count]
     return ids[len(ids) - min(count, len(ids)) :]
 
@@ -85,29 +85,27 @@ def check_text(text: str, model: ModelCard, limits: ServeLimits, *, param: str) 
     if model.max_token_bytes is None:
         return
     least = -(-len(text.encode(errors="replace")) // model.max_token_bytes)
-    if least > _most_prompt_tokens(model, limits):
-        count = least if model.max_token_bytes == 1 else f"at least {least}"
-        _refuse_length(count, model, limits, param=param)
+    shown = least if model.max_token_bytes == 1 else f"at least {least}"
+    _check_length(least, shown, model, limits, param=param)
 
 
-def _most_prompt_tokens(model: ModelCard, limits: ServeLimits) -> int:
-    return min(model.max_prompt_tokens, limits.max_prompt_tokens or model.max_prompt_tokens)
-
-
-def _refuse_length(count: int | str, model: ModelCard, limits: ServeLimits, *, param: str) -> NoReturn:
-    most = _most_prompt_tokens(model, limits)
-    text = f"The prompt has {count} tokens, and this server takes {most}. Shorten the prompt."
-    raise ApiError(400, text, param=param, code="context_length_exceeded")
+def _check_length(count: int, shown: int | str, model: ModelCard, limits: ServeLimits, *, param: str) -> None:
+    most = min(model.max_prompt_tokens, limits.max_prompt_tokens or model.max_prompt_tokens)
+    if count > most:
+        text = f"The prompt has {shown} tokens, and this server takes {most}. Shorten the prompt."
+        raise ApiError(400, text, param=param, code="context_length_exceeded")
 
 
 def check_prompt(ids: Sequence[int], model: ModelCard, limits: ServeLimits, *, param: str) -> None:
     if not ids:
-        raise ApiError(
-            400, "The prompt is empty, and there is nothing to continue. Send at least one token.", param=param
-        )
-    if len(ids) > _most_prompt_tokens(model, limits):
-        _refuse_length(len(ids), model, limits, param=param)
-    if max(ids) >= model.vocab_size:
+        text = "The prompt is empty, and there is nothing to continue. Send at least one token."
+        raise ApiError(400, text, param=param)
+    _check_length(len(ids), len(ids), model, limits, param=param)
+    check_ids(ids, model, param=param)
+
+
+def check_ids(ids: Collection[int], model: ModelCard, *, param: str) -> None:
+    if ids and max(ids) >= model.vocab_size:
         raise ApiError(400, f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids.", param=param)
 
 
@@ -153,11 +151,12 @@ def sampling_params(
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     extra_ids, allowed = body.stop_token_ids or [], body.allowed_token_ids
     for param, ids in (("logit_bias", bias), ("stop_token_ids", extra_ids), ("allowed_token_ids", allowed)):
-        if ids and max(ids) >= model.vocab_size:
-            text = f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size} ids."
-            raise ApiError(400, text, param=param)
+        check_ids(ids or (), model, param=param)
     if stops and model.tokenizer is None:
         raise DataError("The served model has no tokenizer, so it cannot stop at a text. Use stop_token_ids.")
+    # At the beginning of a text and after a space, where most vocabularies have other tokens for a word.
+    bad_words = [text for word in body.bad_words or [] for text in (word.lstrip() or word, " " + word.lstrip())]
+    bad_words_ids = tuple(dict.fromkeys(ids for text in bad_words if (ids := tuple(model.encode(text)))))
     defaults = model.sampling_defaults
     top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
@@ -172,7 +171,7 @@ def sampling_params(
         frequency_penalty=_first(body.frequency_penalty, 0.0),
         logit_bias=bias,
         allowed_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
-        bad_words_ids=_bad_words_ids(body.bad_words or [], model),
+        bad_words_ids=bad_words_ids,
         seed=secrets.randbits(63) if body.seed is None else body.seed & MAX_SEED,
         stop_ids=tuple(sorted({*(() if body.ignore_eos else model.stop_ids), *extra_ids})),
         stop_strings=tuple(dict.fromkeys(stops)),
@@ -183,12 +182,6 @@ def sampling_params(
         prefix_group=body.cache_salt or "",
         constraint=request_constraint(body),
     )
-
-
-def _bad_words_ids(words: Sequence[str], model: ModelCard) -> tuple[tuple[int, ...], ...]:
-    """Returns the ids of words, at the beginning of a text and after a space, where most vocabularies have other tokens for them."""
-    texts = [text for word in words for text in (word.lstrip() or word, " " + word.lstrip())]
-    return tuple(dict.fromkeys(ids for text in texts if (ids := tuple(model.encode(text)))))
 
 
 def _hidden_ids(model: ModelCard, stops: Sequence[str]) -> tuple[int, ...]:
@@ -212,10 +205,8 @@ def samples(
         seen[tuple(ids)] += n
         room = min(params.max_new_tokens, model.max_length - len(ids))
         for number in range(before, before + n):
-            yield (
-                ids,
-                replace(params, sample=number, max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room)),
-            )
+            least = min(params.min_new_tokens, room)
+            yield ids, replace(params, sample=number, max_new_tokens=room, min_new_tokens=least)
 
 
 def stable_temperature(asked: float) -> float:

@@ -31,19 +31,17 @@ class ServerState:
 
     async def check_constraints(self, generations: Sequence[Generation]) -> None:
         """Raises `DataError` for a constraint that cannot be compiled within limits: before the engine sees it."""
-        for constraint, owner in {(one.params.constraint, one.params.owner) for one in generations}:
+        for constraint, owner in {
+            (generation.params.constraint, generation.params.owner) for generation in generations
+        }:
             if constraint is not None:
                 await self.isolation.check_constraint(constraint, owner=owner)
 
     def check_model(self, name: str | None) -> ModelCard:
         """Returns the served model; raises 404 for the name of another."""
         if name not in (None, "", self.model.name):
-            raise ApiError(
-                404,
-                f"This server serves {self.model.name!r} and no other model.",
-                param="model",
-                code="model_not_found",
-            )
+            text = f"This server serves {self.model.name!r} and no other model."
+            raise ApiError(404, text, param="model", code="model_not_found")
         return self.model
 
 

@@ -16,10 +16,10 @@ def usage(
     prompt_tokens: int, completions: Sequence[Completion], *, n: int = 1, reasoning_tokens: int | None = None
 ) -> dict[str, Any]:
     """n: answers to each prompt, which counts once. reasoning_tokens: of all answers; None: the route tells none apart."""
-    new = sum(len(one.ids) for one in completions)
+    new = sum(len(completion.ids) for completion in completions)
     prompts = (completions[begin : begin + n] for begin in range(0, len(completions), n))
     # The first answer computes what is not cached, and the others find its prompt in the cache.
-    cached = sum(min(one.cached_tokens for one in answers) for answers in prompts)
+    cached = sum(min(completion.cached_tokens for completion in answers) for answers in prompts)
     counts = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new,

@@ -41,8 +41,8 @@ class SentTokenizer:
         file = tokenizer.files().get("tokenizer.json")
         texts = [] if file is not None else [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
         text = None if file is None else file.decode()
-        facts = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
-        return {**facts, "tokenizer_json": text, "texts": texts}
+        properties = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
+        return {**properties, "tokenizer_json": text, "texts": texts}
 
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError("a vocabulary is read token by token")
@@ -69,7 +69,9 @@ class LimitedJobs:
         """Compiles a grammar and computes its first mask, as an engine will; `DataError` if it cannot be."""
         if self._tokenizer is None:
             raise DataError("A constraint on the text needs a tokenizer, and the model has none.")
-        matcher = compile_grammar(Constraint(kind=kind, grammar=grammar), self._known_vocabulary)  # type: ignore[arg-type]
+        if self._vocabulary is None:
+            self._vocabulary = build_vocabulary(self._tokenizer)
+        matcher = compile_grammar(Constraint(kind=kind, grammar=grammar), lambda: self._vocabulary)  # type: ignore[arg-type]
         if not matcher.is_stopped():
             matcher.compute_logit_bias()
 
@@ -83,12 +85,6 @@ class LimitedJobs:
         if len(text) > MAX_RENDERED_CHARS:
             raise DataError(f"The model's chat template makes a text of more than {MAX_RENDERED_CHARS:,} characters.")
         return text
-
-    def _known_vocabulary(self) -> Any:
-        if self._vocabulary is None:
-            assert self._tokenizer is not None
-            self._vocabulary = build_vocabulary(self._tokenizer)
-        return self._vocabulary
 
 
 def limit_memory(growth_bytes: int) -> None:

@@ -15,10 +15,9 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from petatron.base.errors import DataError
@@ -145,6 +144,11 @@ class LimitedPool:
         """A caller who leaves before its turn has come costs nothing."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
+
+        def end_turn() -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._end_turn, owner)
+
         self._turns.append((owner, turn))
         self._give_turns()
         try:
@@ -155,17 +159,17 @@ class LimitedPool:
             raise
         running = self._threads.submit(self._run, job, arguments)
         # Not when this caller leaves: the job goes on without it.
-        running.add_done_callback(lambda _: _call_loop(loop, partial(self._end_turn, owner)))
+        running.add_done_callback(lambda _: end_turn())
         return await asyncio.wrap_future(running)
 
     def _give_turns(self) -> None:
         self._turns = [(owner, turn) for owner, turn in self._turns if not turn.done()]
         while self._running.total() < len(self._all):
             most = max(1, len(self._all) - 1)
-            allowed = [one for one in self._turns if not one[0] or self._running[one[0]] < most]
+            allowed = [entry for entry in self._turns if not entry[0] or self._running[entry[0]] < most]
             if not allowed:
                 return
-            owner, turn = chosen = min(allowed, key=lambda one: self._running[one[0]])
+            owner, turn = chosen = min(allowed, key=lambda entry: self._running[entry[0]])
             self._turns.remove(chosen)
             self._running[owner] += 1
             turn.set_result(None)
@@ -193,11 +197,6 @@ class LimitedPool:
                 self._free.append(process)
             if self._closed:
                 process.close()
-
-
-def _call_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(call)
 
 
 class Isolation:

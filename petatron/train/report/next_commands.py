@@ -1,7 +1,6 @@
 """What to do after a run: commands with the run's own paths.
 
-A subcommand that is added to the command line gets its line in `next_commands`; those of subcommands that this installation does not have
-are left out.
+A subcommand that is added to the command line gets its line in `next_commands`; those that this installation does not have are left out.
 """
 
 from __future__ import annotations

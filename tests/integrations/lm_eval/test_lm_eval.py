@@ -29,6 +29,7 @@ from petatron.integrations.lm_eval.lm_eval_model import PetatronLM
 from petatron.mesh.mesh import ParallelMesh
 from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.model_card import ModelCard
+from petatron.serve.open_engine import model_settings
 from tests.integrations.lm_eval.bos_tokenizer import BOS, bos_tokenizer
 from tests.serve.live_server import LiveServer, live_server
 
@@ -88,7 +89,9 @@ def model(folder: Path) -> PetatronLM:
 
 
 def serve(folder: Path) -> Any:
-    engine = CheckpointEngine(folder, options=EngineOptions(num_pages=64, page_size=16, max_sequences=8))
+    engine = CheckpointEngine(
+        model_settings(folder, options=EngineOptions(num_pages=64, page_size=16, max_sequences=8))
+    )
     return live_server(engine, card=ModelCard.of_engine(engine, name="tiny", created_s=1, stop_ids=engine.stop_ids))
 
 

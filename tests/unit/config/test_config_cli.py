@@ -31,8 +31,8 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]):
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    for verb in ("quickstart", "train", "data", "verify", "bench", "config", "doctor"):
-        assert f"  {verb} " in out
+    for subcommand in ("quickstart", "train", "data", "verify", "bench", "config", "doctor"):
+        assert f"  {subcommand} " in out
     assert run(capsys)[0] == 2
 
 
@@ -40,11 +40,13 @@ def test_version(capsys: pytest.CaptureFixture[str]):
     assert run(capsys, "--version") == (0, f"petatron {__version__}\n", "")
 
 
-@pytest.mark.parametrize(("verb", "hint"), [("trian", "Did you mean train?"), ("zzz", "Verbs: quickstart,")])
-def test_unknown_verb(capsys: pytest.CaptureFixture[str], verb: str, hint: str):
-    code, _, err = run(capsys, verb)
+@pytest.mark.parametrize(
+    ("subcommand", "hint"), [("trian", "Did you mean train?"), ("zzz", "Subcommands: quickstart,")]
+)
+def test_unknown_subcommand(capsys: pytest.CaptureFixture[str], subcommand: str, hint: str):
+    code, _, err = run(capsys, subcommand)
     assert code == 2
-    assert f"'{verb}' is not a verb. {hint}" in err
+    assert f"'{subcommand}' is not a subcommand. {hint}" in err
 
 
 @pytest.mark.parametrize(

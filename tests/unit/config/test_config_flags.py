@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.cli.main import VERBS
+from petatron.cli.main import SUBCOMMANDS
 from petatron.config.flags import foreign_names, megatron_flags
 from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature
 from petatron.config.flags.parse import known_flags, parse_flags
@@ -231,7 +231,7 @@ def test_what_is_absent_is_named_in_a_file_too(tmp_path: Path):
 def test_alternatives_name_flags_and_commands_that_exist():
     for feature, text in ALTERNATIVES.items():
         assert set(foreign_names.suggested_flags(text)) <= {*known_flags(), "--to"}, feature
-        assert {words.split()[0] for words in re.findall(r"`petatron ([^`]+)`", text)} <= set(VERBS), feature
+        assert {words.split()[0] for words in re.findall(r"`petatron ([^`]+)`", text)} <= set(SUBCOMMANDS), feature
     for flag in [*known_flags(), *foreign_names.SUGGESTIONS]:
         assert absent_feature(flag) is None, flag
 
@@ -347,3 +347,39 @@ def test_any_command_line_becomes_values_and_problems_one_can_read(argv: list[st
     parsed = parse_flags(argv)
     assert {setting.path for setting in parsed.settings} <= {info.path for info in all_fields()}
     assert all(problem.rule and problem.fix for problem in parsed.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "--freeze layers.0.* tiny-llama",
+            "--freeze tiny-llama names a model, and --freeze takes every word up to the next flag. Name the model first: `petatron train tiny-llama --freeze 'layers.0.*'`.",
+        ),
+        (
+            "--import f.py tiny-llama --lr 1",
+            "--import tiny-llama names a model, and --import takes every word up to the next flag. Name the model first: `petatron train tiny-llama --import f.py`.",
+        ),
+        (
+            "--train-data-path=a mine.yaml",
+            "--train-data-path mine.yaml names a model, and --train-data-path takes every word up to the next flag. Name the model first: `petatron train mine.yaml --train-data-path=a`.",
+        ),
+    ],
+)
+def test_a_model_behind_a_flag_with_several_values_is_named(text: str, told: str):
+    parsed = parse_flags(text.split(), presets=("tiny-llama",))
+    assert [str(problem) for problem in parsed.problems] == [told]
+    assert not any("tiny-llama" in str(setting.value) for setting in parsed.settings)
+    assert "--num-layers" in parsed.doubtful_flags, "what the model would have set is not reported as missing"
+
+
+def test_words_of_a_flag_with_several_values_are_no_model_where_another_source_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert parse_flags("--preset gpt2-124m --freeze a tiny-llama".split(), presets=("tiny-llama",)).problems == []
+    assert parse_flags("--freeze a tiny-llama".split()).problems == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-llama.idx").touch()
+    assert parse_flags("--train-data-path a tiny-llama".split(), presets=("tiny-llama",)).problems == [], (
+        "it is a dataset here"
+    )

@@ -279,6 +279,11 @@ def server(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield running
 
 
+def test_a_dataset_behind_a_flag_with_several_values_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "fetch", "--splits", "train", "wikitext2", "--output", "x"]) == 2
+    assert "Name the dataset first: `petatron data fetch wikitext2 --splits train`." in capsys.readouterr().err
+
+
 def test_hub_downloads_are_cached_and_pinned(server: StandInHub, tmp_path: Path) -> None:
     fetch(stories(server.url, tmp_path / "out", max_documents=2))
     assert server.downloads == ["data/train-0.parquet"]

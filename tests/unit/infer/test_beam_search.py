@@ -103,8 +103,7 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def hf_engine(hf_model: tuple[object, Path]) -> Engine:
-    settings = model_settings(hf_model[1], [])
-    return open_engine(settings, [], options=OPTIONS, dtype="fp32").engine
+    return open_engine(model_settings(hf_model[1], options=OPTIONS), dtype="fp32").engine
 
 
 @pytest.mark.parametrize("early_stopping", [False, True])

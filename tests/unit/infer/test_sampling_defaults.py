@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from petatron.base.errors import CheckpointError
-from petatron.cli.generation.arguments import GenerationCommand, add_sampling_arguments, request_options
+from petatron.cli.generation.arguments import GenerationCommand, generation_parser, request_options
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_defaults import NO_DEFAULTS, read_sampling_defaults
 from petatron.pretrained.folder_kind import model_files
@@ -27,9 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def params(folder: Path, *words: str) -> Any:
-    parser = argparse.ArgumentParser()
-    add_sampling_arguments(parser)
-    options = parser.parse_args(words)
+    options = generation_parser("generate", "", "").parse_args([str(folder), *words])
     command = GenerationCommand(options, [], request_options(options), EngineOptions())
     settings = SimpleNamespace(stop_ids=(3,), sampling_defaults=lambda: read_sampling_defaults(folder))
     return command.with_model_defaults(cast(ModelSettings, settings)).params

@@ -376,9 +376,9 @@ raise CommunicationError(report("failed", 7), "timed out") from RuntimeError("/g
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("number", "verb"), [("SIGKILL", "failed"), ("SIGABRT", "gave up")])
+@pytest.mark.parametrize(("number", "outcome"), [("SIGKILL", "failed"), ("SIGABRT", "gave up")])
 def test_a_report_of_waiting_does_not_hide_how_a_rank_died(
-    capfd: pytest.CaptureFixture[str], number: str, verb: str
+    capfd: pytest.CaptureFixture[str], number: str, outcome: str
 ) -> None:
     """NCCL's watchdog aborts a rank that waits; whatever else kills one is the cause."""
     body = (
@@ -393,6 +393,6 @@ raise CommunicationError(report("failed", 7), "timed out") from RuntimeError("/g
     )
     code = run_ranks(child(body), nproc=2, grace_s=3)
     err = capfd.readouterr().err
-    assert f"Rank 1 of 2 {verb} first: it was ended by {number}" in err
+    assert f"Rank 1 of 2 {outcome} first: it was ended by {number}" in err
     assert ("\nwaited\n" in err) == (number == "SIGABRT")
     assert code == 128 + signal.Signals[number]

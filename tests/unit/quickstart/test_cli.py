@@ -164,10 +164,10 @@ def test_the_next_commands_are_commands(options: QuickstartOptions, tmp_path: Pa
     ],
 )
 def test_flags_that_make_no_sense(flags: list[str], message: str, tmp_path: Path) -> None:
-    from petatron.cli import quickstart as verb
+    from petatron.cli import quickstart as subcommand
 
     with pytest.raises(ConfigError, match=message):
-        verb.main([*flags, "--out", str(tmp_path / "never")])
+        subcommand.main([*flags, "--out", str(tmp_path / "never")])
     assert not (tmp_path / "never").exists()
 
 

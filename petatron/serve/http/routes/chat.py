@@ -9,25 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.answer_splitter import AnswerSplitter
-from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
+from petatron.serve.http.beams import check_beams
 from petatron.serve.http.chat_answer import ChatAnswer
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
 from petatron.serve.http.read_request import ignore_fields, read_request
-from petatron.serve.http.routes.completions import check_batch, check_samples, continuous_usage
-from petatron.serve.http.run_generations import answer_of, complete
+from petatron.serve.http.routes.completions import answer_request, check_batch, check_samples, continuous_usage
 from petatron.serve.http.sampling import (
     check_prompt,
     check_text,
     encode_text,
     new_tokens,
-    samples,
     sampling_params,
     truncated,
 )
@@ -53,45 +49,36 @@ class PreparedChat:
 async def post_chat_completion(request: Request) -> Response:
     state = state_of(request)
     body = await read_request(request, ChatCompletionRequest)
-    model, n = state.check_model(body.model), body.n or 1
-    check_batch(n, state)
+    model = state.check_model(body.model)
+    check_batch(body.n or 1, state)
     chat = await prepare_chat(body, state)
     ignore_fields(request, unread_template_values(body, model))
-    ids, params = chat.ids, chat.params
+    last = body.messages[-1]
     answer = ChatAnswer(
         body,
         model,
-        ids,
+        chat.ids,
         splitter=chat.splitter,
         prompt_text=chat.text,
-        echoed=_echoed(body),
+        echoed=message_text(last) or "" if body.echo and last.role == "assistant" else "",
         legacy=chat.tools.legacy,
         continuous_usage=continuous_usage(body),
     )
-    if body.use_beam_search:
-        beams = beam_params(body, params)
-        return JSONResponse(answer.whole(await complete_by_beams(request, state, [ids], beams, params)))
-    inbox: Inbox | None = Inbox() if body.stream else None
-    generations = [
-        Generation(prompt_ids, one, index=index, inbox=inbox)
-        for index, (prompt_ids, one) in enumerate(samples([ids], params, n, model))
-    ]
-    if inbox is not None:
-        return await answer.stream(state, generations, inbox).prepare(request)
-    completions = await complete(request, state, generations)
-    return await answer_of(generations, lambda: answer.whole(completions))
+    return await answer_request(request, body, answer, [chat.ids], chat.params)
 
 
 async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> PreparedChat:
     """Renders and encodes the messages, and reads how they are answered."""
-    _check(body)
+    check_samples(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs true.", param="top_logprobs")
     model, limits = state.model, state.options.limits
     tools = choose_tools(body, state.options.tool_format(model.chat_template.tool_source))
     prompt = await chat_prompt(body.messages, body, model, tools=tools.offered)
     if body.truncate_prompt_tokens is None:
         check_text(prompt, model, limits, param="messages")
     ids = await encode_chat(prompt, model, add_prefix=bool(body.add_special_tokens))
-    ids = truncated(ids, body.truncate_prompt_tokens, model, side=body.truncation_side)
+    ids = truncated(ids, body, model)
     check_prompt(ids, model, limits, param="messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = min(new_tokens(asked, model.max_length, [ids], model, limits), model.max_length - len(ids))
@@ -107,7 +94,10 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
     check_beams(body, constrained=params.constraint is not None)
     params = constrain_to_tools(params, tools, model)
     params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
-    return PreparedChat(prompt, ids, params, tools, splitter_of(tools, _reasoning(body, prompt, params, state)))
+    # A constraint is one of the content, from its first token on.
+    is_apart = body.separate_reasoning is not False and params.constraint is None
+    reasoning = reasoning_of(prompt, state) if is_apart else None
+    return PreparedChat(prompt, ids, params, tools, splitter_of(tools, reasoning))
 
 
 def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCard) -> SamplingParams:
@@ -126,19 +116,10 @@ def splitter_of(tools: ToolChoice, reasoning: ReasoningParser | None) -> Callabl
 
     def build() -> AnswerSplitter:
         parser = None if tools.form is None else ToolCallParser(tools.form, tools.names)
-        own = None if reasoning is None else ReasoningParser(reasoning.form, inside=reasoning.inside)
-        return AnswerSplitter(own, parser, max_calls=None if tools.parallel else 1)
+        reasoning_parser = None if reasoning is None else ReasoningParser(reasoning.form, inside=reasoning.inside)
+        return AnswerSplitter(reasoning_parser, parser, max_calls=None if tools.parallel else 1)
 
     return build
-
-
-def _reasoning(
-    body: ChatCompletionRequest, prompt: str, params: SamplingParams, state: ServerState
-) -> ReasoningParser | None:
-    """Returns how reasoning is told apart; None: all is content. A constraint is one of the content, from its first token on."""
-    if body.separate_reasoning is False or params.constraint is not None:
-        return None
-    return reasoning_of(prompt, state)
 
 
 def reasoning_of(prompt: str, state: ServerState) -> ReasoningParser | None:
@@ -148,17 +129,11 @@ def reasoning_of(prompt: str, state: ServerState) -> ReasoningParser | None:
     return None if form is None else ReasoningParser(form, inside=opens_reasoning(prompt, form))
 
 
-def _echoed(body: ChatCompletionRequest) -> str:
-    """Returns the last message, if it is asked for and of the role that answers."""
-    last = body.messages[-1]
-    return message_text(last) or "" if body.echo and last.role == "assistant" else ""
-
-
 async def chat_prompt(
     messages: Sequence[ChatMessage], body: ChatPromptFields, model: ModelCard, *, tools: Sequence[ChatTool]
 ) -> str:
     """Returns the text of the messages; where the last one is to be continued, it ends with it."""
-    given = [one.model_dump(exclude_unset=True) for one in tools] or None
+    given = [tool.model_dump(exclude_unset=True) for tool in tools] or None
     values = _template_values(body, model)
     if not body.continue_final_message:
         generate = body.add_generation_prompt is not False
@@ -171,8 +146,8 @@ async def chat_prompt(
     mark = f"\ue000{secrets.token_hex(8)}\ue001"
     marked = [*messages[:-1], last.model_copy(update={"content": (message_text(last) or "") + mark})]
     text = await render_messages(marked, model, tools=given, add_generation_prompt=False, values=values)
-    before, found, _ = text.rpartition(mark)
-    if not found:
+    before, mark_found, _ = text.rpartition(mark)
+    if not mark_found:
         why = (
             "The model's chat template does not write the content of the last message, so that it cannot be continued."
         )
@@ -222,7 +197,9 @@ async def encode_chat(text: str, model: ModelCard, *, add_prefix: bool = False) 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
     """Returns a message as templates read it. Its reasoning has two names, and a content that is absent would be written as None."""
-    extra, content = _readable_calls(message.model_extra or {}), message_text(message)
+    extra, content = message.model_extra or {}, message_text(message)
+    if isinstance(former := extra.get("tool_calls"), list):
+        extra = {**extra, "tool_calls": [_readable_call(call) for call in former]}
     reasoning = extra.get("reasoning_content") or extra.get("reasoning")
     named = {"reasoning_content": reasoning, "reasoning": reasoning} if isinstance(reasoning, str) else {}
     calls = extra.get("tool_calls") or extra.get("function_call")
@@ -235,15 +212,8 @@ def message_text(message: ChatMessage) -> str | None:
     return "".join(part.text for part in content) if isinstance(content, list) else content
 
 
-def _readable_calls(extra: dict[str, Any]) -> dict[str, Any]:
-    """Clients send the arguments of former calls as text; templates write them as objects."""
-    calls = extra.get("tool_calls")
-    if not isinstance(calls, list):
-        return extra
-    return {**extra, "tool_calls": [_readable_call(one) for one in calls]}
-
-
 def _readable_call(call: Any) -> Any:
+    """Clients send the arguments of former calls as text; templates write them as objects."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(given := function.get("arguments"), str):
         return call
@@ -252,9 +222,3 @@ def _readable_call(call: Any) -> Any:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": read}} if isinstance(read, dict) else call
-
-
-def _check(body: ChatCompletionRequest) -> None:
-    check_samples(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs true.", param="top_logprobs")

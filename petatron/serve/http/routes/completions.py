@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from petatron.infer.completion import Completion, TokenEvent, TokenLogprob
+from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
@@ -39,7 +40,10 @@ async def post_completion(request: Request) -> Response:
     state = state_of(request)
     body = await read_request(request, CompletionRequest)
     model = state.check_model(body.model)
-    _check(body)
+    check_samples(body)
+    if body.stream and body.echo and body.logprobs is not None:
+        text = "Log-probabilities of the prompt are not streamed. Leave out stream, or echo with logprobs."
+        raise ApiError(400, text, param="stream")
     limits, n = state.options.limits, body.n or 1
     prompts = await _encode(body, model, limits)
     ids = [prompt.ids for prompt in prompts]
@@ -56,44 +60,54 @@ async def post_completion(request: Request) -> Response:
         prompt_logprobs=scored,
     )
     check_beams(body, constrained=params.constraint is not None)
-    answer = _Answer(body, model, prompts, n)
+    return await answer_request(request, body, _Answer(body, model, prompts, n), ids, params)
+
+
+class SampledAnswer(Protocol):
+    """Formats the answer to a request."""
+
+    def as_json(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+    def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream: ...
+
+
+async def answer_request(
+    request: Request,
+    body: SamplingFields,
+    answer: SampledAnswer,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+) -> Response:
+    """Runs what a completion or a chat asks for: n samples of each prompt, at once or as a stream, or a beam search."""
+    state = state_of(request)
     if body.use_beam_search:
         beams = beam_params(body, params)
-        return JSONResponse(answer.whole(await complete_by_beams(request, state, ids, beams, params)))
-    inbox: Inbox | None = Inbox() if body.stream else None
+        return JSONResponse(answer.as_json(await complete_by_beams(request, state, prompts, beams, params)))
+    inbox = Inbox() if body.stream else None
     generations = [
-        Generation(prompt, one, index=index, inbox=inbox)
-        for index, (prompt, one) in enumerate(samples(ids, params, n, model))
+        Generation(prompt, sampling, index=index, inbox=inbox)
+        for index, (prompt, sampling) in enumerate(samples(prompts, params, body.n or 1, state.model))
     ]
     if inbox is not None:
         return await answer.stream(state, generations, inbox).prepare(request)
     completions = await complete(request, state, generations)
-    return await answer_of(generations, lambda: answer.whole(completions))
+    return await answer_of(generations, lambda: answer.as_json(completions))
 
 
 async def _encode(body: CompletionRequest, model: ModelCard, limits: ServeLimits) -> list[EncodedPrompt]:
     """Returns the prompts; those of a request with a suffix are texts around a gap."""
-    add_prefix = body.add_special_tokens is not False
-    truncate = body.truncate_prompt_tokens
     if not body.suffix:
-        return await encode_prompts(
-            body.prompt,
-            model,
-            limits,
-            param="prompt",
-            truncate=truncate,
-            side=body.truncation_side,
-            add_prefix=add_prefix,
-        )
+        return await encode_prompts(body.prompt, body, model, limits, param="prompt")
     if model.fill_in_middle is None:
         text = "suffix needs a model that was trained to fill a gap: this one's tokenizer has no tokens for it."
         raise ApiError(400, text, param="suffix")
-    if body.echo or truncate is not None:
+    if body.echo or body.truncate_prompt_tokens is not None:
         raise ApiError(400, "suffix goes neither with echo nor with truncate_prompt_tokens.", param="suffix")
-    before = await encode_prompts(body.prompt, model, limits, param="prompt", add_prefix=False)
+    before = await encode_prompts(body.prompt, body, model, limits, param="prompt", add_prefix=False)
     after = await encode_text(body.suffix, model)
-    prefix = model.prefix_ids if add_prefix else ()
-    prompts = [EncodedPrompt([*prefix, *model.fill_in_middle.prompt(one.ids, after)], one.text) for one in before]
+    prefix = () if body.add_special_tokens is False else model.prefix_ids
+    prompts = [
+        EncodedPrompt([*prefix, *model.fill_in_middle.prompt(prompt.ids, after)], prompt.text) for prompt in before
+    ]
     for prompt in prompts:
         check_prompt(prompt.ids, model, limits, param="prompt")
     return prompts
@@ -121,13 +135,6 @@ def continuous_usage(body: SamplingFields) -> bool:
     return body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
 
 
-def _check(body: CompletionRequest) -> None:
-    check_samples(body)
-    if body.stream and body.echo and body.logprobs is not None:
-        text = "Log-probabilities of the prompt are not streamed. Leave out stream, or echo with logprobs."
-        raise ApiError(400, text, param="stream")
-
-
 class _Answer:
     """Formats one request's answer."""
 
@@ -143,12 +150,12 @@ class _Answer:
         self._begun: set[Generation] = set()
         self._running = RunningUsage() if continuous_usage(body) else None
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def as_json(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return {**self._head, "choices": choices, "usage": self._usage(completions)}
 
     def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
-        begin = [self._counted(one.index, None) for one in generations] if self._body.echo else []
+        begin = [self._counted(generation.index, None) for generation in generations] if self._body.echo else []
         text = None if self._body.return_token_ids or self._running is not None else self._piece
         return TokenStream(
             state, generations, inbox, begin=begin, text=text, chunk=self._chunk, end=self._end, joins=text is not None
@@ -184,7 +191,11 @@ class _Answer:
         piece = self._counted(generation.index, event)
         choice = piece["choices"][0]
         if event.logprob is not None:
-            choice["logprobs"] = self._logprobs(generation, event.logprob)
+            # Its text may be sent later, with that of other tokens.
+            entry, texts, as_ids = event.logprob, self._model.texts, bool(self._body.return_tokens_as_token_ids)
+            start, self._num_chars[generation] = texts.place(entry.token, self._num_chars.get(generation, 0))
+            logprobs = completion_logprobs([entry.token], [entry], texts, as_ids=as_ids)
+            choice["logprobs"] = {**logprobs, "text_offset": [start]}
         if event.finish_reason is not None:
             choice["stop_reason"] = generation.stop
         if ids:
@@ -194,27 +205,16 @@ class _Answer:
                 choice["prompt_token_ids"] = list(generation.prompt_ids)
         return piece
 
-    def _logprobs(self, generation: Generation, entry: TokenLogprob) -> dict[str, Any]:
-        """Of the next token: its text may be sent later, with that of others."""
-        as_ids, texts = bool(self._body.return_tokens_as_token_ids), self._model.texts
-        start, self._num_chars[generation] = texts.place(entry.token, self._num_chars.get(generation, 0))
-        return {**completion_logprobs([entry.token], [entry], texts, as_ids=as_ids), "text_offset": [start]}
-
     def _counted(self, index: int, event: TokenEvent | None) -> dict[str, Any]:
         """Returns the piece of an event, with the counts so far where they are asked for; None: the prompt comes before the answer."""
-        piece = (
-            self._piece(index, self._echoed(index))
-            if event is None
-            else self._piece(index, event.text, finish_reason=event.finish_reason)
-        )
+        text, reason = (self._echoed(index), None) if event is None else (event.text, event.finish_reason)
+        piece = self._piece(index, text, reason)
         if self._running is not None:
             piece["usage"] = self._running.after(len(self._prompts[index // self._n].ids), index, event)
         return piece
 
-    def _piece(
-        self, index: int, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-    ) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _piece(self, index: int, text: str, finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
         return {**self._head, "choices": [choice]}
 
     def _end(self, completions: list[Completion]) -> list[dict[str, Any]]:

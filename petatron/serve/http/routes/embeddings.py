@@ -34,7 +34,12 @@ async def post_embedding(request: Request) -> Response:
         raise ApiError(400, "normalize is the older name of use_activation. Send one of them.", param="normalize")
     vectors, count = await pooled(request, body, body.input, param="input")
     if body.use_activation is not False and body.normalize is not False:
-        vectors = [unit(one) for one in vectors]
+        vectors = [unit(vector) for vector in vectors]
+
+    def encoded(vector: list[float]) -> Any:
+        packed = struct.pack(f"<{len(vector)}f", *vector)
+        return base64.b64encode(packed).decode() if body.encoding_format == "base64" else vector
+
     return JSONResponse(
         {
             "id": f"embd-{body.request_id or secrets.token_hex(12)}",
@@ -42,8 +47,8 @@ async def post_embedding(request: Request) -> Response:
             "created": int(time.time()),
             "model": model.name,
             "data": [
-                {"object": "embedding", "index": index, "embedding": _encoded(one, body.encoding_format)}
-                for index, one in enumerate(vectors)
+                {"object": "embedding", "index": index, "embedding": encoded(vector)}
+                for index, vector in enumerate(vectors)
             ],
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
@@ -54,22 +59,14 @@ async def pooled(request: Request, body: PoolingFields, texts: Prompt, *, param:
     """Returns the pooled hidden state of each text, and the number of their tokens."""
     state = state_of(request)
     model = state.check_model(body.model)
-    prompts = await encode_prompts(
-        texts,
-        model,
-        state.options.limits,
-        param=param,
-        truncate=body.truncate_prompt_tokens,
-        side=body.truncation_side,
-        add_prefix=body.add_special_tokens is not False,
-    )
+    prompts = await encode_prompts(texts, body, model, state.options.limits, param=param)
     check_batch(len(prompts), state)
     params = SamplingParams(
         max_new_tokens=0, temperature=0.0, pooling=body.pooling or "mean", prefix_group=body.cache_salt or ""
     )
     generations = [Generation(prompt.ids, params, index=index) for index, prompt in enumerate(prompts)]
     completions = await complete(request, state, generations)
-    return [one.pooled or [] for one in completions], sum(len(prompt.ids) for prompt in prompts)
+    return [completion.pooled or [] for completion in completions], sum(len(prompt.ids) for prompt in prompts)
 
 
 def unit(vector: list[float]) -> list[float]:
@@ -80,7 +77,3 @@ def unit(vector: list[float]) -> list[float]:
     """
     length = math.hypot(*vector)
     return [value / length for value in vector] if length else vector
-
-
-def _encoded(vector: list[float], form: str | None) -> Any:
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if form == "base64" else vector

@@ -19,7 +19,15 @@ from petatron.serve.http.json_body import read_body
 from petatron.serve.http.megatron_requests import DEFAULT_TOKENS, MegatronRequest
 from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
-from petatron.serve.http.sampling import check_prompt, check_text, encode_text, new_tokens, samples, stable_temperature
+from petatron.serve.http.sampling import (
+    check_ids,
+    check_prompt,
+    check_text,
+    encode_text,
+    new_tokens,
+    samples,
+    stable_temperature,
+)
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import finite, own_logprob
 from petatron.serve.model_card import ModelCard
@@ -35,15 +43,17 @@ async def put_api(request: Request) -> Response:
     _check(body, state)
     for text in body.prompts:
         check_text(text, model, state.options.limits, param="prompts")
-    prompts = [await _encode(text, body, model) for text in body.prompts]
+    model.needed_tokenizer()
+    before = [model.bos_id] if body.add_BOS and model.bos_id is not None else []
+    prompts = [[*before, *(await encode_text(text, model) if text else ())] for text in body.prompts]
     for ids in prompts:
         check_prompt(ids, model, state.options.limits, param="prompts")
     params = _params(body, prompts, state)
     if body.beam_width is not None:
         return JSONResponse(await _search_beams(request, body, state, prompts[0], params))
     generations = []
-    for index, ((ids, one), text) in enumerate(zip(samples(prompts, params, 1, model), body.prompts)):
-        generations.append(Generation(ids, _with_constraint(one, body, text), index=index))
+    for index, ((ids, sampling), text) in enumerate(zip(samples(prompts, params, 1, model), body.prompts)):
+        generations.append(Generation(ids, _with_constraint(sampling, body, text), index=index))
     completions = await complete(request, state, generations)
     return JSONResponse(_answer(body, model, completions))
 
@@ -57,17 +67,9 @@ def _check(body: MegatronRequest, state: ServerState) -> None:
     if (body.beam_width or 1) > limits.max_n:
         text = f"beam_width {body.beam_width} is more than the {limits.max_n} that this server allows."
         raise ApiError(400, text, param="beam_width")
-    if body.stop_token is not None and body.stop_token >= state.model.vocab_size:
-        text = f"Token id {body.stop_token} is outside the vocabulary of {state.model.vocab_size} ids."
-        raise ApiError(400, text, param="stop_token")
+    check_ids([] if body.stop_token is None else [body.stop_token], state.model, param="stop_token")
     if body.add_BOS and state.model.bos_id is None:
         raise ApiError(400, "The model's tokenizer has no token that begins a text.", param="add_BOS")
-
-
-async def _encode(text: str, body: MegatronRequest, model: ModelCard) -> list[int]:
-    model.needed_tokenizer()
-    ids = await encode_text(text, model) if text else []
-    return [model.bos_id, *ids] if body.add_BOS and model.bos_id is not None else ids
 
 
 def _params(body: MegatronRequest, prompts: list[list[int]], state: ServerState) -> SamplingParams:
@@ -108,24 +110,25 @@ async def _search_beams(
         beams = replace(beams, length_penalty=body.length_penalty)
     answers = await search_beams(request, state, prompt_ids, beams)
     texts = state.model.texts
-    tokens = [[*prompt_ids, *one.ids] for one in answers]
+    tokens = [[*prompt_ids, *answer.ids] for answer in answers]
     return {
-        "text": [body.prompts[0] + texts.decode(one.text_ids(beams.stop_ids)) for one in answers],
+        "text": [body.prompts[0] + texts.decode(answer.text_ids(beams.stop_ids)) for answer in answers],
         "segments": [[texts.text_of(token) for token in ids] for ids in tokens],
         "tokens": tokens,
-        "scores": [finite(one.score) for one in answers],
+        "scores": [finite(answer.score) for answer in answers],
     }
 
 
 def _answer(body: MegatronRequest, model: ModelCard, completions: list[Completion]) -> dict[str, Any]:
-    tokens = [[*one.prompt_ids, *one.ids] for one in completions]
+    tokens = [[*completion.prompt_ids, *completion.ids] for completion in completions]
     answer: dict[str, Any] = {
-        "text": [prompt + one.text for prompt, one in zip(body.prompts, completions)],
+        "text": [prompt + completion.text for prompt, completion in zip(body.prompts, completions)],
         "segments": [[model.texts.text_of(token) for token in ids] for ids in tokens],
         "tokens": tokens,
     }
     if body.logprobs:
         answer["logprobs"] = [
-            [own_logprob(entry) for entry in (*one.prompt_logprobs, *one.logprobs)] for one in completions
+            [own_logprob(entry) for entry in (*completion.prompt_logprobs, *completion.logprobs)]
+            for completion in completions
         ]
     return answer

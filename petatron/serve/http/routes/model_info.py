@@ -7,12 +7,11 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_answer import large_answer
 from petatron.serve.http.openai_requests import ChatPromptFields, DetokenizeRequest, OpenAIRequest, TokenizeRequest
 from petatron.serve.http.read_request import ignore_fields, read_request
 from petatron.serve.http.routes.chat import chat_prompt, encode_chat, unread_template_values
-from petatron.serve.http.sampling import encode_text
+from petatron.serve.http.sampling import check_ids, encode_text
 from petatron.serve.http.server_state import state_of
 from petatron.serve.model_card import ModelCard
 
@@ -51,7 +50,9 @@ async def post_tokenize(request: Request) -> Response:
     else:
         ids = await encode_text(body.prompt or "", model)
         ids = ids if body.add_special_tokens is False else [*model.prefix_ids, *ids]
-        ignore_fields(request, [name for name in ChatPromptFields.model_fields if name in _given_of_chats(body)])
+        given = {name for name in body.model_fields_set if getattr(body, name) not in (None, False)}
+        of_chats = [name for name in ChatPromptFields.model_fields if name not in OpenAIRequest.model_fields]
+        ignore_fields(request, [name for name in of_chats if name in given])
 
     def answer() -> dict[str, Any]:
         texts = {"token_strs": [model.texts.text_of(token) for token in ids]} if body.return_token_strs else {}
@@ -60,18 +61,10 @@ async def post_tokenize(request: Request) -> Response:
     return await large_answer(answer)
 
 
-def _given_of_chats(body: TokenizeRequest) -> set[str]:
-    """Returns the fields of a request that only messages have."""
-    own = ChatPromptFields.model_fields.keys() - OpenAIRequest.model_fields.keys()
-    return {name for name in own & body.model_fields_set if getattr(body, name) not in (None, False)}
-
-
 async def post_detokenize(request: Request) -> Response:
     body = await read_request(request, DetokenizeRequest)
     model = state_of(request).check_model(body.model)
-    if body.tokens and max(body.tokens) >= model.vocab_size:
-        text = f"Token id {max(body.tokens)} is outside the vocabulary of {model.vocab_size} ids."
-        raise ApiError(400, text, param="tokens")
+    check_ids(body.tokens, model, param="tokens")
     tokenizer = model.needed_tokenizer()
     return await large_answer(lambda: {"prompt": tokenizer.decode(body.tokens)})
 

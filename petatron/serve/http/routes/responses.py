@@ -44,4 +44,4 @@ async def post_response(request: Request) -> Response:
     if inbox is not None:
         return await answer.stream(state, generation, inbox).prepare(request)
     [completion] = await complete(request, state, [generation])
-    return JSONResponse(answer.whole(completion))
+    return JSONResponse(answer.as_json(completion))

@@ -6,6 +6,7 @@ right for a model that was trained for embeddings, and a rough order for any oth
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Sequence
 
@@ -23,9 +24,9 @@ from petatron.serve.http.server_state import state_of
 async def post_rerank(request: Request) -> Response:
     """Documents in the order of their likeness to a query."""
     body = await read_request(request, RerankRequest, others=POOLING_RULES)
-    documents = [one if isinstance(one, str) else one.text for one in body.documents]
+    documents = [document if isinstance(document, str) else document.text for document in body.documents]
     (query, *others), tokens = await _embed(request, body, [body.query, *documents], param="documents")
-    scores = [_cosine(query, one) for one in others]
+    scores = [_cosine(query, document) for document in others]
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = []
     for index in order[: body.top_n or None]:
@@ -41,13 +42,13 @@ async def post_rerank(request: Request) -> Response:
 async def post_score(request: Request) -> Response:
     """One number for each pair of texts."""
     body = await read_request(request, ScoreRequest, others=POOLING_RULES)
-    first, second = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
+    first, second = ([texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         text = f"text_1 has {len(first)} texts and text_2 {len(second)}: send one for all, or as many."
         raise ApiError(400, text, param="text_1")
     vectors, tokens = await _embed(request, body, [*first, *second], param="text_2")
     left, right = vectors[: len(first)], vectors[len(first) :]
-    scores = [_cosine(one, other) for one, other in zip(left * (len(right) // len(left)), right)]
+    scores = [_cosine(*pair) for pair in zip(left * (len(right) // len(left)), right)]
     return JSONResponse(
         {
             "id": f"score-{body.request_id or secrets.token_hex(12)}",
@@ -64,8 +65,8 @@ async def _embed(
 ) -> tuple[list[list[float]], int]:
     """Returns a vector of unit length for each text, and the number of their tokens."""
     vectors, tokens = await pooled(request, body, list(texts), param=param)
-    return [unit(one) for one in vectors], tokens
+    return [unit(vector) for vector in vectors], tokens
 
 
-def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(left * right for left, right in zip(one, other))
+def _cosine(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(map(operator.mul, left, right))

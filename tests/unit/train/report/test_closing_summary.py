@@ -73,7 +73,7 @@ def test_mfu_is_unknown_if_one_log_point_has_none() -> None:
     assert totals.speed.mfu is None
 
 
-def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> None:
+def test_commands_name_the_runs_own_paths_and_no_subcommand_that_does_not_exist() -> None:
     run = load_config([*RUN, "--train-iters", "40", "--save", "my runs/a"], preset="tiny-llama").config
     known = {"subcommands": {"train", "checkpoint"}, "log_dir": Path("my runs/a"), "train_iters": 40}
     found = [command for command, _ in next_commands(run, **known, complete=False, saved=True)]
@@ -84,10 +84,10 @@ def test_commands_name_the_runs_own_paths_and_no_verb_that_does_not_exist() -> N
     ]
     latent = "--multi-latent-attention --num-query-groups 8 --no-group-query-attention --tokenizer-type ByteTokenizer".split()
     unwritable = load_config([*RUN, "--train-iters", "40", *latent], preset="tiny-llama").config
-    verbs = known["subcommands"] | {"generate", "chat"}
+    subcommands = known["subcommands"] | {"generate", "chat"}
     left = [
         command
-        for command, _ in next_commands(unwritable, **{**known, "subcommands": verbs}, complete=False, saved=True)
+        for command, _ in next_commands(unwritable, **{**known, "subcommands": subcommands}, complete=False, saved=True)
     ]
     assert [command.split()[1] for command in left] == ["train", "generate", "chat", "checkpoint"], "no export"
     assert "verify" in left[3]
@@ -172,3 +172,11 @@ def test_a_run_measured_in_samples_is_doubled_in_samples() -> None:
         run, subcommands=["train"], log_dir=Path("runs/a"), train_iters=64, complete=True, saved=True
     )[0]
     assert "--train-samples 128" in command and "--train-iters" not in command
+
+
+@pytest.mark.parametrize("preset", ["minimax-text-01", "qwen3-next-80b-a3b"])
+def test_a_toy_of_a_family_of_hugging_face_can_be_exported_as_well(preset: str) -> None:
+    """How many tokens a chunk of the computation has is no property of the model."""
+    run = load_config([*RUN, "--train-iters", "4", "--save", "a", "--toy"], preset=preset).config
+    known = {"subcommands": {"checkpoint"}, "log_dir": Path("a"), "train_iters": 4, "complete": True, "saved": True}
+    assert [command.split()[2] for command, _ in next_commands(run, **known)] == ["verify", "convert"]
