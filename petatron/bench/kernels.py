@@ -19,8 +19,8 @@ import torch
 from petatron.base.log import get_logger
 from petatron.bench.arguments import OPERATION_NAMES, count_problems
 from petatron.bench.measure.arguments import resolve_device, select_names
-from petatron.bench.measure.machine import choice_row, device_name, large_copy
-from petatron.bench.measure.timing import free_cached_memory, median_ms
+from petatron.bench.measure.machine import choice_row, device_name
+from petatron.bench.measure.timing import free_cached_memory, large_copy, median_ms
 from petatron.bench.measure.units import format_si
 from petatron.bench.ops import attention, moe
 from petatron.bench.ops.cases import SHAPES, SMALL_SHAPES, BenchContext, KernelCase

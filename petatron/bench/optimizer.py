@@ -30,9 +30,9 @@ from petatron.base.log import get_logger
 from petatron.bench.arguments import count_problems
 from petatron.bench.checkpoint import model_shapes
 from petatron.bench.measure.arguments import resolve_device
-from petatron.bench.measure.machine import choice_row, device_name, large_copy
+from petatron.bench.measure.machine import choice_row, device_name
 from petatron.bench.measure.progress import ProgressLog
-from petatron.bench.measure.timing import alternating_orders, mean_ms
+from petatron.bench.measure.timing import alternating_orders, large_copy, mean_ms
 from petatron.bench.measure.units import format_si
 from petatron.bench.result import BenchResult
 from petatron.config.schema.parallel import MemoryConfig
