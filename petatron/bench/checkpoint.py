@@ -22,11 +22,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
+from petatron.bench.arguments import count_problems
 from petatron.bench.loading.busy_processes import BusyProcesses
 from petatron.bench.loading.load_process import (
     COMPARED_LOADERS,
@@ -36,14 +40,13 @@ from petatron.bench.loading.load_process import (
     LoadMeasurement,
     measure_load,
 )
-from petatron.bench.measure.arguments import minimum_problems, positive_problems
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from petatron.bench.result import BenchResult
-    from petatron.checkpoint.manager import CheckpointManager
-    from petatron.checkpoint.state import Chunk, ModelFolder
+from petatron.bench.measure.arguments import positive_problems
+from petatron.bench.measure.timing import alternating_orders
+from petatron.bench.result import BenchResult
+from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.state import Chunk, ModelFolder
+from petatron.mesh.mesh import ParallelMesh
+from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 
 _BYTES_PER_WEIGHT = 14  # bf16, and three times fp32
 _STATES = ("cold", "warm")
@@ -53,52 +56,19 @@ _MAX_BUSY_PROCESSES = 1024
 _ACTIVITIES = {None: "saving and loading", "save": "saving", "load": "loading"}
 _log = get_logger(__name__)
 Times = dict[str, list[float]]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gigabytes", type=float, default=2.0, metavar="G", help="size of the checkpoint (default: 2)")
-    parser.add_argument("--folder", metavar="F", help="where to write, and so which disk is measured (default: here)")
-    parser.add_argument(
-        "--repeat",
-        type=int,
-        default=_MIN_ROUNDS,
-        metavar="N",
-        help="rounds, at least 4, rounded up to an even number (default: 4)",
-    )
-    parser.add_argument("--only", choices=("save", "load"), help="measure only saving, or only loading (default: both)")
-    parser.add_argument(
-        "--busy-processes",
-        type=int,
-        default=0,
-        metavar="N",
-        help="busy processes of the bench that run during what is timed (default: 0)",
-    )
-    parser.add_argument(
-        "--busy-own-sessions",
-        action="store_true",
-        help="give each of these a session of its own, like a job of somebody else: where the kernel shares the CPU between "
-        "sessions, more threads do not get more of it",
-    )
+Loads = Mapping[str, Sequence[LoadMeasurement]]
+"""Measurements by loader and state of the page cache."""
 
 
 def argument_problems(args: argparse.Namespace) -> list[Problem]:
     """Returns what is wrong with the arguments, and with the folder they name."""
-    found = positive_problems({"--gigabytes": args.gigabytes})
-    found += minimum_problems({"--repeat": (args.repeat, 1), "--busy-processes": (args.busy_processes, 0)})
+    problems = [*positive_problems({"--gigabytes": args.gigabytes}), *count_problems("checkpoint", args)]
     if args.busy_own_sessions and args.busy_processes == 0:
-        found.append(
-            Problem(
-                "--busy-own-sessions",
-                "",
-                "has no effect without --busy-processes",
-                "Give --busy-processes a number of processes.",
-            )
-        )
+        rule, fix = "has no effect without --busy-processes", "Give --busy-processes a number of processes."
+        problems.append(Problem("--busy-own-sessions", "", rule, fix))
     if args.busy_processes > _MAX_BUSY_PROCESSES:
-        fix = f"Use at most {_MAX_BUSY_PROCESSES}."
-        found.append(
-            Problem("--busy-processes", str(args.busy_processes), "would take all processes of the machine", fix)
-        )
+        rule, fix = "would take all processes of the machine", f"Use at most {_MAX_BUSY_PROCESSES}."
+        problems.append(Problem("--busy-processes", str(args.busy_processes), rule, fix))
     folder = Path(args.folder or ".")
     needed = 4 * args.gigabytes * 1e9  # ours and torch's, and as much again in the page cache before write-back
     try:
@@ -106,12 +76,12 @@ def argument_problems(args: argparse.Namespace) -> list[Problem]:
             free = shutil.disk_usage(folder).free
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
-        found.append(Problem("--folder", str(folder), rule, "Give a folder that is there and writable."))
+        problems.append(Problem("--folder", str(folder), rule, "Give a folder that is there and writable."))
     else:
         if free < needed:
             rule = f"needs {needed / 1e9:.1f} GB in {folder}, which has {free / 1e9:.1f} GB left"
-            found.append(Problem("--gigabytes", f"{args.gigabytes:g}", rule, "Use fewer, or another --folder."))
-    return found
+            problems.append(Problem("--gigabytes", f"{args.gigabytes:g}", rule, "Use fewer, or another --folder."))
+    return problems
 
 
 def _scratch_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
@@ -142,11 +112,6 @@ class _Bench:
 
     @classmethod
     def build(cls, folder: Path, gigabytes: float, busy: BusyProcesses) -> _Bench:
-        from petatron.checkpoint.manager import CheckpointManager
-        from petatron.checkpoint.state import ModelFolder
-        from petatron.mesh.mesh import ParallelMesh
-        from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
-
         shapes = model_shapes(int(gigabytes * 1e9 / _BYTES_PER_WEIGHT))
         entries = tuple(
             FolderEntry(name, shape, (EntryRegion(name, (0,) * len(shape), shape, (0,) * len(shape)),))
@@ -165,8 +130,6 @@ class _Bench:
 
     def measure(self, only: Literal["save", "load"] | None, *, rounds: int) -> None:
         """Runs everything once a round. Removing files and waiting for the disk are not timed."""
-        from petatron.bench.measure.timing import alternating_orders
-
         orders = list(alternating_orders(LOADERS, rounds=rounds))
         files: LoadFiles | None = None
         for number, loaders in enumerate(orders):
@@ -174,7 +137,7 @@ class _Bench:
             if files is None:
                 files = self._save_both(number)
             if only != "save":
-                self._load_all(files, [one for one in loaders if number < _MIN_ROUNDS or one in COMPARED_LOADERS])
+                self._load_all(files, [name for name in loaders if number < _MIN_ROUNDS or name in COMPARED_LOADERS])
             if only != "load":
                 self._save_in_background(files)
                 files.theirs.unlink()
@@ -195,23 +158,18 @@ class _Bench:
     def _save_in_background(self, files: LoadFiles) -> None:
         with self.busy.running(), self._timed("background"):
             with self._timed("stall"):
-                self.manager.save(
-                    files.step + 1,
-                    self.chunks,
-                    metadata={},
-                    same_layout_key=SAME_LAYOUT_KEY,
-                    model=self.model,
-                    wait=False,
-                )
+                self._save_ours(files.step + 1, wait=False)
             self.manager.drain()
 
     def _save(self, step: int) -> None:
         with self._timed("save"):
-            self.manager.save(step, self.chunks, metadata={}, same_layout_key=SAME_LAYOUT_KEY, model=self.model)
+            self._save_ours(step)
+
+    def _save_ours(self, step: int, *, wait: bool = True) -> None:
+        key, model = SAME_LAYOUT_KEY, self.model
+        self.manager.save(step, self.chunks, metadata={}, same_layout_key=key, model=model, wait=wait)
 
     def _save_theirs(self, path: Path) -> None:
-        import torch
-
         with self._timed("torch.save + fsync"), path.open("wb") as file:
             with self._timed("torch.save"):
                 torch.save(self.tensors, file)
@@ -221,8 +179,8 @@ class _Bench:
     def _load_all(self, files: LoadFiles, loaders: Sequence[str]) -> None:
         for state in _STATES:
             for loader in loaders:
-                found = measure_load(files, loader, cold=state == "cold", meanwhile=self.busy.running)
-                self.loads.setdefault(f"{loader} {state}", []).append(found)
+                measured = measure_load(files, loader, cold=state == "cold", meanwhile=self.busy.running)
+                self.loads.setdefault(f"{loader} {state}", []).append(measured)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -253,10 +211,6 @@ def model_shapes(num_weights: int) -> dict[str, tuple[int, ...]]:
 
 
 def _chunks(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Chunk]:
-    import torch
-
-    from petatron.checkpoint.state import Chunk
-
     for kind in ("model", "master", "exp_avg", "exp_avg_sq"):
         for name, shape in shapes.items():
             # Random bytes, so that no disk or file system compresses them better than real weights.
@@ -265,8 +219,6 @@ def _chunks(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Chunk]:
 
 
 def _result(bench: _Bench, args: argparse.Namespace) -> BenchResult:
-    from petatron.bench.result import BenchResult
-
     size, largest = sum(bench.sizes()), max(bench.sizes())
     rows = [("state", f"{size / 1e9:.2f} GB in {len(bench.chunks)} tensors, the largest {largest / 1e6:.0f} MB")]
     if args.busy_processes:
@@ -275,7 +227,7 @@ def _result(bench: _Bench, args: argparse.Namespace) -> BenchResult:
         rows.append(
             ("busy processes", f"{args.busy_processes} {sessions}, {os.cpu_count()} cores, load average {average:.1f}")
         )
-    values = {"bytes": size, "largest_tensor_bytes": largest, "busy_processes": args.busy_processes}
+    values: dict[str, object] = {"bytes": size, "largest_tensor_bytes": largest, "busy_processes": args.busy_processes}
     ratios: dict[str, list[float]] = {}
     if bench.times:
         rows += _save_rows(bench.times, size, ratios)
@@ -283,33 +235,25 @@ def _result(bench: _Bench, args: argparse.Namespace) -> BenchResult:
     if bench.loads:
         rows += _load_rows(bench.loads, size, ratios)
         values |= _load_values(bench.loads)
-    rows += [(f"speed: {name}", _describe_ratios(found)) for name, found in ratios.items()]
+    rows += [(f"speed: {name}", _describe_ratios(rounds)) for name, rounds in ratios.items()]
     rows.append(("medians of", f"{len(next(iter(ratios.values())))} rounds"))
-    seconds = {name: [found.seconds for found in loads] for name, loads in bench.loads.items()}
-    return BenchResult(
-        tuple(rows),
-        {
-            **values,
-            "seconds": bench.times | seconds,
-            "speed_ratio": {name: statistics.median(found) for name, found in ratios.items()},
-            "faster_rounds": {name: sum(one >= 1 for one in found) for name, found in ratios.items()},
-        },
-    )
+    values |= {
+        "seconds": bench.times | _by_name(bench.loads, "seconds"),
+        "speed_ratio": {name: statistics.median(rounds) for name, rounds in ratios.items()},
+        "faster_rounds": {name: _faster_rounds(rounds) for name, rounds in ratios.items()},
+    }
+    return BenchResult(tuple(rows), values)
 
 
 def _save_rows(times: Times, size: int, ratios: dict[str, list[float]]) -> list[tuple[str, str]]:
     ours = times["save"]
     for name, peer in (("save", "torch.save + fsync"), ("save, against torch.save without fsync", "torch.save")):
-        ratios[name] = [theirs / own for theirs, own in zip(times[peer], ours, strict=True)]
+        ratios[name] = [theirs / our for theirs, our in zip(times[peer], ours, strict=True)]
+    saves = ("save", "torch.save", "torch.save + fsync")
+    stall = f"{_stall_ratio(times):.1%} of torch.save's time stalls the run ({_seconds(times['stall'])})"
     return [
-        *(
-            (name, f"{size / statistics.median(times[name]) / 1e9:.2f} GB/s")
-            for name in ("save", "torch.save", "torch.save + fsync")
-        ),
-        (
-            "asynchronous save",
-            f"{_stall_ratio(times):.1%} of torch.save's time stalls the run ({_seconds(times['stall'])})",
-        ),
+        *((name, f"{size / statistics.median(times[name]) / 1e9:.2f} GB/s") for name in saves),
+        ("asynchronous save", stall),
         ("  until it is on disk", _seconds(times["background"])),
     ]
 
@@ -318,40 +262,44 @@ def _stall_ratio(times: Times) -> float:
     return statistics.median(ours / theirs for ours, theirs in zip(times["stall"], times["torch.save"], strict=True))
 
 
-def _load_rows(
-    loads: Mapping[str, Sequence[LoadMeasurement]], size: int, ratios: dict[str, list[float]]
-) -> list[tuple[str, str]]:
+def _load_rows(loads: Loads, size: int, ratios: dict[str, list[float]]) -> list[tuple[str, str]]:
     rows = [("cold", _describe_cold(_largest_share(loads, "cold")))]
     for state in _STATES:
         ours = loads[f"load {state}"]
         for loader in sorted(LOADERS):
-            found = loads[f"{loader} {state}"]
-            seconds = [one.seconds for one in found]
-            user, kernel = (statistics.median(values) for values in zip(*((one.user_s, one.kernel_s) for one in found)))
+            theirs = loads[f"{loader} {state}"]
+            seconds = [load.seconds for load in theirs]
+            user, kernel = (
+                statistics.median(times) for times in zip(*((load.user_s, load.kernel_s) for load in theirs))
+            )
             text = f"{size / statistics.median(seconds) / 1e9:.2f} GB/s: {_with_spread(seconds, ' s')}, CPU {user + kernel:.2f} s"
             rows.append((f"{loader} {state}", f"{text} ({kernel:.2f} in the kernel)"))
             if loader != "load":
                 name = f"load {state}, against {loader}"
-                ratios[name] = [theirs.seconds / own.seconds for theirs, own in zip(found, ours)]
+                ratios[name] = [their.seconds / our.seconds for their, our in zip(theirs, ours)]
     for name, extra in _extra_bytes(loads).items():
         rows.append((f"extra memory of {name}", f"{statistics.median(extra) / 1e6:.0f} MB"))
     return rows
 
 
-def _load_values(loads: Mapping[str, Sequence[LoadMeasurement]]) -> dict[str, object]:
+def _load_values(loads: Loads) -> dict[str, object]:
     share = _largest_share(loads, "cold")
     return {
-        "cpu_seconds": {name: [one.cpu_s for one in found] for name, found in loads.items()},
-        "kernel_seconds": {name: [one.kernel_s for one in found] for name, found in loads.items()},
+        "cpu_seconds": _by_name(loads, "cpu_s"),
+        "kernel_seconds": _by_name(loads, "kernel_s"),
         "extra_bytes": _extra_bytes(loads),
         "page_cache_dropped": share is not None and share < _MAX_CACHED_SHARE,
         "largest_cached_share_when_cold": share,
     }
 
 
-def _largest_share(loads: Mapping[str, Sequence[LoadMeasurement]], state: str) -> float | None:
+def _by_name(loads: Loads, attribute: str) -> Times:
+    return {name: [getattr(load, attribute) for load in measured] for name, measured in loads.items()}
+
+
+def _largest_share(loads: Loads, state: str) -> float | None:
     """Returns the largest share of the files that was in the page cache when a load began; None if that is unknown."""
-    shares = [one.cached_share for loader in LOADERS for one in loads[f"{loader} {state}"]]
+    shares = [load.cached_share for loader in LOADERS for load in loads[f"{loader} {state}"]]
     known = [share for share in shares if share is not None]
     return max(known) if len(known) == len(shares) else None
 
@@ -366,18 +314,20 @@ def _describe_cold(share: float | None) -> str:
     )
 
 
-def _extra_bytes(loads: Mapping[str, Sequence[LoadMeasurement]]) -> dict[str, list[int]]:
+def _extra_bytes(loads: Loads) -> dict[str, list[int]]:
     """Returns the growth of the peak by loader, where it is known; warm, where nothing waits for the disk."""
-    found = {loader: [one.extra_bytes for one in loads[f"{loader} warm"]] for loader in LOADERS}
+    growths = {loader: [load.extra_bytes for load in loads[f"{loader} warm"]] for loader in LOADERS}
     return {
-        loader: [value for value in values if value is not None]
-        for loader, values in found.items()
-        if None not in values
+        loader: [size for size in sizes if size is not None] for loader, sizes in growths.items() if None not in sizes
     }
 
 
 def _describe_ratios(ratios: Sequence[float]) -> str:
-    return f"{_with_spread(ratios, 'x')}, at least 1x in {sum(one >= 1 for one in ratios)} of {len(ratios)} rounds"
+    return f"{_with_spread(ratios, 'x')}, at least 1x in {_faster_rounds(ratios)} of {len(ratios)} rounds"
+
+
+def _faster_rounds(ratios: Sequence[float]) -> int:
+    return sum(ratio >= 1 for ratio in ratios)
 
 
 def _with_spread(values: Sequence[float], unit: str) -> str:

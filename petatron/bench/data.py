@@ -23,14 +23,19 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import minimum_problems, positive_problems
-
-if TYPE_CHECKING:
-    from petatron.bench.result import BenchResult
+from petatron.bench.arguments import count_problems
+from petatron.bench.measure.arguments import positive_problems
+from petatron.bench.result import BenchResult
+from petatron.config.schema.training import TokenizerConfig
+from petatron.data.bpe.train_bpe import train_bpe
+from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
+from petatron.data.preprocess import PreprocessOptions, init_worker, preprocess
 
 BATCH_TEXTS = 64
 TRAINING_BYTES = 2_000_000
@@ -38,30 +43,14 @@ ENCODE_METHODS = ("encode_batch", "encode_batch_fast")
 _log = get_logger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size-mb", type=float, default=20.0, metavar="MB", help="text to tokenize (default: 20)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes on both sides (default: 2)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="alternations, at least 3 (default: 3)")
-    parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="size of the tokenizer (default: 8192)")
-    parser.add_argument(
-        "--documents",
-        type=int,
-        default=10_000_000,
-        metavar="N",
-        help="documents of the sample index (default: 10 million)",
-    )
-
-
 def argument_problems(args: argparse.Namespace) -> list[Problem]:
     """Returns what is wrong with the arguments."""
     counts = {"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents}
-    return [*positive_problems(counts), *minimum_problems({"--repeat": (args.repeat, 1)})]
+    return [*positive_problems(counts), *count_problems("data", args)]
 
 
 def run(args: argparse.Namespace) -> BenchResult:
     """Both measurements."""
-    from petatron.bench.result import BenchResult
-
     texts = standard_library_texts(int(args.size_mb * 1e6))
     with tempfile.TemporaryDirectory() as folder:
         times = _preprocess_times(args, texts, Path(folder))
@@ -73,20 +62,15 @@ def run(args: argparse.Namespace) -> BenchResult:
     index = measure_index(args.documents)
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     speed = {name: megabytes / statistics.median(seconds) for name, seconds in times.items()}
+    memory = f"{index['peak_growth_mb']:.0f} MB above the input, of which result {index['result_mb']:.0f} MB"
     rows = [
         ("corpus", f"{megabytes:.1f} MB of Python source, {len(texts):,} documents"),
         ("workers", f"{args.workers}"),
         *((f"bare {method}", f"{speed[method]:.2f} MB/s") for method in ENCODE_METHODS),
         ("petatron data preprocess", f"{speed['preprocess']:.2f} MB/s, start to files"),
-        *(
-            (f"time / bare {method}", f"{ratio:.3f} (median of {len(times[method])})")
-            for method, ratio in ratios.items()
-        ),
+        *((f"time / bare {name}", f"{ratio:.3f} (median of {len(times[name])})") for name, ratio in ratios.items()),
         ("sample index", f"{args.documents:,} documents in {index['seconds']:.2f} s"),
-        (
-            "sample index memory",
-            f"{index['peak_growth_mb']:.0f} MB above the input, of which result {index['result_mb']:.0f} MB",
-        ),
+        ("sample index memory", memory),
     ]
     values = {"megabytes": megabytes, "workers": args.workers, "seconds": times, "ratio": ratios, "index": index}
     return BenchResult(tuple(rows), values)
@@ -114,10 +98,6 @@ def standard_library_texts(size_bytes: int) -> list[str]:
 
 
 def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) -> dict[str, list[float]]:
-    from petatron.config.schema.training import TokenizerConfig
-    from petatron.data.bpe.train_bpe import train_bpe
-    from petatron.data.preprocess import PreprocessOptions, preprocess
-
     _log.info("training a tokenizer")
     tokenizer = folder / "tokenizer.json"
     train_bpe(_first_texts(texts, TRAINING_BYTES), args.vocab, tokenizer)
@@ -184,10 +164,6 @@ def _baseline_workers(tokenizer: Path, texts: list[str], workers: int) -> Iterat
 
 
 def _baseline_loop(pipe: Connection, path: str, texts: list[str]) -> None:
-    from tokenizers import Tokenizer
-
-    from petatron.data.preprocess import init_worker
-
     init_worker()
     tokenizer = Tokenizer.from_file(path)
     batches = [texts[first : first + BATCH_TEXTS] for first in range(0, len(texts), BATCH_TEXTS)]
@@ -215,10 +191,6 @@ def measure_index(documents: int) -> dict[str, float]:
 
 
 def _index_worker(documents: int) -> dict[str, float]:
-    import numpy as np
-
-    from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
-
     numbers = np.arange(documents)
     lengths = np.random.RandomState(0).randint(1, 1500, documents, dtype=np.int32)
     before = _peak_mb()

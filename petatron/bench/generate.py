@@ -20,22 +20,29 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import minimum_problems
+from petatron.bench.arguments import count_problems
 from petatron.bench.measure.progress import ProgressLog
-from petatron.bench.peers import OURS
+from petatron.bench.measure.timing import alternating_orders, copy_bandwidth, elapsed_seconds, synchronize
+from petatron.bench.peers import OURS, BenchSpec
+from petatron.bench.peers.bench_model import bench_precision_text, bench_spec
+from petatron.bench.peers.engines import build_engine, padded_prompts, transformers_model
+from petatron.bench.peers.huggingface import model_problems
+from petatron.bench.result import BenchResult
 from petatron.config.required_settings import known_vocab_size
+from petatron.estimate.generation_bytes import GenerationBytes
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import SamplingParams
+from petatron.models.batch import Batch
+from petatron.models.registry import model_spec
+from petatron.optim.loss_scaler import compute_dtype
+from petatron.parallel.parallel_model import ParallelModel
 
-if TYPE_CHECKING:
-    from petatron.bench.peers import BenchSpec
-    from petatron.bench.result import BenchResult
-    from petatron.infer.engine import Engine
-    from petatron.parallel.parallel_model import ParallelModel
-
-TAKES_RUN_FLAGS = True
 _log = get_logger(__name__)
 GenerateFn = Callable[[int], Sequence[int]]
 _STEP_TOKENS = 8192
@@ -43,35 +50,8 @@ _SHORTEST_S = 1e-9
 """A clock's tick: what takes less is not measured, and not divided by."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Every other word is the model's own: a preset's name, --seq-length, --device, --bf16 ..."
-    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of the prompt (default: 64)")
-    parser.add_argument(
-        "--new-tokens", type=int, default=32, metavar="N", help="tokens to make, at least 2 (default: 32)"
-    )
-    parser.add_argument(
-        "--repeat", type=int, default=4, metavar="N", help="rounds, made even against a peer (default: 4)"
-    )
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts at once (default: 1)")
-    parser.add_argument("--ragged", action="store_true", help="prompts of several lengths")
-    parser.add_argument("--fp8-weights", action="store_true", help="our weights are quantized to FP8")
-    parser.add_argument(
-        "--against",
-        choices=("hf", "hf-compiled", "bf16", "plain", "forward"),
-        help="transformers, or with its static cache and torch.compile; our engine without --fp8-weights, or without "
-        "--speculative-tokens; training's forward pass",
-    )
-    parser.add_argument(
-        "--speculative-tokens", type=int, default=0, metavar="N", help="our side drafts so many tokens (default: none)"
-    )
-
-
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Alternate, and compare what both wrote: at the same weights it is the same, but for ties."""
-    from petatron.bench.measure.timing import alternating_orders, elapsed_seconds
-    from petatron.bench.peers.bench_model import bench_precision_text, bench_spec
-    from petatron.bench.result import BenchResult
-
     spec = bench_spec(flags)
     _check(args, spec)
     _log.info("building %s", OURS)
@@ -90,9 +70,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
         news(f"timed {number} of {len(rounds)} rounds")
         for name in order:
             # Both sides return tokens to the host, so there is nothing left to wait for.
-            one, all_of_them = (elapsed_seconds(lambda n=n, name=name: sides[name](n)) for n in (1, args.new_tokens))
-            each = max(all_of_them - one, _SHORTEST_S) / (args.new_tokens - 1)
-            times[name].append((one, each))
+            first, total = (elapsed_seconds(lambda n=n, name=name: sides[name](n)) for n in (1, args.new_tokens))
+            times[name].append((first, max(total - first, _SHORTEST_S) / (args.new_tokens - 1)))
     medians = {name: [statistics.median(column) for column in zip(*pairs)] for name, pairs in times.items()}
     prompts = _prompts(args, spec)
     prompt_tokens, together = sum(map(len, prompts)), "one at a time" if args.batch == 1 else f"{args.batch} at once"
@@ -101,16 +80,19 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
         ("prompt", f"{args.prompt_tokens} tokens{ragged}, {args.new_tokens} new ones, greedy, {together}"),
         ("precision", bench_precision_text(spec)),
     ]
-    for name, (first, each) in medians.items():
-        speed = f"({prompt_tokens / first:,.0f} tok/s), then {args.batch / each:,.1f} tok/s"
+    for name, (first, token) in medians.items():
+        speed = f"({prompt_tokens / first:,.0f} tok/s), then {args.batch / token:,.1f} tok/s"
         rows.append((name, f"prompt {first * 1e3:.1f} ms {speed}"))
     limit = _limit(args, spec, prompt_tokens)
     share = args.batch / medians[OURS][1] / limit
     rows.append(("limit", f"{limit:,.0f} tok/s by bytes of weights and cache; {OURS} reaches {share:.1%}"))
-    values: dict[str, object] = {"seconds": times, "first_token_s": {}, "tokens_per_s": {}}
-    values["first_token_s"] = {name: first for name, (first, _) in medians.items()}
-    values["tokens_per_s"] = {name: args.batch / each for name, (_, each) in medians.items()}
-    values |= {"limit_tokens_per_s": limit, "share_of_limit": share}
+    values: dict[str, object] = {
+        "seconds": times,
+        "first_token_s": {name: first for name, (first, _) in medians.items()},
+        "tokens_per_s": {name: args.batch / token for name, (_, token) in medians.items()},
+        "limit_tokens_per_s": limit,
+        "share_of_limit": share,
+    }
     if args.speculative_tokens:
         stats = engine.stats
         shares = f"{stats.tokens_per_decode:.2f} tokens per step, {stats.acceptance_rate:.1%} of drafts accepted"
@@ -119,45 +101,33 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     if args.against:
         peer = args.against
         ratio, same = medians[peer][1] / medians[OURS][1], _common_prefix_length(texts[OURS], texts[peer])
-        rows.append(
-            (
-                f"speed / {peer}",
-                f"{ratio:.2f}x after the prompt; the first {same} of {args.new_tokens} tokens are the same",
-            )
-        )
+        text = f"{ratio:.2f}x after the prompt; the first {same} of {args.new_tokens} tokens are the same"
+        rows.append((f"speed / {peer}", text))
         values |= {"ratio": ratio, "same_tokens": same}
     return BenchResult(tuple(rows), values)
 
 
 def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
-    from petatron.bench.peers.huggingface import model_problems
-
-    least = {
-        "--prompt-tokens": (args.prompt_tokens, 1),
-        "--new-tokens": (args.new_tokens, 2),
-        "--repeat": (args.repeat, 1),
-        "--batch": (args.batch, 1),
-        "--speculative-tokens": (args.speculative_tokens, 0),
-    }
-    found = [*minimum_problems(least), *(model_problems(spec) if args.against in ("hf", "hf-compiled") else ())]
+    problems = [
+        *count_problems("generate", args),
+        *(model_problems(spec) if args.against in ("hf", "hf-compiled") else ()),
+    ]
     if args.fp8_weights != (args.against == "bf16") and args.against in ("bf16", "forward"):
         rule, fix = "compares the engine with quantized weights", "Give --fp8-weights too."
         if args.against == "forward":
             rule, fix = "compares the same weights", "Leave out --fp8-weights."
-        found.append(Problem("--against", args.against, rule, fix))
+        problems.append(Problem("--against", args.against, rule, fix))
     if args.against == "plain" and not args.speculative_tokens:
         rule = "compares the engine with and without drafts"
-        found.append(Problem("--against", args.against, rule, "Give --speculative-tokens too."))
+        problems.append(Problem("--against", args.against, rule, "Give --speculative-tokens too."))
     if args.against == "forward" and args.ragged:
-        found.append(Problem("--ragged", "", "has no equal in a batch of training", "Leave it out."))
-    if found:
-        raise ConfigError(found)
+        problems.append(Problem("--ragged", "", "has no equal in a batch of training", "Leave it out."))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _prompts(args: argparse.Namespace, spec: BenchSpec) -> list[list[int]]:
     """Returns random ids; of ragged prompts the first is the longest, and the others are spread evenly down to a quarter of it."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     shortest = max(1, args.prompt_tokens // 4) if args.ragged else args.prompt_tokens
     step = (args.prompt_tokens - shortest) / max(1, args.batch - 1)
@@ -168,11 +138,6 @@ def _prompts(args: argparse.Namespace, spec: BenchSpec) -> list[list[int]]:
 
 def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> float:
     """Returns the tokens per second at which weights and cache are read at the speed of copying."""
-    from petatron.bench.measure.timing import copy_bandwidth
-    from petatron.estimate.generation_bytes import GenerationBytes
-    from petatron.models.registry import model_spec
-    from petatron.optim.loss_scaler import compute_dtype
-
     model, dtype = model_spec(spec.run), compute_dtype(spec.run.precision)
     bytes_each = dtype.itemsize
     params = model.params()
@@ -188,13 +153,6 @@ def _limit(args: argparse.Namespace, spec: BenchSpec, prompt_tokens: int) -> flo
 
 def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResult:
     """The engine's prefill against the forward pass of training, over the same tokens."""
-    import torch
-
-    from petatron.bench.measure.timing import alternating_orders, elapsed_seconds, synchronize
-    from petatron.bench.result import BenchResult
-    from petatron.infer.sampling_params import SamplingParams
-    from petatron.models.batch import Batch
-
     model, engine = _build_engine(args, spec)
     prompts, first = _prompts(args, spec), SamplingParams(max_new_tokens=1, temperature=0.0)
     batch = Batch(torch.tensor(prompts, device=spec.device))
@@ -211,7 +169,7 @@ def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResu
         for name in order:
             times[name].append(elapsed_seconds(sides[name]))
     tokens = args.batch * args.prompt_tokens
-    speeds = {name: tokens / statistics.median(found) for name, found in times.items()}
+    speeds = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
     ratio = speeds[OURS] / speeds["forward"]
     rows = [
         ("prompt", f"{args.batch} x {args.prompt_tokens} tokens, without the head's GEMM"),
@@ -224,13 +182,6 @@ def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResu
 def _build_engine(
     args: argparse.Namespace, spec: BenchSpec, *, fp8_weights: bool = False, speculative_tokens: int = 0
 ) -> tuple[ParallelModel, Engine]:
-    from petatron.bench.peers.ours import load_initial_weights
-    from petatron.infer.engine import Engine
-    from petatron.infer.engine_options import EngineOptions
-    from petatron.train.build_run import build_model, launch
-
-    model = build_model(spec.run, launch(spec.run), init_weights=False, gradients=False)
-    load_initial_weights(model)
     options = EngineOptions(
         max_sequences=args.batch,
         max_length=args.prompt_tokens + args.new_tokens,
@@ -239,7 +190,7 @@ def _build_engine(
         fp8_weights=fp8_weights,
         speculative_tokens=speculative_tokens,
     )
-    return model, Engine(model, options=options)
+    return build_engine(spec, options)
 
 
 def _peer(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
@@ -249,8 +200,6 @@ def _peer(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
 
 
 def _ours(args: argparse.Namespace, spec: BenchSpec, engine: Engine) -> GenerateFn:
-    from petatron.infer.sampling_params import SamplingParams
-
     prompts = _prompts(args, spec)
 
     def more(count: int) -> list[int]:
@@ -261,29 +210,14 @@ def _ours(args: argparse.Namespace, spec: BenchSpec, engine: Engine) -> Generate
 
 
 def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
-    import torch
-
-    from petatron.bench.peers.huggingface import build_model
-    from petatron.optim.loss_scaler import compute_dtype
-
-    model = build_model(spec.run, device=spec.device, dtype=compute_dtype(spec.run.precision)).eval()
-    model.generation_config.eos_token_id = None  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-    prompts = _prompts(args, spec)
-    padded = [[0] * (args.prompt_tokens - len(ids)) + ids for ids in prompts]
-    prompt = torch.tensor(padded, device=spec.device)
-    mask = torch.tensor([[0] * (args.prompt_tokens - len(ids)) + [1] * len(ids) for ids in prompts], device=spec.device)
-    static = {"cache_implementation": "static"} if args.against == "hf-compiled" else {}
+    model = transformers_model(spec)
+    model.generation_config.eos_token_id = None
+    tokens, mask = padded_prompts(_prompts(args, spec), spec.device)
+    options = {"cache_implementation": "static"} if args.against == "hf-compiled" else {}
+    options |= {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
 
     def more(count: int) -> list[int]:
-        made = model.generate(  # pyright: ignore[reportCallIssue]
-            prompt,
-            attention_mask=mask,
-            **static,
-            max_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return made[0, prompt.shape[1] :].tolist()
+        return model.generate(tokens, max_new_tokens=count, **options)[0, tokens.shape[1] :].tolist()
 
     return more
 

@@ -11,76 +11,38 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import torch
 
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import (
-    add_device_argument,
-    add_only_argument,
-    minimum_problems,
-    resolve_device,
-    select_names,
-)
+from petatron.bench.arguments import OPERATION_NAMES, count_problems
+from petatron.bench.measure.arguments import resolve_device, select_names
+from petatron.bench.measure.machine import choice_row, device_name
+from petatron.bench.measure.timing import free_cached_memory, large_copy, median_ms
 from petatron.bench.measure.units import format_si
+from petatron.bench.ops import attention, moe
+from petatron.bench.ops.cases import SHAPES, SMALL_SHAPES, BenchContext, KernelCase
+from petatron.bench.ops.operations import CASES
+from petatron.bench.ops.peer_kernels import peer_path_problems
+from petatron.bench.result import BenchResult
+from petatron.kernels.matmul import matmul
+from petatron.kernels.registry import choose_all_kernels
 
-if TYPE_CHECKING:
-    import torch
-
-    from petatron.bench.ops.cases import BenchContext, KernelCase
-    from petatron.bench.result import BenchResult
-
-OPERATION_NAMES = (
-    "norm",
-    "activation",
-    "rotary",
-    "loss",
-    "embedding",
-    "weight-grad-gemm",
-    "fp8",
-    "scan",
-    "delta",
-    "channel-delta",
-    "latent-decode",
-    "recurrent-decode",
-    "attention",
-    "moe",
-)
 _WITH_PEERS = ("scan", "delta", "channel-delta")
 _REASON_LENGTH = 300
-_REPEAT, _WARMUP_S = 10, 0.05
+_WARMUP_S = 0.05
 _LAYER_REPEAT, _LAYER_WARMUP_S = 6, 0.5
 _GEMM_SIZE = {"cuda": 8192, "cpu": 128}
 _TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 _log = get_logger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_only_argument(parser, OPERATION_NAMES)
-    add_device_argument(parser)
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument(
-        "--peer-path",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="folder with the source of mamba_ssm or fla, measured beside our scan and delta rules; may be given again",
-    )
-    parser.add_argument(
-        "--repeat", type=int, default=_REPEAT, metavar="N", help=f"rounds, made even (default: {_REPEAT})"
-    )
-
-
 def run(args: argparse.Namespace) -> BenchResult:
     """All that is asked for, one operation and shape after the other."""
-    from petatron.bench.measure.machine import choice_row, device_name
-    from petatron.bench.ops.cases import BenchContext
-    from petatron.bench.ops.peer_kernels import peer_path_problems
-    from petatron.bench.result import BenchResult
-    from petatron.kernels.registry import choose_all_kernels
-
     peer_paths = tuple(Path(path) for path in args.peer_path)
-    problems = [*minimum_problems({"--repeat": (args.repeat, 1)}), *peer_path_problems(peer_paths)]
+    problems = [*count_problems("kernels", args), *peer_path_problems(peer_paths)]
     device = resolve_device(args.device, problems=problems)
     place = BenchContext.from_device(device, allow_compile=not args.no_compile, peer_paths=peer_paths)
     names = select_names(args.only, OPERATION_NAMES)
@@ -89,15 +51,15 @@ def run(args: argparse.Namespace) -> BenchResult:
     choices = choose_all_kernels(place.kernel_context)
     _log.info("measuring the device: a copy and a GEMM")
     speed = DeviceSpeed.measure(place, repeat=args.repeat)
-    found, tables = [], []
+    measured, tables = [], []
     for number, name in enumerate(names, start=1):
         _log.info("measuring %s, %d of %d", name, number, len(names))
         if name in ("attention", "moe"):
             tables += _measure_layer(name, device, repeat=min(args.repeat, _LAYER_REPEAT))
         else:
-            found += _measure_operation(name, place, repeat=args.repeat)
+            measured += _measure_operation(name, place, repeat=args.repeat)
     rows = [*(choice_row(choice) for choice in choices), ("the device", str(speed))]
-    rows += [(one.label, one.describe(speed)) for one in found]
+    rows += [(case.label, case.describe(speed)) for case in measured]
     rows += [*tables, ("adamw", "is measured by `petatron bench optimizer`")]
     values = {
         "device": device_name(device),
@@ -105,7 +67,7 @@ def run(args: argparse.Namespace) -> BenchResult:
         "choices": [str(choice) for choice in choices],
         "copy_tb_per_s": speed.copy_tb_per_s,
         "product_tflops": speed.gemm_tflops,
-        "operations": [one.as_json(speed) for one in found],
+        "operations": [case.as_json(speed) for case in measured],
         "layers": dict(tables),
     }
     return BenchResult(tuple(rows), values)
@@ -120,10 +82,6 @@ class DeviceSpeed:
 
     @classmethod
     def measure(cls, context: BenchContext, *, repeat: int) -> DeviceSpeed:
-        from petatron.bench.measure.machine import large_copy
-        from petatron.bench.measure.timing import median_ms
-        from petatron.kernels.matmul import matmul
-
         side = _GEMM_SIZE[context.device.type]
         (move, moved), a, b = large_copy(context.device), context.randn(side, side), context.randn(side, side)
         copy, gemm = median_ms([move, lambda: matmul(a, b)], context.device, repeat=repeat, warmup_s=_WARMUP_S)
@@ -154,35 +112,30 @@ class KernelMeasurement:
     def rate(self, speed: DeviceSpeed) -> tuple[float, float, str]:
         """Returns TB/s or TFLOP/s, its share of the device's, and both as text."""
         assert self.our_ms is not None
-        if self.flops:
-            reached = self.flops / self.our_ms / 1e9
-            share = reached / speed.gemm_tflops
-            return reached, share, f"{format_si(reached * 1e12, 'FLOP/s')}, {share:.0%} of a GEMM"
-        reached = self.moved_bytes / self.our_ms / 1e9
-        share = reached / speed.copy_tb_per_s
-        return reached, share, f"{format_si(reached * 1e12, 'B/s')}, {share:.0%} of a copy"
+        limits = (
+            (self.flops, speed.gemm_tflops, "FLOP/s", "GEMM"),
+            (self.moved_bytes, speed.copy_tb_per_s, "B/s", "copy"),
+        )
+        work, limit, unit, baseline = limits[0] if self.flops else limits[1]
+        reached = work / self.our_ms / 1e9
+        share = reached / limit
+        return reached, share, f"{format_si(reached * 1e12, unit)}, {share:.0%} of a {baseline}"
 
     def describe(self, speed: DeviceSpeed) -> str:
         parts = []
         if self.our_ms is not None:
             (name, ms), *others = self.ms.items()
             parts = [f"{name} {ms:.3f} ms, {self.rate(speed)[2]}"]
-            parts += [
-                f"{other} {theirs:.3f} ms: {theirs / ms:.2f}x{self._peer_error_text(other)}" for other, theirs in others
-            ]
+            for other, theirs in others:
+                error = self.peer_errors.get(other)
+                text = "" if error is None else f", {self._error_text(error)}"
+                parts.append(f"{other} {theirs:.3f} ms: {theirs / ms:.2f}x{text}")
         if self.error is not None:
-            parts.append(
-                f"error {self.error:.1e}"
-                if self.within_tolerance
-                else f"WRONG: error {self.error:.1e} > {self.tolerance:g}"
-            )
+            parts.append(self._error_text(self.error))
         return "; ".join([*parts, *(f"{name} failed: {why}" for name, why in self.failures.items())])
 
-    def _peer_error_text(self, name: str) -> str:
-        error = self.peer_errors.get(name)
-        if error is None:
-            return ""
-        return f", error {error:.1e}" if error <= self.tolerance else f", WRONG: error {error:.1e} > {self.tolerance:g}"
+    def _error_text(self, error: float) -> str:
+        return f"error {error:.1e}" if error <= self.tolerance else f"WRONG: error {error:.1e} > {self.tolerance:g}"
 
     @property
     def within_tolerance(self) -> bool:
@@ -206,21 +159,16 @@ class KernelMeasurement:
 
 
 def _measure_operation(name: str, context: BenchContext, *, repeat: int) -> list[KernelMeasurement]:
-    from petatron.bench.measure.timing import free_cached_memory
-    from petatron.bench.ops.cases import SHAPES, SMALL_SHAPES
-    from petatron.bench.ops.operations import CASES
-
-    found = []
+    measured = []
     for number, shape in enumerate(SHAPES if context.device.type == "cuda" else SMALL_SHAPES):
-        found += [measure_case(case, context, repeat=repeat) for case in CASES[name](context, shape, first=number == 0)]
+        cases = CASES[name](context, shape, first=number == 0)
+        measured += [measure_case(case, context, repeat=repeat) for case in cases]
         free_cached_memory(context.device)
-    return found
+    return measured
 
 
 def measure_case(case: KernelCase, context: BenchContext, *, repeat: int = 1) -> KernelMeasurement:
     """Compares with float64, then times every implementation that runs."""
-    from petatron.bench.measure.timing import median_ms
-
     bound = case.tolerance or _TOLERANCE[str(context.dtype).removeprefix("torch.")]
     ways, failed, errors = {**case.implementations, **case.peers}, dict[str, str](), dict[str, float]()
     ours = next(iter(case.implementations))
@@ -234,21 +182,17 @@ def measure_case(case: KernelCase, context: BenchContext, *, repeat: int = 1) ->
             reason = (str(problem).strip() or "no reason").splitlines()[0][:_REASON_LENGTH]
             failed[name] = f"{type(problem).__name__}: {reason}"
     working = {name: way for name, way in ways.items() if name not in failed}
-    runs = [_bind(case.call, way) for way in working.values()]
+    runs: list[Callable[[], object]] = [partial(case.call, way) for way in working.values()]
     times = median_ms(runs, context.device, repeat=repeat, warmup_s=_WARMUP_S if context.device.type == "cuda" else 0.0)
     ms = dict(zip(working, times, strict=True))
     error = errors.pop(ours, None)
     return KernelMeasurement(case.label, ms, failed, error, bound, case.moved_bytes, case.flops, errors)
 
 
-def _bind(call: Callable[[Any], object], implementation: Any) -> Callable[[], object]:
-    return lambda: call(implementation)
-
-
-def largest_error(found: Sequence[torch.Tensor | None], reference: Sequence[torch.Tensor | None]) -> float:
+def largest_error(outputs: Sequence[torch.Tensor | None], reference: Sequence[torch.Tensor | None]) -> float:
     """Returns the largest error of an output, relative to the reference's norm, over its leading rows."""
     errors = []
-    for output, exact in zip(found, reference, strict=True):
+    for output, exact in zip(outputs, reference, strict=True):
         if output is not None and exact is not None:
             distance = output[: exact.shape[0]].double() - exact
             errors.append(float(distance.norm() / exact.norm().clamp(min=1e-30)))
@@ -257,8 +201,6 @@ def largest_error(found: Sequence[torch.Tensor | None], reference: Sequence[torc
 
 def _measure_layer(name: str, device: torch.device, *, repeat: int) -> list[tuple[str, str]]:
     """Measures whole layers, which have their own tables."""
-    from petatron.bench.ops import attention, moe
-
     layer = attention if name == "attention" else moe
     warmup_s = _LAYER_WARMUP_S if device.type == "cuda" else 0.0
     return layer.measure(device, repeat=repeat, warmup_s=warmup_s)

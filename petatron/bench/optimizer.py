@@ -18,24 +18,33 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import add_device_argument, minimum_problems, resolve_device
+from petatron.bench.arguments import count_problems
+from petatron.bench.checkpoint import model_shapes
+from petatron.bench.measure.arguments import resolve_device
+from petatron.bench.measure.machine import choice_row, device_name
 from petatron.bench.measure.progress import ProgressLog
+from petatron.bench.measure.timing import alternating_orders, large_copy, mean_ms
 from petatron.bench.measure.units import format_si
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from petatron.bench.result import BenchResult
-    from petatron.kernels.registry import KernelChoice
-    from petatron.optim.mixed_precision import MixedPrecisionOptimizer
-    from petatron.sharding.flat_buffer import FlatParamGroup
+from petatron.bench.result import BenchResult
+from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.training import OptimizerConfig
+from petatron.kernels.registry import KernelChoice, KernelContext, choose_kernel
+from petatron.mesh.mesh import ParallelMesh
+from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from petatron.optim.update_rules import OptimizerKernels
+from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
+from petatron.sharding.flat_shard import group_tensor_shards
+from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 
 _DEFAULTS = {"cuda": 1.24e9, "cpu": 4e6}
 _STEPS_PER_ROUND = 4  # of each per round
@@ -43,28 +52,15 @@ _LEARNING_RATE = 1e-4
 _log = get_logger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parameters", type=float, metavar="N", help="size of the model (1.24e9; on a CPU 4e6)")
-    parser.add_argument(
-        "--repeat", type=int, default=10, metavar="N", help="rounds, at least 4, made even (default: 10)"
-    )
-    add_device_argument(parser)
-    parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32", help="format of both (default: fp32)")
-    parser.add_argument("--main-grads", choices=("fp32", "bf16"), default="fp32", help="of gradients (default: fp32)")
-    parser.add_argument("--offload-fraction", type=float, default=0.0, metavar="F", help="in host memory (default: 0)")
-
-
 def run(args: argparse.Namespace) -> BenchResult:
     """All rounds, and what they say."""
-    from petatron.bench.measure.timing import alternating_orders
-
-    problems = minimum_problems({"--repeat": (args.repeat, 1)})
+    problems = count_problems("optimizer", args)
     if args.parameters is not None and not 1e4 <= args.parameters < 1e12:
         rule = "is not between 1e4, which takes long enough to time, and 1e12"
         problems.append(Problem("--parameters", f"{args.parameters:g}", rule, "Use 1e7, for instance."))
     if not 0.0 <= args.offload_fraction <= 1.0:
-        found = f"{args.offload_fraction:g}"
-        problems.append(Problem("--offload-fraction", found, "is out of range", "Use a number from 0 to 1."))
+        fix = "Use a number from 0 to 1."
+        problems.append(Problem("--offload-fraction", f"{args.offload_fraction:g}", "is out of range", fix))
     device = resolve_device(args.device, problems=problems)
     size = int(args.parameters or _DEFAULTS[device.type])
     _log.info("building %s parameters and their optimizer, and warming up", f"{size:,}")
@@ -91,16 +87,6 @@ class _Bench:
 
     @classmethod
     def build(cls, args: argparse.Namespace, device: torch.device, num_parameters: int) -> _Bench:
-        import torch
-
-        from petatron.bench.measure.machine import large_copy
-        from petatron.config.schema.parallel import MemoryConfig
-        from petatron.config.schema.training import OptimizerConfig
-        from petatron.kernels.registry import KernelContext, choose_kernel
-        from petatron.mesh.mesh import ParallelMesh
-        from petatron.optim.mixed_precision import MixedPrecisionOptimizer
-        from petatron.optim.update_rules import OptimizerKernels
-
         groups = _flat_groups(num_parameters, device, args.main_grads)
         fraction = args.offload_fraction
         config = OptimizerConfig(lr=_LEARNING_RATE, exp_avg_dtype=args.moments, exp_avg_sq_dtype=args.moments)
@@ -110,7 +96,7 @@ class _Bench:
         mesh = ParallelMesh.single(device)
         optimizer = MixedPrecisionOptimizer(config, groups, mesh, memory=memory, kernels=kernels)
         size = sum(group.flat_weights.numel() for group in groups)
-        gradient, moment = (2 if word == "bf16" else 4 for word in (args.main_grads, args.moments))
+        gradient, moment = (2 if dtype == "bf16" else 4 for dtype in (args.main_grads, args.moments))
         norm, update = size * gradient, size * (gradient + 2 * 4 + 4 * moment + 2)
         copy, copied = large_copy(device)
         grads = [grad for group in groups for grad in group.grads()]
@@ -135,14 +121,9 @@ class _Bench:
 
     def timed(self, step: Callable[[], object]) -> float:
         """Returns milliseconds of one step. Offloaded state is copied on its own stream, so there is no head start."""
-        from petatron.bench.measure.timing import mean_ms
-
         return mean_ms(step, self.device, calls=_STEPS_PER_ROUND, head_start=False)
 
     def result(self) -> BenchResult:
-        from petatron.bench.measure.machine import choice_row, device_name
-        from petatron.bench.result import BenchResult
-
         medians = {name: statistics.median(values) for name, values in self.times.items()}
         speeds = {name: size / medians[name] / 1e9 for name, size in self.moved_bytes.items()}  # bytes per ms in TB/s
         said = {name: format_si(speed * 1e12, "B/s") for name, speed in speeds.items()}
@@ -180,36 +161,19 @@ class _Bench:
 
 def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) -> list[FlatParamGroup]:
     """Builds flat buffers of a decoder of about this size, with nonzero gradients."""
-    from collections import Counter
-
-    import torch
-    from torch import nn
-
-    from petatron.bench.checkpoint import model_shapes
-    from petatron.mesh.mesh import ParallelMesh
-    from petatron.sharding.flat_buffer import FlatBufferOptions, flatten_parameters
-    from petatron.sharding.group_spec import GroupSpec
-    from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
-
     shapes = list(model_shapes(num_parameters).values())
     model = nn.ParameterList(torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes)
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
     placements = {
-        name: compute_placement(name, tuple(one.shape), Shard(), ModelParallelCoordinate())
-        for name, one in model.named_parameters()
+        name: compute_placement(name, tuple(parameter.shape), Shard(), ModelParallelCoordinate())
+        for name, parameter in model.named_parameters()
     }
     dtype = torch.bfloat16 if grads_dtype == "bf16" else None
     options = FlatBufferOptions(bucket_size=1 << 62, grad_dtype=dtype)
     mesh, uses = ParallelMesh.single(device), Counter(model.parameters())
-    groups = flatten_parameters(
-        [model],
-        placements,
-        dict.fromkeys(placements, GroupSpec(rule="adam")),
-        mesh,
-        options,
-        grads_per_micro_batch=uses,
-    )
+    specs = dict.fromkeys(placements, GroupSpec(rule="adam"))
+    groups = flatten_parameters([model], placements, specs, mesh, options, grads_per_micro_batch=uses)
     for group in groups:
         for grad in group.grads():
             grad.normal_(std=1e-3)
@@ -218,11 +182,6 @@ def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) ->
 
 def _torch_step(optimizer: MixedPrecisionOptimizer, groups: Sequence[FlatParamGroup]) -> Callable[[], None]:
     """Returns the same update by torch, on the very same memory."""
-    import torch
-    from torch import nn
-
-    from petatron.sharding.flat_shard import group_tensor_shards
-
     parameters: dict[str, nn.Parameter] = {}
     for _, shard, view in optimizer.master_weights():
         parameters[shard.name] = nn.Parameter(view, requires_grad=True)

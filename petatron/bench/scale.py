@@ -15,19 +15,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import minimum_problems
-
-if TYPE_CHECKING:
-    from petatron.bench.result import BenchResult
-    from petatron.config import RunConfig
-    from petatron.mesh.rank_layout import Layout
+from petatron.bench.arguments import count_problems
+from petatron.bench.result import BenchResult
+from petatron.bench.scale_checkpoint import measure_checkpoint
+from petatron.config import RunConfig
+from petatron.mesh.launch.environment import SINGLE_PROCESS
+from petatron.mesh.launch.process_group import start_process_group, stop_process_group
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import AXES, Layout
+from petatron.schedule import in_flight, rank_schedule
+from petatron.schedule.pipeline_plan import pipeline_plan
+from petatron.train.build_run import build_model
+from petatron.validate import load_config
 
 _log = get_logger(__name__)
-_SIZES = "64,512,1024,4096,16384"
 _BUILD = ("config", "groups", "mesh", "in flight", "schedule", "model")
 _LOAD = ("read manifest", "load requests", "directory", "load plan")
 _START = (*_BUILD, *_LOAD)
@@ -35,23 +42,9 @@ _FIRST_SAVE = ("survey", "messages", "save plan")
 _EVERY_SAVE = ("folder entries", "layout", "table", "manifest")
 _SAVE = (*_FIRST_SAVE, *_EVERY_SAVE)
 _LIMIT_S, _LIMIT_RANKS = 10.0, 4096
-_MAX_EXPONENT, _MIN_REPORTED_S = (
-    1.5,
-    1.0,
-)  # an exponent above this is reported, for parts that take at least so long: less is noise
-_COUNTS = ("tp", "pp", "cp", "virtual", "microbatches")
+# An exponent above this is reported, for parts that take at least so long: less is noise.
+_MAX_EXPONENT, _MIN_REPORTED_S = 1.5, 1.0
 Result = TypeVar("Result")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", default=_SIZES, metavar="N,...", help=f"numbers of ranks (default: {_SIZES})")
-    parser.add_argument("--model", default="llama3-405b", metavar="PRESET", help="preset (default: llama3-405b)")
-    parser.add_argument("--tp", type=int, default=8, metavar="N", help="tensor parallel at most (default: 8)")
-    parser.add_argument("--pp", type=int, default=16, metavar="N", help="pipeline parallel at most (default: 16)")
-    parser.add_argument("--cp", type=int, default=1, metavar="N", help="context parallel at most (default: 1)")
-    parser.add_argument("--virtual", type=int, default=1, metavar="N", help="stages per pipeline rank (default: 1)")
-    parser.add_argument("--microbatches", type=int, default=64, metavar="N", help="per step (default: 64)")
-    parser.add_argument("--without-checkpoint", action="store_true", help="leave saving and loading out")
 
 
 @dataclass(slots=True)
@@ -72,10 +65,21 @@ class ScaleMeasurement:
     def total_seconds(self, parts: Sequence[str]) -> float:
         return sum(self.seconds.get(part, 0.0) for part in parts)
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "ranks": self.world_size,
+            "layout": self.layout,
+            "seconds": {name: round(seconds, 4) for name, seconds in self.seconds.items()},
+            "start_s": round(self.total_seconds(_START), 3),
+            "save_s": round(self.total_seconds(_SAVE), 3),
+            "later_save_s": round(self.total_seconds(_EVERY_SAVE), 3),
+            **self.counts,
+        }
+
 
 def argument_problems(args: argparse.Namespace) -> list[Problem]:
     """Returns what is wrong with the arguments."""
-    problems = minimum_problems({f"--{name}": (getattr(args, name), 1) for name in _COUNTS})
+    problems = count_problems("scale", args)
     if not _world_sizes(args.sizes):
         rule = "is not a list of numbers of ranks"
         problems.append(Problem("--sizes", args.sizes, rule, "Write for instance 64,1024."))
@@ -84,31 +88,13 @@ def argument_problems(args: argparse.Namespace) -> list[Problem]:
 
 def run(args: argparse.Namespace) -> BenchResult:
     """Every size in turn, and the table."""
-    from petatron.bench.result import BenchResult
-
-    sizes = _world_sizes(args.sizes)
-    found: list[ScaleMeasurement] = []
-    for size in sizes:
+    worlds: list[ScaleMeasurement] = []
+    for size in _world_sizes(args.sizes):
         _log.info("%s ranks ...", f"{size:,}")
-        found.append(_measure(args, size))
-    verdict = _verdict(found, checkpoint=not args.without_checkpoint)
-    values: dict[str, Any] = {
-        "model": args.model,
-        "sizes": [
-            {
-                "ranks": one.world_size,
-                "layout": one.layout,
-                "seconds": {name: round(seconds, 4) for name, seconds in one.seconds.items()},
-                "start_s": round(one.total_seconds(_START), 3),
-                "save_s": round(one.total_seconds(_SAVE), 3),
-                "later_save_s": round(one.total_seconds(_EVERY_SAVE), 3),
-                **one.counts,
-            }
-            for one in found
-        ],
-        "verdict": verdict,
-    }
-    return BenchResult((*_rows(found), ("verdict", verdict)), values)
+        worlds.append(_measure(args, size))
+    verdict = _verdict(worlds, checkpoint=not args.without_checkpoint)
+    values = {"model": args.model, "sizes": [world.as_json() for world in worlds], "verdict": verdict}
+    return BenchResult((*_rows(worlds), ("verdict", verdict)), values)
 
 
 def _world_sizes(text: str) -> list[int]:
@@ -135,8 +121,6 @@ def layout_flags(size: int, *, tp: int, pp: int, cp: int) -> list[str]:
 
 
 def _run_config(args: argparse.Namespace, size: int) -> RunConfig:
-    from petatron.validate import load_config
-
     data = "--mock-data --lr 1e-4 --train-iters 1".split()
     flags = layout_flags(size, tp=args.tp, pp=args.pp, cp=args.cp)
     tp, pp, cp = (int(value) for value in flags[1::2])
@@ -153,52 +137,38 @@ def _run_config(args: argparse.Namespace, size: int) -> RunConfig:
 
 
 def _measure(args: argparse.Namespace, size: int) -> ScaleMeasurement:
-    from petatron.bench.scale_checkpoint import measure_checkpoint
-    from petatron.mesh.rank_layout import Layout
-    from petatron.schedule import in_flight, rank_schedule
-    from petatron.schedule.pipeline_plan import pipeline_plan
-
-    found = ScaleMeasurement(size, "")
-    config = found.timed("config", lambda: _run_config(args, size))
+    world = ScaleMeasurement(size, "")
+    config = world.timed("config", lambda: _run_config(args, size))
     layout = Layout.from_config(config.parallel)
     named = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "dp")}
-    found.layout = " ".join(f"{name}{number}" for name, number in named.items())
+    world.layout = " ".join(f"{name}{number}" for name, number in named.items())
     plan = pipeline_plan(config)
     for rank in sorted({0, size // 2}):
         in_flight.cache_clear()
         rank_schedule.cache_clear()
-        found.timed("groups", partial(_rank_groups, layout, rank))
-        found.timed("in flight", lambda: plan.in_flight(args.microbatches))
-        own = layout.group_of("pp", rank).index(rank)
-        schedule = found.timed("schedule", partial(plan.training_schedule, args.microbatches, rank=own))
-        found.counts["schedule_bytes"] = schedule.actions.num_bytes
-        _count_peers(found, _build_rank(found, config, layout, rank))
+        world.timed("groups", partial(_rank_groups, layout, rank))
+        world.timed("in flight", lambda: plan.in_flight(args.microbatches))
+        stage = layout.group_of("pp", rank).index(rank)
+        schedule = world.timed("schedule", partial(plan.training_schedule, args.microbatches, rank=stage))
+        world.counts["schedule_bytes"] = schedule.actions.num_bytes
+        _count_peers(world, _build_rank(world, config, layout, rank))
     if not args.without_checkpoint:
-        found.counts |= asdict(measure_checkpoint(config, found.timed))
-    return found
+        world.counts |= asdict(measure_checkpoint(config, world.timed))
+    return world
 
 
 def _rank_groups(layout: Layout, rank: int) -> Mapping[str, tuple[int, ...]]:
-    from petatron.mesh.rank_layout import AXES
-
     return {name: layout.group_of(name, rank) for name in AXES}
 
 
-def _build_rank(found: ScaleMeasurement, config: RunConfig, layout: Layout, rank: int) -> list[tuple[int, ...]]:
+def _build_rank(world: ScaleMeasurement, config: RunConfig, layout: Layout, rank: int) -> list[tuple[int, ...]]:
     """Builds one rank's groups and model on the meta device; returns the ranks of each group it is in."""
-    import torch
-
-    from petatron.mesh.launch.environment import SINGLE_PROCESS
-    from petatron.mesh.launch.process_group import start_process_group, stop_process_group
-    from petatron.mesh.mesh import ParallelMesh
-    from petatron.train.build_run import build_model
-
-    world = layout.world_size
-    start_process_group(replace(SINGLE_PROCESS, rank=rank, world_size=world, local_world_size=world), backend="fake")
+    size = layout.world_size
+    start_process_group(replace(SINGLE_PROCESS, rank=rank, world_size=size, local_world_size=size), backend="fake")
     try:
-        mesh = found.timed("mesh", lambda: ParallelMesh(layout, rank, device=torch.device("meta")))
-        model = found.timed("model", lambda: build_model(config, mesh))
-        found.counts["parameters_of_rank"] = sum(
+        mesh = world.timed("mesh", lambda: ParallelMesh(layout, rank, device=torch.device("meta")))
+        model = world.timed("model", lambda: build_model(config, mesh))
+        world.counts["parameters_of_rank"] = sum(
             parameter.numel() for stage in model.stages.values() for parameter in stage.parameters()
         )
         return [communicator.ranks for communicator in mesh.communicators]
@@ -206,14 +176,14 @@ def _build_rank(found: ScaleMeasurement, config: RunConfig, layout: Layout, rank
         stop_process_group()
 
 
-def _count_peers(found: ScaleMeasurement, groups: Sequence[tuple[int, ...]]) -> None:
+def _count_peers(world: ScaleMeasurement, groups: Sequence[tuple[int, ...]]) -> None:
     """Counts the peers of the rank that is in most groups."""
-    counts = found.counts
+    counts = world.counts
     counts["communicators"] = max(counts.get("communicators", 0), len(groups))
     counts["communicator_ranks"] = max(counts.get("communicator_ranks", 0), sum(map(len, groups)))
-    smaller = {rank for ranks in groups if len(ranks) < found.world_size for rank in ranks}
+    smaller = {rank for ranks in groups if len(ranks) < world.world_size for rank in ranks}
     counts["peers"] = max(counts.get("peers", 0), len(smaller) - 1)
-    counts["control_peers"] = control_peers(found.world_size)
+    counts["control_peers"] = control_peers(world.world_size)
 
 
 def control_peers(size: int) -> int:
@@ -229,25 +199,25 @@ def control_peers(size: int) -> int:
     return len({distance % size for step in steps for distance in (step, -step)})
 
 
-def _rows(found: Sequence[ScaleMeasurement]) -> list[tuple[str, str]]:
+def _rows(worlds: Sequence[ScaleMeasurement]) -> list[tuple[str, str]]:
     rows = [
-        ("ranks", _line([f"{one.world_size:,}" for one in found], "growth")),
-        ("layout", _line([o.layout for o in found])),
+        ("ranks", _line([f"{world.world_size:,}" for world in worlds], "growth")),
+        ("layout", _line([world.layout for world in worlds])),
     ]
     for title, parts in (("start overhead, s", _START), ("first save, s", _SAVE), ("later saves, s", _EVERY_SAVE)):
-        measured = [part for part in parts if part in found[0].seconds]
+        measured = [part for part in parts if part in worlds[0].seconds]
         if not measured:
             continue
-        rows.append((title, _series([one.total_seconds(parts) for one in found], found, "{:.2f}")))
+        rows.append((title, _series([world.total_seconds(parts) for world in worlds], worlds, "{:.2f}")))
         shown = [part for part in measured if parts is not _SAVE or part in _FIRST_SAVE]
-        rows += [(f"  {part}", _series([one.seconds[part] for one in found], found, "{:.3f}")) for part in shown]
-    for name in found[0].counts:
-        rows.append((name.replace("_", " "), _series([one.counts[name] for one in found], found, "{:,}")))
+        rows += [(f"  {part}", _series([world.seconds[part] for world in worlds], worlds, "{:.3f}")) for part in shown]
+    for name in worlds[0].counts:
+        rows.append((name.replace("_", " "), _series([world.counts[name] for world in worlds], worlds, "{:,}")))
     return rows
 
 
-def _series(values: Sequence[float], found: Sequence[ScaleMeasurement], form: str) -> str:
-    exponent = growth_exponent(values, [one.world_size for one in found])
+def _series(values: Sequence[float], worlds: Sequence[ScaleMeasurement], form: str) -> str:
+    exponent = growth_exponent(values, [world.world_size for world in worlds])
     return _line([form.format(value) for value in values], "" if exponent is None else f"N^{exponent:.1f}")
 
 
@@ -266,22 +236,22 @@ def growth_exponent(values: Sequence[float], sizes: Sequence[int]) -> float | No
     return math.log(values[-1] / values[-2]) / math.log(sizes[-1] / sizes[-2])
 
 
-def _verdict(found: Sequence[ScaleMeasurement], *, checkpoint: bool) -> str:
+def _verdict(worlds: Sequence[ScaleMeasurement], *, checkpoint: bool) -> str:
     """Compares with the limits at 4,096 ranks, and names what grows faster than the world."""
-    judged = [one for one in found if one.world_size <= _LIMIT_RANKS]
-    words: list[str] = []
+    judged = [world for world in worlds if world.world_size <= _LIMIT_RANKS]
+    texts: list[str] = []
     for title, parts in (("start", _START), ("save", _SAVE))[: 2 if checkpoint else 1]:
-        worst = max(judged, key=lambda one: one.total_seconds(parts), default=None)
+        worst = max(judged, key=lambda world: world.total_seconds(parts), default=None)
         if worst is not None:
             seconds = worst.total_seconds(parts)
             within = "within" if seconds <= _LIMIT_S else "ABOVE"
-            words.append(f"{title} {seconds:.1f} s at {worst.world_size:,} ranks, {within} {_LIMIT_S:.0f} s")
+            texts.append(f"{title} {seconds:.1f} s at {worst.world_size:,} ranks, {within} {_LIMIT_S:.0f} s")
     if not judged:
-        words.append(f"no size up to {_LIMIT_RANKS:,} ranks, so no bar applies")
-    sizes = [one.world_size for one in found]
-    for part in found[-1].seconds:
-        values = [one.seconds[part] for one in found]
+        texts.append(f"no size up to {_LIMIT_RANKS:,} ranks, so no bar applies")
+    sizes = [world.world_size for world in worlds]
+    for part in worlds[-1].seconds:
+        values = [world.seconds[part] for world in worlds]
         exponent = growth_exponent(values, sizes)
         if exponent is not None and exponent > _MAX_EXPONENT and values[-1] >= _MIN_REPORTED_S:
-            words.append(f"{part} grows as N^{exponent:.1f}")
-    return "; ".join(words)
+            texts.append(f"{part} grows as N^{exponent:.1f}")
+    return "; ".join(texts)

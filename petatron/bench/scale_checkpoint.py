@@ -13,7 +13,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,14 +106,14 @@ def _plan_save(
         return made, made.encoded_dtypes()
 
     def messages() -> dict[int, str]:
-        own.set_agreed_dtypes(world.largest)
-        return {to: json.dumps(message) for to, message in own.messages().items()}
+        planner.set_agreed_dtypes(world.largest)
+        return {to: json.dumps(message) for to, message in planner.messages().items()}
 
-    own, _ = timed("survey", survey)
+    planner, _ = timed("survey", survey)
     sent = timed("messages", messages)
     texts = world.messages_to_busiest() | ({rank: sent[rank]} if rank in sent else {})
     received = {source: json.loads(text) for source, text in texts.items()}
-    plan = timed("save plan", lambda: own.plan({source: json.loads(text) for source, text in texts.items()}))
+    plan = timed("save plan", lambda: planner.plan({source: json.loads(text) for source, text in texts.items()}))
     return len(sent), received, plan
 
 
@@ -136,11 +137,11 @@ def _plan_load(world: _SimulatedWorld, mine: Sequence[Chunk], content: bytes, ti
         return json.dumps(answers)
 
     def reads() -> None:
-        found = dict[int, tuple[str, StoredTensor | None]]()
+        tensors = dict[int, tuple[str, StoredTensor | None]]()
         for row in (row for rows in json.loads(told) for row in rows):
             number, key, stored, _ = parse_answer(row)
-            found[number] = key, stored
-        plan_reads(Path(), wanted, [found[number] for number in range(len(wanted))], strict=True)
+            tensors[number] = key, stored
+        plan_reads(Path(), wanted, [tensors[number] for number in range(len(wanted))], strict=True)
 
     asks = timed("load requests", questions)
     checked = {name for name in world.shapes if world.checker(name) == world.busiest}
@@ -157,8 +158,8 @@ class _SimulatedWorld:
     def __init__(self, boxes: Sequence[_HeldBoxes], folder: ModelFolder) -> None:
         self.boxes, self.folder, self.world_size = boxes, folder, len(boxes)
         self.shapes = {name: shape for held in boxes for name, shape, _ in held}
-        whole = [(name, shape, Box((0,) * len(shape), shape)) for name, shape in self.shapes.items()]
-        self.largest = SavePlanner(_chunks(whole), folder, rank=0, world_size=self.world_size).encoded_dtypes()
+        boxes_of_all = [(name, shape, Box((0,) * len(shape), shape)) for name, shape in self.shapes.items()]
+        self.largest = SavePlanner(_chunks(boxes_of_all), folder, rank=0, world_size=self.world_size).encoded_dtypes()
         self.files = plan_files(folder.entries, dict.fromkeys(self.shapes, torch.bfloat16), self.world_size)
         self.busiest = self._busiest()
 
@@ -179,14 +180,9 @@ class _SimulatedWorld:
 
     def messages_to_busiest(self) -> dict[int, str]:
         """Returns messages by sender. Only the receiver's tensors are planned there, so chunks have other indices."""
-        writes = {
-            region.name
-            for file in self.files
-            if file.rank == self.busiest
-            for entry in file.entries
-            for region in entry.regions
-        }
-        found: dict[int, str] = {}
+        files = [file for file in self.files if file.rank == self.busiest]
+        writes = {region.name for file in files for entry in file.entries for region in entry.regions}
+        messages: dict[int, str] = {}
         for rank, held in enumerate(self.boxes):
             some = [box for box in held if box[0] in writes or self.checker(box[0]) == self.busiest]
             if rank == self.busiest or not some:
@@ -195,8 +191,8 @@ class _SimulatedWorld:
             survey.set_agreed_dtypes(self.largest)
             message = survey.messages().get(self.busiest)
             if message is not None:
-                found[rank] = json.dumps(message)
-        return found
+                messages[rank] = json.dumps(message)
+        return messages
 
     def rows_for_tensors(self, names: set[str]) -> list[MessageRow]:
         """Returns the rows of all tables for these tensors and their optimizer state."""
@@ -208,25 +204,22 @@ class _SimulatedWorld:
                 if name in names
                 for kind in _STATE_KINDS
             ]
-            rows += [row for found in table_rows(entries, rank, self.world_size).values() for row in found]
+            rows += chain.from_iterable(table_rows(entries, rank, self.world_size).values())
         weights = {name: WeightSpec(shape, torch.bfloat16) for name, shape in self.shapes.items()}
         for file in self.files:
             entries = file_table_entries(file, weights, f"{MODEL_FOLDER}/{file.name}")
             entries = [(key, stored) for key, stored in entries if key.removeprefix(WEIGHT_PREFIX) in names]
-            rows += [row for found in table_rows(entries, file.rank, self.world_size).values() for row in found]
+            rows += chain.from_iterable(table_rows(entries, file.rank, self.world_size).values())
         return rows
 
     def requests_for_tensors(self, names: set[str]) -> list[list[MessageRow]]:
         """Returns each rank's requests for these tensors."""
-        found: list[list[MessageRow]] = []
+        requests: list[list[MessageRow]] = []
         for held in self.boxes:
-            some = [
-                chunk
-                for chunk in _chunks([box for box in held if box[0] in names])
-                if not chunk.key.startswith(WEIGHT_PREFIX)
-            ]
-            found += box_requests(some, self.world_size).values()
-        return found
+            chunks = _chunks([box for box in held if box[0] in names])
+            state = [chunk for chunk in chunks if not chunk.key.startswith(WEIGHT_PREFIX)]
+            requests += box_requests(state, self.world_size).values()
+        return requests
 
 
 _HeldBoxes = list[tuple[str, Shape, Box]]
@@ -238,11 +231,8 @@ def _boxes_per_rank(shapes: Mapping[str, Shape], run: RunConfig) -> list[_HeldBo
     held: list[_HeldBoxes] = [[] for _ in range(layout.world_size)]
     owners = layout.dp * layout.cp
     for stage in range(layout.pp):
-        here = {
-            name: shape
-            for name, shape in shapes.items()
-            if _pipeline_stage(name, layout.pp, run.model.num_layers) == stage
-        }
+        stage_of = partial(_pipeline_stage, pp=layout.pp, num_layers=run.model.num_layers)
+        here = {name: shape for name, shape in shapes.items() if stage_of(name) == stage}
         for tp_rank in range(layout.tp):
             first = stage * owners * layout.tp + tp_rank
             for bucket in _buckets(here, tp=layout.tp, tp_rank=tp_rank, size=bucket_size):
@@ -260,11 +250,11 @@ def _buckets(shapes: Mapping[str, Shape], *, tp: int, tp_rank: int, size: int) -
     """Yields a tensor-parallel rank's shards, rows of matrices and whole vectors, in buckets of at least `size` elements."""
     for vectors in (False, True):
         bucket: _HeldBoxes = []
-        for name, shape in ((name, shape) for name, shape in shapes.items() if (len(shape) == 1) == vectors):
-            split = tp if not vectors else 1
-            begin, end = shape[0] * tp_rank // split, shape[0] * (tp_rank + 1) // split
-            if vectors and tp_rank:
+        for name, shape in shapes.items():
+            if (len(shape) == 1) != vectors or (vectors and tp_rank):
                 continue
+            split = 1 if vectors else tp
+            begin, end = shape[0] * tp_rank // split, shape[0] * (tp_rank + 1) // split
             bucket.append((name, shape, Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))))
             if sum(math.prod(box.shape) for _, _, box in bucket) >= size:
                 yield bucket

@@ -23,51 +23,26 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import minimum_problems
+from petatron.bench.arguments import SERVED_PRESET, count_problems
+from petatron.bench.measure.timing import alternating_orders
+from petatron.bench.peers.bench_model import bench_spec
+from petatron.bench.result import BenchResult
+from petatron.bench.serving.http_clients import BenchRequest, HttpClients
+from petatron.bench.serving.random_checkpoint import save_random_checkpoint
+from petatron.bench.serving.server_process import server_process
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import SamplingParams
+from petatron.pretrained.folder_kind import find_model
+from petatron.serve.open_engine import model_settings, open_engine
 
-if TYPE_CHECKING:
-    from petatron.bench.result import BenchResult
-    from petatron.bench.serving.http_clients import BenchRequest, HttpClients
-    from petatron.infer.engine import Engine
-    from petatron.infer.engine_options import EngineOptions
-
-TAKES_RUN_FLAGS = True
-DEFAULT_PRESET = "tiny-llama"
 ENGINE, STREAMED, PLAIN = "engine alone", "HTTP, streamed", "HTTP, plain"
 _PAGE_SIZE, _OUTSIDE_VOCAB = 16, 128
 _SERVER_PACKAGES = ("fastapi", "uvicorn")
 _log = get_logger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "A first word that is a folder is a checkpoint; any other word is the model's own: a preset's name (default: "
-        f"{DEFAULT_PRESET}, random weights), --seq-length, --device, --bf16 ..."
-    )
-    parser.add_argument("--clients", type=int, default=64, metavar="N", help="clients at once (default: 64)")
-    parser.add_argument("--requests", type=int, default=4, metavar="N", help="of each client in a round (default: 4)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="length of prompts (default: 64)")
-    parser.add_argument(
-        "--new-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="of the longest answer; others have from half (default: 32)",
-    )
-    parser.add_argument("--repeat", type=int, default=4, metavar="N", help="rounds, made even (default: 4)")
-    parser.add_argument(
-        "--first-tokens",
-        type=int,
-        default=100,
-        metavar="N",
-        help="requests for each time to first token (default: 100)",
-    )
-    parser.add_argument("--url", help="a server that runs already, with a key in --api-key-file if it needs one")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="with --url: the key, in its first line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +69,13 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
         options = _engine_options(args)
         _log.info("opening the engine")
         engine = _open_engine(checkpoint, flags, options)
-        from petatron.bench.serving.server_process import server_process
-
         _log.info("starting the server")
         url = stack.enter_context(server_process(str(checkpoint), [*_server_flags(options), *flags]))
         return _result(args, _measure(args, url, vocab_size=engine.vocab_size, engine=engine))
 
 
 def _check(args: argparse.Namespace, flags: Sequence[str]) -> None:
-    least = {
-        "--clients": (args.clients, 1),
-        "--requests": (args.requests, 1),
-        "--prompt-tokens": (args.prompt_tokens, 1),
-        "--new-tokens": (args.new_tokens, 2),
-        "--repeat": (args.repeat, 1),
-        "--first-tokens": (args.first_tokens, 1),
-    }
-    problems = minimum_problems(least)
+    problems = count_problems("serve", args)
     if args.url and flags:
         fix = "Leave it out, or leave out --url."
         problems.append(Problem(" ".join(flags), "", "has no effect on a server that runs already (--url)", fix))
@@ -126,24 +91,18 @@ def _check(args: argparse.Namespace, flags: Sequence[str]) -> None:
 
 def _checkpoint(flags: Sequence[str], scratch: Path) -> tuple[Path, list[str]]:
     """Returns the checkpoint that the flags name, or one of random weights, and the flags that it is served with."""
-    from petatron.bench.peers.bench_model import bench_spec
-    from petatron.bench.serving.random_checkpoint import save_random_checkpoint
-    from petatron.pretrained.folder_kind import find_model
-
     if list(flags[:1]) == ["--preset"] and Path(flags[1]).is_dir():
         return Path(flags[1]), list(flags[2:])
     if list(flags[:1]) == ["--preset"] and len(Path(flags[1]).parts) > 1:
         find_model(flags[1])  # no preset has such a name: says what a checkpoint is
     named = any(flag.partition("=")[0] in ("--preset", "--config") for flag in flags)
-    spec = bench_spec([*([] if named else ["--preset", DEFAULT_PRESET]), *flags])
+    spec = bench_spec([*([] if named else ["--preset", SERVED_PRESET]), *flags])
     _log.info("saving random weights")
     save_random_checkpoint(spec, scratch / "run")
     return scratch / "run", ["--device", spec.device.type]
 
 
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
-    from petatron.infer.engine_options import EngineOptions
-
     length = args.prompt_tokens + args.new_tokens
     pages = args.clients * -(-length // _PAGE_SIZE)
     return EngineOptions(
@@ -152,16 +111,18 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
 
 
 def _server_flags(options: EngineOptions) -> list[str]:
-    named = {"--num-pages": options.num_pages, "--max-sequences": options.max_sequences}
-    named |= {"--max-length": options.max_length, "--max-step-tokens": options.max_step_tokens}
-    room = {"--max-open": 4096, "--max-connections": 4096}  # of random arrivals any number may be open
-    words = [word for flag, value in (named | room).items() for word in (flag, str(value))]
-    return [*words, "--no-prefix-caching"]
+    values = {
+        "--num-pages": options.num_pages,
+        "--max-sequences": options.max_sequences,
+        "--max-length": options.max_length,
+        "--max-step-tokens": options.max_step_tokens,
+        "--max-open": 4096,  # of random arrivals any number may be open
+        "--max-connections": 4096,
+    }
+    return [*(text for flag, value in values.items() for text in (flag, str(value))), "--no-prefix-caching"]
 
 
 def _open_engine(checkpoint: Path, flags: Sequence[str], options: EngineOptions) -> Engine:
-    from petatron.serve.open_engine import model_settings, open_engine
-
     settings = model_settings(checkpoint, flags, options=options)
     if settings.num_ranks > 1:
         rule = f"asks for {settings.num_ranks} ranks, and the engine alone is measured on one"
@@ -171,14 +132,9 @@ def _open_engine(checkpoint: Path, flags: Sequence[str], options: EngineOptions)
 
 def make_requests(count: int, *, prompt_tokens: int, new_tokens: int, vocab_size: int) -> list[BenchRequest]:
     """Returns prompts of random ids, and answers of half to all of the new tokens."""
-    from petatron.bench.serving.http_clients import BenchRequest
-
-    chance = random.Random(0)
+    chance, fewest = random.Random(0), -(-new_tokens // 2)
     return [
-        BenchRequest(
-            [chance.randrange(vocab_size) for _ in range(prompt_tokens)],
-            chance.randint(-(-new_tokens // 2), new_tokens),
-        )
+        BenchRequest([chance.randrange(vocab_size) for _ in range(prompt_tokens)], chance.randint(fewest, new_tokens))
         for _ in range(count)
     ]
 
@@ -201,14 +157,8 @@ class ServeMeasurements:
 
 
 def _measure(args: argparse.Namespace, url: str, *, vocab_size: int, engine: Engine | None) -> ServeMeasurements:
-    from petatron.bench.serving.http_clients import HttpClients
-
-    requests = make_requests(
-        args.clients * args.requests,
-        prompt_tokens=args.prompt_tokens,
-        new_tokens=args.new_tokens,
-        vocab_size=vocab_size,
-    )
+    lengths = {"prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens}
+    requests = make_requests(args.clients * args.requests, **lengths, vocab_size=vocab_size)
 
     async def measure() -> ServeMeasurements:
         clients = HttpClients(url, api_key=_api_key(args))
@@ -227,11 +177,8 @@ def _measure(args: argparse.Namespace, url: str, *, vocab_size: int, engine: Eng
 async def _rounds(
     args: argparse.Namespace, clients: HttpClients, requests: Sequence[BenchRequest], engine: Engine | None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    from petatron.bench.measure.timing import alternating_orders
-
     sides = [*([ENGINE] if engine is not None else []), STREAMED, PLAIN]
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    cpu: dict[str, list[float]] = {side: [] for side in sides}
+    seconds, cpu = ({side: list[float]() for side in sides} for _ in range(2))
     rounds = list(alternating_orders(sides, rounds=args.repeat))
     _log.info("timing %d rounds of %d requests each: %s", len(rounds), len(requests), ", ".join(sides))
     for number, order in enumerate([sides, *rounds]):  # the first one warms up
@@ -251,17 +198,13 @@ async def _rounds(
 
 def _engine_seconds(engine: Engine, requests: Sequence[BenchRequest]) -> float:
     """Runs the requests in an engine, as many at once as clients send."""
-    from petatron.infer.sampling_params import SamplingParams
-
     began = time.perf_counter()
-    numbers = [
-        engine.submit(one.prompt_ids, SamplingParams(max_new_tokens=one.new_tokens, temperature=0.0))
-        for one in requests
-    ]
+    sampling = (SamplingParams(max_new_tokens=request.new_tokens, temperature=0.0) for request in requests)
+    numbers = [engine.submit(request.prompt_ids, params) for request, params in zip(requests, sampling)]
     while engine.has_work:
         engine.step()
     took = time.perf_counter() - began
-    assert sum(len(engine.take(number).ids) for number in numbers) == sum(one.new_tokens for one in requests)
+    assert sum(len(engine.take(number).ids) for number in numbers) == sum(request.new_tokens for request in requests)
     return took
 
 
@@ -285,9 +228,8 @@ def _api_key(args: argparse.Namespace) -> str | None:
         return args.api_key_file.read_text().split()[0]
     except (OSError, ValueError, IndexError) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or 'it has no key'}"
-        raise ConfigError(
-            [Problem("--api-key-file", str(args.api_key_file), rule, "Give a file with a key.")]
-        ) from error
+        problem = Problem("--api-key-file", str(args.api_key_file), rule, "Give a file with a key.")
+        raise ConfigError([problem]) from error
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -300,18 +242,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def _result(args: argparse.Namespace, found: ServeMeasurements) -> BenchResult:
-    from petatron.bench.result import BenchResult
+def _latency_text(times_ms: Sequence[float]) -> str:
+    return f"median {statistics.median(times_ms):.1f} ms, p95 {percentile(times_ms, 95):.1f} ms"
 
-    first = found.first_token
+
+def _result(args: argparse.Namespace, measured: ServeMeasurements) -> BenchResult:
+    first = measured.first_token
     alone_ms, half_ms = ([1e3 * value for value in values] for values in (first.alone_s, first.half_load_s))
-    rows = [
-        (
-            "requests",
-            f"{len(found.requests)} of {args.prompt_tokens} tokens, {-(-args.new_tokens // 2)} to {args.new_tokens} new ones, greedy",
-        ),
-    ]
-    speeds = {side: found.tokens_per_s(side) for side in found.seconds}
+    answers = f"{-(-args.new_tokens // 2)} to {args.new_tokens} new ones, greedy"
+    rows = [("requests", f"{len(measured.requests)} of {args.prompt_tokens} tokens, {answers}")]
+    speeds = {side: measured.tokens_per_s(side) for side in measured.seconds}
     ratios: dict[str, float] = {}
     for side, speed in speeds.items():
         if side == ENGINE:
@@ -319,22 +259,18 @@ def _result(args: argparse.Namespace, found: ServeMeasurements) -> BenchResult:
             continue
         text = f"{speed:,.0f} tok/s, {args.clients} clients"
         if ENGINE in speeds:
-            ratios[side] = statistics.median(a / b for a, b in zip(found.seconds[ENGINE], found.seconds[side]))
+            ratios[side] = statistics.median(a / b for a, b in zip(measured.seconds[ENGINE], measured.seconds[side]))
             text += f": {ratios[side]:.2f} of the engine alone"
         rows.append((side, text))
-    rows += [
-        ("first token, alone", f"median {statistics.median(alone_ms):.1f} ms, p95 {percentile(alone_ms, 95):.1f} ms"),
-        (
-            "first token, half load",
-            f"median {statistics.median(half_ms):.1f} ms, p95 {percentile(half_ms, 95):.1f} ms at "
-            f"{first.half_rate_per_s:.1f} requests/s: {first.ratio:.2f} of the p95 alone",
-        ),
-    ]
-    shares = {side: sum(cpu) / sum(found.seconds[side]) for side, cpu in found.client_cpu_s.items() if side != ENGINE}
+    load = f" at {first.half_rate_per_s:.1f} requests/s: {first.ratio:.2f} of the p95 alone"
+    rows += [("first token, alone", _latency_text(alone_ms)), ("first token, half load", _latency_text(half_ms) + load)]
+    shares = {
+        side: sum(cpu) / sum(measured.seconds[side]) for side, cpu in measured.client_cpu_s.items() if side != ENGINE
+    }
     rows.append(("clients", ", ".join(f"{share:.0%} of a core ({side})" for side, share in shares.items())))
     values: dict[str, object] = {
-        "seconds": found.seconds,
-        "tokens": found.tokens,
+        "seconds": measured.seconds,
+        "tokens": measured.tokens,
         "tokens_per_s": speeds,
         "ratio": ratios,
         "first_token_alone_ms": alone_ms,

@@ -15,22 +15,20 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.output_file import writable_problems
-from petatron.bench.measure.arguments import (
-    add_device_argument,
-    add_only_argument,
-    file_problems,
-    positive_problems,
-)
-from petatron.bench.measure.suite_entries import ENTRIES, SuiteEntry, select_entries
+from petatron.bench.arguments import SUITE_SECONDS
+from petatron.bench.measure.arguments import file_problems, positive_problems
+from petatron.bench.measure.suite_entries import SuiteEntry, select_entries
 from petatron.bench.measure.suite_table import (
     BEGIN,
     END,
@@ -43,49 +41,26 @@ from petatron.bench.measure.suite_table import (
     rows_from_json,
     update_table,
 )
+from petatron.bench.peers.torchtitan import has_usable_source
+from petatron.bench.result import BenchResult
 
-if TYPE_CHECKING:
-    from petatron.bench.result import BenchResult
-
-_DEFAULT_SECONDS = 600.0
 _TIMEOUT_FACTOR = 3.0  # of its estimate, after which a model is stopped
 _CPU_ESTIMATE_S = 20.0
 _log = get_logger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    budget = f"time budget; models beyond it are left out (default: {_DEFAULT_SECONDS:.0f})"
-    parser.add_argument("--seconds", type=float, metavar="N", help=budget)
-    add_only_argument(parser, [entry.name for entry in ENTRIES])
-    parser.add_argument("--out", metavar="DIR", help="folder for suite.json, suite.md and every model's log")
-    parser.add_argument("--peer-path", action="append", default=[], metavar="DIR", help="as in bench train")
-    parser.add_argument(
-        "--table",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="measure nothing: take the rows of this suite.json; given again, of both, the later one's where both measured",
-    )
-    into = "put the rows into the table between its two comments in this file, among those of the same device"
-    parser.add_argument("--into", metavar="FILE", help=into)
-    replaced = "with --into: drop the rows that the file has, also those of another device"
-    parser.add_argument("--replace", action="store_true", help=replaced)
-    add_device_argument(parser)
-    parser.set_defaults(device=None)  # to know whether it was given
-
-
 def argument_problems(args: argparse.Namespace) -> list[Problem]:
     """Returns what is wrong with the arguments, before minutes of measuring."""
-    found = _table_problems(args) if args.table else _measurement_problems(args)
+    problems = _table_problems(args) if args.table else _measurement_problems(args)
     if args.into is not None:
         missing = file_problems("--into", args.into, f"Give a file that has the lines {BEGIN} and {END}.")
-        found += missing or writable_problems("--into", Path(args.into))
+        problems += missing or writable_problems("--into", Path(args.into))
     elif args.replace:
         fix = "Give --into the file whose table is replaced."
-        found.append(Problem("--replace", "", "has no effect without --into", fix))
+        problems.append(Problem("--replace", "", "has no effect without --into", fix))
     if args.out is not None:
-        found += _make_out_folder(Path(args.out))
-    return found
+        problems += _make_out_folder(Path(args.out))
+    return problems
 
 
 def _table_problems(args: argparse.Namespace) -> list[Problem]:
@@ -96,33 +71,28 @@ def _table_problems(args: argparse.Namespace) -> list[Problem]:
         "--peer-path": ",".join(args.peer_path),
     }
     rule, fix = "chooses what is measured, and --table measures nothing", "Leave one of them out."
-    found = [Problem(flag, value, rule, fix) for flag, value in given.items() if value]
+    problems = [Problem(flag, value, rule, fix) for flag, value in given.items() if value]
     for path in args.table:
-        found += file_problems("--table", path, "Give the suite.json that `petatron bench suite --out DIR` wrote.")
-    return found
+        problems += file_problems("--table", path, "Give the suite.json that `petatron bench suite --out DIR` wrote.")
+    return problems
 
 
 def _measurement_problems(args: argparse.Namespace) -> list[Problem]:
-    from petatron.base.device import detect_device
-
-    found = [*positive_problems({} if args.seconds is None else {"--seconds": args.seconds})]
+    problems = [*positive_problems({} if args.seconds is None else {"--seconds": args.seconds})]
     for path in args.peer_path:
         if not Path(path).is_dir():
             rule, fix = "is no folder, so there would be another peer", "Give the folder that holds the package."
-            found.append(Problem("--peer-path", path, rule, fix))
+            problems.append(Problem("--peer-path", path, rule, fix))
     for check in (lambda: select_entries(args.only), lambda: detect_device(args.device or "auto")):
         try:
             check()
         except ConfigError as error:
-            found += error.problems
-    return found
+            problems += error.problems
+    return problems
 
 
 def run(args: argparse.Namespace) -> BenchResult:
     """Measures all models that fit the time budget, or reads their rows, and writes the table where asked."""
-    from petatron.base.device import detect_device
-    from petatron.bench.result import BenchResult
-
     rows, details = _read_all(args.table) if args.table else ([], {})
     place = None if args.table else detect_device(args.device or "auto")
     device = measured_device(details) if place is None else place.name
@@ -130,12 +100,8 @@ def run(args: argparse.Namespace) -> BenchResult:
         _updated_page(args, rows, device)
     out = None if args.out is None else Path(args.out)
     if place is not None:
-        plan = SuiteRunner(
-            on_cuda=place.kind == "cuda",
-            peer_paths=tuple(args.peer_path),
-            seconds=_DEFAULT_SECONDS if args.seconds is None else args.seconds,
-            out=out,
-        )
+        seconds = SUITE_SECONDS if args.seconds is None else args.seconds
+        plan = SuiteRunner(on_cuda=place.kind == "cuda", peer_paths=tuple(args.peer_path), seconds=seconds, out=out)
         rows, details = plan.measure(select_entries(args.only), run_child)
     values = {"rows": [asdict(row) for row in rows], "models": details}
     if out is not None:
@@ -166,9 +132,9 @@ class SuiteRunner:
     def measure(
         self,
         entries: Sequence[SuiteEntry],
-        run_words: Callable[[Sequence[str], float], tuple[dict[str, Any] | None, str]],
+        run_train: Callable[[Sequence[str], float], tuple[dict[str, Any] | None, str]],
     ) -> tuple[list[SuiteRow], dict[str, Any]]:
-        """Measures entry by entry; `run_words` runs `petatron bench train` within some seconds."""
+        """Measures entry by entry; `run_train` runs `petatron bench train` with some flags, within some seconds."""
         rows: list[SuiteRow] = []
         details: dict[str, Any] = {}
         started = time.monotonic()
@@ -177,22 +143,17 @@ class SuiteRunner:
             estimate = entry.estimated_s if self.on_cuda else _CPU_ESTIMATE_S
             left = self.seconds - (time.monotonic() - started)
             if estimate > left:
-                _log.info(
-                    "%s: left out, takes about %.0f s, and %.0f of %.0f are left",
-                    entry.name,
-                    estimate,
-                    max(left, 0.0),
-                    self.seconds,
-                )
-                rows.append(
-                    SuiteRow(label=label, failure=f"left out: takes about {estimate:.0f} s, which were not left")
-                )
+                times = f"{estimate:.0f} s, and {max(left, 0.0):.0f} of {self.seconds:.0f} are left"
+                _log.info("%s: left out, takes about %s", entry.name, times)
+                failure = f"left out: takes about {estimate:.0f} s, which were not left"
+                rows.append(SuiteRow(label=label, failure=failure))
                 continue
             _log.info("%s, %d of %d: %.0f s so far", entry.name, number, len(entries), self.seconds - left)
             began = time.monotonic()
-            words = self.words(entry)
-            values, log = run_words(words, min(left, _TIMEOUT_FACTOR * estimate))
-            details[entry.name] = {"words": words, "seconds": time.monotonic() - began, "bench": values}
+            flags = self.flags(entry)
+            values, log = run_train(flags, min(left, _TIMEOUT_FACTOR * estimate))
+            # Files of earlier suites have the flags under "words" too.
+            details[entry.name] = {"words": flags, "seconds": time.monotonic() - began, "bench": values}
             if values is None:
                 reason = log.strip().splitlines()[-1] if log.strip() else "no output"
                 rows.append(SuiteRow(label=label, failure=f"failed: {reason[:120].replace('|', '/')}"))
@@ -203,36 +164,28 @@ class SuiteRunner:
                 (self.out / f"{entry.name}.log").write_text(log, encoding="utf-8")
         return rows, details
 
-    def words(self, entry: SuiteEntry) -> list[str]:
-        """Returns the words of `petatron bench train` for a model, beside the peer it is compared with."""
-        words, peer = entry.bench_words(on_cuda=self.on_cuda), self.peer(entry)
-        words += [] if peer is None else ["--against", peer]
+    def flags(self, entry: SuiteEntry) -> list[str]:
+        """Returns the flags of `petatron bench train` for a model, beside the peer it is compared with."""
+        flags, peer = entry.bench_flags(on_cuda=self.on_cuda), self.peer(entry)
+        flags += [] if peer is None else ["--against", peer]
         if peer == "torchtitan":
-            words += [word for path in self.peer_paths for word in ("--peer-path", path)]
-        return words
+            flags += [text for path in self.peer_paths for text in ("--peer-path", path)]
+        return flags
 
     def peer(self, entry: SuiteEntry) -> str | None:
         """Returns whom a model is compared with: torchtitan if it can, else transformers; FP8 without it with our own bf16."""
-        if entry.has_torchtitan and self._has_torchtitan(entry.fp8_recipe):
+        if entry.has_torchtitan and has_usable_source([Path(path) for path in self.peer_paths], entry.fp8_recipe):
             return "torchtitan"
         if entry.fp8_recipe is not None:
             return "bf16"
         return "hf" if importlib.util.find_spec("transformers") is not None else None
 
-    def _has_torchtitan(self, fp8_recipe: str | None) -> bool:
-        """Whether a version of it can do the work with the installed torch."""
-        from petatron.bench.peers.torchtitan import has_usable_source
 
-        return has_usable_source([Path(path) for path in self.peer_paths], fp8_recipe)
-
-
-def run_child(words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | None, str]:
+def run_child(flags: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | None, str]:
     """Runs `petatron bench train` in a process group of its own; returns its JSON, or None, and what it wrote."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "petatron", "bench", "train", "--json", str(answer), *words]
+        command = [sys.executable, "-m", "petatron", "bench", "train", "--json", str(answer), *flags]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -278,8 +231,8 @@ def _read_all(paths: Sequence[str]) -> tuple[list[SuiteRow], dict[str, Any]]:
     rows: list[SuiteRow] = []
     details: dict[str, Any] = {}
     for path in paths:
-        found, models = _read_rows(Path(path))
-        rows = merge_rows(rows, found)
+        later_rows, models = _read_rows(Path(path))
+        rows = merge_rows(rows, later_rows)
         details |= {name: model for name, model in models.items() if name not in details or model["bench"] is not None}
     return rows, details
 
@@ -293,7 +246,7 @@ def _read_rows(path: Path) -> tuple[list[SuiteRow], dict[str, Any]]:
         content, reason = {}, "it is no JSON"
     rows = rows_from_json(content["rows"]) if reason is None and "rows" in content else None
     models = content.get("models") if reason is None else None
-    known = isinstance(models, dict) and all(isinstance(one, dict) and "bench" in one for one in models.values())
+    known = isinstance(models, dict) and all(isinstance(model, dict) and "bench" in model for model in models.values())
     if reason is None and (rows is None or not known):
         reason = "it lacks the rows of a table, or has others"
     if rows is None or reason is not None:

@@ -25,69 +25,39 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.log import get_logger
 from petatron.bench import peers as contenders
-from petatron.bench.measure.arguments import minimum_problems, positive_problems
-from petatron.bench.peers import OURS, OWN_BF16, PEER_ATTENTIONS, PEERS
+from petatron.bench.arguments import count_problems
+from petatron.bench.measure.arguments import positive_problems
+from petatron.bench.measure.host_time import DEPTHS, measure_host
+from petatron.bench.measure.kernel_breakdown import profile_steps
+from petatron.bench.measure.machine import sample_gpu
+from petatron.bench.measure.report import TrainMeasurements, merge_runs, report
+from petatron.bench.measure.runner import BenchRunner, time_alternating
+from petatron.bench.measure.timing import (
+    allocated_bytes,
+    alternating_orders,
+    copy_bandwidth,
+    free_cached_memory,
+    paired_speedups,
+    synchronize,
+)
+from petatron.bench.peers import OURS, OWN_BF16, PEER_ATTENTIONS, PEERS, BenchSpec
+from petatron.bench.peers.bench_model import bench_spec, make_batches
+from petatron.bench.result import BenchResult
+from petatron.config.schema.fields import closest_matches, fields_by_name, join_with_or
+from petatron.models.batch import Batch
 
-if TYPE_CHECKING:
-    from petatron.base.device import DeviceInfo
-    from petatron.bench.measure.report import TrainMeasurements
-    from petatron.bench.measure.runner import BenchRunner
-    from petatron.bench.peers import BenchSpec
-    from petatron.bench.result import BenchResult
-    from petatron.models.batch import Batch
-
-TAKES_RUN_FLAGS = True
 # A peer's activations, as a multiple of ours, and how much of the device can be filled before the allocator thrashes.
 _PEER_ACTIVATIONS = {"torchtitan": 1.6, "hf": 1.6, OWN_BF16: 1.1}
 _USABLE_MEMORY_SHARE = 0.93
 _log = get_logger(__name__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Every other word is the run's own: a preset's name, --seq-length, --micro-batch-size, --device ..."
-    parser.add_argument(
-        "--against",
-        action="append",
-        default=[],
-        metavar="PEER",
-        help=f"{', '.join(PEERS[:-1])}, or {OWN_BF16}: our own step without its FP8 flags; several with commas, or given again",
-    )
-    parser.add_argument(
-        "--peer-path",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="folder with a peer's source; may be given again",
-    )
-    parser.add_argument("--only", choices=(OURS, *PEERS), help="measure this one alone")
-    parser.add_argument("--apart", action="store_true", help="a process of its own for each, one after the other")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of each (default: 20)")
-    parser.add_argument("--block", type=int, default=5, metavar="N", help="steps before the turn changes (default: 5)")
-    parser.add_argument(
-        "--warmup-seconds", type=float, default=20.0, metavar="S", help="real steps before timing (default: 20)"
-    )
-    parser.add_argument("--fp8-recipe", metavar="NAME", help="FP8 hybrid by this recipe, on all sides but bf16")
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, on both sides")
-    parser.add_argument(
-        "--peer-keeps-gathered", action="store_true", help="torchtitan: no second gathering of weights; more memory"
-    )
-    parser.add_argument(
-        "--peer-attention",
-        choices=PEER_ATTENTIONS,
-        default=PEER_ATTENTIONS[0],
-        help="torchtitan 0.3: cuDNN's or FlashAttention's kernels, or its default for packed documents (default: sdpa)",
-    )
-    parser.add_argument("--peer-eager", action="store_true", help="torchtitan 0.3: without its CUDA graph; less memory")
-    parser.add_argument("--breakdown", action="store_true", help="say where the time of a step goes (CUDA only)")
-    parser.add_argument(
-        "--host", action="store_true", help="say what our step costs the host per layer, by models of 2 and 4 layers"
-    )
-    parser.add_argument("--memory", action="store_true", help="say what holds our memory at the peak of a step")
 
 
 def _parse_peers(texts: Sequence[str]) -> list[str]:
@@ -98,9 +68,7 @@ def _parse_peers(texts: Sequence[str]) -> list[str]:
     >>> _parse_peers(["torchtitan,bf16", "torchtitan"])
     ['bf16', 'torchtitan']
     """
-    from petatron.config.schema.fields import closest_matches, join_with_or
-
-    found: list[Problem] = []
+    problems: list[Problem] = []
     names = [(name.strip(), text) for text in texts for name in text.split(",")]
     for name, text in names:
         close = closest_matches(name, PEERS, count=1, cutoff=0.6)
@@ -108,20 +76,16 @@ def _parse_peers(texts: Sequence[str]) -> list[str]:
         if not name:
             comma = "," in text
             rule, fix = ("names nobody beside a comma", "Leave the comma out.") if comma else ("names nobody", fix)
-            found.append(Problem("--against", f"'{text}'", rule, fix))
+            problems.append(Problem("--against", f"'{text}'", rule, fix))
         elif name not in PEERS:
-            found.append(Problem("--against", name, "is no peer", fix))
-    if found:
-        raise ConfigError(found)
+            problems.append(Problem("--against", name, "is no peer", fix))
+    if problems:
+        raise ConfigError(problems)
     return sorted(dict.fromkeys(name for name, _ in names), key=lambda name: name != OWN_BF16)
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Measure as asked; `flags` are the run's."""
-    from petatron.base.device import detect_device
-    from petatron.bench.measure.report import report
-    from petatron.bench.measure.timing import copy_bandwidth, free_cached_memory
-
     peers = _parse_peers(args.against)
     names = [args.only] if args.only else [OURS, *peers]
     spec = _bench_spec(args, flags, names)
@@ -129,55 +93,50 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     _check(args, spec, names, device)
     bandwidth = None if device.peak("bfloat16") is None else copy_bandwidth(spec.device)
     host = _measure_host(args, flags, spec) if args.host else None
-    found = None if args.apart else _measure_in_process(args, spec, names, device)
-    if found is None:
+    measured = None if args.apart else _measure_in_process(args, spec, names, device)
+    if measured is None:
         free_cached_memory(spec.device)
-        found = _measure_in_subprocesses(args, flags, names)
-    found.host = host
-    return report(spec, device, found, bandwidth=bandwidth)
+        measured = _measure_in_subprocesses(args, flags, names)
+    measured.host = host
+    return report(spec, device, measured, bandwidth=bandwidth)
 
 
 def _measure_host(args: argparse.Namespace, flags: Sequence[str], spec: BenchSpec) -> dict[str, Any]:
     """Measures the host's part of our step before anything else is on the device."""
-    from petatron.bench.measure.host_time import DEPTHS, measure_host
-    from petatron.bench.measure.timing import free_cached_memory
-
     _log.info("the host's part of our step, with %d and %d layers", *DEPTHS)
-    measured = measure_host(_run_words(args, flags)).as_json()
+    measured = measure_host(_run_flags(args, flags)).as_json()
     free_cached_memory(spec.device)
     return measured
 
 
-def _run_words(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+def _run_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     """Returns the run's flags, with those that the bench's own stand for."""
-    from petatron.config.schema.fields import fields_by_name
+    compiled = [] if not args.no_compile or "compile" not in fields_by_name() else ["--no-compile"]
+    if args.fp8_recipe is None:
+        return [*flags, *compiled]
+    format_given = any(flag.partition("=")[0] in ("--fp8-format", "--fp8-hybrid") for flag in flags)
+    fp8_format = [] if format_given else ["--fp8-format", "hybrid"]
+    return [*flags, *compiled, *fp8_format, "--fp8-recipe", args.fp8_recipe]
 
-    words = [*flags]
-    words += ["--no-compile"] if args.no_compile and "compile" in fields_by_name() else []
-    if args.fp8_recipe is not None:
-        format_given = any(flag.partition("=")[0] in ("--fp8-format", "--fp8-hybrid") for flag in flags)
-        words += ([] if format_given else ["--fp8-format", "hybrid"]) + ["--fp8-recipe", args.fp8_recipe]
-    return words
+
+def _torchtitan_flags(args: argparse.Namespace) -> list[str]:
+    """Returns the flags for torchtitan that differ from their defaults."""
+    attention = args.peer_attention != PEER_ATTENTIONS[0]
+    return [
+        *(text for path in args.peer_path for text in ("--peer-path", path)),
+        *(["--peer-keeps-gathered"] if args.peer_keeps_gathered else []),
+        *(["--peer-attention", args.peer_attention] if attention else []),
+        *(["--peer-eager"] if args.peer_eager else []),
+    ]
 
 
 def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> BenchSpec:
-    from petatron.bench.peers.bench_model import bench_spec
-
-    words = _run_words(args, flags)
-    if "torchtitan" in names:
-        spec = bench_spec(
-            words, silenced_flags=("--no-compile",)
-        )  # it may do nothing for ours, but it does for torchtitan
-    else:
-        spec = bench_spec(words)
-        for flag, given in (
-            ("--peer-path", args.peer_path),
-            ("--peer-keeps-gathered", args.peer_keeps_gathered),
-            ("--peer-attention", args.peer_attention != PEER_ATTENTIONS[0]),
-            ("--peer-eager", args.peer_eager),
-        ):
-            if given:
-                _log.info("note: %s has no effect: it is for --against torchtitan", flag)
+    with_torchtitan = "torchtitan" in names
+    # --no-compile may do nothing for ours, but it does for torchtitan.
+    spec = bench_spec(_run_flags(args, flags), silenced_flags=("--no-compile",) if with_torchtitan else ())
+    for flag in () if with_torchtitan else dict.fromkeys(_torchtitan_flags(args)):
+        if flag.startswith("--"):
+            _log.info("note: %s has no effect: it is for --against torchtitan", flag)
     precision = spec.run.precision
     return replace(
         spec,
@@ -191,57 +150,55 @@ def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[
 
 
 def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceInfo) -> None:
-    found = [problem for name in names for problem in contenders.problems(name, spec)]
+    problems = [problem for name in names for problem in contenders.problems(name, spec)]
     if args.only == OWN_BF16:
-        found = []  # what it may be compared with does not matter to it alone
+        problems = []  # what it may be compared with does not matter to it alone
     elif args.only:
-        found = [replace(it, where="--only") if it.where == "--against" else it for it in found]
-    found += minimum_problems({"--steps": (args.steps, 1), "--block": (args.block, 1)})
-    found += positive_problems({"--warmup-seconds": args.warmup_seconds}, zero_allowed=True)
+        where = {"--against": "--only"}
+        problems = [replace(problem, where=where.get(problem.where, problem.where)) for problem in problems]
+    problems += count_problems("train", args)
+    problems += positive_problems({"--warmup-seconds": args.warmup_seconds}, zero_allowed=True)
     beside_peers = not {OURS, OWN_BF16}.issuperset(names)
     if spec.micro_batches > 1 and beside_peers:
         rule = "makes steps of several micro-batches, and peers make an update after each"
-        found.append(Problem("--global-batch-size", str(spec.run.train.global_batch_size), rule, "Leave it out."))
+        problems.append(Problem("--global-batch-size", str(spec.run.train.global_batch_size), rule, "Leave it out."))
     if spec.run.optim.optimizer != "adam" and beside_peers:
         rule = "would be ours alone: peers are measured with AdamW"
-        found.append(Problem("--optimizer", spec.run.optim.optimizer, rule, "Leave it out."))
+        problems.append(Problem("--optimizer", spec.run.optim.optimizer, rule, "Leave it out."))
     if args.breakdown and device.kind != "cuda":
-        found.append(Problem("--breakdown", "", "needs a CUDA device", "Leave it out."))
+        problems.append(Problem("--breakdown", "", "needs a CUDA device", "Leave it out."))
     if args.host and OURS not in names:
         rule = f"is about our own step, and {args.only} is measured alone"
-        found.append(Problem("--host", "", rule, "Leave one of them out."))
+        problems.append(Problem("--host", "", rule, "Leave one of them out."))
     if args.only and (args.against or args.apart):
-        found.append(
-            Problem("--only", args.only, "measures one alone, so there is nobody to compare", "Keep one of them.")
-        )
-    if found:
-        raise ConfigError(found)
+        rule = "measures one alone, so there is nobody to compare"
+        problems.append(Problem("--only", args.only, rule, "Keep one of them."))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _measure_in_process(
     args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceInfo
 ) -> TrainMeasurements | None:
     """Measures in this process, all peers at once or each in turn against ours; None if two do not fit the device."""
-    from petatron.bench.measure.report import TrainMeasurements
-    from petatron.bench.peers.bench_model import make_batches
-
-    batches, found = make_batches(spec), TrainMeasurements()
+    batches, measured = make_batches(spec), TrainMeasurements()
     first, peers = _build_runner(names[0], spec, batches), names[1:]
     if not peers:
         if first is None:
-            found.contenders[names[0]] = {"out_of_memory": True}
+            measured.contenders[names[0]] = {"out_of_memory": True}
         else:
-            _time_runners(args, [first], found)
-        return found
+            _time_runners(args, [first], measured)
+        return measured
     if first is None:
         return None
-    if _fits_in_memory(first, peers, device) and _measure_against(args, first, peers, spec, found):
-        return found
-    found.one_peer_at_a_time = len(peers) > 1
-    if found.one_peer_at_a_time and all(
-        _fits_in_memory(first, [peer], device) and _measure_against(args, first, [peer], spec, found) for peer in peers
+    if _fits_in_memory(first, peers, device) and _measure_against(args, first, peers, spec, measured):
+        return measured
+    measured.one_peer_at_a_time = len(peers) > 1
+    if measured.one_peer_at_a_time and all(
+        _fits_in_memory(first, [peer], device) and _measure_against(args, first, [peer], spec, measured)
+        for peer in peers
     ):
-        return found
+        return measured
     return None
 
 
@@ -260,11 +217,6 @@ def _measure_against(
 
 
 def _time_runners(args: argparse.Namespace, runners: list[BenchRunner], measurements: TrainMeasurements) -> None:
-    from petatron.bench.measure.kernel_breakdown import profile_steps
-    from petatron.bench.measure.machine import sample_gpu
-    from petatron.bench.measure.runner import time_alternating
-    from petatron.bench.measure.timing import paired_speedups
-
     runners[0].blocks_ms.clear()
     with sample_gpu(runners[0].device) as samples:
         time_alternating(runners, steps=args.steps, block=args.block, warmup_s=args.warmup_seconds)
@@ -293,11 +245,6 @@ def _fits_in_memory(first: BenchRunner, peers: Sequence[str], device: DeviceInfo
 
 def _build_runner(name: str, spec: BenchSpec, batches: list[Batch]) -> BenchRunner | None:
     """Builds and compiles a contender and measures its memory; None if it does not fit."""
-    import torch
-
-    from petatron.bench.measure.runner import BenchRunner
-    from petatron.bench.measure.timing import allocated_bytes, free_cached_memory, synchronize
-
     _log.info("building %s", name)
     free_cached_memory(spec.device)
     before = allocated_bytes(spec.device)
@@ -317,42 +264,38 @@ def _build_runner(name: str, spec: BenchSpec, batches: list[Batch]) -> BenchRunn
 
 def _measure_in_subprocesses(args: argparse.Namespace, flags: Sequence[str], names: Sequence[str]) -> TrainMeasurements:
     """Measures each in its own process, forwards and backwards; each process gives one block."""
-    from petatron.bench.measure.report import TrainMeasurements, merge_runs
-    from petatron.bench.measure.timing import alternating_orders, paired_speedups
-
     visits: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     turns = [name for order in alternating_orders(names, rounds=2) for name in order]
     for number, name in enumerate(turns, start=1):
         if not any(values.get("out_of_memory") for values in visits[name]):
             _log.info("%s in a process of its own, %d of %d", name, number, len(turns))
             visits[name].append(_run_subprocess(args, flags, name))
-    found = TrainMeasurements(
+    measured = TrainMeasurements(
         separate_processes=True, contenders={name: merge_runs(values) for name, values in visits.items()}
     )
-    ours = found.contenders[names[0]]
+    ours = measured.contenders[names[0]]
     for name in names[1:]:
-        if "blocks_ms" in ours and "blocks_ms" in found.contenders[name]:
-            found.paired_speedups[name] = paired_speedups(ours["blocks_ms"], found.contenders[name]["blocks_ms"])
-    return found
+        if "blocks_ms" in ours and "blocks_ms" in measured.contenders[name]:
+            measured.paired_speedups[name] = paired_speedups(ours["blocks_ms"], measured.contenders[name]["blocks_ms"])
+    return measured
 
 
 def _run_subprocess(args: argparse.Namespace, flags: Sequence[str], name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        words = [sys.executable, "-m", "petatron", "bench", "train", "--only", name, "--json", str(answer)]
-        words += ["--steps", str(args.steps), "--block", str(args.block), "--warmup-seconds", str(args.warmup_seconds)]
-        words += [word for path in args.peer_path for word in ("--peer-path", path)]
-        words += ["--fp8-recipe", args.fp8_recipe] if args.fp8_recipe else []
-        words += ["--peer-attention", args.peer_attention]
-        for given, flag in (
-            (args.no_compile, "--no-compile"),
-            (args.peer_keeps_gathered, "--peer-keeps-gathered"),
-            (args.peer_eager, "--peer-eager"),
-            (args.breakdown, "--breakdown"),
-            (args.memory, "--memory"),
-        ):
-            words += [flag] if given else []
-        done = subprocess.run([*words, *flags], capture_output=True, text=True)
+        command = [sys.executable, "-m", "petatron", "bench", "train", "--only", name, "--json", str(answer)]
+        command += [
+            "--steps",
+            str(args.steps),
+            "--block",
+            str(args.block),
+            "--warmup-seconds",
+            str(args.warmup_seconds),
+        ]
+        command += [*_torchtitan_flags(args), *(["--fp8-recipe", args.fp8_recipe] if args.fp8_recipe else [])]
+        switches = ("--no-compile", "--breakdown", "--memory")
+        command += [flag for flag in switches if getattr(args, flag[2:].replace("-", "_"))]
+        done = subprocess.run([*command, *flags], capture_output=True, text=True)
         if done.returncode != 0 or not answer.is_file():
             raise TrainError(f"Measuring {name} in a process of its own failed:\n{done.stderr[-2000:].strip()}")
         return json.loads(answer.read_text())["contenders"][name]

@@ -1,8 +1,9 @@
 """`petatron bench`: measurements that compare two ways of doing the same work in one run, on this machine.
 
-A bench is a module with `add_arguments(parser)` and `run(args) -> BenchResult`; adding one is a line in BENCHES. The problems that its
-`argument_problems(args)` returns, if it has that, are reported together with those of `--json`. A bench that sets TAKES_RUN_FLAGS also
-gets the flags that its parser does not know, as `run(args, flags)`: those of a training run; a preset may come first.
+A bench is a module with `run(args) -> BenchResult`, imported when it runs; adding one is a line in BENCHES and its arguments in
+`bench/arguments.py`. One with `argument_problems(args)` is run only where that finds none, and they are told together with those of
+`--json`. One of TAKES_RUN_FLAGS also gets the flags its parser does not know, as `run(args, flags)`: those of a training run; a preset
+may come first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.base.log import configure_logging
 from petatron.base.output_file import writable_problems
 from petatron.base.version import __version__
+from petatron.bench.arguments import TAKES_RUN_FLAGS, add_arguments
 from petatron.bench.result import BenchResult
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset
@@ -47,14 +49,13 @@ def main(argv: Sequence[str]) -> int:
     """Run one bench, print its table and write its JSON."""
     parser = CommandParser(prog="petatron bench", description="Measure speed side by side.")
     names = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    modules = {name: importlib.import_module(module) for name, (module, _) in BENCHES.items()}
     for name, (_, summary) in BENCHES.items():
         parser_of_bench = names.add_parser(name, help=summary, description=summary)
         parser_of_bench.add_argument("--json", metavar="FILE", help="write all numbers here")
-        modules[name].add_arguments(parser_of_bench)
-    takes_flags = any(getattr(modules.get(word), "TAKES_RUN_FLAGS", False) for word in argv[:1])
+        add_arguments(name, parser_of_bench)
+    takes_flags = not TAKES_RUN_FLAGS.isdisjoint(argv[:1])
     args, flags = parser.parse_known_args(argv) if takes_flags else (parser.parse_args(argv), [])
-    module, flags = modules[args.bench], with_preset(flags)
+    module, flags = importlib.import_module(BENCHES[args.bench][0]), with_preset(flags)
     configure_logging()
     wrong = writable_problems("--json", Path(args.json)) if args.json else []
     wrong += module.argument_problems(args) if hasattr(module, "argument_problems") else []

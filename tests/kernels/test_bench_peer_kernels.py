@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from petatron.base.errors import ConfigError
 from petatron.bench.kernels import DeviceSpeed, measure_case
 from petatron.bench.ops.cases import SMALL_SHAPES, BenchContext
-from petatron.bench.ops.delta import channel_delta_cases, delta_cases
 from petatron.bench.ops.peer_kernels import peer_path_problems
-from petatron.bench.ops.scan import scan_cases
+from petatron.bench.ops.recurrences import channel_delta_cases, delta_cases, scan_cases
 from petatron.cli.bench import main
 
 CPU = torch.device("cpu")

@@ -79,7 +79,7 @@ def measure_load(
         pipe.recv()
         with meanwhile():
             pipe.send("load")
-            found = pipe.recv()
+            measured = pipe.recv()
     except (EOFError, ConnectionError):
         process.join()
         raise CheckpointError(
@@ -89,9 +89,9 @@ def measure_load(
         pipe.close()
         process.kill()
         process.join()
-    if isinstance(found, str):
-        raise CheckpointError(f"{loader} failed: {found}")
-    return found
+    if isinstance(measured, str):
+        raise CheckpointError(f"{loader} failed: {measured}")
+    return measured
 
 
 def _load_when_told(pipe: Connection, files: LoadFiles, loader: str, cold: bool) -> None:
@@ -151,8 +151,7 @@ def _loaders(files: LoadFiles) -> dict[str, Callable[[Sequence[Chunk]], object]]
     def ours(chunks: Sequence[Chunk]) -> object:
         return manager.load(files.step, chunks, same_layout_key=SAME_LAYOUT_KEY)
 
-    found = (theirs_and_copy, theirs, ours, theirs_and_digest)
-    return dict(zip(LOADERS, found, strict=True))
+    return dict(zip(LOADERS, (theirs_and_copy, theirs, ours, theirs_and_digest), strict=True))
 
 
 def _block_digests(tensor: Tensor) -> list[str]:

@@ -56,14 +56,14 @@ def _cached_pages(path: Path) -> bytes:
     if not size:
         return b""
     library = ctypes.CDLL(None, use_errno=True)
-    found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     # Private and writable: ctypes takes the address of writable memory only, and nothing is written.
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
         first = ctypes.c_char.from_buffer(mapped)
         address = ctypes.c_void_p(ctypes.addressof(first))
-        failed = library.mincore(address, ctypes.c_size_t(size), found)
+        failed = library.mincore(address, ctypes.c_size_t(size), pages)
         code = ctypes.get_errno()
         del first  # the mapping cannot be closed before
     if failed:
         raise OSError(code, os.strerror(code))
-    return bytes(page & 1 for page in found)
+    return bytes(page & 1 for page in pages)

@@ -1,8 +1,7 @@
-"""Arguments shared by several benches, their checks, and the device they name."""
+"""Checks of arguments that several benches have, and the device they name."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,16 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)")
-
-
-def add_only_argument(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Adds the `--only` of a bench that measures several things; `select_names` parses it."""
-    listed = f"some of {', '.join(names)}, with commas or spaces (default: all)"
-    parser.add_argument("--only", action="extend", nargs="+", default=[], metavar="NAME", help=listed)
-
-
 def select_names(texts: Sequence[str], known: Sequence[str]) -> list[str]:
     """Returns the names in the texts of `--only`, in the order of those that are known; without any text, all.
 
@@ -34,14 +23,14 @@ def select_names(texts: Sequence[str], known: Sequence[str]) -> list[str]:
     if not texts:
         return list(known)
     names = [name for text in texts for name in text.replace(",", " ").split()]
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for name in names or [""]:
         if name not in known:
             close = closest_matches(name, known, count=1, cutoff=0.6)
             fix = f"Did you mean {close[0]}?" if close else f"Use some of {', '.join(known)}."
-            found.append(Problem("--only", f"'{name}'", "is nothing that this bench measures", fix))
-    if found:
-        raise ConfigError(found)
+            problems.append(Problem("--only", f"'{name}'", "is nothing that this bench measures", fix))
+    if problems:
+        raise ConfigError(problems)
     return [name for name in known if name in names]
 
 
@@ -86,11 +75,10 @@ def resolve_device(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[P
 
     from petatron.base.device import detect_device
 
-    found = list(problems)
     try:
         on_cuda = detect_device(kind).kind == "cuda"
     except ConfigError as error:
-        raise ConfigError([*found, *error.problems]) from error
-    if found:
-        raise ConfigError(found)
+        raise ConfigError([*problems, *error.problems]) from error
+    if problems:
+        raise ConfigError(problems)
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

@@ -48,8 +48,8 @@ class HostCost:
         HostCost(forward=10.0, backward=20.0, elsewhere=40.0)
         """
         few, many = DEPTHS
-        forward, whole = ((more - less) / (many - few) for less, more in zip(shallow, deep))
-        return cls(forward, whole - forward, shallow[1] - few * whole)
+        forward, layer = ((more - less) / (many - few) for less, more in zip(shallow, deep))
+        return cls(forward, layer - forward, shallow[1] - few * layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def measure_host(flags: Sequence[str], *, steps: int = _TIMED_STEPS) -> HostMeas
         for order in alternating_orders(steppers, rounds=steps):
             for stepper in order:
                 times[stepper].append(stepper.measure(time.perf_counter))
-    medians = [tuple(statistics.median(found) * 1e6 for found in zip(*times[stepper])) for stepper in steppers]
+    medians = [tuple(statistics.median(seconds) * 1e6 for seconds in zip(*times[stepper])) for stepper in steppers]
     return HostMeasurement(HostCost.of(*medians), HostCost.of(count_calls(shallow), count_calls(deep)))
 
 

@@ -1,11 +1,11 @@
-"""The machine of a measurement: the device, its copy speed, its clocks and power under load, kernels and versions."""
+"""The machine of a measurement: the device, its clocks and power under load, kernels and versions."""
 
 from __future__ import annotations
 
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,6 @@ import torch
 from petatron.kernels.registry import KernelChoice
 
 _GPU_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
-_COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 25}  # more than caches hold
 
 
 @dataclass(slots=True)
@@ -29,10 +28,10 @@ class GpuReadings:
         return {name: statistics.median(values) for name, values in zip(_GPU_FIELDS, columns)}
 
     def describe(self) -> str:
-        found = self.medians()
-        if not found:
+        medians = self.medians()
+        if not medians:
             return "clocks and power unknown: there is no nvidia-smi"
-        clock, power, heat = (found[name] for name in _GPU_FIELDS)
+        clock, power, heat = (medians[name] for name in _GPU_FIELDS)
         return f"{clock:,.0f} MHz, {power:.0f} W, {heat:.0f} °C (medians of {len(self.readings)} readings)"
 
 
@@ -61,9 +60,9 @@ def sample_gpu(device: torch.device) -> Iterator[GpuReadings]:
     if command is None:
         yield samples
         return
-    words = [command, f"--id={device.index or 0}", f"--query-gpu={','.join(_GPU_FIELDS)}"]
-    words += ["--format=csv,noheader,nounits", "--loop=1"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    arguments = [command, f"--id={device.index or 0}", f"--query-gpu={','.join(_GPU_FIELDS)}"]
+    arguments += ["--format=csv,noheader,nounits", "--loop=1"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield samples
     finally:
@@ -73,13 +72,6 @@ def sample_gpu(device: torch.device) -> Iterator[GpuReadings]:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-
-
-def large_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
-    """Returns the baseline of memory-bound work: a copy, and the bytes it reads and writes."""
-    source = torch.randint(0, 255, (_COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source), 2 * source.numel()
 
 
 def choice_row(choice: KernelChoice) -> tuple[str, str]:

@@ -106,10 +106,10 @@ def _block_parts(
     files = _package_frames(block.stack)
     # State is there before the step, except gradients. At the address of a gradient there may have been an activation before.
     is_state = not block.stack or _GRADIENTS in files
-    own = owners.get(block.address) if is_state else None
-    if own is not None:
-        yield from own
-        rest = block.size - sum(part.size for part in own)
+    held = owners.get(block.address) if is_state else None
+    if held is not None:
+        yield from held
+        rest = block.size - sum(part.size for part in held)
         if rest > 0:
             yield MemoryPart("padding of state", None, rest)
         return
@@ -144,5 +144,5 @@ def _purpose_by_function(frames: Sequence[StackFrame], *, in_forward: bool) -> s
 
 
 def _layer(name: str) -> int | None:
-    found = _LAYER.search(name)
-    return None if found is None else int(found[1])
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])

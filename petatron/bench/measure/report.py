@@ -63,16 +63,17 @@ def report(
     spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements, *, bandwidth: float | None = None
 ) -> BenchResult:
     """Rows for people and values for programs; `bandwidth` is that of a copy on the device, in bytes per second."""
-    flops = {causal: _flops_per_token(spec, causal=causal) for causal in (False, True)}
-    contenders = {
-        name: _derived_metrics(values, spec, device, flops) | _version(name, spec)
-        for name, values in measurements.contenders.items()
-    }
+    model, frozen = model_spec(spec.run), frozen_params(spec.run)
+    flops = {causal: model_flops_per_token(model, causal=causal, frozen=frozen) for causal in (False, True)}
+    contenders: dict[str, dict[str, Any]] = {}
+    for name, values in measurements.contenders.items():
+        known = version(name, spec)
+        contenders[name] = _derived_metrics(values, spec, device, flops) | ({"version": known} if known else {})
     ours = contenders.get(OURS)
     ratios: dict[str, Any] = {}
     rows = [*_setup_rows(spec, device, measurements)]
     for name, values in contenders.items():
-        rows.append((" ".join([name, *_version(name, spec).values()]), _speed_text(values)))
+        rows.append((f"{name} {values['version']}" if "version" in values else name, _speed_text(values)))
         if values.get("breakdown"):
             rows += _breakdown_rows(values["breakdown"])
         if values.get("memory"):
@@ -86,18 +87,17 @@ def report(
     if floor is not None:
         full_ms = spec.tokens * flops[False] / (device.peak("bfloat16") or math.inf) * 1e3
         rows += floor.rows(step_ms=None if ours is None else ours.get("step_ms"), full_flops_ms=full_ms)
-    model = spec.run.model
+    config = spec.run.model
     kinds = {
         "experts": spec.run.moe.num_experts is not None,
-        "latent": model.multi_latent_attention,
-        "hybrid": model.hybrid_layer_pattern is not None,
-        "linear": linear_attention_kind(model_spec(spec.run)),
-        "gated": model.attention_output_gate,
+        "latent": config.multi_latent_attention,
+        "hybrid": config.hybrid_layer_pattern is not None,
+        "linear": linear_attention_kind(model),
+        "gated": config.attention_output_gate,
     }
     for causal, label in ((False, "full"), (True, "causal")):
-        formula = flops_formula(causal=causal, **kinds)
-        text = f"{formula} = {format_si(flops[causal], 'FLOP per token', digits=5)}"
-        rows.append((f"FLOPs, {label}", text))
+        per_token = format_si(flops[causal], "FLOP per token", digits=5)
+        rows.append((f"FLOPs, {label}", f"{flops_formula(causal=causal, **kinds)} = {per_token}"))
     values = {
         "device": {"name": device.name, "memory_bytes": device.memory_bytes, "peak_flops": device.peak("bfloat16")},
         "versions": versions(),
@@ -117,12 +117,6 @@ def report(
     return BenchResult(tuple(rows), values)
 
 
-def _version(name: str, spec: BenchSpec) -> dict[str, Any]:
-    """Returns the version of a peer where it is known."""
-    found = version(name, spec)
-    return {} if found is None else {"version": found}
-
-
 def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurements) -> list[tuple[str, str]]:
     run = spec.run
     dtype = str(compute_dtype(run.precision)).removeprefix("torch.").replace("bfloat16", "bf16")
@@ -130,16 +124,13 @@ def _setup_rows(spec: BenchSpec, device: DeviceInfo, measurements: TrainMeasurem
     masters = "fp32 master weights, " if dtype in ("bf16", "float16") else ""
     how = "compiled" if spec.compile else "not compiled"
     optimizer = rule_spec(run.optim).title
-    peak = device.peak("bfloat16")
+    peak, size = device.peak("bfloat16"), f"{run.train.global_batch_size} x {run.model.seq_length}"
+    repeated = f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""
     return [
         ("device", f"{device.name}; " + ", ".join(f"{name} {value}" for name, value in versions().items() if value)),
         *(("  while measured", text) for text in dict.fromkeys(measurements.gpu_readings.values())),
         ("  peak", f"{peak / 1e12:.1f} TFLOP/s in bf16" if peak else "not published, so there is no MFU"),
-        (
-            "model",
-            f"{_parameters(spec):,} parameters, {run.train.global_batch_size} x {run.model.seq_length} tokens per step"
-            + (f" ({spec.micro_batches} micro-batches, all the same)" if spec.micro_batches > 1 else ""),
-        ),
+        ("model", f"{_parameters(spec):,} parameters, {size} tokens per step{repeated}"),
         ("training", f"{gemms} GEMMs, {masters}{optimizer}, clip {run.optim.clip_grad:g}, {how}"),
         ("measured", measurements.description),
     ]
@@ -167,15 +158,15 @@ def _derived_metrics(
 def _speed_text(values: Mapping[str, Any]) -> str:
     if values.get("out_of_memory"):
         return "out of memory"
-    words = [f"{values['tokens_per_s']:,.0f} tok/s", f"{values['step_ms']:.1f} ms"]
+    parts = [f"{values['tokens_per_s']:,.0f} tok/s", f"{values['step_ms']:.1f} ms"]
     if values["mfu_full"] is not None:
-        words.append(f"MFU {values['mfu_full']:.1%} full, {values['mfu_causal']:.1%} causal")
+        parts.append(f"MFU {values['mfu_full']:.1%} full, {values['mfu_causal']:.1%} causal")
     if values["peak_bytes"] is not None:
-        words.append(f"peak {values['peak_bytes'] / 1e9:.1f} GB")
+        parts.append(f"peak {values['peak_bytes'] / 1e9:.1f} GB")
     loss = values["loss"]
-    words.append(f"loss {loss['first']:.3f} -> {loss['last']:.3f}{'' if loss['falls'] else ' (does not fall)'}")
-    words.append(f"built in {values['build_s']:.0f} s, first steps {values['first_steps_s']:.0f} s")
-    return ", ".join(words)
+    parts.append(f"loss {loss['first']:.3f} -> {loss['last']:.3f}{'' if loss['falls'] else ' (does not fall)'}")
+    parts.append(f"built in {values['build_s']:.0f} s, first steps {values['first_steps_s']:.0f} s")
+    return ", ".join(parts)
 
 
 def _host_text(host: Mapping[str, Any]) -> str:
@@ -197,9 +188,8 @@ def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     total, rows = memory["total"] or 1, []
     for purpose, sizes in sorted(memory["bytes"].items(), key=lambda item: -sum(item[1].values())):
         size, layers = sum(sizes.values()), len(sizes.keys() - {OUTSIDE_LAYERS})
-        rows.append(
-            (f"  {purpose}", f"{size / 1e9:9.3f} GB {size / total:6.1%}{f', {layers} layers' if layers else ''}")
-        )
+        of_layers = f", {layers} layers" if layers else ""
+        rows.append((f"  {purpose}", f"{size / 1e9:9.3f} GB {size / total:6.1%}{of_layers}"))
     return [("  memory at the peak", f"{total / 1e9:9.3f} GB"), *rows]
 
 
@@ -226,20 +216,9 @@ def _ratio_rows(name: str, ratio: Mapping[str, Any]) -> list[tuple[str, str]]:
     different = "in another precision" if name == OWN_BF16 else "NOT the same"
     verdict = "the same" if difference <= _LOSS_TOLERANCE else different
     first = "{:.4f} and {:.4f} at first".format(*ratio["first_losses"])
-    return [
-        (
-            f"speed / {name}",
-            f"{ratio['speed']:.3f}x (median of {len(pairs)} pairs, {least:.3f} to {most:.3f}){memory}",
-        ),
-        (
-            f"loss / {name}",
-            f"{verdict}: at most {difference:.2%} of the first apart over the first {ratio['compared_steps']} steps, {first}",
-        ),
-    ]
-
-
-def _flops_per_token(spec: BenchSpec, *, causal: bool) -> float:
-    return model_flops_per_token(model_spec(spec.run), causal=causal, frozen=frozen_params(spec.run))
+    apart = f"at most {difference:.2%} of the first apart over the first {ratio['compared_steps']} steps"
+    speed = f"{ratio['speed']:.3f}x (median of {len(pairs)} pairs, {least:.3f} to {most:.3f}){memory}"
+    return [(f"speed / {name}", speed), (f"loss / {name}", f"{verdict}: {apart}, {first}")]
 
 
 def _parameters(spec: BenchSpec) -> int:

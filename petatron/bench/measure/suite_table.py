@@ -62,15 +62,8 @@ class SuiteRow:
         if self.peer is not None:
             name = self.peer if self.peer_version is None else f"{self.peer} {self.peer_version}"
             peer = f"{name}: {_speed_text(self.peer_tokens_per_s, None, self.peer_memory_gb)}"
-        ratios = [_ratio(self.speed_ratio), _ratio(self.memory_ratio)]
-        return (
-            self.label,
-            ours,
-            peer,
-            *ratios,
-            _percent(self.idle_share, 0),
-            _percent(self.loss_difference, 3),
-        )
+        ratios = (_ratio(self.speed_ratio), _ratio(self.memory_ratio))
+        return (self.label, ours, peer, *ratios, _percent(self.idle_share, 0), _percent(self.loss_difference, 3))
 
 
 def _speed_text(speed: float | None, mfu: float | None, memory_gb: float | None) -> str:
@@ -89,17 +82,17 @@ def _percent(share: float | None, digits: int) -> str:
     return _UNKNOWN if share is None else f"{100 * share:.{digits}f} %"
 
 
-def row_from_bench(label: str, found: Mapping[str, Any]) -> SuiteRow:
+def row_from_bench(label: str, values: Mapping[str, Any]) -> SuiteRow:
     """Returns the row of a model from the JSON of `petatron bench train`."""
-    contenders = dict(found["contenders"])
+    contenders = dict(values["contenders"])
     ours = contenders.pop(OURS)
     peer, theirs = next(iter(contenders.items()), (None, {}))
-    ratio = found["ratio"].get(peer, {})
+    ratio = values["ratio"].get(peer, {})
     breakdown = ours.get("breakdown")
     return SuiteRow(
         label=label,
         tokens_per_s=ours.get("tokens_per_s"),
-        mfu=None if found.get("fp8_recipe") else ours.get("mfu_full"),  # the peak it divides by is that of bf16
+        mfu=None if values.get("fp8_recipe") else ours.get("mfu_full"),  # the peak it divides by is that of bf16
         memory_gb=_gigabytes(ours.get("peak_bytes")),
         peer=peer,
         peer_tokens_per_s=theirs.get("tokens_per_s"),
@@ -111,13 +104,13 @@ def row_from_bench(label: str, found: Mapping[str, Any]) -> SuiteRow:
     )
 
 
-def rows_from_json(found: object) -> list[SuiteRow] | None:
+def rows_from_json(content: object) -> list[SuiteRow] | None:
     """Returns the rows of a suite.json; None if it is something else."""
-    if not isinstance(found, list):
+    if not isinstance(content, list):
         return None
     rows: list[SuiteRow] = []
     texts, names = {"label", "peer", "peer_version", "failure"}, {field.name for field in fields(SuiteRow)}
-    for row in found:
+    for row in content:
         if not isinstance(row, dict) or not names.issuperset(row) or not isinstance(row.get("label"), str):
             return None
         for name, value in row.items():
@@ -140,12 +133,8 @@ def format_table(rows: Sequence[SuiteRow]) -> str:
     |---|---|---|---|---|---|---|
     | a model | 1,234 tok/s | hf: 1,138 tok/s | 1.08x | – | – | – |
     """
-    lines = [HEADER, ("---",) * len(HEADER), *(row.cells() for row in rows)]
-    separators = [" | ", "|", *[" | "] * len(rows)]
-    ends = [("| ", " |"), ("|", "|"), *[("| ", " |")] * len(rows)]
-    return "\n".join(
-        first + separator.join(cells) + last for cells, separator, (first, last) in zip(lines, separators, ends)
-    )
+    header, *lines = (f"| {' | '.join(cells)} |" for cells in (HEADER, *(row.cells() for row in rows)))
+    return "\n".join([header, "|---" * len(HEADER) + "|", *lines])
 
 
 def parse_table(text: str) -> list[SuiteRow]:
@@ -162,16 +151,16 @@ def _parse_row(cells: Sequence[str]) -> SuiteRow:
     if len(cells) != len(HEADER):
         raise DataError(f"A row of the table has {len(cells)} cells in place of {len(HEADER)}: {cells[0]}")
     label, ours, peer, speed, _, idle, losses = cells
-    own, other = _OURS.fullmatch(ours), _PEER.fullmatch(peer)
+    our, other = _OURS.fullmatch(ours), _PEER.fullmatch(peer)
     name = None if peer == _UNKNOWN else _PEER_NAME.match(peer)
-    if own is None and ours != _NO_MEMORY:
+    if our is None and ours != _NO_MEMORY:
         return SuiteRow(label=label, failure=ours)
-    mfu = _number(own["mfu"]) if own else None
+    mfu = _number(our["mfu"]) if our else None
     return SuiteRow(
         label=label,
-        tokens_per_s=_number(own["speed"]) if own else None,
+        tokens_per_s=_number(our["speed"]) if our else None,
         mfu=None if mfu is None else mfu / 100,
-        memory_gb=_number(own["memory"]) if own else None,
+        memory_gb=_number(our["memory"]) if our else None,
         peer=name["name"] if name else None,
         peer_tokens_per_s=_number(other["speed"]) if other else None,
         peer_memory_gb=_number(other["memory"]) if other else None,

@@ -18,6 +18,7 @@ import torch
 
 _CALLS_IN_A_ROW = 2  # of each in a row
 _HEAD_START_CYCLES = 3_000_000  # about 2 ms
+_COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 25}  # more than caches hold
 _DEFAULT_POOL = (0, 0)
 """The memory pool of what no graph has allocated."""
 _T = TypeVar("_T")
@@ -79,7 +80,7 @@ def paired_speedups(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[f
     >>> paired_speedups([[1.0, 1.0, 9.0], [2.0]], [[1.5, 1.5, 1.5], [2.2]])
     [1.5, 1.1]
     """
-    return [statistics.median(other) / statistics.median(own) for own, other in zip(ours, theirs, strict=True)]
+    return [statistics.median(their) / statistics.median(our) for our, their in zip(ours, theirs, strict=True)]
 
 
 def synchronize(device: torch.device) -> None:
@@ -130,7 +131,12 @@ def gc_disabled() -> Iterator[None]:
 
 def copy_bandwidth(device: torch.device) -> float:
     """Returns the bytes per second, read and written, of copying a tensor far larger than any cache."""
-    size = 2**31 if device.type == "cuda" else 2**27
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    copy, moved_bytes = large_copy(device)
+    return moved_bytes / (median_ms([copy], device, repeat=5, warmup_s=0.05)[0] / 1e3)
+
+
+def large_copy(device: torch.device) -> tuple[Callable[[], torch.Tensor], int]:
+    """Returns the baseline of memory-bound work: a copy, and the bytes it reads and writes."""
+    source = torch.randint(0, 255, (_COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / (median_ms([lambda: target.copy_(source)], device, repeat=5, warmup_s=0.05)[0] / 1e3)
+    return lambda: target.copy_(source), 2 * source.numel()

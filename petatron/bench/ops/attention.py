@@ -50,13 +50,13 @@ class AttentionShape:
 def random_lengths(batch: int, sequence: int, *, typical: int, seed: int) -> tuple[tuple[int, ...], ...]:
     """Draws document lengths with a long tail, like text."""
     generator = np.random.default_rng(seed)
-    found = []
+    rows = []
     for _ in range(batch):
         row: list[int] = []
         while (left := sequence - sum(row)) > 0:
             row.append(min(left, max(1, int(typical * generator.lognormal()))))
-        found.append(tuple(row))
-    return tuple(found)
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 SHAPES = (

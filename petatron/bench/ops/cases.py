@@ -82,8 +82,9 @@ class BenchContext:
         ways = {choice.name: choice.functions}
         reference = ways.setdefault(plain.name, choice.functions if choice.name == plain.name else plain.load())
         if self.compile_references and compiled and "compiled" not in ways:
-            each = {name: torch.compile(getattr(reference, name), fullgraph=True, dynamic=False) for name in compiled}
-            ways["compiled"] = SimpleNamespace(**each)
+            options = {"fullgraph": True, "dynamic": False}
+            functions = {name: torch.compile(getattr(reference, name), **options) for name in compiled}
+            ways["compiled"] = SimpleNamespace(**functions)
         return ways
 
 

@@ -164,22 +164,11 @@ def _peer_module(shape: MoEShape) -> Any:
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
     except ImportError:
         return None
+    config_class, kind, width, experts = MixtralConfig, MixtralExperts, "intermediate_size", "num_local_experts"
     if shape.family == "qwen3_moe":
-        config = Qwen3MoeConfig(
-            hidden_size=shape.hidden_size,
-            moe_intermediate_size=shape.ffn_hidden_size,
-            num_experts=shape.num_experts,
-            hidden_act="silu",
-        )
-        kind = Qwen3MoeExperts
-    else:
-        config = MixtralConfig(
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.ffn_hidden_size,
-            num_local_experts=shape.num_experts,
-            hidden_act="silu",
-        )
-        kind = MixtralExperts
+        config_class, kind, width, experts = Qwen3MoeConfig, Qwen3MoeExperts, "moe_intermediate_size", "num_experts"
+    sizes = {"hidden_size": shape.hidden_size, width: shape.ffn_hidden_size, experts: shape.num_experts}
+    config: Any = config_class(**sizes, hidden_act="silu")
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         return kind(config)
@@ -247,7 +236,7 @@ def measure(
             theirs = peer(layer)
             runs: list[Callable[[], object]] = [lambda layer=layer: ours(layer)]
             ms = median_ms(runs if theirs is None else [*runs, theirs], device, repeat=repeat, warmup_s=warmup_s)
-            reached = [format_si(shape.flops / one * 1e3, "FLOP/s") for one in ms]
+            reached = [format_si(shape.flops / time_ms * 1e3, "FLOP/s") for time_ms in ms]
             text = f"{ms[0]:.2f} ms, {reached[0]} useful"
             if theirs is not None:
                 text += f"; transformers {ms[1]:.2f} ms, {reached[1]}: {ms[1] / ms[0]:.3f}x"
@@ -261,10 +250,5 @@ def measure(
 
 def _rate_text(operation: MoEOperation, device: torch.device, repeat: int) -> str:
     (ms,) = median_ms([operation.run], device, repeat=repeat, warmup_s=0.0)
-    if operation.flops:
-        return f"{ms:.3f} ms, {format_si(operation.flops / ms * 1e3, 'FLOP/s')}"
-    return (
-        f"{ms:.3f} ms, {format_si(operation.moved_bytes / ms * 1e3, 'B/s')}"
-        if operation.moved_bytes
-        else f"{ms:.3f} ms"
-    )
+    work, unit = (operation.flops, "FLOP/s") if operation.flops else (operation.moved_bytes, "B/s")
+    return f"{ms:.3f} ms, {format_si(work / ms * 1e3, unit)}" if work else f"{ms:.3f} ms"

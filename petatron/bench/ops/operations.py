@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
-from petatron.bench.ops.delta import channel_delta_cases, delta_cases
 from petatron.bench.ops.latent_decode import latent_decode_cases
 from petatron.bench.ops.qkv_split import qkv_split_cases
+from petatron.bench.ops.recurrences import channel_delta_cases, delta_cases, scan_cases
 from petatron.bench.ops.recurrent_decode import recurrent_decode_cases
-from petatron.bench.ops.scan import scan_cases
 from petatron.kernels import activation, norm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantize
 from petatron.kernels.matmul import matmul
@@ -49,7 +48,8 @@ def norm_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
     x, branch, grad, grad_residual = (context.randn(rows, width) for _ in range(4))
     weight, bias = context.randn(width), context.randn(width)
     exact = [t.double() for t in (x, weight, branch, grad, grad_residual)]
-    made = norm.rms_norm(exact[0], exact[1], eps=EPSILON, zero_centered_gamma=False, branch=exact[2])
+    options = {"eps": EPSILON, "zero_centered_gamma": False}
+    made = norm.rms_norm(exact[0], exact[1], branch=exact[2], **options)
     statistics = made[2].to(context.accumulate_dtype)
     total, moved = made[0].to(context.dtype), x.numel() * x.itemsize
     again = partial(norm.rms_norm_backward, exact[3], made[0], made[2], exact[1], zero_centered_gamma=False)
@@ -57,7 +57,7 @@ def norm_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
     yield KernelCase(
         label=f"rms_norm, {shape.name}",
         implementations=ways,
-        call=lambda k: k.rms_norm(x, weight, eps=EPSILON, zero_centered_gamma=False, branch=branch),
+        call=lambda k: k.rms_norm(x, weight, branch=branch, **options),
         reference=lambda: made,
         moved_bytes=4 * moved,
     )
@@ -72,14 +72,11 @@ def norm_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
     )
     if not first:
         return
-    ways = context.implementations("layer_norm")
     yield KernelCase(
         label=f"layer_norm, {shape.name}",
-        implementations=ways,
-        call=lambda k: k.layer_norm(x, weight, bias, eps=EPSILON, zero_centered_gamma=False, branch=branch),
-        reference=lambda: norm.layer_norm(
-            exact[0], exact[1], bias.double(), eps=EPSILON, zero_centered_gamma=False, branch=exact[2]
-        ),
+        implementations=context.implementations("layer_norm"),
+        call=lambda k: k.layer_norm(x, weight, bias, branch=branch, **options),
+        reference=lambda: norm.layer_norm(exact[0], exact[1], bias.double(), branch=exact[2], **options),
         moved_bytes=4 * moved,
     )
 
@@ -87,24 +84,22 @@ def norm_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
 def activation_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
     rows, inner, few = shape.num_tokens, shape.ffn_hidden_size, CHECKED_ROWS
     gate_up, grad = context.randn(rows, 2 * inner), context.randn(rows, inner)
-    ways = context.implementations(
-        "gated activation", *(("gated_activation", "gated_activation_backward") if first else ())
-    )
+    exact = grad[:few].double(), gate_up[:few].double()
+    compiled = ("gated_activation", "gated_activation_backward") if first else ()
+    ways = context.implementations("gated activation", *compiled)
     moved = grad.numel() * grad.itemsize
     yield KernelCase(
         label=f"swiglu, {shape.name}",
         implementations=ways,
         call=lambda k: (k.gated_activation(gate_up, "swiglu"),),
-        reference=lambda: (activation.gated_activation(gate_up[:few].double(), "swiglu"),),
+        reference=lambda: (activation.gated_activation(exact[1], "swiglu"),),
         moved_bytes=3 * moved,
     )
     yield KernelCase(
         label=f"swiglu backward, {shape.name}",
         implementations=ways,
         call=lambda k: k.gated_activation_backward(grad, gate_up, "swiglu", recompute_output=True),
-        reference=lambda: activation.gated_activation_backward(
-            grad[:few].double(), gate_up[:few].double(), "swiglu", recompute_output=True
-        ),
+        reference=lambda: activation.gated_activation_backward(*exact, "swiglu", recompute_output=True),
         moved_bytes=6 * moved,
     )
     if not first:
@@ -115,7 +110,7 @@ def activation_cases(context: BenchContext, shape: MicroBatchShape, *, first: bo
         implementations=context.implementations("plain activation"),
         call=lambda k: k.activation_backward(grad, x, "gelu_tanh", recompute_output=True),
         reference=lambda: activation.activation_backward(
-            grad[:few].double(), x[:few].double(), "gelu_tanh", recompute_output=True
+            exact[0], x[:few].double(), "gelu_tanh", recompute_output=True
         ),
         moved_bytes=4 * moved,
     )
@@ -128,22 +123,19 @@ def loss_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
     weights = torch.rand(tokens, device=context.device, dtype=context.accumulate_dtype)
     if first:
         yield _softmax_case(context, ways, shape.vocab_size, targets[:_CHUNK_TOKENS], weights[:_CHUNK_TOKENS])
-    x, head = (
-        context.randn(tokens, shape.hidden_size),
-        context.randn(shape.vocab_size, shape.hidden_size, scale=shape.hidden_size**-0.5),
-    )
-    head_grad = torch.empty(shape.vocab_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype)
+    x = context.randn(tokens, shape.hidden_size)
+    head = context.randn(shape.vocab_size, shape.hidden_size, scale=shape.hidden_size**-0.5)
+    head_grad = torch.empty_like(head, dtype=context.accumulate_dtype)
 
-    def whole(kernels: Any) -> Outputs:
+    def head_and_loss(kernels: Any) -> Outputs:
         written: list[bool] = []  # the first chunk overwrites the head's gradient, later ones accumulate
 
         def deliver(write: WriteWeightGrad) -> None:
             write(head_grad, bool(written))
             written.append(True)
 
-        return linear_cross_entropy(
-            x, head, targets, columns, grad_request=GradRequest(weights, deliver), kernels=kernels
-        )
+        request = GradRequest(weights, deliver)
+        return linear_cross_entropy(x, head, targets, columns, grad_request=request, kernels=kernels)
 
     def true() -> Outputs:
         wanted = GradRequest(weights[:few].double(), None)
@@ -154,10 +146,10 @@ def loss_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
         matmul(made, head)
         matmul_into(head_grad, made.t(), x, accumulate=False)
 
+    losses = {f"{name} softmax": partial(head_and_loss, kernels) for name, kernels in ways.items()}
     yield KernelCase(
         label=f"head and loss, {tokens} tokens, {shape.name}",
-        implementations={f"{name} softmax": partial(whole, kernels) for name, kernels in ways.items()}
-        | {"the three GEMMs alone": three_gemms},
+        implementations={**losses, "the three GEMMs alone": three_gemms},
         call=lambda run: run(),
         reference=true,
         flops=6 * tokens * shape.vocab_size * shape.hidden_size,
@@ -219,13 +211,8 @@ def embedding_cases(context: BenchContext, shape: MicroBatchShape, *, first: boo
 def weight_grad_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> Iterator[KernelCase]:
     """The weight-gradient GEMM of the widest linear, accumulated into a float32 buffer."""
     few = min(CHECKED_ROWS, 2 * shape.ffn_hidden_size)
-    x, grad = (
-        context.randn(shape.num_tokens, shape.hidden_size),
-        context.randn(shape.num_tokens, 2 * shape.ffn_hidden_size),
-    )
-    out = torch.zeros(
-        2 * shape.ffn_hidden_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype
-    )
+    x, grad = (context.randn(shape.num_tokens, width) for width in (shape.hidden_size, 2 * shape.ffn_hidden_size))
+    out = x.new_zeros((grad.shape[1], x.shape[1]), dtype=context.accumulate_dtype)
 
     def once(_: Any) -> Outputs:
         matmul_into(out, grad.t(), x, accumulate=False)
@@ -251,26 +238,24 @@ def fp8_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -> 
     if first:
         return
     ways, few = context.implementations("FP8 casts and GEMMs"), CHECKED_ROWS
-    x, one, amax, last = (
-        context.randn(shape.num_tokens, shape.hidden_size),
-        *(torch.ones(1, device=context.device) for _ in range(3)),
-    )
+    x = context.randn(shape.num_tokens, shape.hidden_size)
+    scale, amax, last = (torch.ones(1, device=context.device) for _ in range(3))
     casts: dict[str, tuple[int, Callable[[Fp8Kernels], Fp8Matrix]]] = {
         "tensorwise": (6, lambda k: k.cast_tensor(x, E4M3)),
         "tensorwise, speculative": (4, lambda k: k.cast_speculative(x, E4M3, previous_scale=last)),
-        "tensorwise, given scale": (4, lambda k: k.cast_with_scale(x, E4M3, scale=one, amax=amax)),
+        "tensorwise, given scale": (4, lambda k: k.cast_with_scale(x, E4M3, scale=scale, amax=amax)),
         "rowwise": (6, lambda k: k.cast_rowwise(x, E4M3)),
         "block_1x128": (4, lambda k: k.cast_block_1x128(x, E4M3)),
         "block_128x128": (4, lambda k: k.cast_block_128x128(x, E4M3)),
     }
-    for name, (each, cast) in casts.items():
+    for name, (element_bytes, cast) in casts.items():
         yield KernelCase(
             label=f"FP8 cast both ways {name}, {shape.name}",
             implementations=ways,
             call=cast,
             checked_call=lambda k, cast=cast: _dequantized(cast(k)),
             reference=lambda: (x[:few].double(), x[:, :few].double().t()),
-            moved_bytes=each * x.numel(),
+            moved_bytes=element_bytes * x.numel(),
             tolerance=0.05,  # three mantissa bits
         )
     yield from _fp8_gemm_cases(context, shape, next(iter(ways.values())), x)
@@ -284,13 +269,9 @@ def _fp8_gemm_cases(
     context: BenchContext, shape: MicroBatchShape, kernels: Fp8Kernels, x: Tensor
 ) -> Iterator[KernelCase]:
     few = min(CHECKED_ROWS, shape.num_tokens)
-    weight, grad = (
-        context.randn(2 * shape.ffn_hidden_size, shape.hidden_size),
-        context.randn(shape.num_tokens, 2 * shape.ffn_hidden_size),
-    )
-    out = torch.empty(
-        2 * shape.ffn_hidden_size, shape.hidden_size, device=context.device, dtype=context.accumulate_dtype
-    )
+    weight = context.randn(2 * shape.ffn_hidden_size, shape.hidden_size)
+    grad = context.randn(shape.num_tokens, 2 * shape.ffn_hidden_size)
+    out = torch.empty_like(weight, dtype=context.accumulate_dtype)
     plain: tuple[Callable[[], Tensor], ...] = (
         lambda: matmul(x, weight.t()),
         lambda: matmul(grad, weight),

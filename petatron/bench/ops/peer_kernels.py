@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import Problem
-from petatron.bench.peers.peer_source import PeerSource, peer_sources
+from petatron.bench.peers.peer_source import PeerSource, folder_problems, peer_sources
 
 _Grads = tuple[Tensor | None, ...]
 
@@ -35,23 +36,25 @@ def peer_path_problems(paths: Sequence[Path]) -> list[Problem]:
     """Returns which folders hold no library that is known here."""
     packages = sorted({package for package, _ in _PEERS.values()})
     fix = f"Give a folder that holds {' or '.join(f'{package}/' for package in packages)}, for instance an unpacked wheel."
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for path in paths:
-        if not path.is_dir():
-            rule = "is not a folder" if path.exists() else "does not exist"
-            found.append(Problem("--peer-path", str(path), rule, fix))
-        elif not any(peer_sources(package, [path]) for package in packages):
-            found.append(Problem("--peer-path", str(path), "has no kernels to compare with", fix))
-    return found
+        known = any(peer_sources(package, [path]) for package in packages)
+        unknown = [] if known else [Problem("--peer-path", str(path), "has no kernels to compare with", fix)]
+        problems += folder_problems([path], fix) or unknown
+    return problems
 
 
-class _BatchFirst:
-    """Copies of inputs with the batch before the sequence, made once."""
+class _Recurrence:
+    """A function of another library as ours are called: forward, and backward over a graph that is kept.
+
+    Copies of inputs with the batch before the sequence are made once.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.Size], Tensor] = {}
+        self._graphs: dict[tuple[int, torch.Size], tuple[Tensor, list[Tensor]]] = {}
 
-    def __call__(self, tensor: Tensor) -> Tensor:
+    def _batch_first(self, tensor: Tensor) -> Tensor:
         if tensor.dim() < 2:
             return tensor
         key = (tensor.data_ptr(), tensor.shape)
@@ -59,31 +62,23 @@ class _BatchFirst:
             self._copies[key] = tensor.transpose(0, 1).contiguous()
         return self._copies[key]
 
-
-class _Recurrence:
-    """A function of another library as ours are called: forward, and backward over a graph that is kept."""
-
-    def __init__(self) -> None:
-        self._batch_first = _BatchFirst()
-        self._graphs: dict[tuple[int, torch.Size], tuple[Tensor, list[Tensor]]] = {}
-
     def _outputs(self, inputs: Sequence[Tensor], *, chunk_size: int, final_state: bool) -> tuple[Tensor, Tensor | None]:
         """Runs the library's function on inputs with the batch first."""
         raise NotImplementedError
 
-    def _forward(self, inputs: Sequence[Tensor], *, chunk_size: int) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor | None]:
         with torch.no_grad():
             out, state = self._outputs(list(map(self._batch_first, inputs)), chunk_size=chunk_size, final_state=True)
         return out.transpose(0, 1), state
 
-    def _backward(self, grad: Tensor, inputs: Sequence[Tensor], *, chunk_size: int) -> _Grads:
+    def backward(self, grad: Tensor, grad_state: None, *inputs: Tensor, chunk_size: int) -> _Grads:
         key = (inputs[0].data_ptr(), inputs[0].shape)
         if key not in self._graphs:
             leaves = [self._batch_first(tensor).detach().requires_grad_() for tensor in inputs]
             self._graphs[key] = self._outputs(leaves, chunk_size=chunk_size, final_state=False)[0], leaves
         out, leaves = self._graphs[key]
         grads = torch.autograd.grad(out, leaves, self._batch_first(grad), retain_graph=True)
-        return (*(one.transpose(0, 1) if one.dim() > 1 else one for one in grads), None)
+        return (*(grad.transpose(0, 1) if grad.dim() > 1 else grad for grad in grads), None)
 
 
 class MambaSsmScan(_Recurrence):
@@ -101,11 +96,7 @@ class MambaSsmScan(_Recurrence):
         out = scan(x, dt, A, B, C, chunk_size, D=D, return_final_states=final_state)
         return out if final_state else (out, None)
 
-    def chunk_scan(self, *inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor | None]:
-        return self._forward(inputs, chunk_size=chunk_size)
-
-    def chunk_scan_backward(self, grad: Tensor, grad_state: None, *inputs: Tensor, chunk_size: int) -> _Grads:
-        return self._backward(grad, inputs, chunk_size=chunk_size)
+    chunk_scan, chunk_scan_backward = _Recurrence.forward, _Recurrence.backward
 
 
 class FlaDeltaRule(_Recurrence):
@@ -120,24 +111,15 @@ class FlaDeltaRule(_Recurrence):
         rule = getattr(importlib.import_module(self._module), self._function)
         return rule(*inputs, output_final_state=final_state, use_qk_l2norm_in_kernel=True)
 
-    def chunk_delta_rule(self, *inputs: Tensor, chunk_size: int) -> tuple[Tensor, Tensor | None]:
-        return self._forward(inputs, chunk_size=chunk_size)
-
-    def chunk_delta_rule_backward(self, grad: Tensor, grad_state: None, *inputs: Tensor, chunk_size: int) -> _Grads:
-        return self._backward(grad, inputs, chunk_size=chunk_size)
-
-
-def _gated_delta_rule(source: PeerSource) -> FlaDeltaRule:
-    return FlaDeltaRule(source, module="fla.ops.gated_delta_rule", function="chunk_gated_delta_rule")
-
-
-def _channel_delta_rule(source: PeerSource) -> FlaDeltaRule:
-    return FlaDeltaRule(source, module="fla.ops.kda", function="chunk_kda")
+    chunk_delta_rule, chunk_delta_rule_backward = _Recurrence.forward, _Recurrence.backward
 
 
 _PEERS: Mapping[str, tuple[str, Callable[[PeerSource], Any]]] = {
     "selective scan": ("mamba_ssm", MambaSsmScan),
-    "gated delta rule": ("fla", _gated_delta_rule),
-    "gated delta rule by channel": ("fla", _channel_delta_rule),
+    "gated delta rule": (
+        "fla",
+        partial(FlaDeltaRule, module="fla.ops.gated_delta_rule", function="chunk_gated_delta_rule"),
+    ),
+    "gated delta rule by channel": ("fla", partial(FlaDeltaRule, module="fla.ops.kda", function="chunk_kda")),
 }
 """By our name of the operation: the package, and how its function is called."""

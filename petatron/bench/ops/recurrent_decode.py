@@ -82,8 +82,8 @@ def _delta(context: BenchContext, shape: RecurrentDecodeShape, count: int) -> Ke
     return KernelCase(
         label=f"delta rule step, {shape.name}, {count} sequences",
         implementations=context.implementations("gated delta rule step"),
-        call=lambda each: each.delta_step(q, k, v, gates, states=states.tensor, slots_B=next(states.slots)),
-        checked_call=lambda each: states.check("states", each.delta_step, q, k, v, gates),
+        call=lambda way: way.delta_step(q, k, v, gates, states=states.tensor, slots_B=next(states.slots)),
+        checked_call=lambda way: states.check("states", way.delta_step, q, k, v, gates),
         reference=lambda: states.exact("states", delta_step.delta_step, q, k, v, gates),
         moved_bytes=states.moved_bytes + _bytes(q, k, v, v, gates.a, gates.b_BH),
     )
@@ -130,7 +130,7 @@ class _States:
 
 def _wide(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns tensors, and those in named tuples, in float64."""
-    return tuple(each.double() if isinstance(each, Tensor) else type(each)(*_wide(each)) for each in inputs)
+    return tuple(part.double() if isinstance(part, Tensor) else type(part)(*_wide(part)) for part in inputs)
 
 
 def _bytes(*tensors: Tensor) -> int:

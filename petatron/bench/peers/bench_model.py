@@ -53,6 +53,13 @@ def bench_precision_text(spec: BenchSpec) -> str:
     return name if reason is None else f"{name}, although {reason}, which slows a peer down: use --no-bf16"
 
 
+def precision_problems(peer: str, spec: BenchSpec) -> list[Problem]:
+    """Returns the problem of a peer that is not measured in the precision of the run."""
+    if compute_dtype(spec.run.precision) in (torch.bfloat16, torch.float32):
+        return []
+    return [Problem("--against", peer, "is measured in bf16 and float32 alone", "Use --bf16 or --no-bf16.")]
+
+
 def _learning_rate(hidden_size: int) -> float:
     """Returns a learning rate at which the first steps of two contenders can be compared.
 

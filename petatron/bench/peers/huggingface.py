@@ -18,6 +18,7 @@ from torch.nn import functional
 from petatron.base.errors import ConfigError, Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
+from petatron.bench.peers.bench_model import precision_problems
 from petatron.bench.peers.huggingface_experts import (
     RouterLosses,
     cast_expert_weights,
@@ -34,33 +35,27 @@ from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
 
-_PRECISIONS = (torch.bfloat16, torch.float32)
-
 
 def model_problems(spec: BenchSpec) -> Sequence[Problem]:
     """Returns why transformers has no such model, or that it is not installed."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if importlib.util.find_spec("transformers") is None:
-        found.append(
-            Problem("--against", "hf", "needs transformers, which is not installed", "pip install 'petatron[hf]'.")
-        )
+        rule = "needs transformers, which is not installed"
+        problems.append(Problem("--against", "hf", rule, "pip install 'petatron[hf]'."))
     try:
         config_json(spec.run)
     except ConfigError as error:
-        found += error.problems
-    return found
+        problems += error.problems
+    return problems
 
 
 def problems(spec: BenchSpec) -> Sequence[Problem]:
     """Returns why transformers has no such model, or does not train it as we do."""
-    found = [*model_problems(spec)]
+    problems = [*model_problems(spec)]
     if spec.fp8_recipe is not None:
         fix = "Leave one of them out, or compare with torchtitan."
-        found.append(Problem("--against", "hf", "has no FP8 training to compare --fp8-recipe with", fix))
-    if compute_dtype(spec.run.precision) not in _PRECISIONS:
-        found.append(Problem("--against", "hf", "is measured in bf16 and float32 alone", "Use --bf16 or --no-bf16."))
-    found += unmatched_training(spec.run.moe)
-    return found
+        problems.append(Problem("--against", "hf", "has no FP8 training to compare --fp8-recipe with", fix))
+    return [*problems, *precision_problems("hf", spec), *unmatched_training(spec.run.moe)]
 
 
 def version(spec: BenchSpec) -> str | None:
@@ -111,9 +106,8 @@ def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> 
     content.pop("architectures")
     config = AutoConfig.for_model(content.pop("model_type"), **content)
     pattern = run.model.hybrid_layer_pattern
-    attention = (
-        "sdpa" if pattern is None or ATTENTION in branch_symbols(pattern) else "eager"
-    )  # what has no attention refuses the former
+    # What has no attention refuses SDPA.
+    attention = "sdpa" if pattern is None or ATTENTION in branch_symbols(pattern) else "eager"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     load_initial_weights(model, model_spec(run), device=device)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from petatron.base.errors import Problem
+
 _VERSION = re.compile(r"""^__version__ = ["'](?P<version>[^"']+)["']""", re.MULTILINE)
 
 
@@ -29,9 +31,9 @@ class PeerSource:
     @property
     def version(self) -> str | None:
         """The version that the metadata beside the package or the package itself names; None where neither does."""
-        found = sorted(self.folder.glob(f"{self.package}-*.dist-info"))
-        if found:
-            return found[-1].name.removesuffix(".dist-info").partition("-")[2]
+        folders = sorted(self.folder.glob(f"{self.package}-*.dist-info"))
+        if folders:
+            return folders[-1].name.removesuffix(".dist-info").partition("-")[2]
         named = _VERSION.search((self.root / "__init__.py").read_text(encoding="utf-8"))
         return named["version"] if named else None
 
@@ -69,6 +71,12 @@ def peer_sources(package: str, paths: Sequence[Path]) -> list[PeerSource]:
     return [PeerSource(package, path) for path in paths if (path / package / "__init__.py").is_file()]
 
 
+def folder_problems(paths: Sequence[Path], fix: str) -> list[Problem]:
+    """Returns which of the folders are none."""
+    wrong = [(path, "is not a folder" if path.exists() else "does not exist") for path in paths if not path.is_dir()]
+    return [Problem("--peer-path", str(path), rule, fix) for path, rule in wrong]
+
+
 @dataclass(slots=True)
 class Imports:
     """What modules of a source import when they are imported: names of torch, and other packages."""
@@ -93,9 +101,8 @@ class Imports:
 
 def _has_name(module: str, name: str) -> bool:
     try:
-        return (
-            hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}") is not None
-        )
+        submodule = f"{module}.{name}"
+        return hasattr(importlib.import_module(module), name) or importlib.util.find_spec(submodule) is not None
     except ImportError:
         return False
 
@@ -105,7 +112,7 @@ def read_imports(source: PeerSource, modules: Sequence[str]) -> Imports:
 
     Imports in functions, in `try` and in `if` do not count: the package does without them.
     """
-    found, seen, left = Imports(), set[Path](), [source.package, *modules]
+    imports, seen, left = Imports(), set[Path](), [source.package, *modules]
     while left:
         for path in _module_files(source.folder, left.pop()):
             if path in seen:
@@ -114,11 +121,11 @@ def read_imports(source: PeerSource, modules: Sequence[str]) -> Imports:
             for module, names in _top_level_imports(path, source.folder):
                 package = module.partition(".")[0]
                 if package == "torch":
-                    found.torch_names |= {(module, name) for name in names}
+                    imports.torch_names |= {(module, name) for name in names}
                 elif package not in sys.stdlib_module_names:
-                    found.packages.add(package)
+                    imports.packages.add(package)
                     left += [module, *(f"{module}.{name}" for name in names)]
-    return found
+    return imports
 
 
 def _module_files(folder: Path, module: str) -> Iterator[Path]:

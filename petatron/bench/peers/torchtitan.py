@@ -12,60 +12,59 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.bench.peers import BenchSpec, Contender
-from petatron.bench.peers.peer_source import PeerSource, peer_sources
+from petatron.bench.peers.bench_model import precision_problems
+from petatron.bench.peers.peer_source import PeerSource, folder_problems, peer_sources
 from petatron.config.schema.model_identity import variant_defaults
-from petatron.optim.loss_scaler import compute_dtype
 
 _log = get_logger(__name__)
-_PRECISIONS = (torch.bfloat16, torch.float32)
 
 
 def problems(spec: BenchSpec) -> Sequence[Problem]:
     """Returns what its Llama does not support, and what its source is missing."""
-    found = [
+    problems = [
         Problem("--against", "torchtitan", f"has no {part}", "Compare with hf, or choose a Llama.")
         for part in _unsupported_features(spec)
     ]
-    if compute_dtype(spec.run.precision) not in _PRECISIONS:
-        rule = "is measured in bf16 and float32 alone"
-        found.append(Problem("--against", "torchtitan", rule, "Use --bf16 or --no-bf16."))
+    problems += precision_problems("torchtitan", spec)
     if spec.peer_attention == "flex" and spec.device.type != "cuda":
-        found.append(Problem("--peer-attention", "flex", "needs a CUDA device for its backward pass", "Leave it out."))
+        problems.append(
+            Problem("--peer-attention", "flex", "needs a CUDA device for its backward pass", "Leave it out.")
+        )
     faults = list(_path_problems(spec))
-    found += faults
+    problems += faults
     sources = peer_sources("torchtitan", spec.peer_paths)
     if not faults and not sources:
         fix = "Give --peer-path the folder that holds torchtitan/, for instance an unpacked wheel."
-        found.append(Problem("--against", "torchtitan", "needs its source", fix))
+        problems.append(Problem("--against", "torchtitan", "needs its source", fix))
     if not faults and spec.fp8_recipe is not None and not _has_torchao(spec):
         fix = "Give --peer-path a second time: the folder that holds torchao/."
-        found.append(Problem("--against", "torchtitan", "needs torchao for FP8", fix))
+        problems.append(Problem("--against", "torchtitan", "needs torchao for FP8", fix))
     known = _recipes(None)
     if not sources and spec.fp8_recipe is not None and spec.fp8_recipe not in known:
         rule = "is no recipe of torchtitan's"
-        found.append(Problem("--fp8-recipe", spec.fp8_recipe, rule, f"Use {' or '.join(known)}."))
+        problems.append(Problem("--fp8-recipe", spec.fp8_recipe, rule, f"Use {' or '.join(known)}."))
     of_sources = [source_problems(source, spec.fp8_recipe) for source in sources]
     if all(of_sources):
-        found += [problem for of_source in of_sources for problem in of_source]
-    return found
+        problems += [problem for of_source in of_sources for problem in of_source]
+    return problems
 
 
 def source_problems(source: PeerSource, fp8_recipe: str | None) -> list[Problem]:
     """Returns what keeps one version of it from this work."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     recipes = _recipes(source)
     if fp8_recipe is not None and fp8_recipe not in recipes:
-        found.append(Problem("--fp8-recipe", fp8_recipe, f"is no recipe of {source}'s", f"Use {' or '.join(recipes)}."))
+        problems.append(
+            Problem("--fp8-recipe", fp8_recipe, f"is no recipe of {source}'s", f"Use {' or '.join(recipes)}.")
+        )
     if has_chunked_loss(source):
         from petatron.bench.peers.torchtitan_chunks import missing_needs
 
-        found += missing_needs(source)
-    return found
+        problems += missing_needs(source)
+    return problems
 
 
 def has_chunked_loss(source: PeerSource) -> bool:
@@ -80,11 +79,11 @@ def _recipes(source: PeerSource | None) -> tuple[str, ...]:
 def chosen_source(spec: BenchSpec, *, log: bool = False) -> PeerSource | None:
     """Returns the first source that can do the work; `log`: says what keeps those before it."""
     for source in peer_sources("torchtitan", spec.peer_paths):
-        found = source_problems(source, spec.fp8_recipe)
-        if not found:
+        problems = source_problems(source, spec.fp8_recipe)
+        if not problems:
             return source
         if log:
-            _log.info("%s is left out: %s", source, " ".join(str(problem) for problem in found))
+            _log.info("%s is left out: %s", source, " ".join(map(str, problems)))
     return None
 
 
@@ -106,10 +105,8 @@ def build(spec: BenchSpec) -> Contender:
     for torchao in peer_sources("torchao", spec.peer_paths):
         torchao.make_importable()
     name = "torchtitan_chunks" if has_chunked_loss(source) else "torchtitan_blocks"
-    for flag, given in (
-        ("--peer-attention", spec.peer_attention != "sdpa"),
-        ("--peer-eager", not spec.peer_cuda_graphs),
-    ):
+    ignored = {"--peer-attention": spec.peer_attention != "sdpa", "--peer-eager": not spec.peer_cuda_graphs}
+    for flag, given in ignored.items():
         if given and not has_chunked_loss(source):
             _log.info("note: %s has no effect: it is for torchtitan 0.3, and this is %s", flag, source)
     return importlib.import_module(f"petatron.bench.peers.{name}").build(spec, source)
@@ -138,10 +135,7 @@ def _unsupported_features(spec: BenchSpec) -> list[str]:
 def _path_problems(spec: BenchSpec) -> Iterator[Problem]:
     """Finds wrong folders: missing ones, and those with an empty folder for a package that is nowhere else."""
     fix = "Give the folder that holds torchtitan/, for instance an unpacked wheel."
-    for path in spec.peer_paths:
-        if not path.is_dir():
-            rule = "is not a folder" if path.exists() else "does not exist"
-            yield Problem("--peer-path", str(path), rule, fix)
+    yield from folder_problems(spec.peer_paths, fix)
     for package in ("torchtitan",) if spec.fp8_recipe is None else ("torchtitan", "torchao"):
         if not peer_sources(package, spec.peer_paths):
             for place in (path / package for path in spec.peer_paths if (path / package).is_dir()):

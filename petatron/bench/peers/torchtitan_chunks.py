@@ -54,19 +54,18 @@ _log = get_logger(__name__)
 
 def missing_needs(source: PeerSource) -> list[Problem]:
     """Returns which packages it needs that are not there, and which names torch lacks."""
-    imports, found = read_imports(source, _MODULES), []
+    imports, problems = read_imports(source, _MODULES), []
     packages = imports.missing_packages(source.folder)
     if packages:
         fix = f"Unpack their wheels in {source.folder} too (pip download --no-deps {' '.join(packages)})."
-        found.append(
-            Problem("--peer-path", str(source.folder), f"lacks what {source} needs: {', '.join(packages)}", fix)
-        )
+        rule = f"lacks what {source} needs: {', '.join(packages)}"
+        problems.append(Problem("--peer-path", str(source.folder), rule, fix))
     names = [name for name in imports.missing_torch_names() if name != ".".join(_MESH_DIMS)]
     if names:
         rule = f"needs another torch than {torch.__version__}, which has no {', '.join(names)}"
         fix = "Give --peer-path a folder with torchtitan 0.2.2, or install the torch that it was released for."
-        found.append(Problem("--against", str(source), rule, fix))
-    return found
+        problems.append(Problem("--against", str(source), rule, fix))
+    return problems
 
 
 def build(spec: BenchSpec, source: PeerSource) -> ChunkedTorchtitanContender:

@@ -71,11 +71,11 @@ class HttpClients:
         except OSError as error:
             raise LaunchError(f"{self._url} does not answer: {error}. Is the server running?") from error
         status, tail = connection.status, connection.tail
-        if status != 200 or not (found := _TOKENS.findall(tail)):
+        if status != 200 or not (counts := _TOKENS.findall(tail)):
             text = tail[-300:].decode(errors="replace")
             raise LaunchError(f"{self._url} answered {status} to a request of the bench: {text}")
         self._idle.append(connection)
-        return HttpAnswer(connection.first_s - due_s, connection.end_s - due_s, int(found[-1]))
+        return HttpAnswer(connection.first_s - due_s, connection.end_s - due_s, int(counts[-1]))
 
     async def ask_all(
         self, requests: Sequence[BenchRequest], *, clients: int, stream: bool
@@ -153,8 +153,8 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.tail = self.tail[-_TAIL_BYTES:] + data
         if not self.status:
-            head, found, body = self.tail.partition(b"\r\n\r\n")
-            if not found:
+            head, separator, body = self.tail.partition(b"\r\n\r\n")
+            if not separator:
                 return
             self.status, length = int(head.split(None, 2)[1]), _LENGTH.search(head)
             self._left = None if length is None else int(length[1])

@@ -9,18 +9,16 @@ from tokenizers import decoders, models
 
 from petatron.bench.measure.timing import free_cached_memory
 from petatron.bench.peers import BenchSpec
-from petatron.bench.peers.ours import load_initial_weights
+from petatron.bench.peers.engines import build_weights
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import HuggingFaceTokenizer
-from petatron.train.build_run import build_model, launch
 from petatron.train.own_loop import save_checkpoint
 
 
 def save_random_checkpoint(spec: BenchSpec, folder: Path) -> None:
     """Saves the initial weights of a run in its precision, as step 1."""
     tokenizer = word_tokenizer(known_vocab_size(spec.run.model), folder / "tokenizer.json")
-    model = build_model(spec.run, launch(spec.run), init_weights=False, gradients=False)
-    load_initial_weights(model)
+    model = build_weights(spec)
     save_checkpoint(str(folder), step=1, model=model, random_states=False, tokenizer=tokenizer)
     del model
     free_cached_memory(spec.device)

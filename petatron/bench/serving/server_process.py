@@ -24,12 +24,12 @@ def server_process(checkpoint: str, flags: Sequence[str], *, timeout_s: float = 
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             end = time.monotonic() + timeout_s
-            while (found := _ADDRESS.search(_text(log))) is None:
+            while (address := _ADDRESS.search(_text(log))) is None:
                 if process.poll() is not None or time.monotonic() > end:
                     why = "has ended" if process.poll() is not None else f"has not started within {timeout_s:.0f} s"
                     raise LaunchError(f"The server {why}. It said: {_text(log)[-2000:].strip() or 'nothing'}")
                 time.sleep(_LOOK_S)
-            yield found[1]
+            yield address[1]
         finally:
             _stop(process)
 

@@ -25,8 +25,6 @@ Device memory traffic in bf16, Llama-1B (R 32768, F 8192), at 4.0 TB/s:
 R rows, F width of the output.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass

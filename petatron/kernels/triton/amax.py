@@ -4,7 +4,6 @@ Without its sign, a float's bits order as its value does, with infinity above al
 registers, or atomic in memory) are exact, lose no NaN and do not depend on their order.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch

@@ -14,10 +14,6 @@ Bytes on an H200 for T = 32,768 tokens, D = 2048, V = 128,256: reading the gradi
 clears the table, 1.05 GB or 0.27 ms, which is the larger part. Stored partial sums: 17 MB.
 """
 
-# Triton's decorator, its constexpr arguments and its launch options are beyond the type checker.
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportReturnType=false
-
 from __future__ import annotations
 
 import torch

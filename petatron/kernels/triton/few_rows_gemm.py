@@ -25,8 +25,6 @@ of an 8B layer), and slower in a decode step (4,929 us): its many programs leave
 R rows, D input width, O output width.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import replace

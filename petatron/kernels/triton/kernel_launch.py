@@ -11,7 +11,6 @@ which its module builds once for each width or kind; if all addresses are aligne
 Whatever is new, not aligned, or watched by hooks takes Triton's own way; so does everything under Triton's interpreter.
 """
 
-# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from functools import cache, reduce

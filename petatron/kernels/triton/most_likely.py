@@ -6,8 +6,6 @@ much faster: 59 us for 64 rows of 128,256 logits, whose reading takes 4.
 R rows, V vocabulary.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -6,7 +6,6 @@ waits. Every such kernel waits, so what comes after it also comes after all befo
 nothing, and large kernels are launched without it: their gaps are nothing beside their work.
 """
 
-# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from functools import cache

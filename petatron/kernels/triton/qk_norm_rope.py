@@ -28,8 +28,6 @@ The backward row includes the partial sums, at most 4096 (1 + K / H) of E float3
 S sequence, B batch, H query heads, K kv heads, E head dim.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass

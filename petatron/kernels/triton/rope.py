@@ -22,8 +22,6 @@ Device memory traffic in bf16, Llama-1B (R = S B 32768, H 32, K 8, E 64), at 4.0
 S sequence, B batch, H query heads, K kv heads, E head dim.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from functools import cache

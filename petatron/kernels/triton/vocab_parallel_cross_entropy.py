@@ -16,10 +16,6 @@ Bytes per logit: 2 read, 2 written, and up to 2 more on cache misses. For 16,384
 All arithmetic is in float32; float64 is for the reference in `kernels/vocab_parallel_cross_entropy.py`, whose functions these three equal.
 """
 
-# Triton's decorator, its constexpr arguments and its launch options are beyond the type checker.
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportReturnType=false
-
 from __future__ import annotations
 
 from functools import cache

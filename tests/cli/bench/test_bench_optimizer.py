@@ -52,7 +52,7 @@ def test_both_orders_equally_often(monkeypatch: pytest.MonkeyPatch):
         timed.append(run)
         return 1.0
 
-    monkeypatch.setattr("petatron.bench.measure.timing.mean_ms", mean_ms)
+    monkeypatch.setattr("petatron.bench.optimizer.mean_ms", mean_ms)
     assert bench.main([*CPU, "--repeat", "5"]) == 0
     contenders = list(dict.fromkeys(timed))
     turns = "".join("abcd"[contenders.index(run)] for run in timed)

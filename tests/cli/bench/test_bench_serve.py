@@ -10,6 +10,7 @@ import pytest
 
 from petatron.base.errors import CheckpointError, ConfigError, LaunchError
 from petatron.bench import serve
+from petatron.bench.arguments import add_arguments
 from petatron.bench.serve import FirstTokenTimes, ServeMeasurements, make_requests, percentile
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
 from petatron.bench.serving.random_checkpoint import word_tokenizer
@@ -74,7 +75,7 @@ def main_arguments():
     import argparse
 
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    add_arguments("serve", parser)
     return parser.parse_args([])
 
 

@@ -81,7 +81,7 @@ SHORT = "--prompt-tokens 4 --new-tokens 3 --repeat 2 --batch 2".split()
 
 
 def test_rounded_weights_against_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("petatron.bench.measure.timing.copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr("petatron.bench.generate.copy_bandwidth", lambda device: 1e10)
     values = found(tmp_path, "generate", *SHORT, "--fp8-weights", "--against", "bf16")
     plain = found(tmp_path, "generate", *SHORT)
     assert set(values["tokens_per_s"]) == {"petatron", "bf16"} and values["ratio"] > 0

@@ -74,7 +74,7 @@ def test_tiny_form_of_every_model_trains_like_its_peer(name: str, tmp_path: Path
     """Two steps of each are timed; in float32 losses of both agree, in emulated FP8 they are near those of bf16."""
     entry = select_entries([name])[0]
     plan = suite.SuiteRunner(on_cuda=False, peer_paths=(), seconds=1e4)
-    words = [*plan.words(entry), "--steps", "2", "--json", str(tmp_path / "found.json")]
+    words = [*plan.flags(entry), "--steps", "2", "--json", str(tmp_path / "found.json")]
     values, _ = in_process(words, 1e4)
     assert values is not None
     row = row_from_bench(entry.label, values)
@@ -92,7 +92,7 @@ def test_every_model_is_one_its_peers_can_build(entry: Any):
     told = [str(problem) for problem in problems("torchtitan", spec)]
     assert (told == ["--against torchtitan needs its source. Give --peer-path the folder that holds torchtitan/, "
                      "for instance an unpacked wheel."]) == entry.has_torchtitan  # fmt: skip
-    assert "--device" not in entry.flags and entry.bench_words(on_cuda=True)[:2] == entry.flags.split()[:2]
+    assert "--device" not in entry.flags and entry.bench_flags(on_cuda=True)[:2] == entry.flags.split()[:2]
 
 
 def test_the_first_ten_models_fit_ten_minutes():
@@ -202,9 +202,9 @@ def test_whom_a_model_is_compared_with(tmp_path: Path, monkeypatch: pytest.Monke
     paths = (str(tmp_path / "torchtitan"), str(tmp_path / "torchao"))
     plan = suite.SuiteRunner(on_cuda=True, peer_paths=paths, seconds=1.0)
     assert [plan.peer(entry) for entry in (llama, fp8, qwen)] == ["torchtitan", "torchtitan", "hf"]
-    assert plan.words(llama)[-6:] == ["--against", "torchtitan", "--peer-path", paths[0], "--peer-path", paths[1]]
-    assert plan.words(qwen)[-2:] == ["--against", "hf"] and "--breakdown" in plan.words(qwen)
-    assert plan.words(fp8)[-8:-6] == ["--fp8-recipe", "tensorwise"]
+    assert plan.flags(llama)[-6:] == ["--against", "torchtitan", "--peer-path", paths[0], "--peer-path", paths[1]]
+    assert plan.flags(qwen)[-2:] == ["--against", "hf"] and "--breakdown" in plan.flags(qwen)
+    assert plan.flags(fp8)[-8:-6] == ["--fp8-recipe", "tensorwise"]
     newer = tmp_path / "torchtitan" / "torchtitan" / "models" / "common"
     newer.mkdir(parents=True)
     (newer / "decoder.py").touch()
@@ -213,7 +213,7 @@ def test_whom_a_model_is_compared_with(tmp_path: Path, monkeypatch: pytest.Monke
     without = replace(plan, peer_paths=paths[:1])
     assert [without.peer(entry) for entry in (llama, fp8)] == ["torchtitan", "bf16"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert plan.peer(qwen) is None and "--against" not in plan.words(qwen)
+    assert plan.peer(qwen) is None and "--against" not in plan.flags(qwen)
 
 
 def test_a_child_is_stopped_with_its_children(monkeypatch: pytest.MonkeyPatch):

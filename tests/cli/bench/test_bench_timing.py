@@ -14,8 +14,8 @@ import torch
 from petatron.base.errors import ConfigError
 from petatron.bench.measure import timing as bench_timing
 from petatron.bench.measure.arguments import minimum_problems, positive_problems, resolve_device
-from petatron.bench.measure.machine import device_name, large_copy
-from petatron.bench.measure.timing import alternating_orders, gc_disabled, mean_ms, median_ms
+from petatron.bench.measure.machine import device_name
+from petatron.bench.measure.timing import alternating_orders, gc_disabled, large_copy, mean_ms, median_ms
 from petatron.bench.peers import OURS, OWN_BF16, PEERS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -13,8 +13,6 @@ Device memory traffic in bf16, DeepSeek-V3 (8192 tokens, H 128, N 128, R 64, V 1
 S sequence, B batch, H heads, E width of a query or key head, N of its part without position, R rotary width, V of a value head.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton

@@ -10,8 +10,6 @@ token's key and value need no kernel of their own: the program of the last split
 N sequences, H query heads, K kv heads, E head dim, P pages of a sequence.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

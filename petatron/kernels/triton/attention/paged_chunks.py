@@ -7,8 +7,6 @@ its rows fill: there are as many programs as blocks of all rows, and one for eac
 T rows, M chunks, H query heads, K kv heads, E head dim.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -15,8 +15,6 @@ Bytes that must be read, DeepSeek-V3 in bf16: 1,152 for each token of a sequence
 T tokens, N sequences, H heads of this rank, C width of the latent, R of the rotary key, P pages of a sequence.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -6,8 +6,6 @@ heads of 128 in half precision these are 403 MB, 0.10 ms at 4 TB/s.
 The heads of a token are adjacent in memory, whatever the order of batch and sequence, so a row is one vector.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence

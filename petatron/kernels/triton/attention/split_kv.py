@@ -4,8 +4,6 @@ A split attends to some tokens of a sequence and leaves a partial output, normal
 scores. The merge weighs partial outputs by that.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any

@@ -20,7 +20,6 @@ first read last is still in the L2 cache (50 MB, of 134 for 16384 x 4096).
 R rows, C columns.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -5,7 +5,6 @@ amax is computed in integers (`triton/amax.py`), and scales come from the same b
 R rows, C columns.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import triton

@@ -7,7 +7,6 @@ against 1 GB less to all-gather, 2.2 ms at 450 GB/s and 20 ms at 50 GB/s.
 A program processes 64 runs of 64 numbers. A run's scale index costs a few integer operations per run, not per number.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch

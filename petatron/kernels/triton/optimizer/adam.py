@@ -24,7 +24,6 @@ long one, and their norms are combined in float64 too.
 Rates are plain arguments, not specialized; 1 - beta is computed on the host, in full precision.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, C 5376), at 4.0 TB/s: 
 S sequence, B batch, C channels, W taps.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -14,8 +14,6 @@ at Q it also has exp(s_Q) <dh, h>. ddA of a token is the sum of ddA_cs over it a
 parts of heads, and those of A and D over chunks, are taken afterwards in a fixed order.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -6,8 +6,6 @@ A program has one chunk of one sequence and loops over heads of a group: C and C
 the notation.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

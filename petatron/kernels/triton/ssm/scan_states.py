@@ -10,8 +10,6 @@ next one overlap. The state that enters each chunk in the scan's direction is wr
 S sequence, B batch, H heads, P head dim, G groups, N state dim; c chunks.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -20,8 +20,6 @@ state belongs to document 0. A decay between tokens of two documents is 0. Token
 decays a state nor adds to it.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import NamedTuple

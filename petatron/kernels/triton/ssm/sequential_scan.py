@@ -17,8 +17,6 @@ of a chunk, in reverse its transpose, is the same for all heads of a group, so i
 S sequence, B batch, H heads, P head dim, G groups, N state dim; c chunks of Q tokens.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

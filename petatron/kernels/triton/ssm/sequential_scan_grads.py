@@ -13,8 +13,6 @@ are also <g_j, x_j>, with g the gradient of dt x: what dt gets besides. No atomi
 and D over chunks, are taken afterwards in a fixed order.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -3,7 +3,6 @@
 B sequences, C channels, W taps.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch

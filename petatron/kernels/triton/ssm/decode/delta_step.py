@@ -6,7 +6,6 @@ Qwen3-Next (32 value heads of 128 x 128 in float32): 4.2 MB a sequence and layer
 B sequences, H value heads, P value head dim, G key heads, N key head dim.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch

@@ -6,7 +6,6 @@ the inputs are 21 KB.
 B sequences, H heads, P head dim, G groups, N state dim.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch

@@ -1,6 +1,5 @@
 """What kernels of one step of a recurrence share: softplus as exact as that of PyTorch, and rows as kernels want them."""
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import triton

@@ -11,8 +11,6 @@ a GPU has an instruction for powers of two, and those of e take four more.
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import math

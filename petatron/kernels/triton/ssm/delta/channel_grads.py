@@ -22,8 +22,6 @@ Two kernels, through the states and through the tree: in one, ptxas 12.8 reads a
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -13,8 +13,6 @@ each token, channel and level, take as long.
 S sequence, B batch, H value heads, G key heads, N key head dim; c chunks of Q tokens.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

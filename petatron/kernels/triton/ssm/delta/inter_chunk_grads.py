@@ -17,8 +17,6 @@ those after, to_end of those before, and chunk_decay. These are added up as they
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -12,8 +12,6 @@ reads d_rhs, and so also writes dv = beta d_rhs.
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

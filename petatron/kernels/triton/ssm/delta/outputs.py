@@ -10,8 +10,6 @@ Where channels have decays, A is read (`channel_intra_chunk.py`).
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks of Q tokens.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

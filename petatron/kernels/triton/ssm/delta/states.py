@@ -16,8 +16,6 @@ start and once to the end, and `chunk_decay` is a vector over the rows of the st
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; c chunks of Q tokens.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -18,8 +18,6 @@ Queries and keys are read as they are: normalizing them is a factor of each row,
 to the other operand of a GEMM, so nothing is rounded for it. Tokens are padded to whole chunks with g = beta = 0.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple

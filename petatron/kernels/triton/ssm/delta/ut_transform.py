@@ -12,8 +12,6 @@ the block diagonal of I + L, O the blocks below it and M = D^{-1} O, of which a 
 S sequence, B batch, H value heads, G key heads, N key head dim; c chunks of Q tokens.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false, reportReturnType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
