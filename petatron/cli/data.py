@@ -17,7 +17,7 @@ from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.progress import progress_bar
-from petatron.validate.raw_text import parquet_problem
+from petatron.validate.preflight import parquet_problem
 
 if TYPE_CHECKING:
     from petatron.config.schema.training import TokenizerConfig

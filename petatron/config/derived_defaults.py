@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import Problem, raise_problems
+from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
-from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_symbols
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS

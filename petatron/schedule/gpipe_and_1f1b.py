@@ -28,8 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from petatron.schedule.actions import Action, ActionBatch, ActionKind
-from petatron.schedule.schedule_shape import ScheduleShape
+from petatron.schedule.actions import Action, ActionBatch, ActionKind, ScheduleShape
 
 ComputeOrder = list[Action | ActionBatch]
 

@@ -1,4 +1,5 @@
-"""Checks what a configuration needs from the machine: existing files and installed libraries.
+"""Checks what a configuration needs from the machine: existing files and installed libraries. Files of text given where token files belong,
+or in a form that another command reads, are told with the command that does.
 
 `check_config` checks values against each other; this checks the machine. Both run before anything is started.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,6 @@ from petatron.config.schema.data_blend import BlendError, named_sets, parse_blen
 from petatron.config.schema.default_names import GPT_DATASET, NEXT_TOKEN
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
-from petatron.validate.raw_text import raw_text_problem
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -146,3 +147,47 @@ def _missing_libraries(config: RawRunConfig) -> Iterator[Problem]:
         if value is not None and importlib.util.find_spec(library) is None:
             fix = f"pip install {library}, or pip install 'petatron[{extra}]'."
             yield Problem(flag_name(name), value, f"needs {library}, which is not installed", fix)
+
+
+_PARQUET = ".parquet"
+_LINES = (".jsonl", ".json", ".ndjson", ".txt", ".gz", ".zst")
+
+
+def parquet_problem(flag: str, path: str) -> Problem | None:
+    """Returns the problem of a parquet file, with the command that reads it; None for other files.
+
+    >>> print(parquet_problem("--input", "/corpora/wiki/en/a.parquet"))
+    --input /corpora/wiki/en/a.parquet is a parquet file, which `petatron data fetch` reads. Convert it to JSON lines for \
+`petatron data preprocess`: petatron data fetch wiki/en --hub /corpora --files a.parquet --text-key text --output /corpora/wiki/en/jsonl
+    """
+    if not path.lower().endswith(_PARQUET):
+        return None
+    file = Path(path).absolute()
+    names, rule = file.parts[1:], "is a parquet file, which `petatron data fetch` reads"
+    if len(names) < 3:
+        fix = "Put it into a folder FOLDER/OWNER/NAME, and give `petatron data fetch OWNER/NAME --hub FOLDER --files '*.parquet'`."
+        return Problem(flag, path, rule, fix)
+    arguments = [
+        "fetch",
+        "/".join(names[-3:-1]),
+        "--hub",
+        str(file.parents[2]),
+        "--files",
+        file.name,
+        "--text-key",
+        "text",
+    ]
+    command = shlex.join(["petatron", "data", *arguments, "--output", str(file.parent / "jsonl")])
+    return Problem(flag, path, rule, f"Convert it to JSON lines for `petatron data preprocess`: {command}")
+
+
+def raw_text_problem(flag: str, path: str) -> Problem | None:
+    """Returns the problem of a file of text in place of token files; None where the path is no such file."""
+    if (parquet := parquet_problem(flag, path)) is not None:
+        return parquet
+    if not path.lower().endswith(_LINES) or not Path(path).is_file():
+        return None
+    prefix = str(Path(path).with_name(Path(path).name.partition(".")[0]))
+    command = shlex.join(["petatron", "data", "preprocess", "--input", path, "--output-prefix", prefix])
+    rule = "is a file of text, not the prefix of token files"
+    return Problem(flag, path, rule, f"Make them: {command}, with the tokenizer's flags and --append-eod.")

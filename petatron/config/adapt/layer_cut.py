@@ -15,6 +15,14 @@ from dataclasses import dataclass
 
 from petatron.base.errors import ConfigError
 from petatron.base.text import count_with_noun
+from petatron.config.pipeline_stages import (
+    EMBEDDING,
+    LAYER,
+    LOSS,
+    PREDICTION,
+    PipelineLayoutError,
+    parse_pipeline_layout,
+)
 from petatron.config.schema.fields import FieldValue, unflatten_config
 from petatron.config.schema.layer_patterns import (
     format_layers,
@@ -23,14 +31,6 @@ from petatron.config.schema.layer_patterns import (
     window_layers,
 )
 from petatron.config.schema.moe_layer_freq import moe_layers
-from petatron.config.schema.pipeline_layout_string import (
-    EMBEDDING,
-    LAYER,
-    LOSS,
-    PREDICTION,
-    PipelineLayoutError,
-    parse_pipeline_layout,
-)
 
 HYBRID, PIPELINE_LAYOUT = "model.hybrid_layer_pattern", "parallel.pipeline_model_parallel_layout"
 _NUM_LAYERS = "model.num_layers"

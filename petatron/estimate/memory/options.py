@@ -186,7 +186,8 @@ def _moment_dtype_options(run: RunConfig) -> OptionGroup:
     narrow = rule_spec(run.optim).bf16_state_settings
     if not narrow or any(getattr(run.optim, name) == value for name, value in narrow.items()):
         return OptionGroup()
-    return OptionGroup([_option("optim", "state", "moments are rounded", **narrow)])
+    settings: dict[str, Any] = dict(narrow)
+    return OptionGroup([_option("optim", "state", "moments are rounded", **settings)])
 
 
 def _gradient_dtype_options(run: RunConfig) -> OptionGroup:
@@ -223,5 +224,7 @@ def _sequence_parallel_options(run: RunConfig) -> OptionGroup:
 def _context_parallel_options(run: RunConfig) -> OptionGroup:
     """Data-parallel ranks become context-parallel ranks, at the same number of ranks."""
     dp, cp = run.parallel.data_parallel_size, run.parallel.context_parallel_size
-    sizes = [{"data_parallel_size": dp // k, "context_parallel_size": cp * k} for k in (2, 4, 8) if dp % k == 0]
+    sizes: list[dict[str, Any]] = [
+        {"data_parallel_size": dp // k, "context_parallel_size": cp * k} for k in (2, 4, 8) if dp % k == 0
+    ]
     return OptionGroup([_option("parallel", "both", only_slows=True, **values) for values in sizes])

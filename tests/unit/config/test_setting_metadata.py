@@ -23,7 +23,7 @@ from petatron.config.declared_rules import (
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.schema import fields, model_identity
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flatten_config, unflatten_config
-from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen, settings_section, used_with
+from petatron.config.schema.metadata import Feature, NotWith, ToySize, settings_section, used_with
 from petatron.config.schema.model_identity import identity_differences, is_identity_field
 from petatron.config.schema.numeric_bounds import Size
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
@@ -201,11 +201,3 @@ def test_factors_of_longrope_without_the_short_ones_are_a_problem():
     assert "--longrope-short-factor is missing, and LongRoPE has two lists of factors. Give both, or neither." in map(
         str, problems
     )
-
-
-def test_every_condition_reads_settings_that_exist():
-    notes = [note for info in all_fields() for note in (*info.feature.used_when, *info.notes_of(UsedWhen))]
-    assert len(notes) > 100
-    for note in notes:
-        note.holds(RawRunConfig())
-        note.reason.format(run=RawRunConfig())

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError
 from petatron.config import ModelConfig, ParallelConfig, RawModelConfig, RawParallelConfig, RawRunConfig, RunConfig
 from petatron.config.derived_defaults import derive_defaults
-from petatron.config.pipeline_stages import PipelineStage, max_layers_per_stage, pipeline_stages, stage_problems
-from petatron.config.schema.pipeline_layout_string import PipelineLayoutError, parse_pipeline_layout
+from petatron.config.pipeline_stages import (
+    PipelineLayoutError,
+    PipelineStage,
+    max_layers_per_stage,
+    parse_pipeline_layout,
+    pipeline_stages,
+    stage_problems,
+)
 from petatron.validate import load_config, resolve_config
 from petatron.validate.layout import check_pipeline
 

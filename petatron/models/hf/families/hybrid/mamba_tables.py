@@ -86,7 +86,10 @@ def read_layer_types(key: str, kinds: object, symbols: str) -> str | Problem:
     pattern = [_SYMBOLS.get(kind, "") if isinstance(kind, str) else "" for kind in kinds]
     unknown = [kind for kind, symbol in zip(kinds, pattern) if not symbol or symbol not in symbols]
     if unknown:
-        rule, known = "is a kind of layer that the decoder does not have", ", ".join(map(LAYER_TYPES.get, symbols))
+        rule, known = (
+            "is a kind of layer that the decoder does not have",
+            ", ".join(map(LAYER_TYPES.__getitem__, symbols)),
+        )
         return Problem(key, f"{unknown[0]!r:.40}", rule, f"It has {known}.")
     return "".join(pattern)
 
