@@ -47,7 +47,7 @@ def test_speed_is_that_after_the_first_log_point() -> None:
     assert totals.speed.tokens_per_second == 1.0
     totals.add_log_point(log_record(iteration=20, consumed_tokens=2100, tokens_per_second=100.0, lm_loss=5.0, mfu=0.2))
     totals.add_log_point(log_record(iteration=30, consumed_tokens=3100, tokens_per_second=50.0, lm_loss=4.0, mfu=0.5))
-    assert totals.training_s == pytest.approx(100 + 10 + 20)
+    assert totals.all_points.seconds == pytest.approx(100 + 10 + 20)
     assert totals.speed.tokens_per_second == pytest.approx(2000 / 30) and totals.speed.mfu == pytest.approx(0.4)
     totals.validations += [(15, 4.5), (30, 4.75)]
     run = load_config([*RUN, "--train-iters", "40"], preset="tiny-llama").config
