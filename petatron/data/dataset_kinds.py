@@ -92,6 +92,7 @@ class DataSource(ABC):
 class RecordSource(DataSource):
     """A source whose units are a sample each, in another order in every epoch.
 
+    >>> import numpy as np
     >>> class Numbers(RecordSource):
     ...     def record(self, index, request):
     ...         return np.full(request.seq_length + 1, index)
