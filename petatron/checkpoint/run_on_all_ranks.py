@@ -6,7 +6,7 @@ CheckpointError, so a full disk on one machine is an error message and never a h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -70,17 +70,12 @@ class AllRanks:
     def raise_failure(self, local_result: LocalResult[Any], axis: Axis) -> NoReturn:
         """Exchanges error texts, only now that some rank has failed, and raises."""
         outcomes = all_gather_objects([local_result.error_text, local_result.damaged], axis)
-        failures = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
+        ranks: dict[str, list[int]] = {}  # each failure once, with the ranks it happened on
+        for rank, (text, _) in enumerate(outcomes):
+            if text is not None:
+                ranks.setdefault(text, []).append(rank)
         damaged = all(damaged for text, damaged in outcomes if text is not None)
         kind = DamagedCheckpointError if damaged else CheckpointError
-        raise kind(_format_failures(failures, axis.size)) from local_result.cause
-
-
-def _format_failures(failures: Mapping[int, str], world_size: int) -> str:
-    """Lists all failures, each once with the ranks it happened on."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in failures.items():
-        ranks.setdefault(text, []).append(rank)
-    if len(ranks) == 1 and len(failures) == world_size:
-        return next(iter(ranks))
-    return "\n".join(f"[rank {', '.join(map(str, where))}] {text}" for text, where in ranks.items())
+        lines = [f"[rank {', '.join(map(str, where))}] {text}" for text, where in ranks.items()]
+        same_everywhere = [text for text, where in ranks.items() if len(where) == axis.size]
+        raise kind("\n".join(same_everywhere or lines)) from local_result.cause

@@ -195,9 +195,8 @@ def _warm_up(share: NDArray, cap: NDArray, starts: NDArray) -> NDArray:
     for forward in range(warm):
         active = lanes[early + forward < starts]
         if len(active):
-            counts[
-                active, _furthest_behind(share, cap, (early[active] + forward).astype(np.float64), counts[active])
-            ] += 1
+            step = (early[active] + forward).astype(np.float64)
+            counts[active, _furthest_behind(share, cap, step, counts[active])] += 1
     return counts
 
 

@@ -27,7 +27,7 @@ Split = Literal["train", "valid", "test"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRequest:
-    """What a run wants of a dataset: so many samples of a split, of so many tokens (and one to predict), in an order of a seed.
+    """What a run wants of a dataset: `num_samples` of a split, of `seq_length` tokens and one to predict, in the order of a seed.
 
     vocab_size is None where nothing says it; cache_dir, a folder for what is expensive to compute, where there is none.
 
@@ -46,7 +46,7 @@ class DatasetRequest:
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """What one split takes from one source: some of its units, and so many samples in the whole run or in one evaluation."""
+    """What one split takes from one source: some of its units, and the samples in the whole run or in one evaluation."""
 
     source: DataSource
     units: range
@@ -92,6 +92,7 @@ class DataSource(ABC):
 class RecordSource(DataSource):
     """A source whose units are a sample each, in another order in every epoch.
 
+    >>> import numpy as np
     >>> class Numbers(RecordSource):
     ...     def record(self, index, request):
     ...         return np.full(request.seq_length + 1, index)

@@ -90,7 +90,7 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None)
 
 
 def index_bytes(plan: EpochPlan, num_documents: int) -> int:
-    """Returns the bytes of the three arrays of a plan over so many documents.
+    """Returns the bytes of the three arrays of a plan.
 
     >>> index_bytes(plan_epochs(tokens_per_epoch=1000, seq_length=10, num_samples=500), 100)
     9596

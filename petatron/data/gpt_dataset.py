@@ -69,12 +69,9 @@ class GPTDataset:
             return {"documents": index.document_index, "starts": index.sample_index, "order": index.shuffle_index}
 
         self.fingerprint = fingerprint(key)
-        arrays = load_or_build(cache_dir, key, ("documents", "starts", "order"), build=build)
-        self._document_index, self._sample_index, self._shuffle_index = (
-            arrays["documents"],
-            arrays["starts"],
-            arrays["order"],
-        )
+        names = ("documents", "starts", "order")
+        arrays = load_or_build(cache_dir, key, names, build=build)
+        self._document_index, self._sample_index, self._shuffle_index = (arrays[name] for name in names)
 
     def _announce(self, cache_dir: str | Path | None) -> Callable[[str], None]:
         """Says what a large index will take before it is built, and refuses one that cannot be held; returns a reporter of progress."""

@@ -113,10 +113,9 @@ class IndexedDataset:
         self.lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", sequences, HEADER.size)
         self.offsets: NDArray[np.int64] = np.frombuffer(index, "<i8", sequences, lengths_end)
         self.document_indices: NDArray[np.int64] = np.frombuffer(index, "<i8", num_boundaries, offsets_end)
-        has_modes = len(index) > documents_end
-        self.modes: NDArray[np.int8] | None = (
-            np.frombuffer(index, "i1", sequences, documents_end) if has_modes else None
-        )
+        self.modes: NDArray[np.int8] | None = None
+        if len(index) > documents_end:
+            self.modes = np.frombuffer(index, "i1", sequences, documents_end)
         self.num_documents = num_boundaries - 1
         tokens = self._check_sequences()
         self._check_documents()
@@ -139,15 +138,9 @@ class IndexedDataset:
         """Whether every document is one sequence, as for language models trained on whole documents."""
         if self.num_documents != self.num_sequences:
             return False
-        chunks = range(0, self.num_sequences, CHUNK_ENTRIES)
-        return all(
-            bool(
-                np.array_equal(
-                    part := self.document_indices[start : start + CHUNK_ENTRIES], np.arange(start, start + len(part))
-                )
-            )
-            for start in chunks
-        )
+        starts = range(0, self.num_sequences, CHUNK_ENTRIES)
+        parts = ((start, self.document_indices[start : start + CHUNK_ENTRIES]) for start in starts)
+        return all(np.array_equal(part, np.arange(start, start + len(part))) for start, part in parts)
 
     @property
     def unit(self) -> str:

@@ -17,7 +17,7 @@ exponential that has fallen to 1/e after about 15 repetitions: four epochs are n
 MAX_EVALUATION_EPOCHS = 2
 """An evaluation warns above this: more than half of its time would repeat what it has measured."""
 MAX_NAMED_SOURCES = 3
-"""A blend may have thousands of sources; so many are described in a line, and the rest is counted."""
+"""A blend may have thousands of sources; a line describes this many, and counts the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,7 +132,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
                 what = "is not a file" if Path(path).exists() else "does not exist"
                 raise DataError(f"Tokenizer file {path} {what}. Check {flag}.")
         self._files = {"vocab.json": _read_file(Path(vocab_file)), "merges.txt": _read_file(Path(merge_file))}
-        with reading_untrusted(Path(vocab_file), partial(_gpt2_files_error, merge_file)):
+        what = f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary and its merges"
+        with reading_untrusted(Path(vocab_file), lambda _, why: DataError(f"{what}: the first {why}.")):
             self._fast = FastTokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
             self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             self._fast.decoder = decoders.ByteLevel()
@@ -339,10 +339,6 @@ def _tokenizer_file_error(file: Path, why: str) -> DataError:
     return DataError(
         f"{file} is not a tokenizer.json: it {why}. Copy it again; a SentencePiece tokenizer.model must first be converted."
     )
-
-
-def _gpt2_files_error(merge_file: str | Path, vocab_file: Path, why: str) -> DataError:
-    return DataError(f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary and its merges: the first {why}.")
 
 
 def _encode_error(name: Path, why: str) -> DataError:

@@ -46,17 +46,10 @@ class ChoiceExample:
 
 
 def _example(context: str, choices: Sequence[str], answer: int, *, description: str = "") -> ChoiceExample:
-    return ChoiceExample(
-        tuple((context, _after(context, choice)) for choice in choices),
-        tuple(len(choice.encode()) for choice in choices),
-        answer,
-        description,
-    )
-
-
-def _after(context: str, choice: str) -> str:
-    """Puts one space before a continuation, unless there is space already."""
-    return choice if choice[:1].isspace() or context[-1:].isspace() or not context else f" {choice}"
+    """Puts one space before each choice, unless there is space already."""
+    spaced = not context or context[-1:].isspace()
+    pairs = tuple((context, choice if spaced or choice[:1].isspace() else f" {choice}") for choice in choices)
+    return ChoiceExample(pairs, tuple(len(choice.encode()) for choice in choices), answer, description)
 
 
 def _choice_texts(value: Any, name: str) -> list[str]:

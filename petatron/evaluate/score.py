@@ -105,7 +105,7 @@ def score_sequences(
 def plan_micro_batches(
     lengths: Sequence[int], *, dp_size: int, batch_tokens: int, multiple: int, max_length: int
 ) -> list[MicroBatchPlan]:
-    """Batches sequences of so many inputs, the longest first; those without inputs are left out.
+    """Batches sequences by their numbers of inputs, the longest first; those without inputs are left out.
 
     >>> plan_micro_batches([3, 40, 0, 5], dp_size=1, batch_tokens=64, multiple=1, max_length=50)
     [MicroBatchPlan(indices=(1,), rows=1, length=48), MicroBatchPlan(indices=(3, 0), rows=2, length=16)]

@@ -53,7 +53,7 @@ class TaskSettings:
     """One task.
 
     task: one of `TASK_NAMES`. data: its file. name: in results, by default that of the task. limit: examples at most. stride: tokens
-    that each window counts, by default all. strict: LAMBADA's whole last word. every: runs at every so many evaluations of training.
+    that each window counts, by default all. strict: LAMBADA's whole last word. every: the task runs at every N-th evaluation of training.
     bos: whether a BOS token precedes each text, by default what the tokenizer does. num_fewshot: solved examples before each prompt of
     multiple choice, the first ones, or drawn with fewshot_seed; of the file fewshot_data, by default the task's own.
     """

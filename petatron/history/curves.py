@@ -21,7 +21,7 @@ from petatron.history.run_folder import RecordedRun
 X_AXES = {"step": "step", "tokens": "tokens", "time": "training time"}
 MAX_RUNS = 16
 _CUT_FROM = 50
-"""From so many points on, the first fall of a loss is cut off, or the remainder would look flat."""
+"""A curve of at least this many points is drawn without the first fall of the loss, or the remainder would look flat."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ class Workspace:
                 rule = "is a folder with other files in it"
                 raise ConfigError([Problem("--out", str(self.root), rule, "Give a new or an empty folder.")])
             if fresh:
-                for path in self._outputs():
+                folders = (self.root / "corpus", self.root / "data", self.training)
+                for path in (*folders, self.tokenizer, self.settings, self.summary):
                     remove_tree(path)
             self.root.mkdir(parents=True, exist_ok=True)
             if fresh or not stamp.is_file():
@@ -65,10 +66,6 @@ class Workspace:
         except OSError as error:
             rule = f"cannot be used: {error.strerror}"
             raise ConfigError([Problem("--out", str(self.root), rule, "Give a writable folder.")]) from error
-
-    def _outputs(self) -> Iterable[Path]:
-        folders = (self.root / "corpus", self.root / "data", self.training)
-        return (*folders, self.tokenizer, self.settings, self.summary)
 
     def stage_keys(self) -> dict[str, str]:
         """Maps stages to the keys of what was last finished; an unreadable file counts as nothing finished."""

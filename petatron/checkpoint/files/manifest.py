@@ -40,7 +40,7 @@ class UnknownVersionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BlockScale:
-    """Where the scales of a quantized matrix are: one per block of so many rows and columns. No checkpoint of ours has some.
+    """Where the scales of a quantized matrix are, one for each block of rows and columns. No checkpoint of ours has any.
 
     mxfp4: elements have four bits, two in a byte, and a block is columns of one row.
     """

@@ -69,8 +69,8 @@ def open_signer(path: Path) -> SignFunction:
         body = {
             "format": _FORMAT,
             "algorithm": "ed25519",
-            "key": _base64_text(public),
-            "signature": _base64_text(value),
+            "key": base64.b64encode(public).decode(),
+            "signature": base64.b64encode(value).decode(),
         }
         return (json.dumps(body) + "\n").encode()
 
@@ -256,7 +256,3 @@ def _import_cryptography() -> Any:
             "Signatures need the package cryptography, which is not installed: pip install 'petatron[sign]'."
         ) from error
     return cryptography
-
-
-def _base64_text(content: bytes) -> str:
-    return base64.b64encode(content).decode()

@@ -131,7 +131,7 @@ class HuggingFaceFolder:
     def naming_config(self) -> Iterator[None]:
         """Puts the path of config.json before the key of every problem raised inside: several models may be open.
 
-        What is wrong is said in the file's own keys, where these are known, and not in the flags that stand for them.
+        A problem names the file's own keys, where these are known, instead of the flags that stand for them.
         """
         try:
             yield

@@ -16,7 +16,7 @@ from petatron.models.hf import EntryRegion, FolderEntry
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 TensorInfos = Mapping[str, tuple[str, TensorInfo]]
-"""Every tensor of a folder: its file, and where it is in there."""
+"""Every tensor of a folder: its file, and its place in that file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,23 +84,17 @@ def plan_reads(
     for chunk, _, stored in asked:
         if stored is None:
             continue
-        problem = _mismatch(chunk, stored)
-        if problem is not None:
-            problems.append(problem)
-            continue
-        common = ((box, overlap(chunk.box, box.box)) for box in stored.boxes)
-        reads += [BoxRead(chunk, box, part) for box, part in common if part is not None]
+        ours = chunk.logical_shape, chunk.tensor.dtype
+        if stored.shape != ours[0]:
+            problems.append(f"{chunk.key} has shape {list(stored.shape)} there and {list(ours[0])} in this run")
+        elif _incompatible_dtypes(stored.dtype, ours[1]):
+            problems.append(f"{chunk.key} holds {stored.dtype} there and {ours[1]} in this run")
+        else:
+            common = ((box, overlap(chunk.box, box.box)) for box in stored.boxes)
+            reads += [BoxRead(chunk, box, part) for box, part in common if part is not None]
     if problems:
         raise _mismatch_error(source, problems)
     return ReadPlan(tuple(reads), tuple(missing))
-
-
-def _mismatch(chunk: Chunk, stored: StoredTensor) -> str | None:
-    if stored.shape != chunk.logical_shape:
-        return f"{chunk.key} has shape {list(stored.shape)} there and {list(chunk.logical_shape)} in this run"
-    if _incompatible_dtypes(stored.dtype, chunk.tensor.dtype):
-        return f"{chunk.key} holds {stored.dtype} there and {chunk.tensor.dtype} in this run"
-    return None
 
 
 def _incompatible_dtypes(stored: str, dtype: torch.dtype) -> bool:

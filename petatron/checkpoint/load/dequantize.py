@@ -99,7 +99,7 @@ def dequantize(packed: Tensor, exponents: Tensor) -> Tensor:
 class PackedRead:
     """The bytes that hold a box of an entry, and what is made of them.
 
-    info, box: of the bytes in their file, in as many dimensions as the entry is addressed in and one more.
+    info, box: of the bytes in their file, in the dimensions that the entry is addressed in and one more.
     values: where they are read to.
     elements: the box of the entry, in elements; `target` is where these go.
     """

@@ -74,8 +74,9 @@ def build_write_job(
     }
     if tensors or model is None:
         files[path] = tensors
-    writes_documents = rank == 0 and model is not None
-    documents = {**model.aux_files, **weight_index_file(plan.files, plan.dtypes)} if writes_documents else {}
+    documents: dict[str, bytes] = {}
+    if rank == 0 and model is not None:
+        documents = {**model.aux_files, **weight_index_file(plan.files, plan.dtypes)}
     return RankWriteJob(step, rank, layout, metadata, documents, files, plan.table_entries, local_files)
 
 

@@ -92,7 +92,8 @@ class FolderHub:
                 f"network, `hf download {repository} --repo-type dataset --local-dir {folder}` puts them there."
             )
         names = tuple(sorted(_files_below(folder)))
-        strange = [printable(name) for name in names if not _is_text(name)]
+        # Python keeps bytes of a name that are no text as surrogates, which nothing can write.
+        strange = [printable(name) for name in names if any("\ud800" <= character <= "\udfff" for character in name)]
         if strange:
             raise DataError(
                 f"{folder} has files whose names are not UTF-8: {abbreviate_names(strange)}. Rename them; a dataset of the hub has none."
@@ -120,11 +121,6 @@ def _files_below(folder: Path) -> Iterator[str]:
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(place, name).relative_to(folder).as_posix() for name in files if not name.startswith("."))
-
-
-def _is_text(name: str) -> bool:
-    """Whether a file's name is text: Python keeps other bytes of it as surrogates, which nothing can write."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _card_license(folder: Path) -> str | None:

@@ -34,22 +34,21 @@ def _globs(pattern: str, *splits: str) -> dict[str, tuple[str, ...]]:
 _WIKI_LICENSE = "cc-by-sa-3.0, gfdl"
 _WIKITEXT_SPLITS = ("train", "validation", "test")
 _STORIES = "2.1 million short synthetic stories in simple English; models of a few million parameters learn them"
-_ROWS = (
-    ("wikitext2", "Salesforce/wikitext", _globs("wikitext-2-raw-v1/*SPLIT*-*.parquet", *_WIKITEXT_SPLITS), _WIKI_LICENSE,
+KNOWN_DATASETS: Mapping[str, KnownDataset] = {
+    "wikitext2": KnownDataset("Salesforce/wikitext", _globs("wikitext-2-raw-v1/*SPLIT*-*.parquet", *_WIKITEXT_SPLITS), _WIKI_LICENSE,
      "8 MB", "720 good Wikipedia articles, 2 million words: for a first try", "text", "articles"),
-    ("wikitext103", "Salesforce/wikitext", _globs("wikitext-103-raw-v1/*SPLIT*-*.parquet", *_WIKITEXT_SPLITS), _WIKI_LICENSE,
+    "wikitext103": KnownDataset("Salesforce/wikitext", _globs("wikitext-103-raw-v1/*SPLIT*-*.parquet", *_WIKITEXT_SPLITS), _WIKI_LICENSE,
      "0.3 GB", "28,595 good Wikipedia articles, 103 million words", "text", "articles"),
-    ("tinystories", "roneneldan/TinyStories", _globs("data/*SPLIT*-*.parquet", "train", "validation"), "cdla-sharing-1.0",
+    "tinystories": KnownDataset("roneneldan/TinyStories", _globs("data/*SPLIT*-*.parquet", "train", "validation"), "cdla-sharing-1.0",
      "1 GB", _STORIES),
-    ("fineweb-edu-sample", "HuggingFaceFW/fineweb-edu", _globs("sample/10BT/*.parquet", "train"), "odc-by",
+    "fineweb-edu-sample": KnownDataset("HuggingFaceFW/fineweb-edu", _globs("sample/10BT/*.parquet", "train"), "odc-by",
      "28 GB", "educational web pages, a sample of 10 billion tokens"),
-    ("fineweb-sample", "HuggingFaceFW/fineweb", _globs("sample/10BT/*.parquet", "train"), "odc-by",
+    "fineweb-sample": KnownDataset("HuggingFaceFW/fineweb", _globs("sample/10BT/*.parquet", "train"), "odc-by",
      "30 GB", "filtered web pages, a sample of 10 billion tokens"),
-    ("wikipedia-simple", "wikimedia/wikipedia", _globs("20231101.simple/*.parquet", "train"), _WIKI_LICENSE,
+    "wikipedia-simple": KnownDataset("wikimedia/wikipedia", _globs("20231101.simple/*.parquet", "train"), _WIKI_LICENSE,
      "0.2 GB", "Wikipedia in simple English, November 2023"),
-    ("wikipedia-en", "wikimedia/wikipedia", _globs("20231101.en/*.parquet", "train"), _WIKI_LICENSE,
+    "wikipedia-en": KnownDataset("wikimedia/wikipedia", _globs("20231101.en/*.parquet", "train"), _WIKI_LICENSE,
      "12 GB", "English Wikipedia, November 2023"),
-    ("c4-en", "allenai/c4", _globs("en/c4-*SPLIT*.*.json.gz", "train", "validation"), "odc-by",
+    "c4-en": KnownDataset("allenai/c4", _globs("en/c4-*SPLIT*.*.json.gz", "train", "validation"), "odc-by",
      "305 GB", "web pages of April 2019, cleaned; give --max-documents or --max-bytes"),
-)  # fmt: skip
-KNOWN_DATASETS: Mapping[str, KnownDataset] = {name: KnownDataset(*row) for name, *row in _ROWS}
+}  # fmt: skip

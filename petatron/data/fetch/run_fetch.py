@@ -72,14 +72,10 @@ def run_fetch(plan: FetchPlan, on_progress: Callable[[FetchProgress], None] = la
     return record
 
 
-def describe_skipped(shards: Iterable[ShardRecord]) -> str | None:
+def describe_skipped(shards: Sequence[ShardRecord]) -> str | None:
     """Says how many rows were skipped and why; None if none were."""
-    counts = RowCounts()
-    for shard in shards:
-        counts.not_text += shard.not_text
-        counts.empty += shard.empty
-        counts.too_long += shard.too_long
-    reasons = {"not text": counts.not_text, "empty": counts.empty, "too long": counts.too_long}
+    kinds = ("not_text", "empty", "too_long")
+    reasons = {kind.replace("_", " "): sum(getattr(shard, kind) for shard in shards) for kind in kinds}
     said = [f"{count:,} {reason}" for reason, count in reasons.items() if count]
     return f"{count_with_noun(sum(reasons.values()), 'row')} skipped: {', '.join(said)}" if said else None
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.base.safe_files import write_atomic
@@ -64,24 +63,17 @@ def read_record(folder: Path) -> SourceRecord | None:
     path = folder / RECORD_FILE
     if not path.exists():
         return None
-    with reading_untrusted(path, _record_error):
+    fix = "Remove it to fetch everything again, or give another --output"
+    with reading_untrusted(path, lambda path, why: DataError(f"{path} {why}. {fix}.")):
         content = read_limited_json(path, _MAX_BYTES)
         if content.pop("format") != _FORMAT:
             raise ValueError("it has another format")
         content["license"] = content.pop("licence", None) or content.get("license")  # older records spell it so
         content["shards"] = {
-            split: tuple(_shard(shard) for shard in shards) for split, shards in content["shards"].items()
+            split: tuple(ShardRecord(**shard) for shard in shards) for split, shards in content["shards"].items()
         }
+        for shard in (shard for shards in content["shards"].values() for shard in shards):
+            if not all(is_count(count) for count in (shard.documents, shard.bytes, shard.rows)) or "/" in shard.file:
+                raise ValueError("it has a shard that no fetch writes")
         content["files"] = {split: tuple(globs) for split, globs in content["files"].items()}
         return SourceRecord(**content)
-
-
-def _record_error(path: Path, why: str) -> DataError:
-    return DataError(f"{path} {why}. Remove it to fetch everything again, or give another --output.")
-
-
-def _shard(content: Mapping[str, Any]) -> ShardRecord:
-    shard = ShardRecord(**content)
-    if not all(is_count(count) for count in (shard.documents, shard.bytes, shard.rows)) or "/" in shard.file:
-        raise ValueError("it has a shard that no fetch writes")
-    return shard

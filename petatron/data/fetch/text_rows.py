@@ -180,7 +180,7 @@ def _with_headings(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 class _JoinedRows:
-    """Rows that become one document, of at most so many characters."""
+    """Rows that become one document of limited size."""
 
     def __init__(self, max_size: int) -> None:
         self._max_size, self.size = max_size, 0

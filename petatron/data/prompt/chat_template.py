@@ -20,7 +20,7 @@ from petatron.base.terminal_escape import printable
 from petatron.data.tokenizer import Tokenizer
 
 MAX_TEMPLATE_CHARS = 1 << 16
-"""Published ones have some ten thousand; to compile so many takes half a second."""
+"""Published templates have some ten thousand; compiling one of this size takes half a second."""
 _RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "eos_token"))
 _MAX_SHOWN_CHARS = 300
 
@@ -40,7 +40,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False
         )
-        environment.filters["tojson"] = _to_json
+        # As templates expect it, and unlike jinja2's own: without HTML escapes.
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.source = source
@@ -126,11 +127,6 @@ def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
         raise DataError(
             f"The chat template cannot be read: {why}. Give another one with --chat-template FILE."
         ) from error
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    """As templates expect it, and unlike jinja2's own: without HTML escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -17,7 +17,7 @@ _DROPS_TEXT = ("Whitespace", "WhitespaceSplit", "CharDelimiterSplit", "BertPreTo
 
 
 def max_token_bytes(tokenizer: Tokenizer | None) -> int | None:
-    """Returns of how many bytes of text a token is at most made; None if there is no such number.
+    """Returns the most bytes of text that one token stands for; None if there is no such bound.
 
     A vocabulary without its bytes has none: an unknown token may be a text of any length. Nor has one whose normalizer may remove
     text, or that has tokens which take in the white space around them.
@@ -42,7 +42,7 @@ def max_token_bytes(tokenizer: Tokenizer | None) -> int | None:
 
 
 def _shrinkage(normalizer: Any) -> int | None:
-    """Returns by which factor a text may have fewer bytes after it; None if by any."""
+    """Returns the largest factor by which a normalizer may shorten a text in bytes; None if there is no bound."""
     if normalizer is None:
         return 1
     kind = normalizer.get("type")

@@ -52,6 +52,8 @@ _DATA_FIELDS = "data."
 def report_html(run: RecordedRun) -> str:
     """Returns the whole page."""
     name, placed = escape(run.label), (_DATA_FIELDS, _LAYOUT_FIELDS)
+    notes = "".join(f"<p>{_text(note)}</p>" for note in run.notes)
+    notes = f'<div class="notes">{notes}</div>' if notes else ""
     others = [setting for path, setting in run.settings.values.items() if not path.startswith(placed)]
     sections = [
         _section("Curves", _plots(run)),
@@ -72,7 +74,7 @@ def report_html(run: RecordedRun) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="referrer" content="no-referrer">'
         f"<title>{name} · Petatron run</title><style>{report_style()}</style></head><body><main>"
         f'<div class="head"><h1>{name}</h1><span class="state {run.state}">{run.state}</span></div>'
-        f'<p class="lead">{_lead(run)}</p>{_tiles(run)}{_notes(run.notes)}{"".join(sections)}'
+        f'<p class="lead">{_lead(run)}</p>{_tiles(run)}{notes}{"".join(sections)}'
         f"<footer>Written by Petatron {_text(__version__)} on {time.strftime('%Y-%m-%d %H:%M')}.</footer></main>"
         f"<script>{report_script()}</script></body></html>\n"
     )
@@ -93,17 +95,12 @@ def _lead(run: RecordedRun) -> str:
 def _tiles(run: RecordedRun) -> str:
     texts = summary_texts(summarize_run(run))
     shown = [(name, texts[name]) for name in _TILES if texts[name] != "-"]
-    return f'<div class="tiles">{"".join(_tile(name, text) for name, text in shown)}</div>'
-
-
-def _tile(name: str, text: str) -> str:
-    value, _, note = text.partition(" (")
-    small = f"<span>{_text(note.removesuffix(')'))}</span>" if note else ""
-    return f'<div class="tile"><span>{name}</span><b>{_text(value)}</b>{small}</div>'
-
-
-def _notes(notes: Sequence[str]) -> str:
-    return f'<div class="notes">{"".join(f"<p>{_text(note)}</p>" for note in notes)}</div>' if notes else ""
+    tiles = []
+    for name, text in shown:
+        value, _, note = text.partition(" (")
+        small = f"<span>{_text(note.removesuffix(')'))}</span>" if note else ""
+        tiles.append(f'<div class="tile"><span>{name}</span><b>{_text(value)}</b>{small}</div>')
+    return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _plots(run: RecordedRun) -> str:

@@ -1,7 +1,7 @@
 """What generation keeps of a batch of sequences inside transformers, as the engine has it: pages of keys and values, or of latents, and
 the states of recurrent layers.
 
-Every sequence has as many pages, one after the other, and more when one of them needs more. Padding is not stored.
+All sequences have the same number of pages, one after the other; it grows when one of them needs more. Padding is not stored.
 
 B sequences, S columns of a step.
 """
@@ -89,7 +89,7 @@ class PetatronCache(Cache):
             tensors.update({name: values[indices.to(values.device)] for name, values in tensors.items()})
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last columns, so many as a negative number says; a positive one says how many stay."""
+        """Forgets the last columns: a negative number of them, or all but a positive number."""
         columns = self.get_seq_length()
         kept = tokens_to_remove if tokens_to_remove > 0 else columns + tokens_to_remove
         if self._states and kept < columns:
