@@ -12,7 +12,7 @@ from petatron.base.errors import ConfigError, Problem, RunFolderError
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable, raw_stream
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.history.curves import DEFAULT_METRICS, MAX_RUNS, METRICS, X_AXES, Panel, build_panels, check_metrics
+from petatron.history.curves import DEFAULT_METRICS, MAX_RUNS, METRICS, X_AXES, build_panels, check_metrics
 from petatron.history.draw.png import figure_png
 from petatron.history.draw.svg import figure_svg
 from petatron.history.draw.terminal import MIN_WIDTH, can_color, print_panels
@@ -57,12 +57,15 @@ def main(argv: Sequence[str]) -> int:
     panels = build_panels(runs, metrics=metrics, x_axis=options.x, smooth=options.smooth, num_columns=num_columns)
     if not panels:
         raise RunFolderError(_nothing_to_draw(runs, metrics, options.x))
+    labels = [run.label for run in runs]
     if options.out is not None:
-        _write_picture(options, panels, runs)
+        draw = figure_png if options.out.suffix.lower() == ".png" else figure_svg
+        title = labels[0] if len(labels) == 1 else f"{len(labels)} runs"
+        title += f", smoothed by {options.smooth:g}" if options.smooth else ""
+        write_result(options.out, draw(panels, labels, theme=THEMES[options.theme], title=title))
         print(f"wrote {options.out}")
         return 0
     stream = raw_stream(sys.stdout)
-    labels = [run.label for run in runs]
     print_panels(panels, labels, stream=stream, width=width, height=options.height, colored=can_color(stream))
     return 0
 
@@ -89,15 +92,6 @@ def _nothing_to_draw(runs: Sequence[RecordedRun], metrics: Sequence[str], x_axis
     if not recorded:
         return f"{names}: there is no log point yet. A run writes one after its first step, then every --log-interval steps."
     return f"{names}: none of the metrics {', '.join(metrics)} was recorded by {x_axis}. Choose others with --metrics or --x."
-
-
-def _write_picture(options: argparse.Namespace, panels: Sequence[Panel], runs: Sequence[RecordedRun]) -> None:
-    draw = figure_png if options.out.suffix.lower() == ".png" else figure_svg
-    labels = [run.label for run in runs]
-    title = labels[0] if len(labels) == 1 else f"{len(labels)} runs"
-    title += f", smoothed by {options.smooth:g}" if options.smooth else ""
-    content = draw(panels, labels, theme=THEMES[options.theme], title=title)
-    write_result(options.out, content)
 
 
 def write_result(path: Path, content: str | bytes) -> None:

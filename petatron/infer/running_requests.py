@@ -89,7 +89,7 @@ class RunningRequests:
         if sequence is None or sequence.completion.finish_reason is not None:
             return []
         self._scheduler(request).remove(sequence)
-        return [self._finish(sequence, None, "", None, "cancelled")]
+        return [self._finish(sequence, TokenEvent(request, None, finish_reason="cancelled"))]
 
     def add_result(self, scheduler: Scheduler, result: SequenceResult, *, speculative: bool) -> list[TokenEvent]:
         """Adds what a step found of a sequence; an event if it has a new token or ends."""
@@ -101,7 +101,8 @@ class RunningRequests:
             return []
         if not result.tokens or result.tokens[0] == NO_TOKEN:
             scheduler.remove(sequence)
-            return [self._finish(sequence, None, sequence.stream.finish(), None, "length")]
+            text = sequence.stream.finish()
+            return [self._finish(sequence, TokenEvent(sequence.request, None, text, finish_reason="length"))]
         events: list[TokenEvent] = []
         for token, logprob in zip(result.tokens, result.logprobs or repeat(None)):
             events.append(self.add_token(scheduler, sequence, token, logprob))
@@ -122,26 +123,20 @@ class RunningRequests:
         if logprob is not None:
             sequence.completion.logprobs.append(logprob)
         reason, text = _find_end(sequence, token)
+        event = TokenEvent(sequence.request, token, text, logprob, reason)
         if reason is None:
-            return TokenEvent(sequence.request, token, text, logprob)
+            return event
         scheduler.remove(sequence)
-        return self._finish(sequence, token, text, logprob, reason)
+        return self._finish(sequence, event)
 
     def _scheduler(self, request: int) -> Scheduler:
         return self._schedulers[request % len(self._schedulers)]
 
-    def _finish(
-        self,
-        sequence: RunningSequence,
-        token: int | None,
-        text: str,
-        logprob: TokenLogprob | None,
-        reason: FinishReason,
-    ) -> TokenEvent:
+    def _finish(self, sequence: RunningSequence, event: TokenEvent) -> TokenEvent:
         sequence.completion.text = sequence.stream.text
-        sequence.completion.finish_reason = reason
+        sequence.completion.finish_reason = event.finish_reason
         self.counts["cached_prompt_tokens"] += sequence.completion.cached_tokens
-        return TokenEvent(sequence.request, token, text, logprob, reason)
+        return event
 
 
 def _find_end(sequence: RunningSequence, token: int) -> tuple[FinishReason | None, str]:

@@ -309,8 +309,9 @@ def _outcome_content(engine: CheckpointEngine, request: int) -> dict[str, Any]:
 
 
 def _read_completion(content: dict[str, Any], prompt_ids: list[int]) -> Completion:
-    logprobs = {name: [_read_logprob(entry) for entry in content[name]] for name in ("logprobs", "prompt_logprobs")}
-    return Completion(prompt_ids, **(content | logprobs))
+    for name in ("logprobs", "prompt_logprobs"):
+        content[name] = [_read_logprob(entry) for entry in content[name]]
+    return Completion(prompt_ids, **content)
 
 
 def _error_content(error: PetatronError) -> dict[str, Any]:

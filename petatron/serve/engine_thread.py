@@ -26,6 +26,8 @@ from petatron.serve.open_sequences import OpenSequences
 
 EngineState = Literal["serving", "swapping", "draining", "failed"]
 _ALIVE_CHECK_S = 0.2
+_IDLE_STEP_S = 20.0
+"""So often an idle engine makes a step without work, so that its other ranks do not give up waiting."""
 _log = get_logger(__name__)
 
 
@@ -47,14 +49,11 @@ class EngineThread:
         *,
         max_open: int,
         on_finish: Callable[[Generation, Completion], None] | None = None,
-        idle_step_s: float = 20.0,
     ) -> None:
-        """idle_step_s: how often an idle engine makes a step without work, so that its other ranks do not give up waiting."""
         self.stats: EngineStats = engine.stats
         self.failure: str | None = None
         self._engine = engine
         self._on_finish = on_finish
-        self._idle_step_s = idle_step_s
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = OpenSequences(max_open)
         self._draining = self._swapping = False
@@ -201,7 +200,7 @@ class EngineThread:
     def _wait_for_command(self) -> Callable[[], None]:
         """Raises `queue.Empty` when an idle step is due, and what the engine raises if it has ended meanwhile: health must say so
         before a request is lost."""
-        until_s = time.monotonic() + self._idle_step_s
+        until_s = time.monotonic() + _IDLE_STEP_S
         while True:
             left_s = max(until_s - time.monotonic(), 0.0)
             try:

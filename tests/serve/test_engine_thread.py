@@ -230,10 +230,10 @@ def test_a_full_queue_while_swapping_is_503():
         assert answer.status_code == 503 and "newer model" in answer.json()["error"]["message"]
 
 
-def test_idle_engines_step_so_that_other_ranks_do_not_give_up():
+def test_idle_engines_step_so_that_other_ranks_do_not_give_up(monkeypatch: pytest.MonkeyPatch):
     engine = FakeEngine()
+    monkeypatch.setattr("petatron.serve.engine_thread._IDLE_STEP_S", 0.01)
     with live_server(engine) as server:
-        server.thread._idle_step_s = 0.01
         steps: list[int] = []
         engine.step = lambda: steps.append(1) or []  # type: ignore[assignment,method-assign]
         server.thread._commands.put(lambda: None)  # wakes the thread, which then waits for so long alone

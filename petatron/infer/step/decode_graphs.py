@@ -10,15 +10,16 @@ the host's work of one step overlaps the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.graph_capture import CapturedStep, GraphCapture
-from petatron.infer.step.packed_step import CacheLocations, StepInputs, StepOutputs
+from petatron.infer.step.graph_capture import CapturedStep, GraphCapture, GraphSizes
+from petatron.infer.step.packed_step import CacheLocations, RunStep, StepOutputs
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.most_likely import MostLikelyKernels
 from petatron.kernels.registry import KernelContext, choose_kernel
@@ -89,30 +90,19 @@ class _HostInputs:
 
 
 class DecodeGraphs:
-    """Runs decode steps of up to `most` sequences of up to `max_length` tokens."""
+    """Runs decode steps of up to `max_sequences` sequences of up to `max_length` tokens, each with its drafts."""
 
     def __init__(
-        self,
-        run: Callable[[StepInputs], StepOutputs],
-        capture: GraphCapture,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        most: int,
-        multiple: int,
-        page_size: int,
-        max_length: int,
-        shares_pages: bool = False,
+        self, run: RunStep, capture: GraphCapture, dtype: torch.dtype, options: EngineOptions, sizes: GraphSizes
     ) -> None:
-        """`shares_pages`: several rows may be tokens of one sequence."""
-        self._shares_pages = shares_pages
-        self._run, self._graph_capture, self._device, self._max_length = run, capture, device, max_length
-        self._page_size, self._pages = page_size, -(-max_length // page_size)
-        self._sizes = captured_sizes(most, multiple)
-        context = KernelContext.of(device, dtype, allow_compile=False)
+        self._run, self._graph_capture, self._device = run, capture, capture.device
+        self._shares_pages = options.speculative_tokens > 0  # several rows are tokens of one sequence
+        self._page_size, self._max_length, self._pages = options.page_size, sizes.max_length, sizes.num_pages(options)
+        self._sizes = captured_sizes(options.max_sequences * (1 + options.speculative_tokens), sizes.multiple)
+        context = KernelContext.of(self._device, dtype, allow_compile=False)
         self._kernels: MostLikelyKernels = choose_kernel("most likely id", context).functions
         self._captured: dict[int, CapturedStep[_HostInputs]] = {}
-        self.ids = torch.zeros(self._sizes[-1], dtype=torch.int32, device=device)
+        self.ids = torch.zeros(self._sizes[-1], dtype=torch.int32, device=self._device)
         """The new ids of the last step: the most likely ones, unless others were drawn and written here."""
 
     def run(

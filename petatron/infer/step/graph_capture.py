@@ -6,16 +6,30 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from petatron.base.cublas_workspaces import workspaces_in_graph_pool
+from petatron.infer.engine_options import EngineOptions
 
 Outputs = TypeVar("Outputs")
 HostInputs = TypeVar("HostInputs")
 _WARM_UP_CALLS = 2
+
+
+class GraphSizes(NamedTuple):
+    """max_length: tokens of a sequence. multiple: of all rows of a step."""
+
+    max_length: int
+    multiple: int
+
+    def num_pages(self, options: EngineOptions) -> int:
+        return -(-self.max_length // options.page_size)
+
+    def rounded(self, sizes: Iterable[int]) -> list[int]:
+        return [-(-size // self.multiple) * self.multiple for size in sizes]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +54,7 @@ class GraphCapture:
     """
 
     def __init__(self, device: torch.device, *, read_memory: Callable[[], object] = lambda: None) -> None:
-        self._device = device
+        self.device = device
         self._read_memory = read_memory
         self._memory_of: dict[int, tuple[torch.cuda.CUDAGraph, object]] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -50,11 +64,11 @@ class GraphCapture:
         self, function: Callable[[], Outputs], *, after_warm_up: Callable[[], None] | None = None
     ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
         """Calls a function a few times, then once more to capture it; returns the graph and the tensors that it writes."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UP_CALLS):
                 function()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
         if after_warm_up is not None:
             after_warm_up()
         graph = torch.cuda.CUDAGraph()
@@ -69,7 +83,7 @@ class GraphCapture:
 
     def free(self, graphs: Iterable[torch.cuda.CUDAGraph]) -> None:
         """Frees graphs; a communicator whose collectives they hold can end only then."""
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         for graph in graphs:
             graph.reset()
             self._memory_of.pop(id(graph), None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE, CacheSize
 from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow
-from petatron.infer.step.graph_capture import GraphCapture
+from petatron.infer.step.graph_capture import GraphCapture, GraphSizes
 from petatron.infer.step.layer_states import allocate_pages, allocate_states
 from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepInputs, StepOutputs
 from petatron.infer.step.prompt_graphs import PromptGraphs
@@ -46,42 +46,19 @@ class ModelSteps:
         self._shards = model.mesh.tp.size if model.sequence_parallel else 1
         self._without_gradients = torch.inference_mode if can_use_inference_mode(model) else torch.no_grad
         self._recorded = self._recorded_depths = None
-        most_rows = options.max_sequences * (1 + options.speculative_tokens)
         if options.recorded_steps and can_record(model):
             self._recorded = RecordedSteps(self._run_last, page_size=page_size if self._pages else 0)
             if options.speculative_tokens:
+                most_rows = options.max_sequences * (1 + options.speculative_tokens)
                 hidden = torch.zeros((most_rows, model.spec.config.hidden_size), dtype=model.dtype)
                 self._recorded_depths = RecordedDepths(self._run_depth, hidden, page_size=page_size)
         self.graphs = self._prompt_graphs = None
         if options.cuda_graphs and can_capture(model):
             capture = GraphCapture(self.device, read_memory=model.fp8_gemms.weight_memory)
-            self.graphs = DecodeGraphs(
-                self._run_last,
-                capture,
-                self.device,
-                model.dtype,
-                most=most_rows,
-                shares_pages=options.speculative_tokens > 0,
-                multiple=self._shards,
-                page_size=page_size,
-                max_length=max_length,
-            )
+            sizes = GraphSizes(max_length, self._shards)
+            self.graphs = DecodeGraphs(self._run_last, capture, model.dtype, options, sizes)
             if can_capture_prompts(model) and not options.speculative_tokens:
-                self._prompt_graphs = PromptGraphs(
-                    self._run_last,
-                    capture,
-                    self.device,
-                    max_sequences=options.max_sequences,
-                    max_step_tokens=options.max_step_tokens,
-                    multiple=self._shards,
-                    page_size=page_size,
-                    max_length=max_length,
-                )
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank's stage has the logits."""
-        return self._model.mesh.pp.rank == self._model.mesh.pp.size - 1
+                self._prompt_graphs = PromptGraphs(self._run_last, capture, options, sizes)
 
     def run(self, packed: PackedStep) -> tuple[Tensor, Tensor] | None:
         """Returns logits [R, V] of the wanted rows and the final hidden states [T, D]; None before the last stage."""

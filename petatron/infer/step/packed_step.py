@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from petatron.kernels.attention.paged import PagedBatch, PromptChunk
 StepInputs = tuple[Tensor, Tensor, PagedBatch, Tensor]
 """Ids, positions, where they are stored, and the rows whose logits are wanted."""
 StepOutputs = tuple[Tensor, Tensor]
+RunStep = Callable[[StepInputs], StepOutputs]
 
 
 class CacheLocations(NamedTuple):

@@ -11,16 +11,17 @@ All integers of a step are one tensor, copied in one transfer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import SCRATCH_PAGE
-from petatron.infer.step.graph_capture import CapturedStep, GraphCapture
-from petatron.infer.step.packed_step import PackedStep, StepInputs, StepOutputs
+from petatron.infer.step.graph_capture import CapturedStep, GraphCapture, GraphSizes
+from petatron.infer.step.packed_step import PackedStep, RunStep, StepInputs, StepOutputs
 from petatron.kernels.attention.paged import ChunkBounds, PagedBatch
 
 MAX_PROMPT_ROWS = 2048
@@ -127,25 +128,11 @@ class PromptInputs:
 class PromptGraphs:
     """Runs steps with prompts of up to `max_sequences` sequences of up to `max_length` tokens."""
 
-    def __init__(
-        self,
-        run: Callable[[StepInputs], StepOutputs],
-        capture: GraphCapture,
-        device: torch.device,
-        *,
-        max_sequences: int,
-        max_step_tokens: int,
-        multiple: int,
-        page_size: int,
-        max_length: int,
-    ) -> None:
-        """`multiple`: of all rows of a step."""
-        self._run, self._capture, self._device = run, capture, device
-        self._most, self._max_length = max_sequences, max_length
-        self._pages = -(-max_length // page_size)
-        self._decode_sizes = [-(-size // multiple) * multiple for size in decode_sizes(max_sequences)]
-        rows = prompt_sizes(min(max_step_tokens, MAX_PROMPT_ROWS))
-        self._prompt_sizes = [-(-size // multiple) * multiple for size in rows]
+    def __init__(self, run: RunStep, capture: GraphCapture, options: EngineOptions, sizes: GraphSizes) -> None:
+        self._run, self._capture, self._device = run, capture, capture.device
+        self._most, self._max_length, self._pages = options.max_sequences, sizes.max_length, sizes.num_pages(options)
+        decodes, rows = decode_sizes(self._most), prompt_sizes(min(options.max_step_tokens, MAX_PROMPT_ROWS))
+        self._decode_sizes, self._prompt_sizes = map(sizes.rounded, (decodes, rows))
         self._seen: Counter[GraphShape] = Counter()
         self._captured: dict[GraphShape, CapturedStep[PromptInputs]] = {}
 

@@ -6,7 +6,6 @@ unless the user has, and `petatron doctor` shows them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -82,7 +81,3 @@ def nccl_options(settings: CommunicatorSettings, timeout: timedelta) -> Any:
         if value is not None:
             setattr(options.config, name, value)
     return options
-
-
-def as_env_dict(variables: tuple[EnvVariable, ...]) -> Mapping[str, str]:
-    return {variable.name: variable.value for variable in variables}

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
 from petatron.mesh.launch.environment import Backend, RankEnvironment, interface_variables, set_default_variables
-from petatron.mesh.launch.nccl_options import as_env_dict, env_variables
+from petatron.mesh.launch.nccl_options import env_variables
 from petatron.mesh.launch.rendezvous import Rendezvous
 
 _log = get_logger(__name__)
@@ -55,7 +55,8 @@ def start_process_group(
             f"{device_type} and NCCL is {'' if dist.is_nccl_available() else 'not '}available. Use gloo."
         )
     wanted = env_variables(nccl=backend == "nccl", ranks_per_device=ranks_per_device, rank=environment.rank)
-    set_default_variables({**as_env_dict(wanted), **interface_variables(environment)})
+    defaults = {variable.name: variable.value for variable in wanted}
+    set_default_variables({**defaults, **interface_variables(environment)})
     if device_type == "cuda":
         _bind_device(local_device_index(environment.local_rank, torch.cuda.device_count(), ranks_per_device))
     if environment.world_size == 1:
@@ -116,16 +117,9 @@ def new_group(
     taken = set(c10d._world.pg_names.values())
     label = f"{name}:{','.join(map(str, ranks))}"
     unique_name = next(text for attempt in itertools.count() if (text := f"{label}#{attempt}") not in taken)
-    place = len(ranks), ranks.index(dist.get_rank()), list(ranks)
+    place = len(ranks), ranks.index(dist.get_rank()), list(ranks), dist.Backend(backend), c10d._get_default_store()
     group, _ = c10d._new_process_group_helper(
-        *place,
-        dist.Backend(backend),
-        c10d._get_default_store(),
-        c10d.GroupName(unique_name),
-        options,
-        timeout=timeout,
-        device_id=device,
-        group_desc=name,
+        *place, c10d.GroupName(unique_name), options, timeout=timeout, device_id=device, group_desc=name
     )
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}

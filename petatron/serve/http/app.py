@@ -19,7 +19,7 @@ from petatron.serve.engine_protocol import ServedEngine
 from petatron.serve.engine_thread import EngineThread
 from petatron.serve.http.api_error import ApiError, ErrorAnswer, to_api_error
 from petatron.serve.http.guard import RequestGuard
-from petatron.serve.http.json_body import body_components, body_schema
+from petatron.serve.http.json_body import body_components, body_schema, naming_ignored_fields
 from petatron.serve.http.megatron_requests import MegatronRequest
 from petatron.serve.http.metrics import ServerMetrics
 from petatron.serve.http.openai_requests import (
@@ -31,7 +31,6 @@ from petatron.serve.http.openai_requests import (
     ScoreRequest,
     TokenizeRequest,
 )
-from petatron.serve.http.read_request import naming_ignored_fields
 from petatron.serve.http.responses_requests import ResponsesRequest
 from petatron.serve.http.routes.chat import post_chat_completion
 from petatron.serve.http.routes.completions import post_completion

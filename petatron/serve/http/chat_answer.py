@@ -5,11 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.answer_splitter import AnswerSplitter
 from petatron.serve.generation import Generation, Inbox
+from petatron.serve.http.chat_tools import ToolChoice
 from petatron.serve.http.openai_requests import ChatCompletionRequest
 from petatron.serve.http.run_generations import TokenStream
 from petatron.serve.http.server_state import ServerState
@@ -18,27 +21,31 @@ from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
 from petatron.serve.model_card import ModelCard
 
 
-class ChatAnswer:
-    """Of one request. splitter: makes that of one of its answers. echoed: text before each answer. legacy: calls are `function_call`.
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat as the engine gets it. text: of its prompt. splitter: makes that of one answer."""
 
-    continuous_usage: every event of a stream tells the counts so far.
-    """
+    text: str
+    ids: Sequence[int]
+    params: SamplingParams
+    tools: ToolChoice
+    splitter: Callable[[], AnswerSplitter]
+
+
+class ChatAnswer:
+    """Of one request. echoed: text before each answer. continuous_usage: every event of a stream tells the counts so far."""
 
     def __init__(
         self,
         body: ChatCompletionRequest,
         model: ModelCard,
-        prompt_ids: Sequence[int],
+        chat: PreparedChat,
         *,
-        splitter: Callable[[], AnswerSplitter],
-        prompt_text: str = "",
         echoed: str = "",
-        legacy: bool = False,
         continuous_usage: bool = False,
     ) -> None:
-        self._body, self._model, self._prompt_ids = body, model, prompt_ids
-        self._splitter, self._echoed, self._legacy = splitter, echoed, legacy
-        self._prompt_text = prompt_text
+        self._body, self._model, self._prompt_ids, self._prompt_text = body, model, chat.ids, chat.text
+        self._splitter, self._echoed, self._legacy = chat.splitter, echoed, chat.tools.legacy
         self._splitters: dict[int, AnswerSplitter] = {}
         self._running = RunningUsage() if continuous_usage else None
         number = body.request_id or secrets.token_hex(12)

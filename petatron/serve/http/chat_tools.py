@@ -60,11 +60,14 @@ def choose_tools(body: ChatCompletionRequest, form: ToolCallFormat | None) -> To
         else body.tools or []
     )
     param, wanted = ("function_call", body.function_call) if legacy else ("tool_choice", body.tool_choice)
-    _check_names(tools, "functions" if legacy else "tools")
+    available = [tool.function.name for tool in tools]
+    if twice := {name for name in available if available.count(name) > 1}:
+        text = f"Two tools have the name {min(twice)!r}."
+        raise ApiError(400, text, param="functions" if legacy else "tools")
     mode, names = _read_choice(wanted, param)
     if mode == "none":
         return ToolChoice(legacy=legacy)
-    if missing := [name for name in names if name not in {tool.function.name for tool in tools}]:
+    if missing := [name for name in names if name not in available]:
         raise ApiError(400, f"{param} names {missing[0]!r}, which is not among the tools.", param=param)
     if mode == "required" and not tools:
         raise ApiError(400, f"{param} asks for a call, and the request has no tools.", param=param)
@@ -79,12 +82,6 @@ def choose_tools(body: ChatCompletionRequest, form: ToolCallFormat | None) -> To
         parallel=body.parallel_tool_calls is not False and not legacy and not (mode == "required" and len(names) == 1),
         legacy=legacy,
     )
-
-
-def _check_names(tools: Sequence[ChatTool], param: str) -> None:
-    names = [tool.function.name for tool in tools]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ApiError(400, f"Two tools have the name {min(twice)!r}.", param=param)
 
 
 def _read_choice(wanted: str | dict[str, Any] | None, param: str) -> tuple[str, list[str]]:

@@ -100,7 +100,10 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatCompletionRequest, dict[str, An
         values["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         _check_once("response_format", "text.format", values)
-        values["response_format"] = _response_format(body.text.format)
+        wanted = body.text.format  # a schema is beside its type here, and in chats inside json_schema
+        schema = {"name": wanted.get("name"), "schema": wanted.get("schema")}
+        is_schema = wanted.get("type") == "json_schema"
+        values["response_format"] = {"type": "json_schema", "json_schema": schema} if is_schema else dict(wanted)
     try:
         return ChatCompletionRequest.model_validate(values), extra
     except ValidationError as error:
@@ -119,13 +122,6 @@ def in_own_names(error: ApiError, body: ResponsesRequest) -> ApiError:
 def _check_once(chat_name: str, name: str, values: Mapping[str, Any]) -> None:
     if values.get(chat_name) is not None:
         raise ApiError(400, f"{chat_name} is the name of {name} in chats. Send one of them.", param=chat_name)
-
-
-def _response_format(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Here a schema is beside its type, and in chats inside json_schema."""
-    if wanted.get("type") != "json_schema":
-        return dict(wanted)
-    return {"type": "json_schema", "json_schema": {"name": wanted.get("name"), "schema": wanted.get("schema")}}
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:

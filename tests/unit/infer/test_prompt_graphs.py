@@ -13,6 +13,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step import prompt_graphs
+from petatron.infer.step.graph_capture import GraphSizes
 from petatron.infer.step.prompt_graphs import GraphShape, PromptGraphs
 from tests.unit.infer.test_recurrent import DELTA, MAMBA
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
@@ -30,6 +31,8 @@ class CalledGraph:
 
 
 class CalledCapture:
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.freed = 0
 
@@ -49,12 +52,8 @@ def engine_of(flags: str = "", *, graphs: bool, **options: Any) -> Engine:
         steps._prompt_graphs = PromptGraphs(  # pyright: ignore[reportPrivateUsage]
             steps._run_last,  # pyright: ignore[reportPrivateUsage]
             CalledCapture(),  # type: ignore[arg-type]
-            torch.device("cpu"),
-            max_sequences=engine.options.max_sequences,
-            max_step_tokens=engine.options.max_step_tokens,
-            multiple=1,
-            page_size=4,
-            max_length=engine.max_length,
+            engine.options,
+            GraphSizes(engine.max_length, multiple=1),
         )
     return engine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,10 +14,10 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.answer_splitter import AnswerSplitter
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import check_beams
-from petatron.serve.http.chat_answer import ChatAnswer
+from petatron.serve.http.chat_answer import ChatAnswer, PreparedChat
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
+from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
-from petatron.serve.http.read_request import ignore_fields, read_request
 from petatron.serve.http.routes.completions import answer_request, check_batch, check_samples, continuous_usage
 from petatron.serve.http.sampling import (
     check_prompt,
@@ -35,17 +35,6 @@ from petatron.serve.tool_calls import ToolCallParser
 THINKING = "enable_thinking"
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedChat:
-    """A chat as the engine gets it. text: of its prompt. splitter: makes that of one answer."""
-
-    text: str
-    ids: Sequence[int]
-    params: SamplingParams
-    tools: ToolChoice
-    splitter: Callable[[], AnswerSplitter]
-
-
 async def post_chat_completion(request: Request) -> Response:
     state = state_of(request)
     body = await read_request(request, ChatCompletionRequest)
@@ -54,16 +43,8 @@ async def post_chat_completion(request: Request) -> Response:
     chat = await prepare_chat(body, state)
     ignore_fields(request, unread_template_values(body, model))
     last = body.messages[-1]
-    answer = ChatAnswer(
-        body,
-        model,
-        chat.ids,
-        splitter=chat.splitter,
-        prompt_text=chat.text,
-        echoed=message_text(last) or "" if body.echo and last.role == "assistant" else "",
-        legacy=chat.tools.legacy,
-        continuous_usage=continuous_usage(body),
-    )
+    echoed = message_text(last) or "" if body.echo and last.role == "assistant" else ""
+    answer = ChatAnswer(body, model, chat, echoed=echoed, continuous_usage=continuous_usage(body))
     return await answer_request(request, body, answer, [chat.ids], chat.params)
 
 

@@ -15,8 +15,8 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
+from petatron.serve.http.json_body import read_request
 from petatron.serve.http.openai_requests import CompletionRequest, SamplingFields
-from petatron.serve.http.read_request import read_request
 from petatron.serve.http.run_generations import TokenStream, answer_of, complete
 from petatron.serve.http.sampling import (
     EncodedPrompt,

@@ -15,8 +15,8 @@ from fastapi.responses import JSONResponse
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation import Generation
 from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.json_body import read_request
 from petatron.serve.http.openai_requests import EmbeddingRequest, PoolingFields, Prompt
-from petatron.serve.http.read_request import read_request
 from petatron.serve.http.request_fields import POOLING_RULES
 from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete

@@ -14,8 +14,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from petatron.serve.http.api_error import ApiError
+from petatron.serve.http.json_body import read_request
 from petatron.serve.http.openai_requests import PoolingFields, RerankRequest, ScoreRequest
-from petatron.serve.http.read_request import read_request
 from petatron.serve.http.request_fields import POOLING_RULES
 from petatron.serve.http.routes.embeddings import pooled, unit
 from petatron.serve.http.server_state import state_of
