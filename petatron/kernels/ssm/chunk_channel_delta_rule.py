@@ -61,7 +61,8 @@ def chunk_delta_rule_backward(
     leaves = [tensor.detach().requires_grad_() for tensor in delta_inputs]
     state_leaf = None if initial_state is None else initial_state.detach().requires_grad_()
     with torch.enable_grad():
-        o, state = chunk_delta_rule(*leaves, **options | {"initial_state": state_leaf})
+        options["initial_state"] = state_leaf
+        o, state = chunk_delta_rule(*leaves, **options)
     outputs, grads = ([o], [grad_o_SBHP]) if grad_final_state is None else ([o, state], [grad_o_SBHP, grad_final_state])
     input_grads = torch.autograd.grad(outputs, leaves if state_leaf is None else [*leaves, state_leaf], grads)
     q, k, v, g, beta = input_grads[:5]
