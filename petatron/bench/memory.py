@@ -68,7 +68,8 @@ def _measure(case: MemoryCase, device: torch.device, info: DeviceInfo) -> Measur
     if case.tiny_flags is None:
         return MeasuredCase(_forecast(_spec(case.flags, device)), None, "not measured on a CPU")
     tiny = _spec(case.tiny_flags, device)
-    return MeasuredCase(_saved_and_state_bytes(tiny), _snapshot_bytes(tiny))
+    snapshot = snapshot_step(PetatronContender(tiny), make_batches(tiny)[0], tiny.device)
+    return MeasuredCase(_saved_and_state_bytes(tiny), snapshot.total)
 
 
 def measure_on_gpu(spec: BenchSpec, info: DeviceInfo) -> MeasuredCase:
@@ -93,10 +94,6 @@ def _saved_and_state_bytes(spec: BenchSpec) -> int:
     return state.total + plan.saved_bytes
 
 
-def _snapshot_bytes(spec: BenchSpec) -> int:
-    return snapshot_step(PetatronContender(spec), make_batches(spec)[0], spec.device).total
-
-
 def _peak_bytes(spec: BenchSpec) -> int:
     """Returns the peak of the second step, besides what was allocated before anything was built."""
     before = allocated_bytes(spec.device)
@@ -108,14 +105,12 @@ def _peak_bytes(spec: BenchSpec) -> int:
     return peak_allocated_bytes(spec.device) - before
 
 
-def _label(name: str, case: MeasuredCase, info: DeviceInfo) -> str:
-    return f"{name}, a tiny form" if info.kind == "cpu" and case.measured is not None else name
-
-
 def _result(measured: dict[str, MeasuredCase], info: DeviceInfo) -> BenchResult:
     ratios = {name: case.ratio for name, case in measured.items() if case.ratio is not None}
     rows = [("device", f"{info.name}; " + ", ".join(f"{name} {value}" for name, value in versions().items() if value))]
-    rows += [(_label(name, case, info), case.describe()) for name, case in measured.items()]
+    for name, case in measured.items():
+        tiny = info.kind == "cpu" and case.measured is not None
+        rows.append((f"{name}, a tiny form" if tiny else name, case.describe()))
     within = sum(abs(ratio - 1.0) <= _TOLERANCE for ratio in ratios.values())
     rows.append((f"within {_TOLERANCE:.0%}", f"{within} of {len(ratios)} that were measured"))
     cases = {

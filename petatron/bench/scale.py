@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -146,7 +146,7 @@ def _measure(args: argparse.Namespace, size: int) -> ScaleMeasurement:
     for rank in sorted({0, size // 2}):
         in_flight.cache_clear()
         rank_schedule.cache_clear()
-        world.timed("groups", partial(_rank_groups, layout, rank))
+        world.timed("groups", lambda rank=rank: {name: layout.group_of(name, rank) for name in AXES})
         world.timed("in flight", lambda: plan.in_flight(args.microbatches))
         stage = layout.group_of("pp", rank).index(rank)
         schedule = world.timed("schedule", partial(plan.training_schedule, args.microbatches, rank=stage))
@@ -155,10 +155,6 @@ def _measure(args: argparse.Namespace, size: int) -> ScaleMeasurement:
     if not args.without_checkpoint:
         world.counts |= asdict(measure_checkpoint(config, world.timed))
     return world
-
-
-def _rank_groups(layout: Layout, rank: int) -> Mapping[str, tuple[int, ...]]:
-    return {name: layout.group_of(name, rank) for name in AXES}
 
 
 def _build_rank(world: ScaleMeasurement, config: RunConfig, layout: Layout, rank: int) -> list[tuple[int, ...]]:

@@ -116,12 +116,17 @@ def _module(name: str, attribute: str | None = None) -> Callable[[], Any]:
     return load
 
 
-def _compiled(name: str, *functions: str) -> KernelImplementation:
-    def load() -> Any:
-        module = importlib.import_module(f"petatron.kernels.{name}")
-        return SimpleNamespace(**{each: compiled(getattr(module, each)) for each in functions})
+def _compiled_and_reference(module_name: str, *functions: str) -> tuple[KernelImplementation, KernelImplementation]:
+    """Returns some functions of a module under torch.compile, and the module itself."""
 
-    return KernelImplementation("compiled", load, _compile_unsupported_reason)
+    def load() -> Any:
+        module = importlib.import_module(f"petatron.kernels.{module_name}")
+        return SimpleNamespace(**{name: compiled(getattr(module, name)) for name in functions})
+
+    return (
+        KernelImplementation("compiled", load, _compile_unsupported_reason),
+        KernelImplementation("reference", _module(module_name), _always_supported),
+    )
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,19 +170,10 @@ def _triton_and_reference(
 
 OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "rms_norm": _triton_and_reference("norm"),
-    "layer_norm": (
-        _compiled("norm", "layer_norm", "layer_norm_backward"),
-        KernelImplementation("reference", _module("norm"), _always_supported),
-    ),
+    "layer_norm": _compiled_and_reference("norm", "layer_norm", "layer_norm_backward"),
     "gated activation": _triton_and_reference("activation"),
-    "gated activation variant": (
-        _compiled("activation", "gated_activation", "gated_activation_backward"),
-        KernelImplementation("reference", _module("activation"), _always_supported),
-    ),
-    "plain activation": (
-        _compiled("activation", "activation", "activation_backward"),
-        KernelImplementation("reference", _module("activation"), _always_supported),
-    ),
+    "gated activation variant": _compiled_and_reference("activation", "gated_activation", "gated_activation_backward"),
+    "plain activation": _compiled_and_reference("activation", "activation", "activation_backward"),
     "rotary embedding": _triton_and_reference("rope"),
     "qk-norm and rotary embedding": _triton_and_reference("qk_norm_rope"),
     "softmax and loss": _triton_and_reference("vocab_parallel_cross_entropy", as_record=True),
@@ -185,28 +181,19 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "selective scan": _triton_and_reference("ssm.chunk_scan"),
     "gated delta rule": _triton_and_reference("ssm.chunk_delta_rule"),
     "gated delta rule by channel": _triton_and_reference("ssm.chunk_channel_delta_rule"),
-    "norm, then gate": (
-        _compiled("ssm.norm_then_gate", "norm_then_gate", "norm_then_gate_backward"),
-        KernelImplementation("reference", _module("ssm.norm_then_gate"), _always_supported),
-    ),
+    "norm, then gate": _compiled_and_reference("ssm.norm_then_gate", "norm_then_gate", "norm_then_gate_backward"),
     "causal convolution": _triton_and_reference("ssm.causal_conv"),
     "selective scan step": _triton_and_reference("ssm.decode.scan_step"),
     "gated delta rule step": _triton_and_reference("ssm.decode.delta_step"),
     "causal convolution step": _triton_and_reference("ssm.decode.conv_step"),
-    "gate, then norm": (
-        _compiled(
-            "ssm.gate_then_norm",
-            "gated_square_sums",
-            "gate_then_norm",
-            "gate_then_norm_backward_sums",
-            "gate_then_norm_backward",
-        ),
-        KernelImplementation("reference", _module("ssm.gate_then_norm"), _always_supported),
+    "gate, then norm": _compiled_and_reference(
+        "ssm.gate_then_norm",
+        "gated_square_sums",
+        "gate_then_norm",
+        "gate_then_norm_backward_sums",
+        "gate_then_norm_backward",
     ),
-    "silu gate": (
-        _compiled("ssm.silu_gate", "silu_gate", "silu_gate_backward"),
-        KernelImplementation("reference", _module("ssm.silu_gate"), _always_supported),
-    ),
+    "silu gate": _compiled_and_reference("ssm.silu_gate", "silu_gate", "silu_gate_backward"),
     "adamw": (
         KernelImplementation("triton", _module("triton.optimizer.adam"), _triton_unsupported_reason),
         KernelImplementation("torch fused", _load_torch_fused_adam, _always_supported),

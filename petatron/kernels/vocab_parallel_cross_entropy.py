@@ -176,8 +176,8 @@ def chunk_tokens(num_tokens: int, num_columns: int, element_size: int) -> int:
         return max(num_tokens, 1)
     multiple = next((size for size in _CHUNK_MULTIPLES if size <= max_tokens), 1)
     max_tokens = max_tokens // multiple * multiple
-    each = -(-num_tokens // -(-num_tokens // max_tokens))
-    return min(-(-each // multiple) * multiple, max_tokens)
+    even = -(-num_tokens // -(-num_tokens // max_tokens))
+    return min(-(-even // multiple) * multiple, max_tokens)
 
 
 def _reduce_over_ranks(statistics_3C: Tensor, targets_C: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor]:

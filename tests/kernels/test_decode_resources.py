@@ -50,15 +50,24 @@ def test_programs_fit_on_a_multiprocessor(tmp_path: Path):
         assert count == 1 or count * (shared[name] + 1024) <= 228 * 1024, name
 
 
-def shared_bytes(kernel: Any, types: dict[str, str], sizes: dict[str, Any], *, warps: int = 4, stages: int = 3) -> int:
-    """Compiles a kernel whose pointers and strides are multiples of 16, and returns the shared memory of a program."""
+def shared_bytes(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], *, warps: int = 4, stages: int = 3) -> int:
+    """Compiles a kernel whose pointers and strides are multiples of 16, and returns the shared memory of a program.
+
+    types: of parameters, or of the parts of those that are tuples.
+    """
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in sizes else types.get(name, "i32") for name in names}
-    aligned = {(number,): [["tt.divisibility", 16]] for number, name in enumerate(names) if signature[name][0] in "*i"}
+    signature = {name: "constexpr" if name in sizes else types.get(name, "i32") for name in kernel.arg_names}
+    aligned: dict[tuple[int, ...], Any] = {}
+    for number, kind in enumerate(signature.values()):
+        parts = (
+            {(number, part): of_part for part, of_part in enumerate(kind)}
+            if isinstance(kind, tuple)
+            else {(number,): kind}
+        )
+        aligned |= {path: [["tt.divisibility", 16]] for path, of_part in parts.items() if of_part[0] in "*i"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=sizes, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages}
     return compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options).metadata.shared
@@ -70,17 +79,18 @@ def measure() -> dict[str, int]:
     from petatron.kernels.triton.ssm.decode import conv_step, delta_step, scan_step
 
     def latent(blocking: Any, dtype: str) -> int:
-        halves = dict.fromkeys(("q_latent", "q_rope", "latent_pages", "rope_pages", "output"), f"*{dtype}")
-        wide = {"partial": "*fp32", "lse": "*fp32", "table": "*i32", "lengths": "*i32", "scale": "fp32"}
+        tensors = (*(f"*{dtype}",) * 4, "*i32", "*i32", "*fp32", "*fp32", f"*{dtype}")
+        types = {"tensors": tensors, "scale": "fp32", "strides": ("i32",) * 5}
         sizes = {"LATENT": 512, "COLUMNS": 512, "ROTARY": 64, "ROTARY_COLUMNS": 64, "NUM_HEADS": 128, "WINDOW": 0}
         sizes |= {"HEADS": blocking.heads, "TILE": blocking.tile, "PAGE": 16, "SPLITS": 8, "LEAST": 64}
         options = {"warps": blocking.warps, "stages": blocking.stages}
-        return shared_bytes(paged_latent._decode_split, halves | wide, sizes | {"USE_PDL": True}, **options)
+        return shared_bytes(paged_latent._decode_split, types, sizes | {"USE_PDL": True}, **options)
 
-    half = dict.fromkeys(("x", "dt", "B", "C", "D", "q", "k", "v", "a", "b", "A_log", "dt_bias"), "*bf16")
-    half |= dict.fromkeys(("y", "o", "weight", "bias", "windows", "output"), "*bf16")
-    others = {"states": "*fp32", "partial": "*fp32", "lse": "*fp32", "slots": "*i64", "q_scale": "fp32", "eps": "fp32"}
-    types = half | others
+    half = "*bf16"
+    merge_types = {"partial": "*fp32", "lse": "*fp32", "output": half}
+    scan_types = {"tensors": (*(half,) * 7, "*fp32", "*i64", half), "strides": ("i32",) * 4}
+    delta_types = {**scan_types, "q_scale": "fp32", "eps": "fp32", "strides": ("i32",) * 5}
+    conv_types = {"tensors": (half, half, half, half, "*i64", half)}
     merge = {"GROUP": 128, "WIDTH": 512, "COLUMNS": 128, "SPLITS": 64, "ROWS": 64, "USE_PDL": True}
     scan = {"HEADS_PER_GROUP": 80, "HEAD_DIM": 64, "ROWS": 32, "STATE_DIM": 128, "COLUMNS": 128, "USE_PDL": True}
     delta = {"HEADS_PER_KEY": 2, "KEY_DIM": 128, "ROWS": 128, "VALUE_DIM": 128, "CHANNELS": 32, "USE_PDL": True}
@@ -90,11 +100,11 @@ def measure() -> dict[str, int]:
         "some heads": latent(paged_latent._HEADS_32, "bf16"),
         "many heads": latent(paged_latent._HEADS_64, "bf16"),
         "float32": latent(paged_latent._FLOAT32, "fp32"),
-        "merge": shared_bytes(split_kv.merge_splits, types, merge),
-        "scan": shared_bytes(scan_step._scan_step, types, scan),
-        "delta": shared_bytes(delta_step._delta_step, types, delta | {"DECAY_BY_ROW": False}),
-        "delta by channel": shared_bytes(delta_step._delta_step, types, delta | {"DECAY_BY_ROW": True}),
-        "conv": shared_bytes(conv_step._conv_step, types, conv, warps=2),
+        "merge": shared_bytes(split_kv.merge_splits, merge_types, merge),
+        "scan": shared_bytes(scan_step._scan_step, scan_types, scan),
+        "delta": shared_bytes(delta_step._delta_step, delta_types, delta | {"DECAY_BY_ROW": False}),
+        "delta by channel": shared_bytes(delta_step._delta_step, delta_types, delta | {"DECAY_BY_ROW": True}),
+        "conv": shared_bytes(conv_step._conv_step, conv_types, conv, warps=2),
     }
 
 

@@ -6,7 +6,7 @@ it. From the first list and the events in order follows what was allocated at an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +45,9 @@ def record_step(step: Callable[[], object], device: torch.device) -> tuple[list[
         events = torch.cuda.memory._snapshot(device)["device_traces"][index][earlier:]
     finally:
         torch.cuda.memory._record_memory_history(None)
-    return [*_allocated_blocks(state["segments"])], events
-
-
-def _allocated_blocks(segments: Sequence[Mapping[str, Any]]) -> Iterator[MemoryBlock]:
-    for segment in segments:
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated":
-                yield MemoryBlock(block["address"], block["size"])
+    blocks = (block for segment in state["segments"] for block in segment["blocks"])
+    allocated = [block for block in blocks if block["state"] == "active_allocated"]
+    return [MemoryBlock(block["address"], block["size"]) for block in allocated], events
 
 
 def blocks_at_peak(before: Sequence[MemoryBlock], events: Sequence[Mapping[str, Any]]) -> list[MemoryBlock]:
@@ -65,7 +60,7 @@ def blocks_at_peak(before: Sequence[MemoryBlock], events: Sequence[Mapping[str, 
     size = largest = sum(block.size for block in before)
     peak = 0
     for number, event in enumerate(events, start=1):
-        size += _change(event)
+        size += {"alloc": 1, _FREED: -1}.get(event["action"], 0) * event["size"]
         if size > largest:
             largest, peak = size, number
     alive = {block.address: block for block in before}
@@ -76,7 +71,3 @@ def blocks_at_peak(before: Sequence[MemoryBlock], events: Sequence[Mapping[str, 
         elif event["action"] == _FREED:
             alive.pop(event["addr"], None)
     return list(alive.values())
-
-
-def _change(event: Mapping[str, Any]) -> int:
-    return {"alloc": 1, _FREED: -1}.get(event["action"], 0) * event["size"]

@@ -6,7 +6,7 @@ Vectors (norms and biases) are not decayed, as in our own optimizer.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from petatron.config.required_settings import required
@@ -35,11 +35,8 @@ class ClippedAdamW:
     def step(self) -> None:
         if self._clip > 0:
             grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            norm = _full_norm(torch.nn.utils.get_total_norm(grads, foreach=True))
+            norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm, foreach=True)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=not self._keep_grads)
-
-
-def _full_norm(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -36,7 +36,8 @@ def bench_spec(flags: Sequence[str], *, silenced_flags: Collection[str] = ()) ->
     asked = resolve_config(flags, require_training=False)[0]
     _check_one_process(asked)
     training = _TRAINING_FLAGS.format(lr=_learning_rate(asked.config.model.hidden_size)).split()
-    loaded = load_config([*_precision(flags), *training, *flags], world_size=1)
+    precision = [] if {"--fp16", "--bf16", "--fp64", "--no-bf16"}.intersection(flags) else ["--bf16"]
+    loaded = load_config([*precision, *training, *flags], world_size=1)
     run = loaded.config
     device = resolve_device(run.train.device)
     silent = {*training}.difference(flag.partition("=")[0] for flag in flags).union(silenced_flags)
@@ -85,10 +86,6 @@ def _check_one_process(asked: RawLoadedConfig) -> None:
         asks, fix = ("asks", "Leave it out.") if len(given) == 1 else ("ask", "Leave them out.")
         rule = f"{asks} for more than one process, and this bench measures one"
         raise ConfigError([Problem(" ".join(given), "", rule, fix)])
-
-
-def _precision(flags: Sequence[str]) -> list[str]:
-    return [] if any(flag in ("--fp16", "--bf16", "--fp64", "--no-bf16") for flag in flags) else ["--bf16"]
 
 
 def make_batches(spec: BenchSpec) -> list[Batch]:

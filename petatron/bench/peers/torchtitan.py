@@ -39,7 +39,8 @@ def problems(spec: BenchSpec) -> Sequence[Problem]:
     if not faults and not sources:
         fix = "Give --peer-path the folder that holds torchtitan/, for instance an unpacked wheel."
         problems.append(Problem("--against", "torchtitan", "needs its source", fix))
-    if not faults and spec.fp8_recipe is not None and not _has_torchao(spec):
+    has_torchao = peer_sources("torchao", spec.peer_paths) or importlib.util.find_spec("torchao") is not None
+    if not faults and spec.fp8_recipe is not None and not has_torchao:
         fix = "Give --peer-path a second time: the folder that holds torchao/."
         problems.append(Problem("--against", "torchtitan", "needs torchao for FP8", fix))
     known = _recipes(None)
@@ -140,7 +141,3 @@ def _path_problems(spec: BenchSpec) -> Iterator[Problem]:
         if not peer_sources(package, spec.peer_paths):
             for place in (path / package for path in spec.peer_paths if (path / package).is_dir()):
                 yield Problem("--peer-path", str(place), "has no Python package", fix.replace("torchtitan", package))
-
-
-def _has_torchao(spec: BenchSpec) -> bool:
-    return bool(peer_sources("torchao", spec.peer_paths)) or importlib.util.find_spec("torchao") is not None

@@ -47,24 +47,12 @@ class PartialAttention:
         k, v = _heads_first(k_SBKE), _heads_first(v_SBKE)
         for rectangle, tile, key in _rectangles_and_tiles(mask, self._q_BHSE, v, dropout, self._rules):
             part = tile or rectangle
-            q_part, k_part, v_part = (
-                _slice_rows(self._q_BHSE, part.rows),
-                _slice_rows(k, part.columns),
-                _slice_rows(v, part.columns),
-            )
+            q_part = _slice_rows(self._q_BHSE, part.rows)
+            k_part, v_part = _slice_rows(k, part.columns), _slice_rows(v, part.columns)
             if tile is None:
                 out, lse = flash.forward(q_part, k_part, v_part, causal=rectangle.kind == "causal")
             else:
-                keyed = None if dropout is None else (dropout, key)
-                out, lse = tile_forward(
-                    q_part,
-                    k_part,
-                    v_part,
-                    masked_out=tile.masked_out,
-                    dropout=keyed,
-                    softcap=self._rules.softcap,
-                    bias_HQT=_tile_bias(self._rules.bias_HD, tile),
-                )
+                out, lse = tile_forward(q_part, k_part, v_part, **_tile_options(tile, dropout, key, self._rules))
             self._merge(part.rows, out, lse)
 
     def add_sinks(self) -> None:
@@ -164,19 +152,9 @@ def block_backward(
                 grad_part, q_part, k_part, v_part, out=_slice_rows(out, rows), lse=lse, causal=causal
             )
         else:
-            delta = inputs.delta_BHS[:, :, rows.start : rows.stop]
-            keyed = None if dropout is None else (dropout, key)
+            delta, options = inputs.delta_BHS[:, :, rows.start : rows.stop], _tile_options(tile, dropout, key, rules)
             *part_grads, bias_grad = tile_backward(
-                grad_part,
-                q_part,
-                k_part,
-                v_part,
-                lse_BHQ=lse,
-                delta_BHQ=delta,
-                masked_out=tile.masked_out,
-                dropout=keyed,
-                softcap=rules.softcap,
-                bias_HQT=_tile_bias(rules.bias_HD, tile),
+                grad_part, q_part, k_part, v_part, lse_BHQ=lse, delta_BHQ=delta, **options
             )
             if rule_grads is not None:
                 rule_grads.add_tile(tile, bias_grad)
@@ -184,10 +162,13 @@ def block_backward(
             _slice_rows(total, part_rows).add_(part_grad)
 
 
-def _tile_bias(bias_HD: Tensor | None, tile: MaskTile) -> Tensor | None:
-    if bias_HD is None:
-        return None
-    return bias_HD[:, distance_columns(bias_HD, tile.distance, len(tile.rows), len(tile.columns))]
+def _tile_options(tile: MaskTile, dropout: AttentionDropout | None, key: int, rules: ScoreRules) -> dict[str, Any]:
+    """Returns what the functions of a tile take besides its tensors."""
+    bias = rules.bias_HD
+    if bias is not None:
+        bias = bias[:, distance_columns(bias, tile.distance, len(tile.rows), len(tile.columns))]
+    keyed = None if dropout is None else (dropout, key)
+    return {"masked_out": tile.masked_out, "dropout": keyed, "softcap": rules.softcap, "bias_HQT": bias}
 
 
 def _rectangles_and_tiles(

@@ -69,8 +69,8 @@ def _not_deterministic() -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Returns the output, in the memory order of q, and log-sum-exp."""
-    found = torch._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
-    return found[0], found[1]
+    out, lse, *_ = torch._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)
+    return out, lse
 
 
 def backward(
@@ -92,6 +92,6 @@ def _unread_random_state(device: torch.device) -> Tensor:
 def _with_strides_of(out: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == out.stride():
         return grad
-    if all(one == two or size == 1 for one, two, size in zip(grad.stride(), out.stride(), out.shape)):
+    if all(ours == theirs or size == 1 for ours, theirs, size in zip(grad.stride(), out.stride(), out.shape)):
         return grad.as_strided(out.shape, out.stride())  # the stride of a dimension of size one is not used
     return torch.empty_like(out).copy_(grad)

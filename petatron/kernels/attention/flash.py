@@ -134,38 +134,14 @@ def varlen_attention(
     """Attention with windows and documents in one differentiable call."""
     length, batch = q_SBHE.shape[:2]
     q, k, v = (x.transpose(0, 1).contiguous() for x in (q_SBHE, k_SBKE, _padded(v_SBKE, q_SBHE.shape[-1])))
-    documents = visibility.documents
-    if documents is None:
-        out = _flash_forward(q, k, v, None, length, dropout, visibility)
-    else:
+    documents, cu_seqlens, longest = visibility.documents, None, length
+    if documents is not None:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        out = _flash_forward(q, k, v, documents.cu_seqlens, documents.max_seqlen, dropout, visibility)
-        out = out.unflatten(0, (batch, length))
-    return out[..., : v_SBKE.shape[-1]].transpose(0, 1)
-
-
-def _flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int,
-    dropout: float,
-    visibility: Visibility,
-) -> Tensor:
-    left = -1 if visibility.window is None else visibility.window - 1
+        cu_seqlens, longest = documents.cu_seqlens, documents.max_seqlen
+    causal, left = visibility.is_causal, -1 if visibility.window is None else visibility.window - 1
+    window = {"window_size_left": left, "window_size_right": 0 if causal else left}
     out, *_ = _aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout,
-        visibility.is_causal,
-        False,
-        window_size_left=left,
-        window_size_right=0 if visibility.is_causal else left,
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout, causal, False, **window
     )
-    return out
+    out = out if documents is None else out.unflatten(0, (batch, length))
+    return out[..., : v_SBKE.shape[-1]].transpose(0, 1)

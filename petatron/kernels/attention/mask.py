@@ -181,8 +181,8 @@ def mask_rectangles(mask: BlockMask) -> list[MaskRectangle]:
     visible, starts = mask.visible, [run.start for run in mask.queries]
     same_keys = visible.causal and visible.interval is None and mask.queries == mask.keys and starts == sorted(starts)
     if same_keys and not mask.keep_positions:
-        whole = range(sum(len(run) for run in mask.queries))
-        return [MaskRectangle("causal", whole, whole, 0, 0)]
+        positions = range(sum(len(run) for run in mask.queries))
+        return [MaskRectangle("causal", positions, positions, 0, 0)]
     rectangles: list[MaskRectangle] = []
     for first_row, queries in _with_first_row(mask.queries):
         for first_column, keys in _with_first_row(mask.keys):
@@ -296,15 +296,15 @@ def _merge_last_two(rectangles: list[MaskRectangle]) -> None:
     """Merges two adjacent full rectangles, whatever their positions: one kernel call instead of two."""
     if len(rectangles) < 2 or not rectangles[-1].kind == rectangles[-2].kind == "full":
         return
-    one, two = rectangles[-2:]
-    rows, columns = one.rows, one.columns
-    if columns == two.columns and rows.stop == two.rows.start:
-        rows = range(rows.start, two.rows.stop)
-    elif rows == two.rows and columns.stop == two.columns.start:
-        columns = range(columns.start, two.columns.stop)
+    first, second = rectangles[-2:]
+    rows, columns = first.rows, first.columns
+    if columns == second.columns and rows.stop == second.rows.start:
+        rows = range(rows.start, second.rows.stop)
+    elif rows == second.rows and columns.stop == second.columns.start:
+        columns = range(columns.start, second.columns.stop)
     else:
         return
-    rectangles[-2:] = [MaskRectangle("full", rows, columns, one.row_position, one.column_position)]
+    rectangles[-2:] = [MaskRectangle("full", rows, columns, first.row_position, first.column_position)]
 
 
 def _with_first_row(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention.documents import DocumentGroup, PaddedRows
+from petatron.kernels.strides import empty_heads
 from petatron.kernels.visibility import VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", documents=True)
@@ -92,8 +92,8 @@ class _PaddedAttention(AutogradOp):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: PaddedRows, kernels: PaddedKernels) -> Tensor:
         row_qkv = kernels.packing.gather_rows((q, k, v), rows.token_index)
-        ctx.orders = [_MemoryOrder.of(x) for x in (q, k, v)]
-        out = ctx.orders[0].empty(q)
+        ctx.orders = [(x.shape, x.stride(1) > x.stride(0)) for x in (q, k, v)]
+        out = empty_heads(q, *q.shape, batch_first=ctx.orders[0][1])
         saved: list[Tensor] = []
         for group in rows.groups:
             group_out, lse = kernels.dense.forward(*(_heads_first(x, group) for x in row_qkv), causal=True)
@@ -118,7 +118,7 @@ class _PaddedAttention(AutogradOp):
         kernel_saved = saved[6:]
         rows, kernels = PaddedRows(token_index, ctx.groups, short_cu_seqlens, ctx.short_max_seqlen), ctx.kernels
         row_tensors += kernels.packing.gather_rows((grads[0], out), token_index)
-        input_grads = [order.empty(out) for order in ctx.orders]
+        input_grads = [empty_heads(out, *shape, batch_first=batch_first) for shape, batch_first in ctx.orders]
         for group, lse in zip(rows.groups, kernel_saved):
             q, k, v, grad, row_out = (_heads_first(x, group) for x in row_tensors)
             row_grads = kernels.dense.backward(grad, q, k, v, out=row_out, lse=lse, causal=True)
@@ -134,24 +134,6 @@ class _PaddedAttention(AutogradOp):
             )
             kernels.packing.scatter_rows(row_grads, token_index[first:], into_SBHE=input_grads)
         return *input_grads, None, None
-
-
-@dataclass(frozen=True, slots=True)
-class _MemoryOrder:
-    """Shape and memory order of a tensor that is not saved."""
-
-    shape: torch.Size
-    batch_first: bool
-
-    @classmethod
-    def of(cls, x_SBHE: Tensor) -> _MemoryOrder:
-        return cls(x_SBHE.shape, x_SBHE.stride(1) > x_SBHE.stride(0))
-
-    def empty(self, like: Tensor) -> Tensor:
-        length, batch, *heads = self.shape
-        if self.batch_first:
-            return like.new_empty((batch, length, *heads)).transpose(0, 1)
-        return like.new_empty(self.shape)
 
 
 def _group_rows(x_R: Tensor, group: DocumentGroup) -> Tensor:

@@ -242,12 +242,7 @@ def decode_attention(
     q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
 ) -> Tensor:
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
-    if batch.first_page is None:
-        k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        mask = added_mask(batch, k_pages, Visibility(window=window))
-    else:
-        k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
-        mask = None
+    k, v, mask = _rows_of_decodes(k_pages, v_pages, batch, Visibility(window=window))
     # The query heads of one kv head are rows of one sequence: nothing is repeated.
     q = q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1])
     if not widens(q):
@@ -261,13 +256,7 @@ def decode_with_rules(
 ) -> Tensor:
     """Returns what `decode_attention` does, with rules of scores, chunks and first tokens."""
     assert rules.bias_HD is None, "biases of cached keys are channels of these"
-    if batch.first_page is None or visibility.first_k:
-        k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        mask = added_mask(batch, k_pages, visibility)
-    else:
-        window = visibility.last_tokens(batch.max_length)
-        k, v = _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window)
-        mask = None
+    k, v, mask = _rows_of_decodes(k_pages, v_pages, batch, visibility)
     q = to_compute_dtype(q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1]))
     k, v = to_compute_dtype(k), to_compute_dtype(v)
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
@@ -278,6 +267,17 @@ def decode_with_rules(
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(dim=-1)
     return (weights[..., : k.shape[2]] @ v).flatten(1, 2).to(q_NHE.dtype)
+
+
+def _rows_of_decodes(
+    k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, visibility: Visibility
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the keys and values of the sequences that decode, and the mask of their scores, where they need one."""
+    if batch.first_page is None or visibility.first_k:
+        k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
+        return k, v, added_mask(batch, k_pages, visibility)
+    window = visibility.last_tokens(batch.max_length)
+    return _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window), None
 
 
 def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:

@@ -243,8 +243,8 @@ def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orienta
     scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)), dtype)
     values = quantize(x_RC, _expand_block_scales(scale, x_RC.shape, BLOCK), dtype)
     rows, columns = (
-        Fp8Operand(each.contiguous(), _pad_block_scales(scales), "block_128x128")
-        for each, scales in ((values, scale), (values.t(), scale.t()))
+        Fp8Operand(matrix.contiguous(), _pad_block_scales(scales), "block_128x128")
+        for matrix, scales in ((values, scale), (values.t(), scale.t()))
     )
     return _wanted(rows, columns, orientation)
 
@@ -297,15 +297,10 @@ def hardware_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: boo
         return result if out is None else out.copy_(result)
     left, right = a.scale, b.scale if b.scaling == "tensorwise" else b.scale.t()
     fast_accum = fast and a.scaling != "block_1x128"
-    if out is None or not _is_writable(out):
+    if out is None or not (out.is_contiguous() and is_aligned(out)):  # cuBLAS cannot write there
         result = torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=fast_accum)
         return result if out is None else out.copy_(result)
     return torch._scaled_mm(a.values, b.values.t(), left, right, out_dtype=dtype, use_fast_accum=fast_accum, out=out)
-
-
-def _is_writable(out: Tensor) -> bool:
-    """Whether cuBLAS may write there: contiguous and 16-byte aligned."""
-    return out.is_contiguous() and is_aligned(out)
 
 
 def hardware_grouped_gemm(
@@ -328,7 +323,7 @@ def hardware_grouped_gemm(
 
 def _quantize_matrix(x_RC: Tensor, dtype: torch.dtype, scale: Tensor, orientation: Orientation) -> Fp8Matrix:
     values = quantize(x_RC, scale, dtype)
-    rows, columns = (Fp8Operand(each.contiguous(), scale, "tensorwise") for each in (values, values.t()))
+    rows, columns = (Fp8Operand(matrix.contiguous(), scale, "tensorwise") for matrix in (values, values.t()))
     return _wanted(rows, columns, orientation)
 
 

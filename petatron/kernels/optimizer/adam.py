@@ -95,7 +95,8 @@ def _adamw_chunk(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: Adam
     exp_avg_sq = exp_avg_sq + (1.0 - rates.beta2) * (scaled * scaled - exp_avg_sq)
     change = rates.lr * correction1 * exp_avg / (exp_avg_sq.sqrt() * correction2 + rates.eps)
     master = state.master - rates.lr * rates.weight_decay * state.master - change
-    low, high = _rounding_bits(grad.numel(), start, step) if _has_bf16_moments(state) else (None, None)
+    rounds = torch.bfloat16 in (state.exp_avg.dtype, state.exp_avg_sq.dtype)
+    low, high = _rounding_bits(grad.numel(), start, step) if rounds else (None, None)
     updated = [
         (state.master, master),
         (state.exp_avg, _stochastic_round(exp_avg, state.exp_avg.dtype, low)),
@@ -158,10 +159,6 @@ def _chunks(flat: Tensor) -> Iterator[tuple[int, int]]:
     length = _CHUNK if flat.device.type == "cpu" else 64 * _CHUNK
     for begin in range(0, size, length):
         yield begin, min(size, begin + length)
-
-
-def _has_bf16_moments(state: AdamState) -> bool:
-    return torch.bfloat16 in (state.exp_avg.dtype, state.exp_avg_sq.dtype)
 
 
 def _stochastic_round(value: Tensor, dtype: torch.dtype, random_bits: Tensor | None) -> Tensor:

@@ -22,38 +22,25 @@ r value heads each.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads, pass_states
-from petatron.kernels.ssm.chunks import from_chunks, reverse_cumsum, to_chunks
-from petatron.kernels.ssm.delta_recurrence import l2_normalize, query_scale
+from petatron.kernels.ssm.chunk_delta_rule import ChunkedDeltaInputs, DeltaGrads, chunked_inputs, pass_states
+from petatron.kernels.ssm.chunks import ChunkOptions, from_chunks, reverse_cumsum
 
 
-def chunk_delta_rule(
-    q_SBGN: Tensor,
-    k_SBGN: Tensor,
-    v_SBHP: Tensor,
-    g_SBHN: Tensor,
-    beta_SBH: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
     """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, N, P] after the last, in at least float32.
 
-    q_SBGN, k_SBGN: not yet normalized. g_SBHN: logarithms of decays, at most 0, in at least float32. beta_SBH: from 0 to 1.
-    chunk_size: an upper bound; chunks have a power of two of tokens.
-    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
-    initial_state: the state [B, H, N, P] before the first token; None: zero.
+    delta_inputs: queries and keys [S, B, G, N], not yet normalized; values [S, B, H, P]; g [S, B, H, N], logarithms of decays, at most 0,
+    in at least float32; beta [S, B, H], from 0 to 1. The chunk size is an upper bound: chunks have a power of two of tokens.
     """
-    size = _power_of_two_chunk(chunk_size, v_SBHP.shape[0])
-    inputs = _chunked((q_SBGN, k_SBGN, v_SBHP, g_SBHN, beta_SBH), size, starts_SB)
+    v_SBHP = delta_inputs[2]
+    size = _power_of_two_chunk(options["chunk_size"], v_SBHP.shape[0])
+    inputs = chunked_inputs(delta_inputs, size, options.get("starts_SB"))
     from_start, to_end = _decays(inputs.g, inputs.resets)
     A, kk = _intra_chunk_matrices(inputs)
     beta = inputs.beta[..., None]
@@ -61,68 +48,30 @@ def chunk_delta_rule(
     I_plus_L = beta * kk + torch.eye(size, dtype=kk.dtype, device=kk.device)
     solution = torch.linalg.solve_triangular(I_plus_L, rhs, upper=False, unitriangular=True)
     U, W = solution.split((inputs.v.shape[-1], inputs.k.shape[-1]), dim=-1)
-    states, v_new = pass_states(U, W, inputs.k * to_end, from_start[..., -1, :, None], initial_state)
+    states, v_new = pass_states(U, W, inputs.k * to_end, from_start[..., -1, :, None], options.get("initial_state"))
     o = (inputs.q * from_start) @ states[:, :-1] + A @ v_new
     return from_chunks(o, v_SBHP.shape[0]).to(v_SBHP.dtype), states[:, -1].flatten(1, 2)
 
 
 def chunk_delta_rule_backward(
-    grad_o_SBHP: Tensor,
-    grad_final_state: Tensor | None,
-    q_SBGN: Tensor,
-    k_SBGN: Tensor,
-    v_SBHP: Tensor,
-    g_SBHN: Tensor,
-    beta_SBH: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
+    grad_o_SBHP: Tensor, grad_final_state: Tensor | None, *delta_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> DeltaGrads:
     """Returns the gradients of the inputs in their dtypes; that of the initial state is None where there is none."""
-    inputs = (q_SBGN, k_SBGN, v_SBHP, g_SBHN, beta_SBH, *(() if initial_state is None else (initial_state,)))
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    initial_state = options.get("initial_state")
+    leaves = [tensor.detach().requires_grad_() for tensor in delta_inputs]
+    state_leaf = None if initial_state is None else initial_state.detach().requires_grad_()
     with torch.enable_grad():
-        o, state = chunk_delta_rule(
-            *leaves[:5],
-            chunk_size=chunk_size,
-            starts_SB=starts_SB,
-            initial_state=None if initial_state is None else leaves[5],
-        )
+        options["initial_state"] = state_leaf
+        o, state = chunk_delta_rule(*leaves, **options)
     outputs, grads = ([o], [grad_o_SBHP]) if grad_final_state is None else ([o, state], [grad_o_SBHP, grad_final_state])
-    input_grads = torch.autograd.grad(outputs, leaves, grads)
+    input_grads = torch.autograd.grad(outputs, leaves if state_leaf is None else [*leaves, state_leaf], grads)
     q, k, v, g, beta = input_grads[:5]
     return q, k, v, g, beta, None if initial_state is None else input_grads[5]
-
-
-class _ChunkedInputs(NamedTuple):
-    """The inputs in at least float32, normalized and cut into chunks. resets: documents begun in the chunk, up to each token."""
-
-    q: Tensor  # [b, c, g, 1, q, n]
-    k: Tensor  # [b, c, g, 1, q, n]
-    v: Tensor  # [b, c, g, r, q, p]
-    g: Tensor  # [b, c, g, r, q, n]
-    beta: Tensor  # [b, c, g, r, q]
-    resets: Tensor | None  # [b, c, 1, 1, q]
 
 
 def _power_of_two_chunk(chunk_size: int, length: int) -> int:
     """Returns the largest power of two that is no more than the chunk size, or the smallest that covers a shorter sequence."""
     return min(1 << (chunk_size.bit_length() - 1), 1 << (length - 1).bit_length())
-
-
-def _chunked(inputs: tuple[Tensor, ...], size: int, starts: Tensor | None) -> _ChunkedInputs:
-    q, k, v, g, beta = inputs
-    dtype, heads = compute_dtype(torch.promote_types(v.dtype, g.dtype)), (k.shape[2], v.shape[2] // k.shape[2])
-    resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), size)
-    return _ChunkedInputs(
-        q=to_chunks(l2_normalize(q.to(dtype), scale=query_scale(q.shape[-1])), size).unsqueeze(3),
-        k=to_chunks(l2_normalize(k.to(dtype)), size).unsqueeze(3),
-        v=to_chunks(v.to(dtype), size).unflatten(2, heads),
-        g=to_chunks(g.to(dtype), size).unflatten(2, heads),
-        beta=to_chunks(beta.to(dtype)[..., None], size).squeeze(-1).unflatten(2, heads),
-        resets=None if resets is None else resets[..., 0].cumsum(dim=-1).unsqueeze(3),
-    )
 
 
 def _decays(g: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -134,7 +83,7 @@ def _decays(g: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
     return from_start, to_end
 
 
-def _intra_chunk_matrices(inputs: _ChunkedInputs) -> tuple[Tensor, Tensor]:
+def _intra_chunk_matrices(inputs: ChunkedDeltaInputs) -> tuple[Tensor, Tensor]:
     """Returns the decayed products [b, c, g, r, q, k] of queries with keys up to their own, which are A, and of keys with keys before
     them, which are L without beta."""
     products = _decayed_products(torch.stack((inputs.q, inputs.k), dim=-2), inputs.k, inputs.g)

@@ -27,37 +27,28 @@ r value heads each.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.ssm.chunks import decay_matrix, from_chunks, reverse_cumsum, to_chunks
+from petatron.kernels.ssm.chunks import ChunkOptions, decay_matrix, from_chunks, reverse_cumsum, to_chunks
 from petatron.kernels.ssm.delta_recurrence import l2_normalize, l2_normalize_backward, query_scale
 
 DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of q, k, v, g, beta and the initial state."""
 
 
-def chunk_delta_rule(
-    q_SBGN: Tensor,
-    k_SBGN: Tensor,
-    v_SBHP: Tensor,
-    g_SBH: Tensor,
-    beta_SBH: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
     """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, N, P] after the last, in at least float32.
 
-    q_SBGN, k_SBGN: not yet normalized. g_SBH: logarithms of decays, at most 0, in at least float32. beta_SBH: from 0 to 1.
-    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
-    initial_state: the state [B, H, N, P] before the first token; None: zero.
+    delta_inputs: queries and keys [S, B, G, N], not yet normalized; values [S, B, H, P]; g [S, B, H], logarithms of decays, at most 0, in
+    at least float32; beta [S, B, H], from 0 to 1.
     """
-    inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
+    v_SBHP, initial_state = delta_inputs[2], options.get("initial_state")
+    inputs = chunked_inputs(delta_inputs, min(options["chunk_size"], v_SBHP.shape[0]), options.get("starts_SB"))
     decays = _decays(inputs.g, inputs.resets)
     wy = _wy_representation(inputs, decays)
     states, v_new = pass_states(wy.U, wy.W, wy.k_to_end, decays.chunk[..., None, None], initial_state)
@@ -67,21 +58,12 @@ def chunk_delta_rule(
 
 
 def chunk_delta_rule_backward(
-    grad_o_SBHP: Tensor,
-    grad_final_state: Tensor | None,
-    q_SBGN: Tensor,
-    k_SBGN: Tensor,
-    v_SBHP: Tensor,
-    g_SBH: Tensor,
-    beta_SBH: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
+    grad_o_SBHP: Tensor, grad_final_state: Tensor | None, *delta_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> DeltaGrads:
     """Returns the gradients of the inputs in their dtypes; that of the initial state is None where there is none."""
-    length = v_SBHP.shape[0]
-    inputs = _chunked(q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH, chunk_size, starts_SB)
+    q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH = delta_inputs
+    length, initial_state = v_SBHP.shape[0], options.get("initial_state")
+    inputs = chunked_inputs(delta_inputs, min(options["chunk_size"], length), options.get("starts_SB"))
     decays = _decays(inputs.g, inputs.resets)
     wy = _wy_representation(inputs, decays)
     states, v_new = pass_states(wy.U, wy.W, wy.k_to_end, decays.chunk[..., None, None], initial_state)
@@ -110,13 +92,13 @@ def chunk_delta_rule_backward(
     )
 
 
-class _ChunkedInputs(NamedTuple):
+class ChunkedDeltaInputs(NamedTuple):
     """The inputs in at least float32, normalized and cut into chunks. resets: documents begun in the chunk, up to each token."""
 
     q: Tensor  # [b, c, g, 1, q, n]
     k: Tensor  # [b, c, g, 1, q, n]
     v: Tensor  # [b, c, g, r, q, p]
-    g: Tensor  # [b, c, g, r, q]
+    g: Tensor  # [b, c, g, r, q], or [b, c, g, r, q, n] with decays of channels
     beta: Tensor  # [b, c, g, r, q]
     resets: Tensor | None  # [b, c, 1, 1, q]
     chunk_size: int
@@ -148,20 +130,23 @@ class _WYRepresentation(NamedTuple):
     k_to_end: Tensor  # [b, c, g, r, q, n]
 
 
-def _chunked(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int, starts: Tensor | None
-) -> _ChunkedInputs:
-    dtype, groups = compute_dtype(torch.promote_types(v.dtype, g.dtype)), k.shape[2]
-    chunk_size = min(chunk_size, v.shape[0])
-    heads = (groups, v.shape[2] // groups)
-    g, beta = (to_chunks(x.to(dtype)[..., None], chunk_size).squeeze(-1).unflatten(2, heads) for x in (g, beta))
+def chunked_inputs(inputs: Sequence[Tensor], chunk_size: int, starts: Tensor | None) -> ChunkedDeltaInputs:
+    """Cuts q, k, v, g and beta into chunks."""
+    q, k, v, g, beta = inputs
+    dtype, heads = compute_dtype(torch.promote_types(v.dtype, g.dtype)), (k.shape[2], v.shape[2] // k.shape[2])
     resets = None if starts is None else to_chunks(starts[:, :, None, None].to(torch.int32), chunk_size)
-    return _ChunkedInputs(
+
+    def by_head(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        chunks = to_chunks(x[..., None], chunk_size).squeeze(-1) if x.dim() == 3 else to_chunks(x, chunk_size)
+        return chunks.unflatten(2, heads)
+
+    return ChunkedDeltaInputs(
         q=to_chunks(l2_normalize(q.to(dtype), scale=query_scale(q.shape[-1])), chunk_size).unsqueeze(3),
         k=to_chunks(l2_normalize(k.to(dtype)), chunk_size).unsqueeze(3),
-        v=to_chunks(v.to(dtype), chunk_size).unflatten(2, heads),
-        g=g,
-        beta=beta,
+        v=by_head(v),
+        g=by_head(g),
+        beta=by_head(beta),
         resets=None if resets is None else resets[..., 0].cumsum(dim=-1).unsqueeze(3),
         chunk_size=chunk_size,
     )
@@ -176,7 +161,7 @@ def _decays(g: Tensor, resets: Tensor | None) -> _Decays:
     return _Decays(decay_matrix(g_cumsum, resets), from_start, to_end, from_start[..., -1])
 
 
-def _wy_representation(inputs: _ChunkedInputs, decays: _Decays) -> _WYRepresentation:
+def _wy_representation(inputs: ChunkedDeltaInputs, decays: _Decays) -> _WYRepresentation:
     """Solves (I + L) (U | W) = (beta v | beta exp(s) k)."""
     kk, beta = inputs.k @ inputs.k.mT, inputs.beta[..., None]
     identity = torch.eye(inputs.chunk_size, dtype=kk.dtype, device=kk.device)
@@ -268,7 +253,7 @@ def _operand_grads(
 def _decay_grads(
     grads: _OperandGrads,
     A: Tensor,
-    inputs: _ChunkedInputs,
+    inputs: ChunkedDeltaInputs,
     decays: _Decays,
     wy: _WYRepresentation,
     grad_chunk_decay: Tensor,
@@ -284,7 +269,7 @@ def _decay_grads(
     return by_intra_chunk + reverse_cumsum(from_start * decays.from_start, dim=-1) + by_to_end + by_chunk
 
 
-def _query_key_grads(grads: _OperandGrads, inputs: _ChunkedInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
+def _query_key_grads(grads: _OperandGrads, inputs: ChunkedDeltaInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
     """Returns the gradients of normalized queries and keys [b, c, g, q, n], added up over the value heads that share them."""
     from_start, beta = decays.from_start[..., None], inputs.beta[..., None]
     grad_qk, grad_kk = grads.A * decays.intra_chunk, grads.L * beta * decays.intra_chunk
@@ -294,7 +279,7 @@ def _query_key_grads(grads: _OperandGrads, inputs: _ChunkedInputs, decays: _Deca
     return grad_q.sum(dim=3), grad_k.sum(dim=3)
 
 
-def _beta_grads(grads: _OperandGrads, inputs: _ChunkedInputs, decays: _Decays, wy: _WYRepresentation) -> Tensor:
+def _beta_grads(grads: _OperandGrads, inputs: ChunkedDeltaInputs, decays: _Decays, wy: _WYRepresentation) -> Tensor:
     """Returns the gradient of beta, by which the right-hand sides and L are multiplied."""
     by_rhs = (grads.U_rhs * inputs.v).sum(dim=-1) + (grads.W_rhs * inputs.k).sum(dim=-1) * decays.from_start
     return by_rhs + (grads.L * decays.intra_chunk * wy.kk).sum(dim=-1)

@@ -22,37 +22,27 @@ S sequence, B batch, H heads, P head dim, G groups, N state dim; inside, c chunk
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.ssm.chunks import decay_matrix, from_chunks, reverse_cumsum, to_chunks
+from petatron.kernels.ssm.chunks import ChunkOptions, decay_matrix, from_chunks, reverse_cumsum, to_chunks
 
 ScanGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of x, dt, A, B, C, D and the initial state."""
 
 
-def chunk_scan(
-    x_SBHP: Tensor,
-    dt_SBH: Tensor,
-    A_H: Tensor,
-    B_SBGN: Tensor,
-    C_SBGN: Tensor,
-    D_H: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def chunk_scan(*scan_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
     """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, P, N] after the last, in at least float32.
 
-    dt_SBH: step sizes, at least 0, with bias and softplus applied, in at least float32; A_H: at most 0.
-    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
-    initial_state: the state [B, H, P, N] before the first token; None: zero.
+    scan_inputs: x [S, B, H, P]; dt [S, B, H], step sizes, at least 0, with bias and softplus applied, in at least float32; A [H], at most
+    0; B and C [S, B, G, N]; D [H].
     """
-    inputs = _chunked(x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, chunk_size, starts_SB)
+    x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, D_H = scan_inputs
+    initial_state = options.get("initial_state")
+    inputs = _chunked(x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, options["chunk_size"], options.get("starts_SB"))
     decays = _decays(inputs)
     dt_x = inputs.x * inputs.dt[..., None]
     chunk_states = _chunk_states(inputs, decays, dt_x, initial_state)
@@ -64,22 +54,12 @@ def chunk_scan(
 
 
 def chunk_scan_backward(
-    grad_y_SBHP: Tensor,
-    grad_final_state: Tensor | None,
-    x_SBHP: Tensor,
-    dt_SBH: Tensor,
-    A_H: Tensor,
-    B_SBGN: Tensor,
-    C_SBGN: Tensor,
-    D_H: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
+    grad_y_SBHP: Tensor, grad_final_state: Tensor | None, *scan_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> ScanGrads:
     """Returns the gradients of the inputs in their dtypes; that of the initial state is None where there is none."""
-    length = x_SBHP.shape[0]
-    inputs = _chunked(x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, chunk_size, starts_SB)
+    x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, D_H = scan_inputs
+    length, initial_state = x_SBHP.shape[0], options.get("initial_state")
+    inputs = _chunked(x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, options["chunk_size"], options.get("starts_SB"))
     decays = _decays(inputs)
     dt_x = inputs.x * inputs.dt[..., None]
     chunk_states = _chunk_states(inputs, decays, dt_x, initial_state)

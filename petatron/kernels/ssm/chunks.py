@@ -1,12 +1,26 @@
-"""What scans in chunks share: sequences cut into chunks and joined again, decays inside a chunk, sums from the end.
+"""What recurrences in chunks share: their options, sequences cut into chunks and joined again, decays inside a chunk, sums from the end.
 
 S sequence, B batch, H heads, P head dim; inside, c chunks of q tokens, g groups of r heads each.
 """
 
 from __future__ import annotations
 
+from typing import Required, TypedDict
+
 import torch
 from torch import Tensor
+
+
+class ChunkOptions(TypedDict, total=False):
+    """What a recurrence in chunks takes besides its inputs.
+
+    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
+    initial_state: that before the first token; None: zero.
+    """
+
+    chunk_size: Required[int]
+    starts_SB: Tensor | None
+    initial_state: Tensor | None
 
 
 def to_chunks(x_SBHP: Tensor, chunk_size: int) -> Tensor:

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
 
 L2_EPS = 1e-6
@@ -68,32 +68,3 @@ def delta_update(
     v_new = to_compute_dtype(beta_BH)[..., None] * (to_compute_dtype(v_BHP) - old_value)
     state = decayed_state + k[..., None] * v_new[..., None, :]
     return (state * q[..., None]).sum(dim=-2).to(v_BHP.dtype), state
-
-
-def delta_rule_by_token(
-    q_SBGN: Tensor,
-    k_SBGN: Tensor,
-    v_SBHP: Tensor,
-    g: Tensor,
-    beta_SBH: Tensor,
-    *,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, N, P] after the last.
-
-    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
-    """
-    _, batch, heads, value_dim = v_SBHP.shape
-    state = initial_state
-    if state is None:
-        shape = (batch, heads, k_SBGN.shape[-1], value_dim)
-        state = v_SBHP.new_zeros(shape, dtype=compute_dtype(v_SBHP.dtype))
-    outputs: list[Tensor] = []
-    for token in range(v_SBHP.shape[0]):
-        if starts_SB is not None:
-            state = state.masked_fill(starts_SB[token, :, None, None, None], 0.0)
-        inputs = (part[token] for part in (q_SBGN, k_SBGN, v_SBHP, g, beta_SBH))
-        o, state = delta_update(state, *inputs)
-        outputs.append(o)
-    return torch.stack(outputs), state

@@ -11,11 +11,10 @@ S sequence, B batch, H heads, P head dim, G groups, N state dim.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+from petatron.kernels.compute_dtype import to_compute_dtype
 
 
 def step_sizes(dt: Tensor, dt_bias_H: Tensor) -> Tensor:
@@ -44,32 +43,3 @@ def state_update(
     state.addcmul_(dt_x[..., None], B[:, :, None, None, :])
     y = (state @ C[:, :, None, :, None]).squeeze(-1).flatten(1, 2) + to_compute_dtype(D_H)[:, None] * x
     return y.to(x_BHP.dtype), state.flatten(1, 2)
-
-
-def scan_by_token(
-    x_SBHP: Tensor,
-    dt_SBH: Tensor,
-    A_H: Tensor,
-    B_SBGN: Tensor,
-    C_SBGN: Tensor,
-    D_H: Tensor,
-    *,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, P, N] after the last.
-
-    starts_SB: whether a token begins a document; the state before it is dropped, also the initial one.
-    """
-    _, batch, heads, head_dim = x_SBHP.shape
-    state = initial_state
-    if state is None:
-        shape = (batch, heads, head_dim, B_SBGN.shape[-1])
-        state = x_SBHP.new_zeros(shape, dtype=compute_dtype(x_SBHP.dtype))
-    outputs: list[Tensor] = []
-    for token in range(x_SBHP.shape[0]):
-        if starts_SB is not None:
-            state = state.masked_fill(starts_SB[token, :, None, None, None], 0.0)
-        y, state = state_update(state, x_SBHP[token], dt_SBH[token], A_H, B_SBGN[token], C_SBGN[token], D_H)
-        outputs.append(y)
-    return torch.stack(outputs), state

@@ -103,14 +103,14 @@ def _embedding_grad_segments(
     if continues & (began_before == 0) & (token >= 0) & (token < num_rows):
         total = tl.load(tails + window.to(tl.int64) * row_size + columns, mask=mask, other=0.0)
         following = window + 1
-        found = RUN
-        while found == RUN:
+        matches = RUN
+        while matches == RUN:
             windows = following + tl.arange(0, RUN)
             firsts = tl.load(ids + windows * WINDOW, mask=windows * WINDOW < num_tokens, other=-1)
             same = firsts == token
             aside = windows.to(tl.int64)[:, None] * row_size + columns[None, :]
             total += tl.sum(tl.load(heads + aside, mask=same[:, None] & mask[None, :], other=0.0), axis=0)
-            found = tl.sum(same.to(tl.int32), axis=0)
+            matches = tl.sum(same.to(tl.int32), axis=0)
             following += RUN
         _add_row(out, token, columns, mask, total, row_size, ACCUMULATE)
 

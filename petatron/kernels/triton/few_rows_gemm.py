@@ -77,8 +77,8 @@ def _few_rows_gemm(
 ):
     strip, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     output, row, column = strip * STRIP + tl.arange(0, STRIP), block * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE)
-    each: tl.constexpr = LENGTH // SPLITS
-    begin = split * each
+    part_length: tl.constexpr = LENGTH // SPLITS
+    begin = split * part_length
     inside = output < outputs
     lines = weight + output.to(tl.int64) * LENGTH + begin
     if USE_PDL and PREFETCHED > 0:
@@ -86,7 +86,7 @@ def _few_rows_gemm(
     pdl_wait_and_trigger(USE_PDL)
     # The operand of the tensor cores' longer side comes from shared memory, and widened weights are in registers.
     total = tl.zeros((ROWS, STRIP), tl.float32) if FP8 else tl.zeros((STRIP, ROWS), tl.float32)
-    for start in range(0, each, TILE):
+    for start in range(0, part_length, TILE):
         at = begin + start + column
         a = tl.load(x + row[:, None] * x_stride + at[None, :], mask=(row < rows)[:, None], other=0.0)
         w = tl.load(lines[:, None] + start + column[None, :], mask=inside[:, None], other=0)
@@ -171,8 +171,8 @@ def pack_fp8(operand: Fp8Operand, dtype: torch.dtype) -> Fp8Weight:
     weight = reference.pack_fp8(operand, dtype)
     if not weight.values.is_cuda or dtype != torch.bfloat16 or weight.values.shape[1] % _LENGTH:
         return weight
-    words = weight.values.view(torch.uint8).unflatten(1, (-1, 4))
-    return replace(weight, values=words[:, :, list(PERMUTED_ORDER)].flatten(1).view(E4M3), permuted=True)
+    quads = weight.values.view(torch.uint8).unflatten(1, (-1, 4))
+    return replace(weight, values=quads[:, :, list(PERMUTED_ORDER)].flatten(1).view(E4M3), permuted=True)
 
 
 def dequantize_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:

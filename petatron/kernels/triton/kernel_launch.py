@@ -49,15 +49,15 @@ class KernelLauncher:
         device, addresses = tensors[0].get_device(), [*map(_address, tensors)]
         aligned = reduce(or_, addresses) % _ALIGNMENT == 0
         key = (device, scalars, *map(type, scalars), *map(_dtype, tensors))
-        found = self._calls.get(key) if aligned else None
-        if found is None and aligned:
-            found = self._find_by_specialization(key, tensors, scalars)
-        if found is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
+        call = self._calls.get(key) if aligned else None
+        if call is None and aligned:
+            call = self._find_by_specialization(key, tensors, scalars)
+        if call is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:
             compiled = self._kernel[(grid_x, grid_y)](*tensors, *scalars, **self._constants, **self._options)
             if self._is_compiled and aligned and device == torch.cuda.current_device():
                 self._cache_compiled(key, compiled, tensors, scalars)
             return
-        run, function, metadata, stream_of, others = found
+        run, function, metadata, stream_of, others = call
         # An address is as good as a tensor, which Triton would only ask for it.
         run(grid_x, grid_y, 1, stream_of(device), function, metadata, None, None, None, *addresses, *others)
 
@@ -65,10 +65,10 @@ class KernelLauncher:
         self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], scalars: tuple[int | float, ...]
     ) -> tuple[Any, ...] | None:
         """Returns the call of a kernel compiled for scalars of the same specialization, with these scalars."""
-        found = self._by_specialization.get((key[0], *map(specialization, scalars), *map(_dtype, tensors)))
-        if found is None:
+        compiled = self._by_specialization.get((key[0], *map(specialization, scalars), *map(_dtype, tensors)))
+        if compiled is None:
             return None
-        *call, constants = found
+        *call, constants = compiled
         return self._cache_call(key, (*call, (*scalars, *constants)))
 
     def _cache_compiled(

@@ -37,8 +37,8 @@ def _row_maxima(values, ids, out, chunks, ROW: tl.constexpr, USE_PDL: tl.constex
     row, chunk = tl.program_id(0), tl.arange(0, ROW)
     inside = chunk < chunks
     x = tl.load(values + row * chunks + chunk, mask=inside, other=float("-inf"))
-    found = tl.load(ids + row * chunks + chunk, mask=inside, other=2147483647)
-    tl.store(out + row, tl.min(tl.where(x == tl.max(x, 0), found, 2147483647), 0))
+    id_of_chunk = tl.load(ids + row * chunks + chunk, mask=inside, other=2147483647)
+    tl.store(out + row, tl.min(tl.where(x == tl.max(x, 0), id_of_chunk, 2147483647), 0))
 
 
 def most_likely(logits_RV: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -218,39 +219,25 @@ class _NormTile:
 _norm_tile = cache(_NormTile.of)
 
 
+def _norm_constants(width: int, zero_centered_gamma: bool, add: bool, with_amax: bool) -> dict[str, Any]:
+    tile = _norm_tile(width)
+    sizes = {"WIDTH": width, "ROWS": tile.rows, "BLOCK": tile.block, "num_warps": tile.warps}
+    return {**sizes, "ZERO_CENTERED_GAMMA": zero_centered_gamma, "ADD": add, "AMAX": with_amax}
+
+
 @cache
 def _forward_launcher(width: int, zero_centered_gamma: bool, add: bool, with_amax: bool, pdl: bool) -> KernelLauncher:
-    tile = _norm_tile(width)
-    return KernelLauncher(
-        _rms_norm_forward,
-        WIDTH=width,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        ZERO_CENTERED_GAMMA=zero_centered_gamma,
-        ADD=add,
-        AMAX=with_amax,
-        num_warps=tile.warps,
-        **pdl_options(pdl),
-    )
+    constants = _norm_constants(width, zero_centered_gamma, add, with_amax)
+    return KernelLauncher(_rms_norm_forward, **constants, **pdl_options(pdl))
 
 
 @cache
 def _backward_launcher(
     width: int, zero_centered_gamma: bool, add: bool, recompute_output: bool, with_amax: bool
 ) -> KernelLauncher:
-    tile = _norm_tile(width)
-    return KernelLauncher(
-        _rms_norm_backward,
-        WIDTH=width,
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        ZERO_CENTERED_GAMMA=zero_centered_gamma,
-        ADD=add,
-        RECOMPUTE_OUTPUT=recompute_output,
-        AMAX=with_amax,
-        PREFETCH=tile.prefetches,
-        num_warps=tile.warps,
-    )
+    constants = _norm_constants(width, zero_centered_gamma, add, with_amax)
+    prefetches = _norm_tile(width).prefetches
+    return KernelLauncher(_rms_norm_backward, RECOMPUTE_OUTPUT=recompute_output, PREFETCH=prefetches, **constants)
 
 
 def rms_norm(

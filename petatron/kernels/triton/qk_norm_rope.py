@@ -113,8 +113,8 @@ def _norm_rope_tile(
     rstd = _rstd(tl.sum(first * first + second * second, axis=1)[:, None], there, eps, WIDTH)
     first_weight, second_weight = _load_weights(weight, columns, ROWS, ZERO_CENTERED_GAMMA)
     first, second = first * rstd * first_weight, second * rstd * second_weight
-    one, two = first * cosine - second * sine, second * cosine + first * sine
-    _store_pairs(to + row.to(tl.int64)[:, None] * WIDTH, one.to(dtype), two.to(dtype), columns, there)
+    first, second = first * cosine - second * sine, second * cosine + first * sine
+    _store_pairs(to + row.to(tl.int64)[:, None] * WIDTH, first.to(dtype), second.to(dtype), columns, there)
 
 
 @triton.jit
@@ -286,17 +286,17 @@ def _norm_rope_backward_tiles(
         grad_first_after, grad_second_after = _load_pairs(_row_pointers(grad, after, grad_strides), columns, more)
         x_first_after, x_second_after = _load_pairs(_row_pointers(x, after, strides), columns, more)
 
-        one, two = grad_first.to(tl.float32), grad_second.to(tl.float32)
-        one, two = one * cosine + two * sine, two * cosine - one * sine
+        g_first, g_second = grad_first.to(tl.float32), grad_second.to(tl.float32)
+        g_first, g_second = g_first * cosine + g_second * sine, g_second * cosine - g_first * sine
         first, second = x_first.to(tl.float32), x_second.to(tl.float32)
-        inner_first, inner_second = one * first_weight, two * second_weight
+        inner_first, inner_second = g_first * first_weight, g_second * second_weight
         squares = tl.sum(first * first + second * second, axis=1)[:, None]
         along = tl.sum(inner_first * first + inner_second * second, axis=1)[:, None]
         rstd = _rstd(squares, there, eps, WIDTH)
         along *= rstd / WIDTH
         first, second = first * rstd, second * rstd
-        first_sum += one * first
-        second_sum += two * second
+        first_sum += g_first * first
+        second_sum += g_second * second
         inner_first, inner_second = (inner_first - first * along) * rstd, (inner_second - second * along) * rstd
         _store_pairs(write, inner_first.to(dtype), inner_second.to(dtype), columns, there)
         grad_first, grad_second, x_first, x_second = grad_first_after, grad_second_after, x_first_after, x_second_after

@@ -15,11 +15,12 @@ from petatron.kernels.ssm import gate_then_norm as norm_kernels
 from petatron.kernels.ssm import silu_gate as gate_kernels
 from petatron.kernels.ssm.causal_conv import causal_conv
 from petatron.kernels.ssm.chunk_scan import chunk_scan
-from petatron.kernels.ssm.recurrence import scan_by_token, state_update
+from petatron.kernels.ssm.recurrence import state_update
 from petatron.layers.comm_slot import identity
 from petatron.layers.ssm import ops
 from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
 from petatron.layers.ssm.ops import NormGroups, ScanInputs
+from tests.kernels.ssm.by_token import scan_by_token
 from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
 from tests.longform import later
 

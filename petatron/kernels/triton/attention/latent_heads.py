@@ -23,6 +23,12 @@ from petatron.kernels.strides import align_cos_sin, contiguous_rows, empty_heads
 
 
 @triton.jit
+def _token(batch):
+    """Returns the positions of this program's token in the sequence and in the batch."""
+    return (tl.program_id(0) // batch).to(tl.int64), (tl.program_id(0) % batch).to(tl.int64)
+
+
+@triton.jit
 def _copy_parts(
     source,
     source_h,
@@ -96,20 +102,10 @@ def _store_interleaved(target, stride, head, first, second, NUM_HEADS: tl.conste
 
 @triton.jit
 def _interleaved_rope(
-    source,
-    target,
-    cos,
-    sin,
+    tensors,
     scale,
     batch,
-    source_s,
-    source_b,
-    source_h,
-    target_s,
-    target_b,
-    target_h,
-    cos_s,
-    cos_b,
+    strides,
     NUM_HEADS: tl.constexpr,
     NOPE: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -118,8 +114,9 @@ def _interleaved_rope(
     BACKWARD: tl.constexpr,
 ):
     """Forward reads interleaved pairs and writes halves; backward reads halves and writes interleaved pairs."""
-    s = (tl.program_id(0) // batch).to(tl.int64)
-    b = (tl.program_id(0) % batch).to(tl.int64)
+    source, target, cos, sin = tensors
+    source_s, source_b, source_h, target_s, target_b, target_h, cos_s, cos_b = strides
+    s, b = _token(batch)
     source += s * source_s + b * source_b
     target += s * target_s + b * target_b
     if NOPE > 0:
@@ -146,34 +143,18 @@ def _interleaved_rope(
 
 @triton.jit
 def _join_rope_key(
-    kv,
-    rotary,
-    cos,
-    sin,
-    k,
-    v,
+    tensors,
     batch,
-    kv_s,
-    kv_b,
-    kv_h,
-    rotary_s,
-    rotary_b,
-    k_s,
-    k_b,
-    k_h,
-    v_s,
-    v_b,
-    v_h,
-    cos_s,
-    cos_b,
+    strides,
     NUM_HEADS: tl.constexpr,
     NOPE: tl.constexpr,
     ROTARY: tl.constexpr,
     VALUE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    s = (tl.program_id(0) // batch).to(tl.int64)
-    b = (tl.program_id(0) % batch).to(tl.int64)
+    kv, rotary, cos, sin, k, v = tensors
+    kv_s, kv_b, kv_h, rotary_s, rotary_b, k_s, k_b, k_h, v_s, v_b, v_h, cos_s, cos_b = strides
+    s, b = _token(batch)
     kv += s * kv_s + b * kv_b
     k += s * k_s + b * k_b
     v += s * v_s + b * v_b
@@ -196,34 +177,18 @@ def _join_rope_key(
 
 @triton.jit
 def _join_rope_key_backward(
-    grad_k,
-    grad_v,
-    cos,
-    sin,
-    grad_kv,
-    grad_rotary,
+    tensors,
     batch,
-    k_s,
-    k_b,
-    k_h,
-    v_s,
-    v_b,
-    v_h,
-    kv_s,
-    kv_b,
-    kv_h,
-    rotary_s,
-    rotary_b,
-    cos_s,
-    cos_b,
+    strides,
     NUM_HEADS: tl.constexpr,
     NOPE: tl.constexpr,
     ROTARY: tl.constexpr,
     VALUE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    s = (tl.program_id(0) // batch).to(tl.int64)
-    b = (tl.program_id(0) % batch).to(tl.int64)
+    grad_k, grad_v, cos, sin, grad_kv, grad_rotary = tensors
+    k_s, k_b, k_h, v_s, v_b, v_h, kv_s, kv_b, kv_h, rotary_s, rotary_b, cos_s, cos_b = strides
+    s, b = _token(batch)
     grad_k += s * k_s + b * k_b
     grad_v += s * v_s + b * v_b
     grad_kv += s * kv_s + b * kv_b
@@ -270,18 +235,12 @@ def _rotate(x_SBHE: Tensor, cos: Tensor, sin: Tensor, scale: float, *, backward:
     source = contiguous_rows(x_SBHE)
     target = empty_heads(source, *source.shape, batch_first=_is_batch_first(source))
     length, batch, heads, width = source.shape
-    cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
+    cos, sin, *cos_strides = align_cos_sin(cos, sin)
     _interleaved_rope[(length * batch,)](
-        source,
-        target,
-        cos,
-        sin,
+        (source, target, cos, sin),
         scale,
         batch,
-        *source.stride()[:3],
-        *target.stride()[:3],
-        cos_s,
-        cos_b,
+        (*source.stride()[:3], *target.stride()[:3], *cos_strides),
         NUM_HEADS=heads,
         NOPE=width - cos.shape[-1],
         ROTARY=cos.shape[-1],
@@ -299,25 +258,15 @@ def join_rope_key(
     """See the reference."""
     kv, rotary = contiguous_rows(kv_SBHM), contiguous_rows(rotary_SBR)
     length, batch, heads, width = kv.shape
-    cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
+    cos, sin, *cos_strides = align_cos_sin(cos, sin)
     k, v = (
-        empty_heads(kv, *kv.shape[:3], each, batch_first=_is_batch_first(kv))
-        for each in (nope_dim + cos.shape[-1], width - nope_dim)
+        empty_heads(kv, *kv.shape[:3], head_dim, batch_first=_is_batch_first(kv))
+        for head_dim in (nope_dim + cos.shape[-1], width - nope_dim)
     )
     _join_rope_key[(length * batch,)](
-        kv,
-        rotary,
-        cos,
-        sin,
-        k,
-        v,
+        (kv, rotary, cos, sin, k, v),
         batch,
-        *kv.stride()[:3],
-        *rotary.stride()[:2],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        cos_s,
-        cos_b,
+        (*kv.stride()[:3], *rotary.stride()[:2], *k.stride()[:3], *v.stride()[:3], *cos_strides),
         NUM_HEADS=heads,
         NOPE=nope_dim,
         ROTARY=cos.shape[-1],
@@ -332,24 +281,15 @@ def join_rope_key_backward(grad_k_SBHE: Tensor, grad_v_SBHV: Tensor, cos: Tensor
     """See the reference."""
     grad_k, grad_v = contiguous_rows(grad_k_SBHE), contiguous_rows(grad_v_SBHV)
     length, batch, heads, width = grad_k.shape
-    cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
+    cos, sin, *cos_strides = align_cos_sin(cos, sin)
     nope_dim, v_dim = width - cos.shape[-1], grad_v.shape[-1]
     grad_kv = empty_heads(grad_k, *grad_k.shape[:3], nope_dim + v_dim, batch_first=_is_batch_first(grad_k))
     grad_rotary = grad_k.new_empty((length, batch, cos.shape[-1]))
+    heads_strides = (stride for tensor in (grad_k, grad_v, grad_kv) for stride in tensor.stride()[:3])
     _join_rope_key_backward[(length * batch,)](
-        grad_k,
-        grad_v,
-        cos,
-        sin,
-        grad_kv,
-        grad_rotary,
+        (grad_k, grad_v, cos, sin, grad_kv, grad_rotary),
         batch,
-        *grad_k.stride()[:3],
-        *grad_v.stride()[:3],
-        *grad_kv.stride()[:3],
-        *grad_rotary.stride()[:2],
-        cos_s,
-        cos_b,
+        (*heads_strides, *grad_rotary.stride()[:2], *cos_strides),
         NUM_HEADS=heads,
         NOPE=nope_dim,
         ROTARY=cos.shape[-1],

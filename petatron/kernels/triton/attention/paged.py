@@ -60,22 +60,9 @@ def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tens
 
 @triton.jit
 def _decode_split(
-    q,
-    k_new,
-    v_new,
-    k_pages,
-    v_pages,
-    table,
-    lengths,
-    partial,
-    lse,
-    output,
+    tensors,
     scale,
-    q_stride_n,
-    q_stride_h,
-    k_stride_n,
-    v_stride_n,
-    table_stride,
+    strides,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -88,6 +75,8 @@ def _decode_split(
     STORE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    q, k_new, v_new, k_pages, v_pages, table, lengths, partial, lse, output = tensors
+    q_stride_n, q_stride_h, k_stride_n, v_stride_n, table_stride = strides
     pdl_wait_and_trigger(USE_PDL)
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
@@ -99,15 +88,15 @@ def _decode_split(
         q + sequence.to(tl.int64) * q_stride_n + heads[:, None] * q_stride_h + column[None, :], mask=valid, other=0.0
     )
     pages_of_sequence = table + sequence * table_stride
-    own_k, own_v = x, x  # without STORE, neither is used
+    new_key, new_value = x, x  # without STORE, neither is used
     if STORE:
-        own_k = _new_row(k_new, sequence, k_stride_n, head, column, WIDTH)
-        own_v = _new_row(v_new, sequence, v_stride_n, head, column, WIDTH)
+        new_key = _new_row(k_new, sequence, k_stride_n, head, column, WIDTH)
+        new_value = _new_row(v_new, sequence, v_stride_n, head, column, WIDTH)
         if begin < length and end == length:
             last = rows_in_pages(pages_of_sequence, length - 1, True, PAGE)
             at = (last * NUM_KV_HEADS + head) * WIDTH + column
-            tl.store(k_pages + at, own_k, mask=column < WIDTH)
-            tl.store(v_pages + at, own_v, mask=column < WIDTH)
+            tl.store(k_pages + at, new_key, mask=column < WIDTH)
+            tl.store(v_pages + at, new_value, mask=column < WIDTH)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -118,11 +107,11 @@ def _decode_split(
         if STORE:  # the new row is being written: it is taken from where it comes from
             stored, is_new = inside & (position < length - 1), position == length - 1
         at = (rows_in_pages(pages_of_sequence, position, inside, PAGE) * NUM_KV_HEADS + head) * WIDTH
-        k = _rows_of_tile(k_pages, at, stored, own_k, is_new, column, WIDTH, STORE)
+        k = _rows_of_tile(k_pages, at, stored, new_key, is_new, column, WIDTH, STORE)
         scores = tl.dot(x, tl.trans(k), input_precision="ieee") * scale
         scores = visible_scores(scores, position, inside, length, WINDOW)
         weights, rescale, top, total = online_softmax_update(scores, top, total)
-        v = _rows_of_tile(v_pages, at, stored, own_v, is_new, column, WIDTH, STORE)
+        v = _rows_of_tile(v_pages, at, stored, new_value, is_new, column, WIDTH, STORE)
         out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     pair = sequence * NUM_KV_HEADS + head
@@ -142,11 +131,11 @@ def _new_row(rows, sequence, stride, head, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_tile(pages, at, stored, own, is_new, column, WIDTH: tl.constexpr, STORE: tl.constexpr):
+def _rows_of_tile(pages, at, stored, new_row, is_new, column, WIDTH: tl.constexpr, STORE: tl.constexpr):
     """Returns the keys or values of a tile of tokens, those stored from pages, the new one as it is given."""
     rows = tl.load(pages + at[:, None] + column[None, :], mask=stored[:, None] & (column[None, :] < WIDTH), other=0.0)
     if STORE:
-        rows = tl.where(is_new[:, None], own[None, :], rows)
+        rows = tl.where(is_new[:, None], new_row[None, :], rows)
     return rows
 
 
@@ -154,7 +143,7 @@ def decode_attention(
     q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
 ) -> Tensor:
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
-    return _decode(q_NHE, None, k_pages, v_pages, batch, window=window)
+    return _decode(q_NHE, None, (k_pages, v_pages), batch, window)
 
 
 def store_and_decode(
@@ -169,18 +158,17 @@ def store_and_decode(
 ) -> Tensor:
     """Stores the rows of one token of each sequence, and returns its attention."""
     k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k_NKE, v_NKE))
-    return _decode(q_NHE, (k, v), k_pages, v_pages, batch, window=window)
+    return _decode(q_NHE, (k, v), (k_pages, v_pages), batch, window)
 
 
 def _decode(
     q_NHE: Tensor,
     new: tuple[Tensor, Tensor] | None,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pages: tuple[Tensor, Tensor],
     batch: PagedBatch,
-    *,
     window: int | None,
 ) -> Tensor:
+    k_pages, v_pages = pages
     count, heads, width = q_NHE.shape
     kv_heads, page = k_pages.shape[2], k_pages.shape[1]
     group, splits = heads // kv_heads, num_splits(count * kv_heads)
@@ -193,22 +181,9 @@ def _decode(
     k, v = (q, q) if new is None else new
     columns = max(16, triton.next_power_of_2(width))
     _decode_split[(count, kv_heads, splits)](
-        q,
-        k,
-        v,
-        k_pages,
-        v_pages,
-        batch.page_table_NP,
-        batch.lengths_N,
-        partial,
-        lse,
-        out,
+        (q, k, v, k_pages, v_pages, batch.page_table_NP, batch.lengths_N, partial, lse, out),
         width**-0.5,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        v.stride(0),
-        batch.page_table_NP.stride(0),
+        (*q.stride()[:2], k.stride(0), v.stride(0), batch.page_table_NP.stride(0)),
         WINDOW=window or 0,
         GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),

@@ -38,19 +38,9 @@ _NARROW = 64
 
 @triton.jit
 def _chunk_block(
-    q,
-    k_pages,
-    v_pages,
-    table,
-    starts,
-    contexts,
-    output,
+    tensors,
     scale,
-    q_stride_t,
-    q_stride_h,
-    out_stride_t,
-    out_stride_h,
-    table_stride,
+    strides,
     num_chunks,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -63,6 +53,8 @@ def _chunk_block(
     CHUNKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    q, k_pages, v_pages, table, starts, contexts, output = tensors
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, table_stride = strides
     block, head = tl.program_id(0), tl.program_id(1)
     number = tl.arange(0, CHUNKS)
     first_blocks = tl.load(starts + number, mask=number < num_chunks, other=0) // TOKENS + number
@@ -120,17 +112,9 @@ def chunk_attention(
     q = q_THE if q_THE.stride(-1) == 1 else q_THE.contiguous()
     table = batch.page_table_NP[batch.num_decodes :]
     _chunk_block[(rows // tokens + chunks, kv_heads)](
-        q,
-        k_pages,
-        v_pages,
-        table,
-        starts,
-        contexts,
-        out_THE,
+        (q, k_pages, v_pages, table, starts, contexts, out_THE),
         width**-0.5,
-        *q.stride()[:2],
-        *out_THE.stride()[:2],
-        table.stride(0),
+        (*q.stride()[:2], *out_THE.stride()[:2], table.stride(0)),
         chunks,
         WINDOW=window or 0,
         GROUP=group,

@@ -70,11 +70,7 @@ _MERGED_COLUMNS = 128
 
 @triton.jit
 def _store_rows(
-    latent,
-    rope_key,
-    latent_pages,
-    rope_pages,
-    slots,
+    tensors,
     latent_stride,
     rope_stride,
     LATENT: tl.constexpr,
@@ -83,6 +79,7 @@ def _store_rows(
     ROTARY_COLUMNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    latent, rope_key, latent_pages, rope_pages, slots = tensors
     pdl_wait_and_trigger(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -99,11 +96,7 @@ def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, pa
     tokens, width = latent.shape
     rotary = rope_key.shape[1]
     _store_rows[(tokens,)](
-        latent,
-        rope_key,
-        pages.latent,
-        pages.rope_key,
-        page_rows_T,
+        (latent, rope_key, pages.latent, pages.rope_key, page_rows_T),
         latent.stride(0),
         rope_key.stride(0),
         LATENT=width,
@@ -116,21 +109,9 @@ def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, pa
 
 @triton.jit
 def _decode_split(
-    q_latent,
-    q_rope,
-    latent_pages,
-    rope_pages,
-    table,
-    lengths,
-    partial,
-    lse,
-    output,
+    tensors,
     scale,
-    latent_stride_n,
-    latent_stride_h,
-    rope_stride_n,
-    rope_stride_h,
-    table_stride,
+    strides,
     WINDOW: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -144,6 +125,8 @@ def _decode_split(
     LEAST: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    q_latent, q_rope, latent_pages, rope_pages, table, lengths, partial, lse, output = tensors
+    latent_stride_n, latent_stride_h, rope_stride_n, rope_stride_h, table_stride = strides
     pdl_wait_and_trigger(USE_PDL)
     block, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
@@ -208,21 +191,11 @@ def decode_latents(
     if splits > 1:
         partial = out.new_empty((count, splits, heads, width), dtype=torch.float32)
         lse = out.new_empty((count, splits, heads), dtype=torch.float32)
-    columns = max(16, triton.next_power_of_2(width))
+    table, columns = batch.page_table_NP, max(16, triton.next_power_of_2(width))
     _decode_split[(blocks, count, splits)](
-        q_latent,
-        q_rope,
-        pages.latent,
-        pages.rope_key,
-        batch.page_table_NP,
-        batch.lengths_N,
-        partial,
-        lse,
-        out,
+        (q_latent, q_rope, pages.latent, pages.rope_key, table, batch.lengths_N, partial, lse, out),
         scale,
-        *q_latent.stride()[:2],
-        *q_rope.stride()[:2],
-        batch.page_table_NP.stride(0),
+        (*q_latent.stride()[:2], *q_rope.stride()[:2], table.stride(0)),
         WINDOW=window or 0,
         NUM_HEADS=heads,
         HEADS=blocking.heads,

@@ -37,18 +37,10 @@ def _copy_row(
 def _move_packed_rows(
     source,
     length,
-    tokens_0,
-    tokens_1,
-    tokens_2,
-    rows_0,
-    rows_1,
-    rows_2,
-    batch_0,
-    batch_1,
-    batch_2,
-    sequence_0,
-    sequence_1,
-    sequence_2,
+    tokens,
+    rows,
+    batch_strides,
+    sequence_strides,
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
@@ -56,11 +48,11 @@ def _move_packed_rows(
 ):
     row = tl.program_id(0)
     number = tl.load(source + row)
-    _copy_row(tokens_0, rows_0, row, number, length, batch_0, sequence_0, WIDTH_0, GATHER)
+    _copy_row(tokens[0], rows[0], row, number, length, batch_strides[0], sequence_strides[0], WIDTH_0, GATHER)
     if WIDTH_1 > 0:
-        _copy_row(tokens_1, rows_1, row, number, length, batch_1, sequence_1, WIDTH_1, GATHER)
+        _copy_row(tokens[1], rows[1], row, number, length, batch_strides[1], sequence_strides[1], WIDTH_1, GATHER)
     if WIDTH_2 > 0:
-        _copy_row(tokens_2, rows_2, row, number, length, batch_2, sequence_2, WIDTH_2, GATHER)
+        _copy_row(tokens[2], rows[2], row, number, length, batch_strides[2], sequence_strides[2], WIDTH_2, GATHER)
 
 
 def gather_rows(tensors_SBHE: Sequence[Tensor], token_index_R: Tensor) -> list[Tensor]:
@@ -86,16 +78,15 @@ def _launch(tokens: Sequence[Tensor], rows: Sequence[Tensor], token_index_R: Ten
     assert 1 <= count == len(rows) <= 3, "one to three tensors at once"
     indices = [min(index, count - 1) for index in range(3)]  # an absent tensor has width 0
     widths = [x.shape[2] * x.shape[3] for x in tokens] + [0, 0]
+    tokens, rows = tuple(tokens[index] for index in indices), tuple(rows[index] for index in indices)
     _move_packed_rows[(token_index_R.shape[0],)](
         token_index_R,
         tokens[0].shape[0],
-        *(tokens[index] for index in indices),
-        *(rows[index] for index in indices),
-        *(tokens[index].stride(1) for index in indices),
-        *(tokens[index].stride(0) for index in indices),
-        WIDTH_0=widths[0],
-        WIDTH_1=widths[1],
-        WIDTH_2=widths[2],
+        tokens,
+        rows,
+        tuple(x.stride(1) for x in tokens),
+        tuple(x.stride(0) for x in tokens),
+        **{f"WIDTH_{number}": widths[number] for number in range(3)},
         GATHER=gather,
         num_warps=4,
     )

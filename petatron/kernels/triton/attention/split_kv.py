@@ -53,9 +53,9 @@ def split_range(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, TILE:
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // TILE * TILE
-    each = tl.maximum(tl.cdiv(tl.cdiv(length - first, TILE), SPLITS) * TILE, LEAST)
-    begin = first + split * each
-    return begin, tl.minimum(begin + each, length)
+    tokens = tl.maximum(tl.cdiv(tl.cdiv(length - first, TILE), SPLITS) * TILE, LEAST)
+    begin = first + split * tokens
+    return begin, tl.minimum(begin + tokens, length)
 
 
 @triton.jit

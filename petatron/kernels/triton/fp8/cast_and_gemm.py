@@ -90,11 +90,8 @@ def cast_speculative(
     x_RC: Tensor, dtype: torch.dtype, *, previous_scale: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
     x_RC = x_RC.contiguous()
-    scale, used_scale, amax = (
-        torch.empty_like(previous_scale),
-        torch.empty_like(previous_scale),
-        torch.zeros_like(previous_scale),
-    )
+    scale, used_scale = torch.empty_like(previous_scale), torch.empty_like(previous_scale)
+    amax = torch.zeros_like(previous_scale)
     out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
     options = {**out.flags, "TOP": max_exponent(dtype)}
     last, used, peak = _bits(previous_scale), _bits(used_scale), _bits(amax)
@@ -144,7 +141,7 @@ def _cast_each(x_ERC: Tensor, dtype: torch.dtype, orientation: Orientation) -> _
     x_ERC = x_ERC.contiguous()
     E, R, C = x_ERC.shape
     amax = torch.zeros((E, R + C), dtype=torch.int32, device=x_ERC.device)
-    scales = (x_ERC.new_empty((E, each), dtype=torch.float32) for each in (R, C))
+    scales = (x_ERC.new_empty((E, size), dtype=torch.float32) for size in (R, C))
     out = _Outputs.allocate(x_ERC, dtype, orientation, *scales)
     options = {**out.flags, "TOP": max_exponent(dtype), "maxnreg": _REGISTERS_LINES}
     for x, to_rows, to_columns, peaks, *bits in zip(x_ERC, *out.values, amax, *out.scale_bits, strict=True):

@@ -114,23 +114,14 @@ def _dequantize_shards(
 
 def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
     if x_N.numel():
-        _update_shard_amax[_grid(x_N.numel())](
-            x_N, amax_T.view(torch.int32), x_N.numel(), begin, columns or 1, amax_T.numel(), **_constants(columns)
-        )
+        sizes, constants = (x_N.numel(), begin, columns or 1, amax_T.numel()), _constants(columns)
+        _update_shard_amax[_grid(x_N.numel())](x_N, amax_T.view(torch.int32), *sizes, **constants)
 
 
 def quantize_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
     if x_N.numel():
-        _quantize_shard[_grid(x_N.numel())](
-            x_N,
-            scale_T.view(torch.int32),
-            out_N,
-            x_N.numel(),
-            begin,
-            columns or 1,
-            scale_T.numel(),
-            **_constants(columns),
-        )
+        sizes, constants = (x_N.numel(), begin, columns or 1, scale_T.numel()), _constants(columns)
+        _quantize_shard[_grid(x_N.numel())](x_N, scale_T.view(torch.int32), out_N, *sizes, **constants)
 
 
 def dequantize_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
@@ -138,18 +129,9 @@ def dequantize_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, col
     if not parts * length:
         return
     assert values_PN.stride(1) == out_PN.stride(1) == 1
-    _dequantize_shards[(*_grid(length), parts)](
-        values_PN,
-        scale_T,
-        out_PN,
-        length,
-        values_PN.stride(0),
-        out_PN.stride(0),
-        columns or 1,
-        scale_T.numel(),
-        LIMIT=torch.finfo(out_PN.dtype).max,
-        **_constants(columns),
-    )
+    sizes = (length, values_PN.stride(0), out_PN.stride(0), columns or 1, scale_T.numel())
+    limit = torch.finfo(out_PN.dtype).max
+    _dequantize_shards[(*_grid(length), parts)](values_PN, scale_T, out_PN, *sizes, LIMIT=limit, **_constants(columns))
 
 
 def _grid(numbers: int) -> tuple[int]:

@@ -65,23 +65,16 @@ def _store_stochastic(pointer, value, random_bits, mask):
 
 @triton.jit
 def _adamw(
-    grad_N,
-    master_N,
-    exp_avg_N,
-    exp_avg_sq_N,
-    weight_N,
-    scalars,
+    tensors,
     length,
     start,
-    lr,
-    decay,
-    one_minus_beta1,
-    one_minus_beta2,
-    eps,
+    rates,
     BLOCK: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BF16_MOMENTS: tl.constexpr,
 ):
+    grad_N, master_N, exp_avg_N, exp_avg_sq_N, weight_N, scalars = tensors
+    lr, decay, one_minus_beta1, one_minus_beta2, eps = rates
     # 64 bits: a flat buffer may have more than 2^32 elements.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < length
@@ -123,28 +116,20 @@ def adamw(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, 
     """Updates float32 master weights in place."""
     assert state.master.dtype == torch.float32 and scalars.dtype == torch.float32
     length = grad.numel()
-    whole = length - length % 16
-    for begin, end in ((0, whole), (whole, length)):
+    aligned = length - length % 16
+    for begin, end in ((0, aligned), (aligned, length)):
         if begin < end:
             _launch(grad[begin:end], state.slice_range(begin, end), scalars, rates, start + begin)
 
 
 def _launch(grad: Tensor, state: AdamState, scalars: Tensor, rates: AdamRates, start: int) -> None:
     length = grad.numel()
+    weight = state.master if state.weight is None else state.weight
     _adamw[(triton.cdiv(length, _BLOCK),)](
-        grad,
-        state.master,
-        state.exp_avg,
-        state.exp_avg_sq,
-        state.master if state.weight is None else state.weight,
-        scalars,
+        (grad, state.master, state.exp_avg, state.exp_avg_sq, weight, scalars),
         length,
         start,
-        rates.lr,
-        rates.lr * rates.weight_decay,
-        1.0 - rates.beta1,
-        1.0 - rates.beta2,
-        rates.eps,
+        (rates.lr, rates.lr * rates.weight_decay, 1.0 - rates.beta1, 1.0 - rates.beta2, rates.eps),
         BLOCK=_BLOCK,
         HAS_WEIGHT=state.weight is not None,
         BF16_MOMENTS=torch.bfloat16 in (state.exp_avg.dtype, state.exp_avg_sq.dtype),

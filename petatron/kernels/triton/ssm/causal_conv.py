@@ -41,16 +41,10 @@ def causal_conv(
     x_SBC = contiguous_rows(x_SBC)
     length, batch, channels = x_SBC.shape
     y_SBC = torch.empty(x_SBC.shape, dtype=x_SBC.dtype, device=x_SBC.device)
+    window = None if window is None else window.contiguous()
     _conv_forward[(triton.cdiv(length, _TOKENS), triton.cdiv(channels, _CHANNELS), batch)](
-        x_SBC,
-        None if window is None else window.contiguous(),
-        weight_CW.contiguous(),
-        bias_C,
-        document_numbers(starts_SB),
-        y_SBC,
-        length,
-        channels,
-        *x_SBC.stride()[:2],
+        (x_SBC, window, weight_CW.contiguous(), bias_C, document_numbers(starts_SB), y_SBC),
+        (length, channels, *x_SBC.stride()[:2]),
         TAPS=weight_CW.shape[1],
         TOKENS=_TOKENS,
         CHANNELS=_CHANNELS,
@@ -78,19 +72,10 @@ def causal_conv_backward(
     shape = (programs, batch, triton.next_power_of_2(taps + 1), channels)
     weight_bias_grads = torch.empty(shape, dtype=torch.float32, device=x_SBC.device)
     weight = weight_CW.contiguous()
+    inputs = (grad_SBC, x_SBC, None if window is None else window.contiguous(), weight, bias_C, documents)
     _preactivation_grads[(programs, triton.cdiv(channels, _CHANNELS), batch)](
-        grad_SBC,
-        x_SBC,
-        None if window is None else window.contiguous(),
-        weight,
-        bias_C,
-        documents,
-        grad_preactivation,
-        weight_bias_grads,
-        length,
-        channels,
-        *grad_SBC.stride()[:2],
-        *x_SBC.stride()[:2],
+        (*inputs, grad_preactivation, weight_bias_grads),
+        (length, channels, *grad_SBC.stride()[:2], *x_SBC.stride()[:2]),
         TAPS=taps,
         TOKENS=_GRAD_TOKENS,
         CHANNELS=_CHANNELS,
@@ -111,22 +96,10 @@ def causal_conv_backward(
 
 
 @triton.jit
-def _conv_forward(
-    x,
-    window,
-    weight,
-    bias,
-    documents,
-    y,
-    length,
-    channels,
-    x_s,
-    x_b,
-    TAPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+def _conv_forward(tensors, sizes, TAPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
     """y_t = silu(bias + sum over k < W of weight_k x_{t - W + 1 + k}) for a tile of tokens and channels."""
+    x, window, weight, bias, documents, y = tensors
+    length, channels, x_s, x_b = sizes
     b = tl.program_id(2)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -139,20 +112,8 @@ def _conv_forward(
 
 @triton.jit
 def _preactivation_grads(
-    grad_y,
-    x,
-    window,
-    weight,
-    bias,
-    documents,
-    grad_preactivation,
-    weight_bias_grads,
-    length,
-    channels,
-    grad_y_s,
-    grad_y_b,
-    x_s,
-    x_b,
+    tensors,
+    sizes,
     TAPS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -164,6 +125,8 @@ def _preactivation_grads(
     Four taps by name (x_1 is x_{t - 1}): an input that is read serves both, and the sums stay with the threads that have them until the
     end.
     """
+    grad_y, x, window, weight, bias, documents, grad_preactivation, weight_bias_grads = tensors
+    length, channels, grad_y_s, grad_y_b, x_s, x_b = sizes
     b, batch = tl.program_id(2), tl.num_programs(2)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inputs = (x, window, documents, b, length, channels, x_s, x_b)

@@ -18,9 +18,12 @@ S sequence, B batch, H value heads, P value head dim, G key heads, N key head di
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads
+from petatron.kernels.ssm.chunks import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.ssm.delta.channel_decays import decayed_qk
 from petatron.kernels.triton.ssm.delta.channel_grads import channel_grads
@@ -28,45 +31,29 @@ from petatron.kernels.triton.ssm.delta.channel_intra_chunk import channel_intra_
 from petatron.kernels.triton.ssm.delta.inter_chunk_grads import DeltaIntermediates
 from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, intra_chunk_v_new_grads
 from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
-from petatron.kernels.triton.ssm.delta.tiles import chunk_tokens, delta_chunks
+from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
+from petatron.kernels.triton.ssm.scan_tiles import chunk_tokens
 
 
-def chunk_delta_rule(
-    q_SBGN: Tensor,
-    k_SBGN: Tensor,
-    v_SBHP: Tensor,
-    g_SBHN: Tensor,
-    beta_SBH: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
     """See the reference; `chunk_size` is an upper bound."""
-    q, k, v, g = (contiguous_rows(tensor) for tensor in (q_SBGN, k_SBGN, v_SBHP, g_SBHN))
-    chunks = delta_chunks(q, k, v, g, beta_SBH, starts_SB, chunk_tokens(chunk_size, k))
+    q, k, v, g = map(contiguous_rows, delta_inputs[:4])
+    chunk = chunk_tokens(options["chunk_size"], k)
+    chunks = delta_chunks(q, k, v, g, delta_inputs[4], options.get("starts_SB"), chunk)
     decayed = decayed_qk(q, k, g, chunks)
     A, T = channel_intra_chunk(q, k, chunks)
-    states, v_new, final_state = chunk_states(k, v, T, chunks, initial_state, decayed)
+    states, v_new, final_state = chunk_states(k, v, T, chunks, options.get("initial_state"), decayed)
     return chunk_outputs(q, k, v_new, states, chunks, decayed, A), final_state
 
 
 def chunk_delta_rule_backward(
-    grad_o_SBHP: Tensor,
-    grad_final_state: Tensor | None,
-    q_SBGN: Tensor,
-    k_SBGN: Tensor,
-    v_SBHP: Tensor,
-    g_SBHN: Tensor,
-    beta_SBH: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
+    grad_o_SBHP: Tensor, grad_final_state: Tensor | None, *delta_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> DeltaGrads:
     """See the reference; `chunk_size` is an upper bound."""
-    grad_o, q, k, v, g = (contiguous_rows(tensor) for tensor in (grad_o_SBHP, q_SBGN, k_SBGN, v_SBHP, g_SBHN))
-    chunks = delta_chunks(q, k, v, g, beta_SBH, starts_SB, chunk_tokens(chunk_size, k))
+    initial_state = options.get("initial_state")
+    grad_o, q, k, v, g = map(contiguous_rows, (grad_o_SBHP, *delta_inputs[:4]))
+    chunk = chunk_tokens(options["chunk_size"], k)
+    chunks = delta_chunks(q, k, v, g, delta_inputs[4], options.get("starts_SB"), chunk)
     decayed = decayed_qk(q, k, g, chunks)
     A, T = channel_intra_chunk(q, k, chunks)
     states, v_new, _ = chunk_states(k, v, T, chunks, initial_state, decayed)
@@ -76,6 +63,6 @@ def chunk_delta_rule_backward(
     )
     intermediates = DeltaIntermediates(states, grad_states, v_new, grad_rhs)
     return (
-        *channel_grads(grad_o, q, k, v, g_SBHN, beta_SBH, intermediates, chunks),
+        *channel_grads(grad_o, q, k, v, *delta_inputs[3:], intermediates, chunks),
         None if initial_state is None else grad_initial_state.to(initial_state.dtype),
     )

@@ -5,7 +5,7 @@ no result but by rounding, so the kernels take their own: a longer one means few
 
 - Sequential (`sequential_scan.py`, `sequential_scan_grads.py`): a program has one head of one sequence, and its state never leaves
   the chip, but in backward. For at least so many heads and sequences that every multiprocessor has some, and for states that fit
-  into registers.
+  into registers: there both passes take 2.6 ms, with all chunks at once 3.6 (docs/performance-log.md, entry 16).
 - All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): chunk states and state passing first, then the chunk scan, or
   the gradients, of all chunks.
 
@@ -25,15 +25,18 @@ S sequence, B batch, H heads, P head dim, G groups, N state dim.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_scan import ScanGrads
+from petatron.kernels.ssm.chunks import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.ssm.scan_grads import chunk_grads
 from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
-from petatron.kernels.triton.ssm.scan_tiles import chunk_cumsum
+from petatron.kernels.triton.ssm.scan_tiles import chunk_cumsum, chunk_tokens
 from petatron.kernels.triton.ssm.sequential_scan import (
     MAX_HEAD_DIM,
     MAX_STATE_DIM,
@@ -43,30 +46,18 @@ from petatron.kernels.triton.ssm.sequential_scan import (
 )
 from petatron.kernels.triton.ssm.sequential_scan_grads import B_C_D_grads, dt_A_grads
 
-_CHUNK_SIZE = 64
-_WIDE_STATE = 128
-"""A state of more columns leaves fewer registers for a chunk."""
 _MIN_PROGRAMS = 256
 """Sequences times heads from which on each is one program: two for every multiprocessor of an H100 or H200."""
 _ALIGNED_BYTES = 16
 _HOPPER = (9, 0)
 
 
-def chunk_scan(
-    x_SBHP: Tensor,
-    dt_SBH: Tensor,
-    A_H: Tensor,
-    B_SBGN: Tensor,
-    C_SBGN: Tensor,
-    D_H: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def chunk_scan(*scan_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
     """See the reference; `chunk_size` is an upper bound."""
+    x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, D_H = scan_inputs
+    initial_state = options.get("initial_state")
     x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
-    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk_size(chunk_size, B))
+    decays = chunk_cumsum(dt_SBH, A_H, options.get("starts_SB"), chunk_tokens(options["chunk_size"], B))
     if _is_sequential(x, B, C):
         return scan_forward(x, B, C, D_H, decays, initial_state)
     states, final_state = chunk_states(x, B, decays, initial_state, reverse=False)
@@ -74,22 +65,13 @@ def chunk_scan(
 
 
 def chunk_scan_backward(
-    grad_y_SBHP: Tensor,
-    grad_final_state: Tensor | None,
-    x_SBHP: Tensor,
-    dt_SBH: Tensor,
-    A_H: Tensor,
-    B_SBGN: Tensor,
-    C_SBGN: Tensor,
-    D_H: Tensor,
-    *,
-    chunk_size: int,
-    starts_SB: Tensor | None = None,
-    initial_state: Tensor | None = None,
+    grad_y_SBHP: Tensor, grad_final_state: Tensor | None, *scan_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> ScanGrads:
     """See the reference; `chunk_size` is an upper bound."""
+    x_SBHP, dt_SBH, A_H, B_SBGN, C_SBGN, D_H = scan_inputs
+    initial_state = options.get("initial_state")
     x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
-    decays = chunk_cumsum(dt_SBH, A_H, starts_SB, _chunk_size(chunk_size, B))
+    decays = chunk_cumsum(dt_SBH, A_H, options.get("starts_SB"), chunk_tokens(options["chunk_size"], B))
     if _is_sequential(x, B, C, grad_y):
         states = sequential_states(x, B, D_H, decays, initial_state)
         grad_x, grad_states, grad_initial_state = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
@@ -133,11 +115,3 @@ def _fits_sequential_scan(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bo
 def _aligned(tensor: Tensor) -> bool:
     strides = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
     return all(offset % _ALIGNED_BYTES == 0 for offset in (tensor.data_ptr(), *strides))
-
-
-def _chunk_size(limit: int, B_SBGN: Tensor) -> int:
-    """Returns the tokens of a chunk: a power of two of at least 16, the fewest rows of a GEMM."""
-    tokens = _CHUNK_SIZE
-    if B_SBGN.shape[3] > _WIDE_STATE or B_SBGN.dtype == torch.float32:
-        tokens //= 2
-    return max(1 << min(tokens, limit).bit_length() - 1, 16)

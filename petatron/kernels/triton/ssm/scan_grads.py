@@ -26,9 +26,9 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     decay_matrix,
     document_before,
     document_of,
-    dot_precision,
     load_rows,
     num_head_parts,
+    scan_constants,
     state_offsets,
 )
 
@@ -62,61 +62,23 @@ def chunk_grads(
     grad_B, grad_C = (new(head_parts, length, batch, groups, state_dim) for _ in range(2))
     grid = (num_chunks * head_parts, groups, batch)
     sizes = (length, num_chunks, heads, heads // groups // head_parts, head_dim, state_dim)
-    constants = {
-        "HEAD_PARTS": head_parts,
-        "CHUNK": decays.chunk_size,
-        "HEAD_DIM": triton.next_power_of_2(max(head_dim, 16)),
-        "STATE_DIM": triton.next_power_of_2(max(state_dim, 16)),
-        "PRECISION": dot_precision(x_SBHP),
-    }
+    constants = scan_constants(decays, x_SBHP, B_SBGN, head_parts)
     inputs = (grad_y_SBHP, x_SBHP, B_SBGN, C_SBGN)
     strides = tuple(tensor.stride()[:3] for tensor in inputs)
-    by_token = (decays.dt, decays.dA_cumsum, decays.documents)
     group_grads = (grad_B, grad_C, grad_B.stride()[:4])
-    _CB_grads[grid](
-        inputs, strides, by_token, grad_dA_cumsum, group_grads, sizes, **constants, num_warps=4, num_stages=3
-    )
-    _C_grads[grid](
-        inputs,
-        strides,
-        by_token,
-        grad_dA_cumsum,
-        group_grads,
-        (states, grad_states),
-        dh_dot_h,
-        sizes,
-        **constants,
-        num_warps=4,
-        num_stages=3,
-    )
+    shared = (inputs, strides, decays.by_token, grad_dA_cumsum, group_grads)
+    _CB_grads[grid](*shared, sizes, **constants, num_warps=4, num_stages=3)
+    _C_grads[grid](*shared, (states, grad_states), dh_dot_h, sizes, **constants, num_warps=4, num_stages=3)
+    grads = (grad_x, grad_dt, grad_A, grad_D)
     _x_dt_B_grads[grid](
-        inputs,
-        strides,
-        by_token,
-        grad_dA_cumsum,
-        group_grads,
-        grad_states,
-        dh_dot_h,
-        (A_H, D_H),
-        (grad_x, grad_dt, grad_A, grad_D),
-        grad_x.stride()[:3],
-        sizes,
+        *shared,
+        *(grad_states, dh_dot_h, (A_H, D_H), grads, grad_x.stride()[:3], sizes),
         **constants,
         num_warps=4,
         num_stages=1,
     )
-    return (
-        grad_x,
-        grad_dt,
-        grad_A.sum(dim=(0, 1)),
-        _sum_head_parts(grad_B),
-        _sum_head_parts(grad_C),
-        grad_D.sum(dim=(0, 1)),
-    )
-
-
-def _sum_head_parts(grads: Tensor) -> Tensor:
-    return grads[0] if len(grads) == 1 else grads.sum(dim=0)
+    grad_B, grad_C = (grad[0] if head_parts == 1 else grad.sum(dim=0) for grad in (grad_B, grad_C))
+    return grad_x, grad_dt, grad_A.sum(dim=(0, 1)), grad_B, grad_C, grad_D.sum(dim=(0, 1))
 
 
 @triton.jit

@@ -18,9 +18,9 @@ from petatron.kernels.triton.ssm.scan_tiles import (
     decay_matrix,
     document_before,
     document_of,
-    dot_precision,
     load_rows,
     num_head_parts,
+    scan_constants,
     state_offsets,
 )
 
@@ -36,31 +36,14 @@ def chunk_outputs(
     groups, state_dim = B_SBGN.shape[2:]
     y_SBHP = torch.empty(x_SBHP.shape, dtype=x_SBHP.dtype, device=x_SBHP.device)
     head_parts = num_head_parts(heads // groups, programs=decays.num_chunks * batch * groups, wanted=_PROGRAMS)
+    tensors = (x_SBHP, B_SBGN, C_SBGN, D_H)
     _chunk_outputs[(decays.num_chunks * head_parts, groups, batch)](
-        x_SBHP,
-        B_SBGN,
-        C_SBGN,
-        D_H,
-        decays.dt,
-        decays.dA_cumsum,
-        decays.documents,
-        states,
-        y_SBHP,
-        length,
-        decays.num_chunks,
-        heads,
-        heads // groups // head_parts,
-        head_dim,
-        state_dim,
-        x_SBHP.stride()[:3],
-        B_SBGN.stride()[:3],
-        C_SBGN.stride()[:3],
-        y_SBHP.stride()[:3],
-        HEAD_PARTS=head_parts,
-        CHUNK=decays.chunk_size,
-        HEAD_DIM=triton.next_power_of_2(max(head_dim, 16)),
-        STATE_DIM=triton.next_power_of_2(max(state_dim, 16)),
-        PRECISION=dot_precision(x_SBHP),
+        tensors,
+        decays.by_token,
+        (states, y_SBHP),
+        (length, decays.num_chunks, heads, heads // groups // head_parts, head_dim, state_dim),
+        tuple(tensor.stride()[:3] for tensor in (*tensors[:3], y_SBHP)),
+        **scan_constants(decays, x_SBHP, B_SBGN, head_parts),
         num_warps=8 if decays.chunk_size > 64 else 4,
         num_stages=3,
     )
@@ -69,25 +52,11 @@ def chunk_outputs(
 
 @triton.jit
 def _chunk_outputs(
-    x,
-    B,
-    C,
-    D,
-    dt,
-    dA_cumsum,
-    documents,
-    states,
-    y,
-    length,
-    num_chunks,
-    heads,
-    heads_per_part,
-    head_dim,
-    state_dim,
-    x_strides,
-    B_strides,
-    C_strides,
-    y_strides,
+    tensors,
+    by_token,
+    states_and_y,
+    sizes,
+    strides,
     HEAD_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -97,6 +66,11 @@ def _chunk_outputs(
     """y = exp(s) C h^T + (L * CB * dt) x + D x for one chunk and some heads of a group."""
     chunk, head_part = tl.program_id(0) // HEAD_PARTS, tl.program_id(0) % HEAD_PARTS
     group, b = tl.program_id(1), tl.program_id(2)
+    x, B, C, D = tensors
+    dt, dA_cumsum, documents = by_token
+    states, y = states_and_y
+    length, num_chunks, heads, heads_per_part, head_dim, state_dim = sizes
+    x_strides, B_strides, C_strides, y_strides = strides
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     C_tile = load_rows(C, C_strides, token, b, group, state_dim, length, STATE_DIM)
     B_tile = load_rows(B, B_strides, token, b, group, state_dim, length, STATE_DIM)

@@ -46,22 +46,11 @@ def chunk_states(
     columns = min(_COLUMNS, triton.next_power_of_2(max(state_dim, 16)))
     grid = (batch * heads, triton.cdiv(state_dim, columns))
     _chunk_states[grid](
-        x_or_dy_SBHP,
-        B_or_C_SBGN,
-        decays.dt,
-        decays.dA_cumsum,
-        decays.documents,
-        None if initial_state is None else initial_state.contiguous(),
-        states,
-        final_state,
-        length,
-        decays.num_chunks,
-        heads,
-        heads // groups,
-        head_dim,
-        state_dim,
-        x_or_dy_SBHP.stride()[:3],
-        B_or_C_SBGN.stride()[:3],
+        (x_or_dy_SBHP, B_or_C_SBGN),
+        decays.by_token,
+        (None if initial_state is None else initial_state.contiguous(), states, final_state),
+        (length, decays.num_chunks, heads, heads // groups, head_dim, state_dim),
+        (x_or_dy_SBHP.stride()[:3], B_or_C_SBGN.stride()[:3]),
         CHUNK=decays.chunk_size,
         HEAD_DIM=triton.next_power_of_2(max(head_dim, 16)),
         COLUMNS=columns,
@@ -75,22 +64,11 @@ def chunk_states(
 
 @triton.jit
 def _chunk_states(
-    x_or_dy,
-    B_or_C,
-    dt,
-    dA_cumsum,
-    documents,
-    initial_state,
-    states,
-    final_state,
-    length,
-    num_chunks,
-    heads,
-    heads_per_group,
-    head_dim,
-    state_dim,
-    x_or_dy_strides,
-    B_or_C_strides,
+    tensors,
+    by_token,
+    all_states,
+    sizes,
+    strides,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -98,6 +76,10 @@ def _chunk_states(
     PRECISION: tl.constexpr,
 ):
     """h = exp(s_Q) h + (exp(s_Q - s) dt x)^T B over the chunks; REVERSE: dh = exp(s_Q) dh + (exp(s) dy)^T C from the last on."""
+    x_or_dy, B_or_C = tensors
+    dt, dA_cumsum, documents = by_token
+    initial_state, states, final_state = all_states
+    length, num_chunks, heads, heads_per_group, head_dim, state_dim = sizes
     b, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     first_column = tl.program_id(1) * COLUMNS
     offsets, mask = state_offsets(head_dim, state_dim, HEAD_DIM, COLUMNS)
@@ -113,17 +95,9 @@ def _chunk_states(
         chunk_offsets = ((b.to(tl.int64) * num_chunks + chunk) * heads + head) * state_size + offsets
         tl.store(states + chunk_offsets, state.to(states.dtype.element_ty), mask=mask)
         token = chunk * CHUNK + tl.arange(0, CHUNK)
-        x_tile = load_rows(x_or_dy, x_or_dy_strides, token, b, head, head_dim, length, HEAD_DIM)
-        B_tile = load_rows(
-            B_or_C + first_column,
-            B_or_C_strides,
-            token,
-            b,
-            head // heads_per_group,
-            state_dim - first_column,
-            length,
-            COLUMNS,
-        )
+        x_tile = load_rows(x_or_dy, strides[0], token, b, head, head_dim, length, HEAD_DIM)
+        B_columns, width, group = B_or_C + first_column, state_dim - first_column, head // heads_per_group
+        B_tile = load_rows(B_columns, strides[1], token, b, group, width, length, COLUMNS)
         dA_cs = tl.load(dA_cumsum + row_base + token)
         dA_cs_last = tl.load(dA_cumsum + row_base + chunk * CHUNK + CHUNK - 1)
         decay, chunk_decay = _state_decays(dA_cs, dA_cs_last, documents, token, chunk, b, length, CHUNK, REVERSE)

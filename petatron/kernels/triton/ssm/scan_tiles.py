@@ -22,7 +22,7 @@ decays a state nor adds to it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,6 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS = 16
+_CHUNK = 64
+_WIDE_STATE = 128
+"""A wider state leaves fewer registers for a chunk."""
 
 
 class ChunkDecays(NamedTuple):
@@ -44,6 +47,11 @@ class ChunkDecays(NamedTuple):
     def num_chunks(self) -> int:
         return self.dA_cumsum.shape[-1] // self.chunk_size
 
+    @property
+    def by_token(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What kernels take as `by_token`: dt, dA_cumsum, documents."""
+        return self.dt, self.dA_cumsum, self.documents
+
 
 def chunk_cumsum(dt_SBH: Tensor, A_H: Tensor, starts_SB: Tensor | None, chunk_size: int) -> ChunkDecays:
     """Returns dt and the cumulative sum of dt A inside each chunk, in rows of tokens."""
@@ -54,6 +62,17 @@ def chunk_cumsum(dt_SBH: Tensor, A_H: Tensor, starts_SB: Tensor | None, chunk_si
     grid = (num_chunks, batch, triton.cdiv(heads, _HEADS))
     _chunk_cumsum[grid](dt_SBH, A_H, dt, dA_cumsum, length, heads, *dt_SBH.stride(), CHUNK=chunk_size, HEADS=_HEADS)
     return ChunkDecays(dt, dA_cumsum, document_numbers(starts_SB), chunk_size)
+
+
+def scan_constants(decays: ChunkDecays, x_SBHP: Tensor, B_SBGN: Tensor, head_parts: int) -> dict[str, Any]:
+    """Returns the sizes of the tiles of kernels that have some heads of a group, and how their GEMMs are done."""
+    return {
+        "HEAD_PARTS": head_parts,
+        "CHUNK": decays.chunk_size,
+        "HEAD_DIM": triton.next_power_of_2(max(x_SBHP.shape[3], 16)),
+        "STATE_DIM": triton.next_power_of_2(max(B_SBGN.shape[3], 16)),
+        "PRECISION": dot_precision(x_SBHP),
+    }
 
 
 def document_numbers(starts_SB: Tensor | None) -> Tensor | None:
@@ -70,6 +89,14 @@ def num_head_parts(heads: int, *, programs: int, wanted: int) -> int:
     return next(
         parts for parts in range(1, heads + 1) if heads % parts == 0 and (parts * programs >= wanted or parts == heads)
     )
+
+
+def chunk_tokens(limit: int, k_SBGN: Tensor) -> int:
+    """Returns the tokens of a chunk: a power of two from 16, the fewest rows of a GEMM, to what registers allow."""
+    tokens = _CHUNK
+    if k_SBGN.shape[3] > _WIDE_STATE or k_SBGN.dtype == torch.float32:
+        tokens //= 2
+    return max(1 << min(tokens, limit).bit_length() - 1, 16)
 
 
 def dot_precision(x: Tensor) -> str:
@@ -122,6 +149,16 @@ def document_before(documents, chunk, b, length, CHUNK: tl.constexpr):
 def document_of(documents, token, b, length):
     """Returns the documents of tokens; padding has the last token's."""
     return tl.load(documents + b * length + tl.minimum(token, length - 1))
+
+
+@triton.jit
+def causal_pairs(documents, token, b, length, CHUNK: tl.constexpr):
+    """Returns which pairs of a chunk's tokens [i, j] have j <= i, of one document."""
+    causal = tl.arange(0, CHUNK)[None, :] <= tl.arange(0, CHUNK)[:, None]
+    if documents is not None:
+        document = document_of(documents, token, b, length)
+        causal = causal & (document[:, None] == document[None, :])
+    return causal
 
 
 @triton.jit

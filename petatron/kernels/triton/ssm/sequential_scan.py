@@ -88,14 +88,9 @@ def chunk_CB(C_or_B_SBGN: Tensor, B_or_C_SBGN: Tensor, decays: ChunkDecays, *, r
     shape = (batch, num_chunks, groups, chunk_size, chunk_size)
     CB = torch.empty(shape, dtype=B_or_C_SBGN.dtype, device=B_or_C_SBGN.device)
     _chunk_CB[(num_chunks, groups, batch)](
-        C_or_B_SBGN,
-        B_or_C_SBGN,
-        CB,
-        decays.documents,
-        length,
-        state_dim,
-        C_or_B_SBGN.stride()[:3],
-        B_or_C_SBGN.stride()[:3],
+        (C_or_B_SBGN, B_or_C_SBGN, CB, decays.documents),
+        (length, state_dim),
+        (C_or_B_SBGN.stride()[:3], B_or_C_SBGN.stride()[:3]),
         CHUNK=chunk_size,
         STATE_DIM=state_dim,
         REVERSE=reverse,
@@ -106,14 +101,9 @@ def chunk_CB(C_or_B_SBGN: Tensor, B_or_C_SBGN: Tensor, decays: ChunkDecays, *, r
 
 @triton.jit
 def _chunk_CB(
-    C_or_B,
-    B_or_C,
-    CB,
-    documents,
-    length,
-    state_dim,
-    C_or_B_strides,
-    B_or_C_strides,
+    tensors,
+    sizes,
+    strides,
     CHUNK: tl.constexpr,
     STATE_DIM: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -121,9 +111,11 @@ def _chunk_CB(
 ):
     """CB_ij = C_i . B_j for j <= i of one document, else 0; REVERSE: its transpose."""
     chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    C_or_B, B_or_C, CB, documents = tensors
+    length, state_dim = sizes
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    C_tile = load_rows(C_or_B, C_or_B_strides, token, b, group, state_dim, length, STATE_DIM)
-    B_tile = load_rows(B_or_C, B_or_C_strides, token, b, group, state_dim, length, STATE_DIM)
+    C_tile = load_rows(C_or_B, strides[0], token, b, group, state_dim, length, STATE_DIM)
+    B_tile = load_rows(B_or_C, strides[1], token, b, group, state_dim, length, STATE_DIM)
     CB_tile = tl.dot(C_tile, tl.trans(B_tile), input_precision=PRECISION)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     causal = row <= column if REVERSE else column <= row
@@ -176,16 +168,11 @@ def _launch(
         None if CB is None else TensorDescriptor.from_tensor(CB.view(-1, chunk_size), [chunk_size, chunk_size]),
         None if y_or_dx is None else row_descriptor(y_or_dx, chunk_size),
         states,
-        decays.dt,
-        decays.dA_cumsum,
-        decays.documents,
+        decays.by_token,
         D_H,
         None if initial_state is None else state_descriptor(initial_state.float().mT.contiguous(), state_dim),
         state_descriptor(final_state, state_dim),
-        length,
-        decays.num_chunks,
-        heads,
-        heads // groups,
+        (length, decays.num_chunks, heads, heads // groups),
         CHUNK=chunk_size,
         HEAD_DIM=head_dim,
         STATE_DIM=state_dim,
@@ -205,16 +192,11 @@ def _sequential_scan(
     CB,
     y_or_dx,
     states,
-    dt,
-    dA_cumsum,
-    documents,
+    by_token,
     D,
     initial_state,
     final_state,
-    length,
-    num_chunks,
-    heads,
-    heads_per_group,
+    sizes,
     CHUNK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     STATE_DIM: tl.constexpr,
@@ -225,6 +207,8 @@ def _sequential_scan(
 
     REVERSE: dx = exp(s_Q - s) dt B dh + dt (L * CB)^T dy + D dy,  dh = exp(s_Q) dh + C^T (exp(s) dy)  from the last chunk on.
     """
+    dt, dA_cumsum, documents = by_token
+    length, num_chunks, heads, heads_per_group = sizes
     b, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     group = head // heads_per_group
     state = tl.zeros((STATE_DIM, HEAD_DIM), dtype=tl.float32)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from petatron.kernels.triton.ssm.scan_tiles import (
     ChunkDecays,
+    causal_pairs,
     document_before,
     document_of,
     dot_precision,
@@ -94,11 +95,8 @@ def B_C_D_grads(
     _intra_chunk_grads[(num_chunks * head_parts, groups, batch)](
         *descriptors,
         *B_and_C,
-        (decays.dt, decays.dA_cumsum, decays.documents),
-        cumsum_grads.intra_chunk,
-        grad_D,
-        intra_chunk_B,
-        intra_chunk_C,
+        decays.by_token,
+        (cumsum_grads.intra_chunk, grad_D, intra_chunk_B, intra_chunk_C),
         sizes,
         STATE_DIM=state_dim,
         **constants,
@@ -110,13 +108,8 @@ def B_C_D_grads(
         state_descriptor(states, state_rows),
         state_descriptor(grad_states, state_rows),
         *B_and_C,
-        (decays.dt, decays.dA_cumsum, decays.documents),
-        cumsum_grads.inter_chunk,
-        cumsum_grads.dh_dot_h,
-        intra_chunk_B,
-        intra_chunk_C,
-        grad_B,
-        grad_C,
+        decays.by_token,
+        (cumsum_grads.inter_chunk, cumsum_grads.dh_dot_h, intra_chunk_B, intra_chunk_C, grad_B, grad_C),
         sizes,
         STATE_ROWS=state_rows,
         STATE_PARTS=state_parts,
@@ -137,10 +130,7 @@ def _intra_chunk_grads(
     B_strides,
     C_strides,
     by_token,
-    grad_dA_cumsum,
-    grad_D,
-    grad_B,
-    grad_C,
+    grads,
     sizes,
     HEAD_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -155,16 +145,14 @@ def _intra_chunk_grads(
     chunk, head_part = tl.program_id(0) // HEAD_PARTS, tl.program_id(0) % HEAD_PARTS
     group, b = tl.program_id(1), tl.program_id(2)
     dt, dA_cumsum, documents = by_token
+    grad_dA_cumsum, grad_D, grad_B, grad_C = grads
     length, num_chunks, batch, groups, heads, heads_per_part, state_dim = sizes
     first_token = chunk * CHUNK
     token = first_token + tl.arange(0, CHUNK)
     C_tile = load_rows(C, C_strides, token, b, group, state_dim, length, STATE_DIM)
     B_tile = load_rows(B, B_strides, token, b, group, state_dim, length, STATE_DIM)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    causal = column <= row
-    if documents is not None:
-        document = document_of(documents, token, b, length)
-        causal = causal & (document[:, None] == document[None, :])
+    causal = causal_pairs(documents, token, b, length, CHUNK)
     CB = tl.where(causal, tl.dot(C_tile, tl.trans(B_tile), input_precision=PRECISION), 0.0)
     dCB = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     first_head = (group * HEAD_PARTS + head_part) * heads_per_part
@@ -182,11 +170,7 @@ def _intra_chunk_grads(
         dCB += head_dCB
         tl.store(grad_dA_cumsum + offsets, tl.sum(head_dCB * CB, axis=1))
     # The decays above have no mask: it was in CB, and the sum over heads is masked here.
-    causal_again = tl.arange(0, CHUNK)[None, :] <= tl.arange(0, CHUNK)[:, None]
-    if documents is not None:
-        document = document_of(documents, token, b, length)
-        causal_again = causal_again & (document[:, None] == document[None, :])
-    rounded_dCB = tl.where(causal_again, dCB, 0.0).to(C_tile.dtype)
+    rounded_dCB = tl.where(causal_pairs(documents, token, b, length, CHUNK), dCB, 0.0).to(C_tile.dtype)
     n = tl.arange(0, STATE_DIM)[None, :]
     offsets = (((head_part * length + token.to(tl.int64)) * batch + b) * groups + group)[:, None] * state_dim + n
     mask = (token < length)[:, None] & (n < state_dim)
@@ -205,12 +189,7 @@ def _inter_chunk_grads(
     B_strides,
     C_strides,
     by_token,
-    grad_dA_cumsum,
-    dh_dot_h,
-    intra_chunk_B,
-    intra_chunk_C,
-    grad_B,
-    grad_C,
+    grads,
     sizes,
     HEAD_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -227,6 +206,7 @@ def _inter_chunk_grads(
     chunk, head_part = chunk_and_head_part // HEAD_PARTS, chunk_and_head_part % HEAD_PARTS
     group, b = tl.program_id(1), tl.program_id(2)
     dt, dA_cumsum, documents = by_token
+    grad_dA_cumsum, dh_dot_h, intra_chunk_B, intra_chunk_C, grad_B, grad_C = grads
     length, num_chunks, batch, groups, heads, heads_per_part, state_dim = sizes
     first_token = chunk * CHUNK
     token = first_token + tl.arange(0, CHUNK)
@@ -280,14 +260,10 @@ def dt_A_grads(A_H: Tensor, decays: ChunkDecays, cumsum_grads: CumsumGrads, *, l
     grad_A = torch.empty((num_chunks, batch, heads), dtype=torch.float32, device=A_H.device)
     _dt_A_grads[(num_chunks, batch, triton.cdiv(heads, _HEADS))](
         A_H,
-        decays.dt,
-        decays.dA_cumsum,
-        decays.documents,
-        *cumsum_grads,
-        grad_dt,
-        grad_A,
-        length,
-        heads,
+        decays.by_token,
+        tuple(cumsum_grads),
+        (grad_dt, grad_A),
+        (length, heads),
         STATE_PARTS=len(cumsum_grads.dh_dot_h),
         CHUNK=decays.chunk_size,
         HEADS=_HEADS,
@@ -298,16 +274,10 @@ def dt_A_grads(A_H: Tensor, decays: ChunkDecays, cumsum_grads: CumsumGrads, *, l
 @triton.jit
 def _dt_A_grads(
     A,
-    dt,
-    dA_cumsum,
-    documents,
-    intra_chunk,
-    inter_chunk,
-    dh_dot_h,
-    grad_dt,
-    grad_A,
-    length,
-    heads,
+    by_token,
+    cumsum_grads,
+    grads,
+    sizes,
     STATE_PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -317,6 +287,10 @@ def _dt_A_grads(
     ddA_cs = sums at i less dt times sums at j; at Q, plus dt times the inter-chunk sums at j, and chunk_decay <dh, h>.
     """
     chunk, b, num_chunks, batch = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    dt, dA_cumsum, documents = by_token
+    intra_chunk, inter_chunk, dh_dot_h = cumsum_grads
+    grad_dt, grad_A = grads
+    length, heads = sizes
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = (head < heads)[:, None]

@@ -22,12 +22,7 @@ def conv_step(x_BC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, windows
     count, channels = x.shape
     y = torch.empty((count, channels), dtype=x.dtype, device=x.device)
     _conv_step[(triton.cdiv(channels, _CHANNELS), count)](
-        x,
-        weight_CW.contiguous(),
-        bias_C,
-        windows,
-        slots_B,
-        y,
+        (x, weight_CW.contiguous(), bias_C, windows, slots_B, y),
         channels,
         x.stride(0),
         TAPS=weight_CW.shape[1],
@@ -39,20 +34,9 @@ def conv_step(x_BC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, windows
 
 
 @triton.jit
-def _conv_step(
-    x,
-    weight,
-    bias,
-    windows,
-    slots,
-    y,
-    channels,
-    x_stride,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
+def _conv_step(tensors, channels, x_stride, TAPS: tl.constexpr, CHANNELS: tl.constexpr, USE_PDL: tl.constexpr):
     """y = silu(bias + sum over k < W of weight_k token_k), with the last token x and the others the window, which moves on by one."""
+    x, weight, bias, windows, slots, y = tensors
     pdl_wait_and_trigger(USE_PDL)
     sequence = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)

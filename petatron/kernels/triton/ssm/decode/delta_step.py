@@ -26,29 +26,16 @@ def delta_step(
     q_BGN: Tensor, k_BGN: Tensor, v_BHP: Tensor, gates: DeltaGateInputs, *, states: Tensor, slots_B: Tensor
 ) -> Tensor:
     """See the reference."""
-    q, k, v, b, a = (contiguous_tokens(each) for each in (q_BGN, k_BGN, v_BHP, gates.b_BH, gates.a))
+    q, k, v, b, a = map(contiguous_tokens, (q_BGN, k_BGN, v_BHP, gates.b_BH, gates.a))
     count, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[1:]
     o = torch.empty((count, heads, value_dim), dtype=v.dtype, device=v.device)
     channels = min(_CHANNELS, triton.next_power_of_2(value_dim))
     _delta_step[(triton.cdiv(value_dim, channels), heads, count)](
-        q,
-        k,
-        v,
-        b,
-        a,
-        gates.A_log_H,
-        gates.dt_bias,
-        states,
-        slots_B,
-        o,
+        (q, k, v, b, a, gates.A_log_H, gates.dt_bias, states, slots_B, o),
         query_scale(key_dim),
         L2_EPS,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        b.stride(0),
-        a.stride(0),
+        tuple(tensor.stride(0) for tensor in (q, k, v, b, a)),
         HEADS_PER_KEY=heads // key_heads,
         KEY_DIM=key_dim,
         ROWS=triton.next_power_of_2(key_dim),
@@ -63,23 +50,10 @@ def delta_step(
 
 @triton.jit
 def _delta_step(
-    q,
-    k,
-    v,
-    b,
-    a,
-    A_log,
-    dt_bias,
-    states,
-    slots,
-    o,
+    tensors,
     q_scale,
     eps,
-    q_stride,
-    k_stride,
-    v_stride,
-    b_stride,
-    a_stride,
+    strides,
     HEADS_PER_KEY: tl.constexpr,
     KEY_DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -89,6 +63,8 @@ def _delta_step(
     USE_PDL: tl.constexpr,
 ):
     """S' = exp(g) S + beta k (v - (exp(g) S)^T k)^T, o = S'^T q for some columns of one head's state S."""
+    q, k, v, b, a, A_log, dt_bias, states, slots, o = tensors
+    q_stride, k_stride, v_stride, b_stride, a_stride = strides
     pdl_wait_and_trigger(USE_PDL)
     head, num_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     row, channel = tl.arange(0, ROWS), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)

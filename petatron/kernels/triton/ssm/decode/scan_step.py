@@ -25,25 +25,15 @@ def scan_step(
     x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor, heads: ScanParams, *, states: Tensor, slots_B: Tensor
 ) -> Tensor:
     """See the reference."""
-    x, dt, B, C = (contiguous_tokens(each) for each in (x_BHP, dt_BH, B_BGN, C_BGN))
+    x, dt, B, C = map(contiguous_tokens, (x_BHP, dt_BH, B_BGN, C_BGN))
     count, num_heads, head_dim = x.shape
     groups, state_dim = B.shape[1:]
     y = torch.empty((count, num_heads, head_dim), dtype=x.dtype, device=x.device)
     columns = triton.next_power_of_2(state_dim)
     rows = min(triton.next_power_of_2(head_dim), max(_ELEMENTS // columns, 1))
     _scan_step[(triton.cdiv(head_dim, rows), num_heads, count)](
-        x,
-        dt,
-        B,
-        C,
-        *heads,
-        states,
-        slots_B,
-        y,
-        x.stride(0),
-        dt.stride(0),
-        B.stride(0),
-        C.stride(0),
+        (x, dt, B, C, *heads, states, slots_B, y),
+        tuple(tensor.stride(0) for tensor in (x, dt, B, C)),
         HEADS_PER_GROUP=num_heads // groups,
         HEAD_DIM=head_dim,
         ROWS=rows,
@@ -57,20 +47,8 @@ def scan_step(
 
 @triton.jit
 def _scan_step(
-    x,
-    dt,
-    B,
-    C,
-    A_log,
-    dt_bias,
-    D,
-    states,
-    slots,
-    y,
-    x_stride,
-    dt_stride,
-    B_stride,
-    C_stride,
+    tensors,
+    strides,
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -79,6 +57,8 @@ def _scan_step(
     USE_PDL: tl.constexpr,
 ):
     """h' = exp(dt A) h + dt x B^T,  y = h' C + D x,  with dt = softplus(dt + dt_bias) and A = -exp(A_log), for some rows of a state."""
+    x, dt, B, C, A_log, dt_bias, D, states, slots, y = tensors
+    x_stride, dt_stride, B_stride, C_stride = strides
     pdl_wait_and_trigger(USE_PDL)
     head, num_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)

@@ -172,12 +172,12 @@ def _channel_inter_chunk_grads(
         writes_state = document == document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
     beta_grad = tl.zeros((CHUNK,), dtype=tl.float32)
     for begin in range(0, key_dim, CHANNELS):
-        query, key = _normalized_qk(tensors, strides, gates, begin, head, chunk, b, sizes, CHUNK, CHANNELS, PRECISION)
+        query, key = _normalized_qk(tensors, strides, gates, begin, (head, chunk, b), sizes, CHUNK, CHANNELS, PRECISION)
         s = load_g_cumsum(g_cumsum, tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
         last_row = tl.full((1,), CHUNK - 1, tl.int32)
         s_end = load_g_cumsum(g_cumsum, last_row, begin, head, chunk, b, sizes, CHUNK, CHANNELS)
         q_from_start_grad, k_from_start_grad, k_to_end_grad, chunk_decay_grad = _state_gemms(
-            tensors, strides, states, begin, head, chunk, b, sizes, CHUNK, CHANNELS, COLUMNS, PRECISION
+            tensors, strides, states, begin, (head, chunk, b), sizes, CHUNK, CHANNELS, COLUMNS, PRECISION
         )
         from_start, to_end = tl.exp2(s), tl.exp2(s_end - s)
         if documents is not None:
@@ -239,7 +239,7 @@ def _channel_intra_chunk_grads(
     Y_weights = (L_grad + tl.trans(A_grad)).to(dtype)
     beta_grad += tl.load(partial_beta + head_offsets)
     for begin in range(0, key_dim, CHANNELS):
-        query, key = _normalized_qk(tensors, strides, gates, begin, head, chunk, b, sizes, CHUNK, CHANNELS, PRECISION)
+        query, key = _normalized_qk(tensors, strides, gates, begin, (head, chunk, b), sizes, CHUNK, CHANNELS, PRECISION)
         s = load_g_cumsum(g_cumsum, tl.arange(0, CHUNK), begin, head, chunk, b, sizes, CHUNK, CHANNELS)
         offsets, mask = row_tile(strides[6], token, b, head, begin, key_dim, length, CHANNELS)
         g_grad = tl.load(partial_g + offsets, mask=mask, other=0.0)
@@ -271,9 +271,7 @@ def _normalized_qk(
     strides,
     gates,
     begin,
-    head,
-    chunk,
-    b,
+    place,
     sizes,
     CHUNK: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -284,6 +282,7 @@ def _normalized_qk(
     They come from GEMMs with the identity, which have them in the registers where other GEMMs have their results.
     """
     length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
+    head, chunk, b = place
     q, k, _, _, _, _ = tensors
     _, _, q_inverse_norms, k_inverse_norms, _ = gates
     token, group = chunk * CHUNK + tl.arange(0, CHUNK), head // heads_per_group
@@ -339,9 +338,7 @@ def _state_gemms(
     strides,
     states,
     begin,
-    head,
-    chunk,
-    b,
+    place,
     sizes,
     CHUNK: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -353,6 +350,7 @@ def _state_gemms(
     Which are gradients of q exp(s), of k exp(s) but for -beta, of k exp(s_Q - s), and of exp(s_Q).
     """
     key_dim, value_dim = sizes[4], sizes[5]
+    head, chunk, b = place
     _, _, _, grad_o, v_new, grad_rhs = tensors
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     q_from_start_grad = tl.zeros((CHUNK, CHANNELS), dtype=tl.float32)

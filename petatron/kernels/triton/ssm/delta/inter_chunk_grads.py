@@ -127,21 +127,9 @@ def _query_grads(
     first_head = group * heads_per_group
     for head in range(first_head, first_head + heads_per_group):
         from_start = token_decays(gates, head, chunk, b, sizes, CHUNK)[0]
+        place, rows = (head, chunk, b), (grad_o, grad_o_strides)
         query_grad, dots = _through_states(
-            query_grad,
-            query,
-            grad_o,
-            grad_o_strides,
-            from_start,
-            states,
-            head,
-            chunk,
-            b,
-            sizes,
-            CHUNK,
-            KEY_DIM,
-            COLUMNS,
-            PRECISION,
+            query_grad, query, rows, from_start, states, place, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
         )
         head_offsets = gate_offsets(head, chunk, b, heads, num_chunks, CHUNK)
         g_grad = _reverse_cumsum(dots * inverse_norm * from_start, CHUNK)
@@ -178,37 +166,13 @@ def _key_grads(
         head_offsets = gate_offsets(head, chunk, b, heads, num_chunks, CHUNK)
         beta = tl.load(betas + head_offsets)
         from_start, to_end, chunk_decay = token_decays(gates, head, chunk, b, sizes, CHUNK)
+        place, rows = (head, chunk, b), (grad_rhs, value_strides)
         key_grad, from_start_dots = _through_states(
-            key_grad,
-            key,
-            grad_rhs,
-            value_strides,
-            -beta * from_start,
-            states,
-            head,
-            chunk,
-            b,
-            sizes,
-            CHUNK,
-            KEY_DIM,
-            COLUMNS,
-            PRECISION,
+            key_grad, key, rows, -beta * from_start, states, place, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
         )
+        rows = (v_new, value_strides)
         key_grad, to_end_dots = _through_states(
-            key_grad,
-            key,
-            v_new,
-            value_strides,
-            to_end,
-            grad_states,
-            head,
-            chunk,
-            b,
-            sizes,
-            CHUNK,
-            KEY_DIM,
-            COLUMNS,
-            PRECISION,
+            key_grad, key, rows, to_end, grad_states, place, sizes, CHUNK, KEY_DIM, COLUMNS, PRECISION
         )
         chunk_decay_grad = _state_dot_grad(states, grad_states, head, chunk, b, sizes, KEY_DIM, COLUMNS)
         from_start_dots *= inverse_norm * from_start
@@ -231,21 +195,20 @@ def _key_grads(
 def _through_states(
     grad,
     row,
-    tensor,
-    strides,
+    rows,
     weight,
     states,
-    head,
-    chunk,
-    b,
+    place,
     sizes,
     CHUNK: tl.constexpr,
     KEY_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Returns grad + weight x S^T [CHUNK, KEY_DIM], and the dot products x . (row S) [CHUNK], for the rows x of a head in `tensor` and
-    its state S in this chunk."""
+    """Returns grad + weight x S^T [CHUNK, KEY_DIM], and the dot products x . (row S) [CHUNK], for the rows x of a head in `rows`, a
+    tensor and its strides, and its state S in this chunk. place: head, chunk, sequence."""
+    tensor, strides = rows
+    head, chunk, b = place
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     dots = tl.zeros((CHUNK,), dtype=tl.float32)
     for begin in range(0, sizes[5], COLUMNS):

@@ -81,8 +81,8 @@ def _intra_chunk_grads(
     """
     chunk, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length, num_chunks, heads, heads_per_group, key_dim, _ = sizes
-    rows, k, upstream, v_new, v = tensors
-    row_strides, k_strides, upstream_strides, v_new_strides, v_strides = strides
+    rows, k, _, _, _ = tensors
+    row_strides, k_strides, _, _, _ = strides
     _, betas, q_inverse_norms, k_inverse_norms, _ = gates
     partial_g, partial_beta, grad_v = head_grads
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -98,25 +98,11 @@ def _intra_chunk_grads(
     for head in range(first_head, first_head + heads_per_group):
         head_offsets = gate_offsets(head, chunk, b, heads, num_chunks, CHUNK)
         grad = _decayed_matrix_grads(
-            upstream,
-            upstream_strides,
-            v_new,
-            v_new_strides,
-            gates,
-            head,
-            chunk,
-            b,
-            sizes,
-            THROUGH_L,
-            CHUNK,
-            COLUMNS,
-            PRECISION,
+            tensors, strides, gates, (head, chunk, b), sizes, THROUGH_L, CHUNK, COLUMNS, PRECISION
         )
         if THROUGH_L:
             beta = tl.load(betas + head_offsets)
-            rhs_grad_dot_value = _value_grads(
-                upstream, upstream_strides, v, v_strides, grad_v, beta, head, token, b, sizes, CHUNK, COLUMNS
-            )
+            rhs_grad_dot_value = _value_grads(tensors, strides, grad_v, beta, (head, chunk, b), sizes, CHUNK, COLUMNS)
             tl.store(partial_beta + head_offsets, rhs_grad_dot_value + tl.sum(grad * products, axis=1))
             grad *= beta[:, None]
         products_grad += grad
@@ -137,14 +123,10 @@ def _intra_chunk_grads(
 
 @triton.jit
 def _decayed_matrix_grads(
-    upstream,
-    upstream_strides,
-    v_new,
-    v_new_strides,
+    tensors,
+    strides,
     gates,
-    head,
-    chunk,
-    b,
+    place,
     sizes,
     THROUGH_L: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -154,11 +136,12 @@ def _decayed_matrix_grads(
     """Returns exp(s_i - s_j) dA with dA = do v_new^T, or with THROUGH_L exp(s_i - s_j) dL with dL = -d_rhs v_new^T for j < i [i, j]."""
     length, num_chunks, heads, value_dim = sizes[0], sizes[1], sizes[2], sizes[5]
     g_cumsum, _, _, _, documents = gates
+    head, chunk, b = place
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     grad = tl.zeros((CHUNK, CHUNK), dtype=tl.float32)
     for begin in range(0, value_dim, COLUMNS):
-        upstream_grad = load_value_columns(upstream, upstream_strides, token, b, head, begin, sizes, COLUMNS)
-        new_value = load_value_columns(v_new, v_new_strides, token, b, head, begin, sizes, COLUMNS)
+        upstream_grad = load_value_columns(tensors[2], strides[2], token, b, head, begin, sizes, COLUMNS)
+        new_value = load_value_columns(tensors[3], strides[3], token, b, head, begin, sizes, COLUMNS)
         grad = tl.dot(upstream_grad, tl.trans(new_value), grad, input_precision=PRECISION)
     document = token if documents is None else document_of(documents, token, b, length)
     s = tl.load(g_cumsum + gate_offsets(head, chunk, b, heads, num_chunks, CHUNK))
@@ -169,26 +152,15 @@ def _decayed_matrix_grads(
 
 
 @triton.jit
-def _value_grads(
-    grad_rhs,
-    grad_rhs_strides,
-    v,
-    v_strides,
-    grad_v,
-    beta,
-    head,
-    token,
-    b,
-    sizes,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _value_grads(tensors, strides, grad_v, beta, place, sizes, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Writes the gradients of values, beta d_rhs, and returns d_rhs . v of each token."""
+    head, chunk, b = place
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
     dots = tl.zeros((CHUNK,), dtype=tl.float32)
     for begin in range(0, sizes[5], COLUMNS):
-        value = load_value_columns(v, v_strides, token, b, head, begin, sizes, COLUMNS).to(tl.float32)
-        offsets, mask = row_tile(grad_rhs_strides, token, b, head, begin, sizes[5], sizes[0], COLUMNS)
-        rhs_grad = tl.load(grad_rhs + offsets, mask=mask, other=0.0).to(tl.float32)
+        value = load_value_columns(tensors[4], strides[4], token, b, head, begin, sizes, COLUMNS).to(tl.float32)
+        offsets, mask = row_tile(strides[2], token, b, head, begin, sizes[5], sizes[0], COLUMNS)
+        rhs_grad = tl.load(tensors[2] + offsets, mask=mask, other=0.0).to(tl.float32)
         dots += tl.sum(rhs_grad * value, axis=1)
         tl.store(grad_v + offsets, (rhs_grad * beta[:, None]).to(grad_v.dtype.element_ty), mask=mask)
     return dots

@@ -30,20 +30,9 @@ from torch import Tensor
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, query_scale
 from petatron.kernels.triton.ssm.scan_tiles import document_before, document_numbers, document_of, dot_precision
 
-_CHUNK = 64
-_WIDE_KEY = 128
-"""A state of more rows leaves fewer registers for a chunk."""
 _HEADS = 16
 _COLUMNS = 64
 """Columns of a state in a tile."""
-
-
-def chunk_tokens(most: int, k_SBGN: Tensor) -> int:
-    """Returns the tokens of a chunk: a power of two from 16, the fewest rows of a GEMM, to what registers allow."""
-    tokens = _CHUNK
-    if k_SBGN.shape[3] > _WIDE_KEY or k_SBGN.dtype == torch.float32:
-        tokens //= 2
-    return max(1 << min(tokens, most).bit_length() - 1, 16)
 
 
 class DeltaChunks(NamedTuple):
@@ -120,13 +109,7 @@ class DecayedQK(NamedTuple):
 
 
 def delta_chunks(
-    q_SBGN: Tensor,
-    k_SBGN: Tensor,
-    v_SBHP: Tensor,
-    g: Tensor,
-    beta_SBH: Tensor,
-    starts_SB: Tensor | None,
-    chunk: int,
+    q_SBGN: Tensor, k_SBGN: Tensor, v_SBHP: Tensor, g: Tensor, beta_SBH: Tensor, starts_SB: Tensor | None, chunk: int
 ) -> DeltaChunks:
     """Returns what all kernels read of the gates, and of the norms of queries and keys.
 
@@ -139,17 +122,8 @@ def delta_chunks(
     def new(rows: int, *channels: int) -> Tensor:
         return torch.empty((batch, rows, num_chunks * chunk, *channels), dtype=torch.float32, device=v_SBHP.device)
 
-    chunks = DeltaChunks(
-        new(heads, *g.shape[3:]),
-        new(heads),
-        new(groups),
-        new(groups),
-        document_numbers(starts_SB),
-        length,
-        key_dim,
-        value_dim,
-        chunk,
-    )
+    gates = (new(heads, *g.shape[3:]), new(heads), new(groups), new(groups), document_numbers(starts_SB))
+    chunks = DeltaChunks(*gates, length, key_dim, value_dim, chunk)
     _gate_rows[(num_chunks, triton.cdiv(heads, _HEADS), batch)](
         g if g.dim() == 3 else None,
         beta_SBH,
