@@ -76,6 +76,7 @@ ATTACKS: dict[str, bytes] = {
     "a persistent object": TWO + b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x007X\x03\0\0\0cpuK\x04tQ.",
     "a name without an end": TWO + b"c" + b"x" * 1_000_000 + b".",
     "a name of numbers": b"\x80\x04K\x01K\x02\x93.",
+    "items of an object": TWO + b"cmegatron.core\nThing\n)\x81q\x00(" + b"h\x00" * 200_000 + b"e(" + b"h\x00" * 200_000 + b"u.",
     "items of a list": TWO + b"]NNs.",
     "appended to a dictionary": TWO + b"}Na.",
     "half an item": TWO + b"}(Nu.",

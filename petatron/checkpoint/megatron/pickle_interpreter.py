@@ -226,18 +226,18 @@ class _PickleMachine:
         self._set_items(found)
 
     def append(self) -> None:
-        value = self.stack.pop()
-        self._list().append(value)
+        self._extend([self.stack.pop()])
 
     def appends(self) -> None:
-        values = self.items_since_mark()
-        self._list().extend(values)
+        self._extend(self.items_since_mark())
 
-    def _list(self) -> list[Any]:
+    def _extend(self, values: list[Any]) -> None:
+        """An inert object may be a list or a dictionary of some class: its items are dropped, as nobody reads them."""
         target = self.stack[-1]
-        if type(target) is not list:
+        if type(target) is list:
+            target.extend(values)
+        elif type(target) is not InertObject:
             raise PickleError("it appends to what is no list")
-        return target
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -248,6 +248,8 @@ class _PickleMachine:
 
     def _set_items(self, found: list[Any]) -> None:
         target = self.stack[-1]
+        if type(target) is InertObject:
+            return
         if type(target) is not dict or len(found) % 2:
             raise PickleError("it sets items of what is no dictionary")
         values = iter(found)
