@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 WHEEL = Path(os.environ.get("MEGATRON_CORE") or ROOT / ".venv" / "megatron-core")
 """The folder into which `make megatron-core` unpacks the published wheel."""
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def run_core(*jobs: dict[str, Any], folder: Path) -> list[dict[str, Any]]:

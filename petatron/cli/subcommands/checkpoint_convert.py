@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_MEGATRON_ONLY = ("megatron_format", "tp", "pp", "ep")
+_MEGATRON_ONLY = ("megatron_format", "megatron_spec", "tp", "pp", "ep")
 _PROGRESS_INTERVAL_S = 5.0
 
 
@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
     add("--vocab-size", type=int, metavar="N", help="token ids of a Megatron model whose checkpoint does not say")
     add("--megatron-format", choices=("legacy", "torch_dist"), help="how to write for Megatron (default: torch_dist)")
+    add(
+        "--megatron-spec",
+        choices=("te", "local"),
+        help="for Megatron with Transformer Engine or its own layers (default: te)",
+    )
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks of the Megatron files (default: 1)")
     add("--pp", type=int, metavar="N", help="pipeline ranks of the Megatron files (default: 1)")
     add("--ep", type=int, metavar="N", help="expert-parallel ranks of the Megatron files (default: 1)")
@@ -73,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
             tp=options.tp or 1,
             pp=options.pp or 1,
             ep=options.ep or 1,
+            layer_spec=options.megatron_spec or "te",
         ),
     )
     with sigterm_raises():
