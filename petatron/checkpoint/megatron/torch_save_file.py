@@ -71,7 +71,7 @@ def read_torch_save(data: Tensor, find_class: Callable[[str], Any]) -> Any:
 def _read_old_format(data: Tensor, find_class: Callable[[str], Any]) -> Any:
     """Reads the value twice: where storages begin is known only after it."""
     head = data[:_MAX_PICKLE_BYTES].numpy().tobytes()
-    first = _OldFormatResolver(data, {}, "", find_class)
+    first = _OldFormatResolver(data, None, find_class)
     magic, at = read_pickle_at(head, 0, first)
     version, at = read_pickle_at(head, at, first)
     if magic != _OLD_MAGIC or version != _OLD_VERSION:
@@ -92,7 +92,7 @@ def _read_old_format(data: Tensor, find_class: Callable[[str], Any]) -> Any:
         if count < 0 or end > len(data) or key in members:
             raise ValueError("a storage in it is cut short")
         members[key] = (begin, end)
-    return read_pickle_at(head, at, _OldFormatResolver(data, members, "", find_class))[0]
+    return read_pickle_at(head, at, _OldFormatResolver(data, members, find_class))[0]
 
 
 class _TensorResolver:
@@ -123,13 +123,14 @@ class _TensorResolver:
 
 
 class _OldFormatResolver(_TensorResolver):
-    """Records the dtypes of storages; those that begin between two elements are copied, each once."""
+    """Records the dtypes of storages; loads them if their places are known. Those that begin between two elements are copied, each once."""
 
     def __init__(
-        self, memory: Tensor, members: Mapping[str, tuple[int, int]], folder: str, name: Callable[[str], Any]
+        self, memory: Tensor, members: Mapping[str, tuple[int, int]] | None, name: Callable[[str], Any]
     ) -> None:
-        super().__init__(memory, members, folder, name)
+        super().__init__(memory, members or {}, "", name)
         self.dtypes: dict[str, torch.dtype] = {}
+        self._places_known = members is not None
         self._copies: dict[str, _Storage] = {}
 
     def persistent_load(self, identity: Any) -> Any:
@@ -142,7 +143,7 @@ class _OldFormatResolver(_TensorResolver):
         ):
             raise ValueError("a storage in it is of an unknown kind")
         self.dtypes[key] = _STORAGES[storage.full]
-        if not self._members:
+        if not self._places_known:
             return InertObject("storage", ())
         if key not in self._copies:
             found = super().persistent_load(identity)
