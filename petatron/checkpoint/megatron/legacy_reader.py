@@ -20,7 +20,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
-from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents
+from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents, other_state
 from petatron.checkpoint.megatron.pickle_allowlist import load_torch_file
 from petatron.checkpoint.megatron.weight_layouts import stored_layout, unshard, unsharded_shape
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, is_weight, layer_index, mcore_name, with_layer
@@ -82,7 +82,10 @@ def read_legacy(step: Path) -> MegatronContents:
     ranks = _RankFiles(step, sizes, files, experts)
     num_weights = sum(_num_weights(chunk, experts) for chunks in files.values() for chunk in chunks)
     iteration = int(head.get("iteration") or 0)
-    return MegatronContents(arguments, iteration, num_weights, lambda kinds: dict(_unsharded_weights(ranks, kinds)))
+    others = other_state([*head, *(["optimizer"] if any(step.glob("mp_rank_*/distrib_optim.pt")) else [])])
+    return MegatronContents(
+        arguments, iteration, num_weights, others, lambda kinds: dict(_unsharded_weights(ranks, kinds))
+    )
 
 
 def _arguments_from_shapes(step: Path, weights: Mapping[str, Tensor]) -> dict[str, Any]:

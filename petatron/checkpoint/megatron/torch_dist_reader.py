@@ -27,7 +27,7 @@ from petatron.base.untrusted_files import is_count, open_regular_file, reading_u
 from petatron.checkpoint.files.disk import read_fully
 from petatron.checkpoint.files.safetensors_file import MAX_DIMS
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
-from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents
+from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents, other_state
 from petatron.checkpoint.megatron.pickle_allowlist import (
     load_common_state,
     load_dist_metadata,
@@ -96,7 +96,7 @@ def read_torch_dist(step: Path) -> MegatronContents:
     reader = _ChunkReader()
     boxes: dict[str, list[_WeightSlice]] = {}
     with reading_untrusted(step / ".metadata", megatron_file_error):
-        tensors, common_state = _read_metadata(step)
+        tensors, names, common_state = _read_metadata(step)
         _check_files([(tensor.name, chunk) for tensor in tensors for chunk in tensor.chunks])
         num_weights = sum(math.prod(tensor.shape[: _num_stacked_dims(tensor)]) for tensor in tensors)
         if num_weights > _MAX_WEIGHTS:
@@ -107,7 +107,8 @@ def read_torch_dist(step: Path) -> MegatronContents:
     weights = {name: _lazy_weight(step, reader, found) for name, found in boxes.items()}
     common, path = _read_common(step, common_state)
     iteration = int(common.get("iteration") or 0)
-    return MegatronContents(checkpoint_arguments(common, path), iteration, len(weights), lambda kinds: weights)
+    arguments, others = checkpoint_arguments(common, path), other_state([*names, *common])
+    return MegatronContents(arguments, iteration, len(weights), others, lambda kinds: weights)
 
 
 def _read_common(step: Path, stored: _StoredChunk | None) -> tuple[dict[str, Any], Path]:
@@ -123,8 +124,8 @@ def _read_common(step: Path, stored: _StoredChunk | None) -> tuple[dict[str, Any
     return load_common_state(_read_blob(stored, _COMMON_STATE), stored.file), stored.file
 
 
-def _read_metadata(step: Path) -> tuple[list[_DistTensor], _StoredChunk | None]:
-    """Returns the model's tensors, and the place of the common state if it is an object."""
+def _read_metadata(step: Path) -> tuple[list[_DistTensor], list[str], _StoredChunk | None]:
+    """Returns the model's tensors, the names of everything, and the place of the common state if it is an object."""
     path = step / ".metadata"
     table = load_dist_metadata(path)
     try:
@@ -139,7 +140,7 @@ def _read_metadata(step: Path) -> tuple[list[_DistTensor], _StoredChunk | None]:
             if isinstance(metadata, InertObject) and "chunks" in metadata.fields and _is_model_weight(name)
         ]
         common = places.get(_storage_key(_COMMON_STATE, ()))
-        return tensors, None if common is None else _chunk(step, (), (), common)
+        return tensors, list(entries), None if common is None else _chunk(step, (), (), common)
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not a table that is understood ({type(error).__name__}: {error}). "

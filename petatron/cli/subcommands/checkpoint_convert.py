@@ -87,6 +87,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"{options.source} ({source.format}{averaged} step {source.step}) is now {options.target} ({options.to})")
     if options.to == "petatron":
         print(f"start from it: petatron train --from {options.target} ...")
+    if source.left_behind:
+        print(
+            f"note: {', '.join(source.left_behind)} of {options.source} stay behind: weights are converted, and nothing else."
+        )
     for note in _megatron_notes(options, source) if options.to == "megatron" else ():
         print(f"note: {note}")
     return 0

@@ -39,6 +39,7 @@ from petatron.pretrained.open_weights import ModelSource, open_model_source
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
+from tests.unit.checkpoint.megatron.megatron_files import Case, write_legacy
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 37 --seq-length 8 --make-vocab-size-divisible-by 1"
 LLAMA = "--activation swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear"
@@ -595,6 +596,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli(tmp_path / "theirs", tmp_path / "back", "--to", "huggingface", "--vocab-size", "37") == 0
     run_again = petatron.load_config(["--lr", "1"], files=[ours / "config.yaml"], require_training=False).config
     assert run_again.model.num_layers == 2 and run_again.model.vocab_size == 37
+
+
+def test_command_line_says_what_of_a_megatron_checkpoint_stays_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_legacy(tmp_path / "run", Case(), edit=lambda content: content.update(optimizer={}, opt_param_scheduler={}))
+    assert cli(tmp_path / "run", tmp_path / "start", "--to", "petatron") == 0
+    assert "note: optimizer, opt_param_scheduler of" in (text := capsys.readouterr().out) and "stay behind" in text
 
 
 def test_command_line_to_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
