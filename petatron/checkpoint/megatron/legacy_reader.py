@@ -71,7 +71,7 @@ def read_legacy(step: Path) -> MegatronContents:
     arguments = checkpoint_arguments(head, step / first / _FILE)
     sizes = _parallel_sizes(step, arguments)
     heads = arguments.get("num_attention_heads")
-    local_heads = heads // sizes.tp if is_count(heads) else 0
+    local_heads = heads // sizes.tp if isinstance(heads, int) and is_count(heads) else 0
     files = {
         (tp, pp, ep): _model_chunks(step / sizes.folder(tp, pp, ep) / _FILE, version, local_heads)
         for pp in range(sizes.pp)

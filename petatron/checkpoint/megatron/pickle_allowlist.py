@@ -195,7 +195,7 @@ class _NameCheck:
 def _opaque_argument_names(content: Any) -> set[str]:
     """Looks into every value once, however often it is referenced."""
     arguments = content.get("args") if isinstance(content, dict) else None
-    values = [arguments.fields] if isinstance(arguments, InertObject) else []
+    values: list[Any] = [arguments.fields] if isinstance(arguments, InertObject) else []
     seen: set[int] = set()
     names: set[str] = set()
     while values:
