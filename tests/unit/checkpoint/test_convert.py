@@ -617,6 +617,11 @@ def test_command_line_to_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "note: tokenizer.json stay behind" in text
     assert cli(folder, tmp_path / "legacy", "--to", "megatron", "--tp", 2, "--megatron-format", "legacy") == 0
     assert "have no layout" not in capsys.readouterr().out
+    words = ("--to", "megatron", "--megatron-format", "legacy", "--megatron-spec", "local")
+    assert cli(folder, tmp_path / "local", *words) == 0
+    (file,) = (tmp_path / "local").glob("*/mp_rank_00/model_optim_rng.pt")
+    content = torch.load(file, weights_only=False)
+    assert content["args"].transformer_impl == "local" and "decoder.layers.0.input_layernorm.weight" in content["model"]
     assert cli(tmp_path / "dist", tmp_path / "back", "--to", "petatron", "--vocab-size", 30) == 2
     assert "--vocab-size 30 contradicts the checkpoint, whose arguments say 37" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()

@@ -194,6 +194,14 @@ def test_torch_dist_has_the_names_of_megatron(tmp_path: Path):
     assert shapes["embedding.word_embeddings.weight"] == (56, 16)
 
 
+def test_megatron_has_no_local_layers_for_hybrids(tmp_path: Path):
+    fetch = values_of(HYBRID, None).__getitem__
+    with pytest.raises(ConfigError, match="--megatron-spec local has no implementation of hybrids"):
+        write_megatron(
+            tmp_path, iteration=1, spec=spec_from_config(HYBRID), fetch=fetch, tp=1, pp=1, layer_spec="local"
+        )
+
+
 def test_tensors_are_fetched_as_they_are_written(tmp_path: Path):
     """No more than the tensors of one product are asked for between two writes, and experts are not fetched one by one."""
     tensors, asked = values_of(LLAMA, MOE), []
