@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start many processes; where bytecode may not be written, each of them would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-attacks test-fuzz test-gpu test-gpu-slow test-nccl check format reference audit browser clean
+.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-attacks test-fuzz test-gpu test-gpu-slow test-nccl megatron-core test-megatron check format reference audit browser clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -25,7 +25,7 @@ quickstart: $(VENV)/core  ## install, then train a small model on this machine w
 	$(BIN)/petatron quickstart
 
 test: $(VENV)/dev  ## the whole default suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash and not nccl and not docs'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash and not nccl and not docs and not megatron'
 
 test-docs: $(VENV)/dev  ## every command of the README and the guides runs as it stands there
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m docs tests/docs tests/cli/train/test_mixtral_listing.py
@@ -59,6 +59,14 @@ browser: $(VENV)/dev  ## what the tests of the playground page need: playwright 
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	command -v chromium || command -v chromium-browser || command -v google-chrome || { test "$$(id -u)" = 0 && apt-get install --yes chromium; } || \
 	{ echo "Install Chromium, then run the tests: sudo apt-get install chromium (Debian), or this machine's package manager."; exit 1; }
+
+megatron-core: $(VENV)/dev  ## unpack the published megatron-core beside the environment (not into it), for test-megatron
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/megatron-core \
+	  "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["megatron"])')" \
+	  || echo "megatron-core cannot be fetched here: the tests that run it are skipped"
+
+test-megatron: megatron-core  ## checkpoints both ways with real Megatron-Core on CPU, tp 2 x pp 2 too (ten minutes on 2 cores)
+	$(BIN)/python -m pytest -m megatron tests/megatron_core
 
 check: $(VENV)/dev  ## lint, format and types
 	$(BIN)/ruff check .

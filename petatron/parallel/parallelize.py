@@ -58,7 +58,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _ParamFacts:
+class _ParamPlan:
     """Placements and optimizer groups by parameter, and initial values by logical tensor; without any, weights are zero."""
 
     placements: Mapping[str, Placement]
@@ -132,7 +132,7 @@ def parallelize(
     weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
     shards = ((name, shard) for name, placement in placements.items() for shard in placement.tensor_shards)
     initial_values = {shard.name: params[name].init for name, shard in shards}
-    param_facts = _ParamFacts(
+    param_plan = _ParamPlan(
         placements,
         groups={
             name: optimizer_group(name, param) if param.trainable else FROZEN_GROUP for name, param in params.items()
@@ -141,9 +141,9 @@ def parallelize(
     )
     if fully_sharded:
         without_backward = [recompute_plans[stage_index].num_without_backward for stage_index in stages]
-        groups, gradient_reducer = _build_fsdp_groups(stages, param_facts, mesh, run, dtype, weights, without_backward)
+        groups, gradient_reducer = _build_fsdp_groups(stages, param_plan, mesh, run, dtype, weights, without_backward)
     else:
-        groups, gradient_reducer = _build_flat_groups(stages, param_facts, mesh, run, weights)
+        groups, gradient_reducer = _build_flat_groups(stages, param_plan, mesh, run, weights)
         weight_grad_queue.accumulate = gradient_reducer.write_grad
     updated = (group for group in groups if group.spec.trainable)
     length = sum(flat_shard.length for group in updated for flat_shard in group.flat_shards)
@@ -242,15 +242,15 @@ def _fp8_weights(
 
 def _build_flat_groups(
     stages: Mapping[int, StageModule],
-    param_facts: _ParamFacts,
+    param_plan: _ParamPlan,
     mesh: ParallelMesh,
     run: RunConfig,
     fp8_weights: Fp8Weights,
 ) -> tuple[Sequence[FlatParamGroup], GradientReducer]:
     """Builds flat buffers with whole weights on every rank; optimizer state may be sharded (ZeRO-1)."""
     parallel = run.parallel
-    _materialize(stages, mesh, allocate=param_facts.initial_values is not None)
-    _init_weights(_param_tensor_shards(stages, param_facts.placements), param_facts, run.train.seed)
+    _materialize(stages, mesh, allocate=param_plan.initial_values is not None)
+    _init_weights(_param_tensor_shards(stages, param_plan.placements), param_plan, run.train.seed)
     options = FlatBufferOptions(
         bucket_size=parallel.ddp_bucket_size,
         sharded=parallel.use_distributed_optimizer,
@@ -260,8 +260,8 @@ def _build_flat_groups(
     )
     groups = flatten_parameters(
         list(stages.values()),
-        param_facts.placements,
-        param_facts.groups,
+        param_plan.placements,
+        param_plan.groups,
         mesh,
         options,
         grads_per_micro_batch=_grads_per_micro_batch(stages),
@@ -282,7 +282,7 @@ def _grads_per_micro_batch(stages: Mapping[int, StageModule]) -> Counter[nn.Para
 
 def _build_fsdp_groups(
     stages: Mapping[int, StageModule],
-    param_facts: _ParamFacts,
+    param_plan: _ParamPlan,
     mesh: ParallelMesh,
     run: RunConfig,
     dtype: torch.dtype,
@@ -296,9 +296,9 @@ def _build_fsdp_groups(
 
     groups = fully_shard_stages(
         list(stages.values()),
-        param_facts.placements,
+        param_plan.placements,
         mesh,
-        param_facts.groups,
+        param_plan.groups,
         strategy=run.parallel.data_parallel_sharding_strategy,  # pyright: ignore[reportArgumentType]
         compute_dtype=dtype,
         reduce_dtype=_grad_reduce_dtype(run),
@@ -306,9 +306,9 @@ def _build_fsdp_groups(
         num_without_backward=num_without_backward,
     )
     _materialize(stages, mesh)
-    if param_facts.initial_values is not None:
+    if param_plan.initial_values is not None:
         shards = (shard for group in groups for shard in group_tensor_shards(group, group.weights()))
-        _init_weights(shards, param_facts, run.train.seed)
+        _init_weights(shards, param_plan, run.train.seed)
         for weight in (weight for group in groups for weight in group.weights()):
             weight.copy_(weight.to(dtype))  # the initial master weights of a run without full sharding
     return groups, FsdpGradientReducer(groups, mesh)
@@ -365,11 +365,11 @@ def _param_tensor_shards(
 
 
 @torch.no_grad()
-def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_facts: _ParamFacts, seed: int) -> None:
+def _init_weights(shards: Iterable[tuple[TensorShard, Tensor]], param_plan: _ParamPlan, seed: int) -> None:
     """Initializes weights by logical tensor: the same in every layout."""
-    if param_facts.initial_values is None:
+    if param_plan.initial_values is None:
         return
     for shard, view in shards:
         if view.device.type == "meta":
             return
-        param_facts.initial_values[shard.name].fill(view, shard, seed=seed)
+        param_plan.initial_values[shard.name].fill(view, shard, seed=seed)

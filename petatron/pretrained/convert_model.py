@@ -54,12 +54,13 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLayout:
-    """The format and parallel sizes of a Megatron-LM checkpoint."""
+    """The format and parallel sizes of a Megatron-LM checkpoint, and the implementation of layers that it is for."""
 
     format: Literal["legacy", "torch_dist"] = "torch_dist"
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    layer_spec: Literal["te", "local"] = "te"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,7 @@ class _ConversionWriter:
                 pp=layout.pp,
                 ep=layout.ep,
                 format=layout.format,
+                layer_spec=layout.layer_spec,
             )
         except CheckpointException as error:  # torch wraps whatever `_fetch` raises, an interrupt included
             cause, _ = next(iter(error.failures.values()))

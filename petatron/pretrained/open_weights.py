@@ -48,7 +48,7 @@ class ModelSource:
 
     config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: files
     copied along with it, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and router state. fill: reads
-    chunks with such keys.
+    chunks with such keys. left_behind: the state that it has besides, which is not read.
     """
 
     format: ModelFormat
@@ -61,6 +61,7 @@ class ModelSource:
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
     fill: Callable[[Sequence[Chunk]], None]
+    left_behind: tuple[str, ...] = ()
 
 
 def open_model_source(
@@ -199,6 +200,7 @@ def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
         shapes={key: tensor.shape for key, tensor in keys.items()},
         dtypes={key: tensor.dtype for key, tensor in keys.items()},
         fill=fill,
+        left_behind=checkpoint.other_state,
     )
 
 

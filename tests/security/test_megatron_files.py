@@ -76,6 +76,7 @@ ATTACKS: dict[str, bytes] = {
     "a persistent object": TWO + b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x007X\x03\0\0\0cpuK\x04tQ.",
     "a name without an end": TWO + b"c" + b"x" * 1_000_000 + b".",
     "a name of numbers": b"\x80\x04K\x01K\x02\x93.",
+    "items of an object": TWO + b"cmegatron.core\nThing\n)\x81q\x00(" + b"h\x00" * 200_000 + b"e(" + b"h\x00" * 200_000 + b"u.",
     "items of a list": TWO + b"]NNs.",
     "appended to a dictionary": TWO + b"}Na.",
     "half an item": TWO + b"}(Nu.",
@@ -281,6 +282,67 @@ def test_archives_that_lie(tmp_path: Path):
             load_torch_file(path)
     path.write_bytes(good)
     assert load_torch_file(path) == {}
+
+
+# ---- Files of torch.save from before its archives
+
+
+def old_file(value: bytes, keys: bytes = b"\x80\x02].", storages: bytes = b"", machine: str = "little") -> bytes:
+    """The row of pickles, of which the fourth is the value; then storages."""
+    head = [
+        0x1950A86A20F9469CFC6C,
+        1001,
+        {"protocol_version": 1001, "little_endian": machine == "little", "type_sizes": {}},
+    ]
+    return b"".join(pickle.dumps(part, protocol=2) for part in head) + value + keys + storages
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_pickles_that_take_memory_or_time_in_old_files(tmp_path: Path, attack: str):
+    path = tmp_path / "file"
+    path.write_bytes(old_file(ATTACKS[attack]))
+    with limited(seconds=10, growth_bytes=1 << 30):
+        try:
+            load_torch_file(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)
+
+
+def test_old_files_that_lie(tmp_path: Path):
+    path, value = tmp_path / "file", tensor_pickle(0, (2,), (1,))
+    keys, storage = pickle.dumps(["0"], protocol=2), struct.pack("<q2f", 2, 1, 2)
+    path.write_bytes(old_file(value, keys, storage))
+    assert load_torch_file(path)["model"].tolist() == [1.0, 2.0]
+    for content, words in (
+        (old_file(value, keys, storage, "big"), "byte order"),
+        (old_file(value, keys, struct.pack("<q2f", 1 << 60, 1, 2)), "cut short"),
+        (old_file(value, keys, struct.pack("<q2f", -1, 1, 2)), "cut short"),
+        (old_file(value, keys, struct.pack("<qf", 1, 1)), "larger than its storage"),
+        (old_file(value, keys, b"ab"), "cannot be understood"),
+        (old_file(value, pickle.dumps(["0", "0"], protocol=2), storage * 2), "cut short"),
+        (old_file(value, pickle.dumps(["7"], protocol=2), storage), "none of its tensors"),
+        (old_file(value, pickle.dumps({}, protocol=2), storage), "no storages"),
+        (old_file(value, pickle.dumps([], protocol=2), storage), "cannot be understood|no file|dictionary"),
+        (old_file(b"\x80\x02cos\nsystem\nX\x02\0\0\0ls\x85R."), "posix.system|os.system"),
+        (old_file(value, keys, storage).replace(b"\x1a\x0a", b"\x8a\x0a")[:30], "cannot be understood"),
+    ):
+        path.write_bytes(content)
+        with limited(), pytest.raises(CheckpointError, match=rf"{path}.*({words})"):
+            load_torch_file(path)
+
+
+@pytest.mark.parametrize("place", range(60))
+def test_damaged_old_files_are_one_error(tmp_path: Path, place: int):
+    made = io.BytesIO()
+    torch.save({"model": {"a": torch.ones(4), "b": torch.ones(3)[1:]}}, made, _use_new_zipfile_serialization=False)
+    content, path = bytearray(made.getvalue()), tmp_path / "file"
+    content[len(content) * place // 60] ^= 0x11 << (place % 4)
+    path.write_bytes(content)
+    with limited():
+        try:
+            load_torch_file(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)
 
 
 # ---- What a table claims

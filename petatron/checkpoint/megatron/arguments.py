@@ -163,9 +163,14 @@ def _short_text(value: Any) -> str:
 
 
 def _vocab_size(arguments: Mapping[str, Any]) -> int | None:
-    """Megatron's null tokenizer has one id more than its argument: the end of a document."""
-    size = arguments.get("vocab_size")
-    return size + 1 if size and arguments.get("tokenizer_type") == "NullTokenizer" else size
+    """Megatron's null tokenizer has one id more than its argument, the end of a document, up to version 0.16, and none more since.
+
+    The embedding tells which, unless its padding has room for both.
+    """
+    size, padded = arguments.get("vocab_size"), arguments.get("padded_vocab_size")
+    if not size or arguments.get("tokenizer_type") != "NullTokenizer" or size == padded:
+        return size
+    return size + 1
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:

@@ -18,19 +18,22 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.text import abbreviate_names
+from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
-from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents
+from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents, other_state
 from petatron.checkpoint.megatron.pickle_allowlist import load_torch_file
 from petatron.checkpoint.megatron.weight_layouts import stored_layout, unshard, unsharded_shape
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, is_weight, layer_index, mcore_name, with_layer
+from petatron.config.schema.sections.vocabulary import padded_rows
 
 _FILE = "model_optim_rng.pt"
-_OLDEST_VERSION = 2.0
+_INTERLEAVED_VERSION = 2.0
 _MAX_RANKS_PER_FOLDER = 64  # per folder on disk: beyond it the names are not listed
 _EXPERTS = r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.mlp\.experts)"
 _TE_GROUPED_MLP = re.compile(_EXPERTS + r"\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SEQUENTIAL_MLP = re.compile(_EXPERTS + r"\.local_experts\.(\d+)\.(.+)$")
 _GROUPED_MLP = re.compile(_EXPERTS + r"\.weight([12])$")
+_OLD_HEAD_DIM, _GPT2_VOCAB = 64, 50257
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(.+)$")
 
 
@@ -62,16 +65,15 @@ def read_legacy(step: Path) -> MegatronContents:
     if first is None:
         raise CheckpointError(f"{step} holds no mp_rank_*/{_FILE}. Give the folder that a Megatron run saved to.")
     head = load_torch_file(step / first / _FILE)
+    version = float(head.get("checkpoint_version", 0) or 0)
+    if "args" not in head and version < _INTERLEAVED_VERSION:
+        head["args"] = _arguments_from_shapes(step, _model_chunks(step / first / _FILE, version, 1)[0])
     arguments = checkpoint_arguments(head, step / first / _FILE)
     sizes = _parallel_sizes(step, arguments)
-    version = float(head.get("checkpoint_version", 0) or 0)
-    if version < _OLDEST_VERSION:
-        raise CheckpointError(
-            f"{step / first / _FILE} is of checkpoint version {version:g}, which orders queries, keys and values otherwise. "
-            "Load and save it once with a Megatron of 2021 or later."
-        )
+    heads = arguments.get("num_attention_heads")
+    local_heads = heads // sizes.tp if isinstance(heads, int) and is_count(heads) else 0
     files = {
-        (tp, pp, ep): _model_chunks(step / sizes.folder(tp, pp, ep) / _FILE)
+        (tp, pp, ep): _model_chunks(step / sizes.folder(tp, pp, ep) / _FILE, version, local_heads)
         for pp in range(sizes.pp)
         for tp in range(sizes.tp)
         for ep in range(sizes.ep)
@@ -80,7 +82,43 @@ def read_legacy(step: Path) -> MegatronContents:
     ranks = _RankFiles(step, sizes, files, experts)
     num_weights = sum(_num_weights(chunk, experts) for chunks in files.values() for chunk in chunks)
     iteration = int(head.get("iteration") or 0)
-    return MegatronContents(arguments, iteration, num_weights, lambda kinds: dict(_unsharded_weights(ranks, kinds)))
+    others = other_state([*head, *(["optimizer"] if any(step.glob("mp_rank_*/distrib_optim.pt")) else [])])
+    return MegatronContents(
+        arguments, iteration, num_weights, others, lambda kinds: dict(_unsharded_weights(ranks, kinds))
+    )
+
+
+def _arguments_from_shapes(step: Path, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns the arguments of a GPT-2 whose files have none, as NVIDIA published them in 2019: heads of 64, and GPT-2's vocabulary."""
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    tp = len(list(step.glob(f"mp_rank_*/{_FILE}")))
+    wanted = ("embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers.0.mlp.linear_fc1")
+    try:
+        (rows, hidden), (positions, _), (ffn, _) = (shapes[f"{module}.weight"] for module in wanted)
+    except (KeyError, ValueError):
+        return {}
+    padded = rows * tp
+    return {
+        "num_layers": 1 + max(layer_index(name) or 0 for name in shapes),
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn * tp,
+        "num_attention_heads": hidden // _OLD_HEAD_DIM,
+        "max_position_embeddings": positions,
+        "padded_vocab_size": padded,
+        "vocab_size": _GPT2_VOCAB if padded == padded_rows(_GPT2_VOCAB, 128, tp) else None,
+        "tensor_model_parallel_size": tp,
+    }
+
+
+def _interleaved_qkv(tensor: Tensor, version: float, heads: int, path: Path) -> Tensor:
+    """Returns the order of today, [head, (q, k, v), dim], from [(q, k, v), head, dim] of version 0 or [head, dim, (q, k, v)] of 1."""
+    if not heads or tensor.shape[0] % (3 * heads):
+        raise CheckpointError(
+            f"{path} has {tensor.shape[0]} rows of queries, keys and values for {heads} heads. Copy it again."
+        )
+    stored = (3, heads, -1) if version < 1 else (heads, -1, 3)
+    parts = tensor.unflatten(0, stored)
+    return parts.transpose(*((0, 1) if version < 1 else (1, 2))).flatten(0, 2)
 
 
 def _num_weights(chunk: Mapping[str, Tensor], experts_per_rank: int) -> int:
@@ -121,15 +159,32 @@ def _parallel_sizes(step: Path, arguments: Mapping[str, Any]) -> _ParallelSizes:
     return sizes
 
 
-def _model_chunks(path: Path) -> list[dict[str, Tensor]]:
-    """Returns the weights of a rank, one dictionary per virtual stage, under mcore names with local indices."""
+def _model_chunks(path: Path, version: float, heads: int) -> list[dict[str, Tensor]]:
+    """Returns the weights of a rank, one dictionary per virtual stage, under mcore names with local indices.
+
+    heads: of a rank, to reorder the queries, keys and values of old versions by.
+    """
     content = load_torch_file(path)
     keys = ["model"] if "model" in content else sorted(
         (key for key in content if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:])
     )  # fmt: skip
     if not keys:
         raise CheckpointError(f"{path} has neither `model` nor `model0`. Is it a file of the optimizer alone?")
-    return [dict(_flatten(content[key], path)) for key in keys]
+    chunks = [dict(_flatten(content[key], path)) for key in keys]
+    if version >= _INTERLEAVED_VERSION:
+        return chunks
+    if any(str(name).startswith("decoder.") for key in keys for name in content[key]):
+        raise CheckpointError(
+            f"{path} has names of Megatron-Core and checkpoint version {version:g}, which is older. Save it with "
+            "checkpoint_version 3.0, if its queries, keys and values are in today's order."
+        )
+    return [
+        {
+            name: _interleaved_qkv(tensor, version, heads, path) if ".linear_qkv." in name else tensor
+            for name, tensor in chunk.items()
+        }
+        for chunk in chunks
+    ]
 
 
 def _flatten(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

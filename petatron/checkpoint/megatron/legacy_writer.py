@@ -6,10 +6,12 @@ written weight by weight. The tracker is written last, so a failed write leaves 
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +26,11 @@ from petatron.checkpoint.megatron.open_checkpoint import TRACKER_FILE
 from petatron.checkpoint.megatron.torch_dist_writer import GlobalTensor, LazyChunk, write_dist_tensors
 from petatron.checkpoint.megatron.weight_layouts import fuse_logical, shard_weight
 from petatron.checkpoint.megatron.weight_names import (
+    LayerSpec,
     MegatronWeight,
+    extra_state_modules,
     layer_index,
+    local_name,
     megatron_weights,
     separate_parts,
     transformer_engine_name,
@@ -52,6 +57,13 @@ class _MegatronExport:
     pp: int
     ep: int
     padded_vocab_size: int
+    layer_spec: LayerSpec
+
+    def name(self, weight: MegatronWeight, *, stacked: bool) -> str:
+        """Returns the name that Megatron's implementation has for a weight; stacked: in the distributed format."""
+        if self.layer_spec == "te":
+            return transformer_engine_name(weight, self.spec)
+        return local_name(weight, self.spec, stacked=stacked)
 
     @property
     def num_local_experts(self) -> int:
@@ -85,21 +97,29 @@ def write_megatron(
     pp: int,
     ep: int = 1,
     format: Literal["legacy", "torch_dist"] = "torch_dist",
+    layer_spec: LayerSpec = "te",
 ) -> Path:
     """Writes a step into a folder, updates the tracker, and returns the step's own folder.
 
-    `fetch` returns whole logical tensors by name; tp, pp and ep are the parallel sizes of legacy files. Iteration 0 is written as a
-    release, since Megatron has no step 0.
+    `fetch` returns whole logical tensors by name; tp, pp and ep are the parallel sizes of legacy files; `layer_spec` is the implementation
+    whose names the weights get. Iteration 0 is written as a release, since Megatron has no step 0.
     """
     model, moe = spec.config, spec.moe
-    if problems := _layout_problems(model, moe, (tp, pp, ep), format):
+    if problems := _layout_problems(model, moe, (tp, pp, ep), format, layer_spec):
         raise ConfigError(problems)
     rows = padded_rows(known_vocab_size(model), model.make_vocab_size_divisible_by, tp)
     arguments = arguments_from_config(model, moe, tp=tp, pp=pp, ep=ep, padded_vocab_size=rows, iteration=iteration)
+    if layer_spec == "local":
+        arguments.transformer_impl, arguments.moe_grouped_gemm = "local", False
     step = folder / ("release" if iteration == 0 else f"iter_{iteration:07d}")
     if step.exists() and any(step.iterdir()):
         raise CheckpointError(f"{step} is already there. Remove it, or write to another folder.")
-    job = _MegatronExport(spec, megatron_weights(spec), _FetchCache(fetch), tp, pp, ep, rows)
+    weights = megatron_weights(spec)
+    if layer_spec == "local":  # which shards the down-projections of latent attention
+        weights = tuple(
+            replace(weight, layout="column") if weight.layout == "whole_or_column" else weight for weight in weights
+        )
+    job = _MegatronExport(spec, weights, _FetchCache(fetch), tp, pp, ep, rows, layer_spec)
     common = {"args": arguments, "checkpoint_version": 3.0, "iteration": iteration}
     try:
         step.mkdir(parents=True, exist_ok=True)
@@ -126,7 +146,11 @@ class _FetchCache:
 
 
 def _layout_problems(
-    model: ModelConfig, moe: MoEConfig | None, sizes: tuple[int, int, int], format: Literal["legacy", "torch_dist"]
+    model: ModelConfig,
+    moe: MoEConfig | None,
+    sizes: tuple[int, int, int],
+    format: Literal["legacy", "torch_dist"],
+    layer_spec: LayerSpec,
 ) -> list[Problem]:
     (tp, pp, ep), pattern = sizes, model.hybrid_layer_pattern
     flag = "--tensor-model-parallel-size"
@@ -159,6 +183,9 @@ def _layout_problems(
         rule = "cannot be written beside --mtp-num-layers: which stage has copies of the embedding differs by Megatron's version"
         fix = "Use 1, or --megatron-format torch_dist."
         problems.append(Problem("--pipeline-model-parallel-size", str(pp), rule, fix))
+    if layer_spec == "local" and pattern is not None:
+        rule = "has no implementation of hybrids in Megatron"
+        problems.append(Problem("--megatron-spec", "local", rule, "Use te."))
     return problems
 
 
@@ -176,13 +203,13 @@ def _write_legacy(step: Path, export: _MegatronExport, common: dict[str, Any]) -
                 torch.save(share, step / name / "model_optim_rng.pt")
 
 
-def _rank_state_dict(export: _MegatronExport, tp: int, pp: int, ep: int) -> dict[str, Tensor]:
-    """Returns one rank's weights, with layers and experts numbered from 0."""
+def _rank_state_dict(export: _MegatronExport, tp: int, pp: int, ep: int) -> dict[str, Tensor | None]:
+    """Returns one rank's weights, with layers and experts numbered from 0, and their empty extra state."""
     layers = export.spec.config.num_layers // export.pp
-    share: dict[str, Tensor] = {}
+    share: dict[str, Tensor | None] = {"output_layer._extra_state": None} if pp == export.pp - 1 else {}
     for weight in export.weights:
         layer = layer_index(weight.name)
-        named = transformer_engine_name(weight, export.spec)
+        named = export.name(weight, stacked=False)
         names = _names_on_stage(export, named, pp) if layer is None else [named]
         here = layer is None or layer // layers == pp
         if not here or not names or (weight.expert is not None and weight.expert // export.num_local_experts != ep):
@@ -190,7 +217,10 @@ def _rank_state_dict(export: _MegatronExport, tp: int, pp: int, ep: int) -> dict
         shard = shard_weight(weight, export.full_weight(weight), tp=export.tp, tp_rank=tp)
         for name in names:
             local = name if layer is None else with_layer(name, layer - pp * layers)
-            share[_local_expert_name(export, local, weight.expert)] = shard
+            stored = _local_expert_name(export, local, weight.expert)
+            share[stored] = shard
+            modules = extra_state_modules(re.sub(r"(weight|bias)\d+$", r"\1", stored), export.layer_spec)
+            share |= {f"{module}._extra_state": None for module in modules}
     return share
 
 
@@ -211,21 +241,21 @@ def _local_expert_name(export: _MegatronExport, name: str, expert: int | None) -
     before, _, after = name.partition(f".experts.{expert}.")
     return (
         f"{before}.experts.{after}{local}"
-        if export.spec.moe.moe_grouped_gemm
+        if export.spec.moe.moe_grouped_gemm and export.layer_spec == "te"
         else f"{before}.experts.local_experts.{local}.{after}"
     )
 
 
 def _write_torch_dist(step: Path, export: _MegatronExport, common: dict[str, Any]) -> None:
-    write_dist_tensors(step, _global_tensors(export))
+    write_dist_tensors(step, *_global_state(export))
     torch.save(common, step / "common.pt")
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}
     write_atomic(step / "metadata.json", json.dumps(backends))
 
 
-def _global_tensors(export: _MegatronExport) -> list[GlobalTensor]:
-    """Stacks weights of one name over all layers and experts into one tensor, unless the layers differ."""
+def _global_state(export: _MegatronExport) -> tuple[list[GlobalTensor], dict[str, bytes]]:
+    """Stacks weights of one name over all layers and experts into one tensor, unless the layers differ; returns extra state, too."""
     decoder_layers = export.spec.layers[: export.spec.config.num_layers]
     with_experts = [layer for layer in export.spec.moe_layers if layer < len(decoder_layers)]
     alike = len(with_experts) in (0, len(decoder_layers)) and export.spec.config.hybrid_layer_pattern is None
@@ -233,7 +263,7 @@ def _global_tensors(export: _MegatronExport) -> list[GlobalTensor]:
     found: list[GlobalTensor] = []
     for weight in export.weights:
         layer = layer_index(weight.name)
-        name, lead = transformer_engine_name(weight, export.spec), ()
+        name, lead = export.name(weight, stacked=True), ()
         if layer is not None and alike:
             name, lead = name.replace(f"decoder.layers.{layer}.", "decoder.layers.", 1), (layer,)
         if weight.expert is not None:
@@ -242,7 +272,24 @@ def _global_tensors(export: _MegatronExport) -> list[GlobalTensor]:
             found += [_part_tensor(export, name, weight, index, part) for index, part in enumerate(parts)]
         else:
             grouped.setdefault(name, []).append((lead, weight))
-    return [*found, *(_global_tensor(export, name, members) for name, members in grouped.items())]
+    stacked = {tensor.name: [()] for tensor in found}
+    stacked |= {name: [lead for lead, _ in members] for name, members in grouped.items()}
+    tensors = [*found, *(_global_tensor(export, name, members) for name, members in grouped.items())]
+    return tensors, _empty_extra_state(stacked, export.layer_spec)
+
+
+def _empty_extra_state(stacked: Mapping[str, Sequence[tuple[int, ...]]], layer_spec: LayerSpec) -> dict[str, bytes]:
+    """Returns an object for each layer and expert of a module, which Megatron's loader asks for; `stacked` has the leading indices."""
+    nothing = io.BytesIO()
+    torch.save([None], nothing)
+    found: dict[str, bytes] = {}
+    for name, leads in stacked.items():
+        sizes = ".".join(str(index + 1) for index in leads[-1]) or "1"
+        for module in extra_state_modules(name, layer_spec):
+            for lead in leads:
+                at = ".".join(map(str, lead)) or "0"
+                found[f"{module}._extra_state/shard_{at}_{sizes}"] = nothing.getvalue()
+    return found
 
 
 def _part_tensor(export: _MegatronExport, name: str, weight: MegatronWeight, index: int, part: str) -> GlobalTensor:

@@ -46,13 +46,14 @@ class LazyTensor:
 class MegatronCheckpoint:
     """An opened checkpoint. `model` and `moe` are values for ModelConfig and MoEConfig; `moe` is empty without experts.
 
-    `iteration` is 0 for a release.
+    `iteration` is 0 for a release. `other_state` names what the checkpoint has besides weights, which is not read.
     """
 
     iteration: int
     model: dict[str, Any]
     moe: dict[str, Any]
     tensors: Mapping[str, LazyTensor]
+    other_state: tuple[str, ...]
 
 
 def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronCheckpoint:
@@ -84,7 +85,9 @@ def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
     iteration = 0 if step.name == "release" else found.iteration
     if not is_count(iteration):
         raise megatron_file_error(step, f"says that it is of iteration {iteration}")
-    return MegatronCheckpoint(iteration, values, experts, _lazy_tensors(weights, stored, shapes, model))
+    return MegatronCheckpoint(
+        iteration, values, experts, _lazy_tensors(weights, stored, shapes, model), found.other_state
+    )
 
 
 def find_step(folder: Path) -> Path:

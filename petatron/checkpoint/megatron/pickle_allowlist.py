@@ -3,12 +3,17 @@
 A pickle is a program that may call whatever it can name. Here nothing is called (`pickle_interpreter.py`), and a file that names
 anything outside a fixed list is refused with the names. An allowed name stands not for its class but for an inert object, which
 stores its arguments and does nothing.
+
+Every version of Megatron adds enums to the arguments that it stores. Names of Megatron's own package are therefore allowed anywhere, and
+among the arguments the enum members and plain containers of any package, except those of Python, torch and numpy: whoever names
+`os.system` there is told so.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,25 +35,10 @@ from petatron.checkpoint.megatron.torch_save_file import (
 
 _MAX_METADATA_BYTES = 1 << 30
 
-# What a Megatron run saves besides its weights: its arguments with a few enums, RNG states, FP8 scales.
+# What a Megatron run saves besides its weights and objects of its own: arguments, RNG states, FP8 scales.
 _NON_WEIGHT_STATE = (
     "argparse.Namespace",
     "types.SimpleNamespace",
-    "megatron.core.enums.ModelType",
-    "megatron.core.enums.Fp8Recipe",
-    "megatron.core.enums.Fp4Recipe",
-    "megatron.model.enums.ModelType",
-    "megatron.legacy.model.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.AttnMaskType",
-    "megatron.core.transformer.enums.AttnType",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.transformer.enums.CudaGraphModule",
-    "megatron.core.transformer.enums.LayerType",
-    "megatron.core.transformer.enums.ModelType",
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
     "signal.Signals",
     "pathlib.Path",
     "pathlib.PosixPath",
@@ -64,11 +54,16 @@ _NON_WEIGHT_STATE = (
 # What else torch accepts from untrusted files; none of it is a weight of ours.
 _OTHER_VALUES = (
     "_codecs.encode",
-    "builtins.bytearray",
-    "builtins.complex",
-    "builtins.frozenset",
-    "builtins.set",
+    *(
+        f"{module}.{name}"
+        for module in ("builtins", "__builtin__")  # by the protocol of the pickle
+        for name in ("bytearray", "complex", "dict", "frozenset", "list", "set")
+    ),
     "collections.Counter",
+    "collections.defaultdict",
+    "collections.deque",
+    "datetime.datetime",
+    "datetime.timedelta",
     "torch.Tensor",
     "torch.device",
     "torch.nn.parameter.Buffer",
@@ -107,6 +102,8 @@ _METADATA = (
     ]
 )  # fmt: skip
 _ALLOWED_NAMES = frozenset((*_NON_WEIGHT_STATE, *_OTHER_VALUES, *_METADATA))
+_ALLOWED_PACKAGE = "megatron."
+_NEVER_OPAQUE = frozenset((*sys.stdlib_module_names, "__builtin__", "copy_reg", "commands", "torch", "numpy"))
 _COPY_AGAIN = "Copy the checkpoint again from where it was written."
 
 
@@ -121,8 +118,22 @@ def load_torch_file(path: Path) -> dict[str, Any]:
         # Private pages: nothing is written to the file, but torch needs writable memory.
         memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, access=mmap.ACCESS_COPY)
         content = read_torch_save(torch.frombuffer(memory, dtype=torch.uint8), name)
+        name.accept_opaque_arguments(content)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dictionary. Is it Megatron's?")
+    return content
+
+
+def load_common_state(blob: Tensor, path: Path) -> dict[str, Any]:
+    """Loads the state that is not of tensors from an object of a distributed checkpoint: a list of one dictionary."""
+    with _allowlisted(path) as name:
+        content = read_torch_save(blob, name)
+        content = content[0] if isinstance(content, list) and len(content) == 1 else content
+        name.accept_opaque_arguments(content)
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} where its common state should be. {_COPY_AGAIN}"
+        )
     return content
 
 
@@ -161,27 +172,69 @@ class _MetadataResolver:
         raise ValueError("it refers to a storage, and a table has none")
 
 
+class _NameCheck:
+    """Resolves names to stand-ins, and collects those that are not allowed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, GlobalName] = {}
+        self.refused: set[str] = set()
+
+    def __call__(self, full: str) -> GlobalName:
+        if full not in self._known:
+            self._known[full] = GlobalName(full)
+            if full not in _ALLOWED_NAMES and not full.startswith(_ALLOWED_PACKAGE):
+                self.refused.add(full)
+        return self._known[full]
+
+    def accept_opaque_arguments(self, content: Any) -> None:
+        """Allows the names of enum members and plain containers among the arguments of a run."""
+        if self.refused:
+            self.refused -= _opaque_argument_names(content)
+
+
+def _opaque_argument_names(content: Any) -> set[str]:
+    """Looks into every value once, however often it is referenced."""
+    arguments = content.get("args") if isinstance(content, dict) else None
+    values: list[Any] = [arguments.fields] if isinstance(arguments, InertObject) else []
+    seen: set[int] = set()
+    names: set[str] = set()
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, list | tuple):
+            values.extend(value)
+        elif isinstance(value, dict):
+            values.extend(value.values())
+        elif isinstance(value, InertObject) and _is_enum_or_container(value):
+            names.add(value.name)
+            values.append(value.fields)
+    return {name for name in names if name.partition(".")[0] not in _NEVER_OPAQUE}
+
+
+def _is_enum_or_container(value: InertObject) -> bool:
+    """An enum member is its class called with a scalar; a container its class called with nothing, filled afterwards."""
+    made_of = value.arguments
+    return (
+        type(made_of) is tuple
+        and len(made_of) <= 1
+        and all(isinstance(part, bool | int | float | str) for part in made_of)
+    )
+
+
 @contextmanager
-def _allowlisted(path: Path) -> Iterator[Callable[[str], Any]]:
+def _allowlisted(path: Path) -> Iterator[_NameCheck]:
     """Yields the resolver of names while a file is read; at the end, names that are not allowed are one error."""
-    known: dict[str, GlobalName] = {}
-    unknown: set[str] = set()
-
-    def name(full: str) -> GlobalName:
-        if full not in known:
-            known[full] = GlobalName(full)
-            if full not in _ALLOWED_NAMES:
-                unknown.add(full)
-        return known[full]
-
+    check = _NameCheck()
     try:
         with reading_untrusted(path, megatron_file_error):
-            yield name
+            yield check
     except CheckpointError:
-        if not unknown:
+        if not check.refused:
             raise
-    if unknown:
+    if check.refused:
         raise CheckpointError(
-            f"{path} was refused and nothing in it was run: it names {abbreviate_names(unknown)}, which may not be read from a checkpoint. "
-            "If you trust it, load it where it was written and save it again with plain values in that place."
+            f"{path} was refused and nothing in it was run: it names {abbreviate_names(check.refused)}, which may not be read "
+            "from a checkpoint. If you trust it, load it where it was written and save it again with plain values in that place."
         )

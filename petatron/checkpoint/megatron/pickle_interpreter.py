@@ -79,7 +79,15 @@ class PickleResolver(Protocol):
 
 def read_pickle(data: bytes, resolver: PickleResolver) -> Any:
     """Returns the value of a pickle; `PickleError` (or an IndexError or TypeError of a malformed stack) if it is none."""
-    return _PickleMachine(data, resolver).run()
+    if not data.endswith(b"."):
+        raise PickleError("it is cut short")
+    return _PickleMachine(data, resolver, 0).run()
+
+
+def read_pickle_at(data: bytes, begin: int, resolver: PickleResolver) -> tuple[Any, int]:
+    """Returns the value of a pickle that begins inside other bytes, and the position after it."""
+    machine = _PickleMachine(data, resolver, begin)
+    return machine.run(), machine.at
 
 
 class _PickleMachine:
@@ -87,8 +95,8 @@ class _PickleMachine:
 
     __slots__ = ("at", "data", "marks", "memo", "objects_left", "resolver", "stack")
 
-    def __init__(self, data: bytes, resolver: PickleResolver) -> None:
-        self.data, self.resolver, self.at = data, resolver, 0
+    def __init__(self, data: bytes, resolver: PickleResolver, begin: int) -> None:
+        self.data, self.resolver, self.at = data, resolver, begin
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -98,9 +106,7 @@ class _PickleMachine:
         """Executes the pickle. The frequent opcodes are inlined here; the table has the others."""
         data, stack, marks, memo, push = self.data, self.stack, self.marks, self.memo, self.stack.append
         called, handlers = self.resolver.call, _HANDLERS
-        if not data.endswith(b"."):
-            raise PickleError("it is cut short")
-        at, left = 0, self.objects_left
+        at, left = self.at, self.objects_left
         while left >= 0 and self.objects_left >= 0:
             opcode = data[at]
             at += 1
@@ -151,6 +157,7 @@ class _PickleMachine:
                 push(_INT32(data, at)[0])
                 at += 4
             elif opcode == _STOP:
+                self.at = at
                 return stack.pop()
             else:
                 self.at = at
@@ -226,18 +233,18 @@ class _PickleMachine:
         self._set_items(found)
 
     def append(self) -> None:
-        value = self.stack.pop()
-        self._list().append(value)
+        self._extend([self.stack.pop()])
 
     def appends(self) -> None:
-        values = self.items_since_mark()
-        self._list().extend(values)
+        self._extend(self.items_since_mark())
 
-    def _list(self) -> list[Any]:
+    def _extend(self, values: list[Any]) -> None:
+        """An inert object may be a list or a dictionary of some class: its items are dropped, as nobody reads them."""
         target = self.stack[-1]
-        if type(target) is not list:
+        if type(target) is list:
+            target.extend(values)
+        elif type(target) is not InertObject:
             raise PickleError("it appends to what is no list")
-        return target
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -248,6 +255,8 @@ class _PickleMachine:
 
     def _set_items(self, found: list[Any]) -> None:
         target = self.stack[-1]
+        if type(target) is InertObject:
+            return
         if type(target) is not dict or len(found) % 2:
             raise PickleError("it sets items of what is no dictionary")
         values = iter(found)

@@ -1,4 +1,6 @@
-"""Reads the distributed format, `torch_dist`: metadata in `.metadata`, tensors in `__R_N.distcp`, other state in `common.pt`.
+"""Reads the distributed format, `torch_dist`: metadata in `.metadata`, tensors and objects in `__R_N.distcp`.
+
+Other state, with the arguments of the run, is in `common.pt`, or (since version 0.19) an object like the others.
 
 The metadata lists global tensors and, for each, chunks with their offset in the tensor and in a file; a chunk in a file is a
 `torch.save` of a tensor. Layers of one shape are one tensor stacked along its first dimension, experts along the next; models
@@ -25,8 +27,9 @@ from petatron.base.untrusted_files import is_count, open_regular_file, reading_u
 from petatron.checkpoint.files.disk import read_into
 from petatron.checkpoint.files.safetensors_file import MAX_DIMS
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
-from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents
+from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents, other_state
 from petatron.checkpoint.megatron.pickle_allowlist import (
+    load_common_state,
     load_dist_metadata,
     load_tensor_blob,
     load_torch_file,
@@ -38,6 +41,8 @@ from petatron.sharding.boxes import Box, BoxIndex, tiling_problem
 from petatron.sharding.shard_spec import Shape
 
 _MAX_WEIGHTS = 1_000_000
+_COMMON_STATE = "common_state/shard_0_1"
+"""The object that has the arguments where there is no common.pt."""
 _OTHER_STATE = re.compile(r"(chained_\d+\.)?optimizer\b|rng_state|rerun_state_machine_state|opt_param_scheduler")
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _DEPTH = re.compile(r"(mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer))\.(.+)")
@@ -88,15 +93,11 @@ class _WeightSlice:
 
 def read_torch_dist(step: Path) -> MegatronContents:
     """Reads all weights of a step's folder."""
-    common_path = step / "common.pt"
-    if not common_path.is_file():
-        raise CheckpointError(f"{step} has no common.pt, which holds the model's arguments. Copy the whole folder.")
-    common = load_torch_file(common_path)
     reader = _ChunkReader()
     boxes: dict[str, list[_WeightSlice]] = {}
     with reading_untrusted(step / ".metadata", megatron_file_error):
-        tensors = list(_read_metadata(step))
-        _check_files(tensors)
+        tensors, names, common_state = _read_metadata(step)
+        _check_files([(tensor.name, chunk) for tensor in tensors for chunk in tensor.chunks])
         num_weights = sum(math.prod(tensor.shape[: _num_stacked_dims(tensor)]) for tensor in tensors)
         if num_weights > _MAX_WEIGHTS:
             raise megatron_file_error(step / ".metadata", f"has {num_weights:,} weights, more than any model")
@@ -104,22 +105,42 @@ def read_torch_dist(step: Path) -> MegatronContents:
             for name, box in _weights_in(tensor):
                 boxes.setdefault(name, []).append(box)
     weights = {name: _lazy_weight(step, reader, found) for name, found in boxes.items()}
+    common, path = _read_common(step, common_state)
     iteration = int(common.get("iteration") or 0)
-    return MegatronContents(checkpoint_arguments(common, common_path), iteration, len(weights), lambda kinds: weights)
+    arguments, others = checkpoint_arguments(common, path), other_state([*names, *common])
+    return MegatronContents(arguments, iteration, len(weights), others, lambda kinds: weights)
 
 
-def _read_metadata(step: Path) -> Iterator[_DistTensor]:
+def _read_common(step: Path, stored: _StoredChunk | None) -> tuple[dict[str, Any], Path]:
+    """Returns the state that is no tensor of the model, and the file that has it."""
+    path = step / "common.pt"
+    if path.is_file():
+        return load_torch_file(path), path
+    if stored is None:
+        raise CheckpointError(
+            f"{step} has neither common.pt nor {_COMMON_STATE}, which hold the model's arguments. Copy the whole folder."
+        )
+    _check_files([(_COMMON_STATE, stored)])
+    return load_common_state(_read_blob(stored, _COMMON_STATE), stored.file), stored.file
+
+
+def _read_metadata(step: Path) -> tuple[list[_DistTensor], list[str], _StoredChunk | None]:
+    """Returns the model's tensors, the names of everything, and the place of the common state if it is an object."""
     path = step / ".metadata"
     table = load_dist_metadata(path)
     try:
-        tensors: dict[str, Any] = table.fields["state_dict_metadata"]
+        entries: dict[str, Any] = table.fields["state_dict_metadata"]
         places = {
-            _storage_key(index.fields["fqn"], _shape(index.fields["offset"] or ())): info
+            _storage_key(index.fields["fqn"], _shape(index.fields.get("offset") or ())): info  # objects have no offset
             for index, info in table.fields["storage_data"].items()
         }
-        for name, metadata in tensors.items():
-            if isinstance(metadata, InertObject) and "chunks" in metadata.fields and _is_model_weight(name):
-                yield _dist_tensor(step, name, metadata, places)
+        tensors = [
+            _dist_tensor(step, name, metadata, places)
+            for name, metadata in entries.items()
+            if isinstance(metadata, InertObject) and "chunks" in metadata.fields and _is_model_weight(name)
+        ]
+        common = places.get(_storage_key(_COMMON_STATE, ()))
+        return tensors, list(entries), None if common is None else _chunk(step, (), (), common)
     except (KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"{path} is not a table that is understood ({type(error).__name__}: {error}). "
@@ -162,11 +183,11 @@ def _dist_tensor(step: Path, name: str, metadata: InertObject, storage_by_key: M
     return _DistTensor(name, shape, dtype, chunks, BoxIndex(places_in_tensor))
 
 
-def _check_files(tensors: Sequence[_DistTensor]) -> None:
+def _check_files(named_chunks: Sequence[tuple[str, _StoredChunk]]) -> None:
     """Checks that chunks are inside their files and together not larger: metadata is trusted only as far as there are bytes."""
     sizes: dict[Path, int] = {}
     claimed: dict[Path, int] = {}
-    for name, chunk in ((tensor.name, chunk) for tensor in tensors for chunk in tensor.chunks):
+    for name, chunk in named_chunks:
         if chunk.file not in sizes:
             sizes[chunk.file] = _file_size(chunk.file, name)
         claimed[chunk.file] = claimed.get(chunk.file, 0) + chunk.length
@@ -294,6 +315,19 @@ def _lazy_weight(step: Path, reader: _ChunkReader, boxes: list[_WeightSlice]) ->
     return LazyWeight(shape, boxes[0].tensor.dtype, str(step / ".metadata"), partial(reader.read_weight, boxes))
 
 
+def _read_blob(chunk: _StoredChunk, name: str) -> Tensor:
+    """Returns the bytes of a chunk or an object."""
+    blob = torch.empty(chunk.length, dtype=torch.uint8)
+    try:
+        with open_regular_file(chunk.file, buffering=0) as file:
+            count = read_into(file.fileno(), [memoryview(blob.numpy())], chunk.offset)
+    except OSError as error:
+        raise _unreadable(chunk.file, name, error) from None
+    if count != chunk.length:
+        raise CheckpointError(f"{chunk.file} became shorter while it was read. Copy it again.")
+    return blob
+
+
 class _ChunkReader:
     """Reads chunks; caches the last one, since q, k and v, or the experts of one chunk, are requested one after another."""
 
@@ -321,15 +355,7 @@ class _ChunkReader:
     def _load_chunk(self, chunk: _StoredChunk, tensor: _DistTensor) -> Tensor:
         if self._last is not None and self._last[0] == chunk:
             return self._last[1]
-        blob = torch.empty(chunk.length, dtype=torch.uint8)
-        try:
-            with open_regular_file(chunk.file, buffering=0) as file:
-                count = read_into(file.fileno(), [memoryview(blob.numpy())], chunk.offset)
-        except OSError as error:
-            raise _unreadable(chunk.file, tensor.name, error) from None
-        if count != chunk.length:
-            raise CheckpointError(f"{chunk.file} became shorter while it was read. Copy it again.")
-        loaded = load_tensor_blob(blob, chunk.file)
+        loaded = load_tensor_blob(_read_blob(chunk, tensor.name), chunk.file)
         if loaded.numel() != torch.Size(chunk.shape).numel() or loaded.dtype != tensor.dtype:
             raise CheckpointError(
                 f"{chunk.file} has {list(loaded.shape)} of {loaded.dtype} where the table has {list(chunk.shape)} of "

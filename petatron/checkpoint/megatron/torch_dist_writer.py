@@ -6,8 +6,9 @@ holds more than one. The dtypes must be known before; they are those of the firs
 
 from __future__ import annotations
 
+import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from petatron.sharding.shard_spec import Shape
 
@@ -45,18 +54,18 @@ class GlobalTensor:
     chunks: tuple[LazyChunk, ...]
 
 
-def write_dist_tensors(folder: Path, tensors: Sequence[GlobalTensor]) -> None:
-    """Writes `.metadata` and one `.distcp` file."""
+def write_dist_tensors(folder: Path, tensors: Sequence[GlobalTensor], objects: Mapping[str, bytes]) -> None:
+    """Writes `.metadata` and one `.distcp` file; `objects` are serialized already."""
     # Without copy-ahead the writer keeps the order of the plan, on which fetching relies.
     writer = dcp.FileSystemWriter(str(folder), thread_count=1, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group, which is intended
-        dcp.save({}, storage_writer=writer, planner=_LazySavePlanner(tensors), no_dist=True)
+        dcp.save({}, storage_writer=writer, planner=_LazySavePlanner(tensors, objects), no_dist=True)
 
 
 class _LazySavePlanner(SavePlanner):
-    def __init__(self, tensors: Sequence[GlobalTensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Sequence[GlobalTensor], objects: Mapping[str, bytes]) -> None:
+        self._tensors, self._objects = tensors, objects
         self._chunks_by_index: dict[MetadataIndex, tuple[LazyChunk, Shape]] = {}
         self._state_dict_metadata: dict[str, Any] = {}
 
@@ -64,7 +73,11 @@ class _LazySavePlanner(SavePlanner):
         """Does nothing: the tensors are known."""
 
     def create_local_plan(self) -> SavePlan:
-        items = []
+        items = [
+            WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(content)))
+            for name, content in self._objects.items()
+        ]
+        self._state_dict_metadata |= {name: BytesStorageMetadata() for name in self._objects}
         for tensor in self._tensors:
             inner = tensor.shape[tensor.num_leading_dims :]
             properties = TensorProperties(dtype=tensor.chunks[0].load().dtype)
@@ -87,6 +100,8 @@ class _LazySavePlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(self._objects[write_item.index.fqn])
         part, shape = self._chunks_by_index[write_item.index]
         return part.load().reshape(shape).contiguous()

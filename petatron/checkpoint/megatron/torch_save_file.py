@@ -1,6 +1,7 @@
 """Reads `torch.save` files: a zip archive of uncompressed members, one of them a pickle, the others the bytes of storages.
 
-Archives are read here and not by `zipfile`: members are used in place, and a directory cannot claim what is not in the file.
+Archives are read here and not by `zipfile`: members are used in place, and a directory cannot claim what is not in the file. Files from
+before torch 1.6 are a row of pickles (a magic number, a version, the machine, the value, the order of storages), then the storages.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.untrusted_files import is_count
-from petatron.checkpoint.megatron.pickle_interpreter import GlobalName, InertObject, read_pickle
+from petatron.checkpoint.megatron.pickle_interpreter import GlobalName, InertObject, read_pickle, read_pickle_at
 
 DTYPES = {
     str(dtype): dtype
@@ -42,6 +43,7 @@ _MAX_DIRECTORY_BYTES = 64 << 20
 _MAX_PICKLE_BYTES = 256 << 20
 _EOCD, _EOCD64, _EOCD64_LOCATOR, _CENTRAL_HEADER, _LOCAL_HEADER = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 _MAX_COMMENT_BYTES = 0xFFFF
+_OLD_MAGIC, _OLD_VERSION, _OLD_BEGIN = 0x1950A86A20F9469CFC6C, 1001, b"\x80\x02\x8a\x0a"
 _IN_ZIP64_EXTRA = 0xFFFFFFFF
 
 
@@ -50,6 +52,8 @@ def read_torch_save(data: Tensor, find_class: Callable[[str], Any]) -> Any:
 
     `find_class` resolves names other than those of tensors and dtypes.
     """
+    if data[: len(_OLD_BEGIN)].numpy().tobytes() == _OLD_BEGIN:
+        return _read_old_format(data, find_class)
     members = _zip_members(data.numpy())
     pickles = [member for member in members if member.endswith("/data.pkl")]
     if len(pickles) != 1:
@@ -62,6 +66,33 @@ def read_torch_save(data: Tensor, find_class: Callable[[str], Any]) -> Any:
     if order is not None and data[order[0] : order[1]].numpy().tobytes() != b"little":
         raise ValueError("it was written on a machine with another byte order")
     return read_pickle(data[begin:end].numpy().tobytes(), _TensorResolver(data, members, f"{folder}data/", find_class))
+
+
+def _read_old_format(data: Tensor, find_class: Callable[[str], Any]) -> Any:
+    """Reads the value twice: where storages begin is known only after it."""
+    head = data[:_MAX_PICKLE_BYTES].numpy().tobytes()
+    first = _OldFormatResolver(data, None, find_class)
+    magic, at = read_pickle_at(head, 0, first)
+    version, at = read_pickle_at(head, at, first)
+    if magic != _OLD_MAGIC or version != _OLD_VERSION:
+        raise ValueError("it is no file of torch.save")
+    machine, at = read_pickle_at(head, at, first)
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise ValueError("it was written on a machine with another byte order")
+    _, end = read_pickle_at(head, at, first)
+    keys, end = read_pickle_at(head, end, first)
+    if not isinstance(keys, list):
+        raise ValueError("it has no storages")
+    members: dict[str, tuple[int, int]] = {}
+    for key in keys:
+        if key not in first.dtypes:
+            raise ValueError("it has a storage that none of its tensors is in")
+        (count,) = struct.unpack("<q", data[end : end + 8].numpy().tobytes())
+        begin, end = end + 8, end + 8 + count * first.dtypes[key].itemsize
+        if count < 0 or end > len(data) or key in members:
+            raise ValueError("a storage in it is cut short")
+        members[key] = (begin, end)
+    return read_pickle_at(head, at, _OldFormatResolver(data, members, find_class))[0]
 
 
 class _TensorResolver:
@@ -89,6 +120,38 @@ class _TensorResolver:
             raise ValueError("a storage in it has no name")
         begin, end = self._members[f"{self._folder}{key}"]
         return _Storage(self._memory[begin:end], _STORAGES[storage.full])
+
+
+class _OldFormatResolver(_TensorResolver):
+    """Records the dtypes of storages; loads them if their places are known. Those that begin between two elements are copied, each once."""
+
+    def __init__(
+        self, memory: Tensor, members: Mapping[str, tuple[int, int]] | None, name: Callable[[str], Any]
+    ) -> None:
+        super().__init__(memory, members or {}, "", name)
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._places_known = members is not None
+        self._copies: dict[str, _Storage] = {}
+
+    def persistent_load(self, identity: Any) -> Any:
+        kind, storage, key, *_ = _checked_arguments(identity)
+        if (
+            kind != "storage"
+            or type(storage) is not GlobalName
+            or storage.full not in _STORAGES
+            or type(key) is not str
+        ):
+            raise ValueError("a storage in it is of an unknown kind")
+        self.dtypes[key] = _STORAGES[storage.full]
+        if not self._places_known:
+            return InertObject("storage", ())
+        if key not in self._copies:
+            found = super().persistent_load(identity)
+            aligned = (
+                found.memory if found.memory.storage_offset() % found.dtype.itemsize == 0 else found.memory.clone()
+            )
+            self._copies[key] = _Storage(aligned, found.dtype)
+        return self._copies[key]
 
 
 class _Storage:

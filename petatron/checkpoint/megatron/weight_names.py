@@ -25,6 +25,10 @@ from petatron.sharding.shard_spec import Shape
 
 WeightLayout = Literal["whole", "column", "whole_or_column", "row", "qkv", "sections", "vocabulary"]
 """How a weight is sharded over tensor-parallel ranks, and what is fused in it."""
+LayerSpec = Literal["te", "local"]
+"""Megatron's implementation of layers: by Transformer Engine, or its own."""
+_LINEAR = r"\.(?:linear_\w+|fc[12]_latent_proj|eh_proj|in_proj|out_proj)"
+_NORM = r"\.(?:\w+_layernorm|final_norm|enorm|hnorm)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +262,33 @@ def mcore_name(name: str) -> str:
     for pattern, new in (*_LEGACY_NON_LAYER, *_TE_ALIASES, *_OTHER_NAMES):
         name = pattern.sub(new, name)
     return name
+
+
+def local_name(weight: MegatronWeight, spec: ModelSpec, *, stacked: bool) -> str:
+    """Returns the name in Megatron's local implementation, whose norms are modules of their own.
+
+    stacked: the name in the distributed format, where this implementation borrows names of the other: except in latent attention, norms
+    are parts of the linear after them, also in MoE layers, in which no linear follows the second.
+    """
+    name = weight.name.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
+    if not stacked or spec.config.multi_latent_attention:
+        return name
+    name = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", name)
+    return re.sub(r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1", name)
+
+
+def extra_state_modules(name: str, layer_spec: LayerSpec) -> tuple[str, ...]:
+    """Returns the modules beside a stored weight that have an `_extra_state`, which Megatron's loader asks for with and without FP8.
+
+    >>> extra_state_modules("decoder.layers.self_attention.linear_proj.weight", "te")
+    ('decoder.layers.self_attention.linear_proj', 'decoder.layers.self_attention.core_attention')
+    """
+    module = re.sub(r"\.(weight|bias)(\.\w+)?$", "", name)
+    kinds = f"{_LINEAR}|{_NORM}" if layer_spec == "te" else _LINEAR
+    if re.fullmatch(rf"(?:mtp|decoder)\b.*(?:{kinds})", module) is None:
+        return ()
+    attention = module.removesuffix(".linear_proj")
+    return (module, f"{attention}.core_attention") if layer_spec == "te" and attention != module else (module,)
 
 
 def transformer_engine_name(weight: MegatronWeight, spec: ModelSpec) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_MEGATRON_ONLY = ("megatron_format", "tp", "pp", "ep")
+_MEGATRON_ONLY = ("megatron_format", "megatron_spec", "tp", "pp", "ep")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
     add("--vocab-size", type=int, metavar="N", help="token ids of a Megatron model whose checkpoint does not say")
     add("--megatron-format", choices=("legacy", "torch_dist"), help="how to write for Megatron (default: torch_dist)")
+    add(
+        "--megatron-spec",
+        choices=("te", "local"),
+        help="for Megatron with Transformer Engine or its own layers (default: te)",
+    )
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks of the Megatron files (default: 1)")
     add("--pp", type=int, metavar="N", help="pipeline ranks of the Megatron files (default: 1)")
     add("--ep", type=int, metavar="N", help="expert-parallel ranks of the Megatron files (default: 1)")
@@ -63,12 +68,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         steps = last_steps(path, options.average_last, before=options.step)
         source = average_sources([open_source(step=step) for step in steps])
-    sizes = {name: getattr(options, name) or 1 for name in ("tp", "pp", "ep")}
     conversion = ConversionOptions(
         target_format=options.to,
         dtype=None if options.dtype is None else getattr(torch, _DTYPES[options.dtype]),
         tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer, source),
-        megatron=MegatronLayout(options.megatron_format or "torch_dist", **sizes),
+        megatron=MegatronLayout(
+            format=options.megatron_format or "torch_dist",
+            tp=options.tp or 1,
+            pp=options.pp or 1,
+            ep=options.ep or 1,
+            layer_spec=options.megatron_spec or "te",
+        ),
     )
     with sigterm_raises(), _progress() as on_progress:
         convert(source, options.target, conversion, on_progress=on_progress)
@@ -76,6 +86,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"{options.source} ({source.format}{averaged} step {source.step}) is now {options.target} ({options.to})")
     if options.to == "petatron":
         print(f"start from it: petatron train --from {options.target} ...")
+    if source.left_behind:
+        print(
+            f"note: {', '.join(source.left_behind)} of {options.source} stay behind: weights are converted, and nothing else."
+        )
     for note in _megatron_notes(options, source) if options.to == "megatron" else ():
         print(f"note: {note}")
     return 0

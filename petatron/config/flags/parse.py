@@ -149,14 +149,14 @@ def _without_swallowed_model(
         return tokens
     kept: list[_FlagToken] = []
     for token in tokens:
-        info, words = _field(token.flag), token.following_words
-        if info is not None and info.is_list and words and _names_model(words[-1], presets):
+        info, values = _field(token.flag), token.following_words
+        if info is not None and info.is_list and values and _names_model(values[-1], presets):
             rule = f"names a model, and {token.typed} takes every word up to the next flag"
             typed = token.typed if token.inline_value is None else f"{token.typed}={token.inline_value}"
-            command = shlex.join(("petatron", "train", words[-1], typed, *words[:-1]))
-            parsed.problems.append(Problem(token.typed, words[-1], rule, f"Name the model first: `{command}`."))
+            command = shlex.join(("petatron", "train", values[-1], typed, *values[:-1]))
+            parsed.problems.append(Problem(token.typed, values[-1], rule, f"Name the model first: `{command}`."))
             parsed.doubtful_flags.update(known_flags())
-            token = replace(token, following_words=words[:-1])
+            token = replace(token, following_words=values[:-1])
         kept.append(token)
     return kept
 

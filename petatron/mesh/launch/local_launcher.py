@@ -122,7 +122,7 @@ def _rank_environments(
     if master_port is None:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.bind(("127.0.0.1", 0))
-            master_port = probe.getsockname()[1]
+            master_port = int(probe.getsockname()[1])
     return [
         RankEnvironment(
             rank=node_rank * nproc + local_rank,

@@ -64,8 +64,9 @@ class StoreServerProcess:
         # Isolated and without site-packages: it needs the standard library and this package.
         command = [sys.executable, "-I", "-S", "-c", _BOOT, root, str(listener.fileno()), str(os.getpid())]
         command.append(own_identity().hex())
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, **pipes, pass_fds=[listener.fileno()], cwd="/")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[listener.fileno()], cwd="/"
+        )
         listener.close()
         assert self._process.stdin is not None
         # The secret never is an argument, which every user of a machine can list.

@@ -22,6 +22,7 @@ KINDS = {
     "huggingface-hybrid-moe": "huggingface",
     "huggingface-kimi-moe": "huggingface",
     "megatron-legacy": "megatron",
+    "megatron-old": "megatron",
     "megatron-dist": "megatron",
     "megatron-latent": "megatron_kinds",
     "megatron-hybrid": "megatron_kinds",

@@ -10,7 +10,7 @@ import json
 import pickle
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ _FORMATS = {".pt": "torch", ".metadata": "pickle", ".distcp": "torch", ".json": 
 
 
 def make(name: str) -> Kind:
+    if name.endswith("old"):
+        return make_old(name)
     model = Model(layers=1, tp=2, experts=2 if name.endswith("legacy") else 0, expert_names="grouped")
     with tempfile.TemporaryDirectory() as folder:
         write = write_legacy if name.endswith("legacy") else _write_dist
@@ -38,7 +40,19 @@ def make(name: str) -> Kind:
     return kind_of(name, files, model.args(), writes="huggingface")
 
 
-def kind_of(name: str, files: Files, args: Namespace, *, writes: str) -> Kind:
+def make_old(name: str) -> Kind:
+    """Files of 2019: a row of pickles and then storages, without a checkpoint version."""
+    model = Model(layers=1, tp=2, names="old", swiglu=False, bias=True, learned=True, tied=True, norm="LayerNorm")
+    with tempfile.TemporaryDirectory() as folder:
+        for path in write_legacy(Path(folder), model, edit=lambda content: content.pop("checkpoint_version")).glob(
+            "*/*.pt"
+        ):
+            torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
+        files = files_of(Path(folder))
+    return kind_of(name, files, model.args(), writes="petatron", formats={**_FORMATS, ".pt": "pickle"})
+
+
+def kind_of(name: str, files: Files, args: Namespace, *, writes: str, formats: Mapping[str, str] = _FORMATS) -> Kind:
     """Returns the kind of a sample's files, whose arguments and places are mutated as such too; writes: what it is converted to."""
     inner = {**files, ARGUMENTS: json.dumps(_plain(vars(args))).encode()}
     if _METADATA in files:
@@ -48,7 +62,7 @@ def kind_of(name: str, files: Files, args: Namespace, *, writes: str) -> Kind:
         files,
         doors={"read": _DOORS["read"], writes: _DOORS[writes]},
         shares={"read": 9},
-        formats=_FORMATS,
+        formats=formats,
         inner=inner,
         seal=_sealer(files),
         streams=(".pt",),

@@ -42,6 +42,7 @@ from petatron.pretrained.open_weights import ModelSource, open_model_source
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
+from tests.unit.checkpoint.megatron.megatron_files import Case, write_legacy
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 37 --seq-length 8 --make-vocab-size-divisible-by 1"
 LLAMA = "--activation swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear"
@@ -602,6 +603,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run_again.model.num_layers == 2 and run_again.model.vocab_size == 37
 
 
+def test_command_line_says_what_of_a_megatron_checkpoint_stays_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_legacy(tmp_path / "run", Case(), edit=lambda content: content.update(optimizer={}, opt_param_scheduler={}))
+    assert cli(tmp_path / "run", tmp_path / "start", "--to", "petatron") == 0
+    assert "note: optimizer, opt_param_scheduler of" in (text := capsys.readouterr().out) and "stay behind" in text
+
+
 def test_command_line_to_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = model_folder(tmp_path)
     assert cli(folder, tmp_path / "plain", "--to", "megatron") == 0
@@ -613,6 +622,11 @@ def test_command_line_to_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "note: tokenizer.json stay behind" in text
     assert cli(folder, tmp_path / "legacy", "--to", "megatron", "--tp", 2, "--megatron-format", "legacy") == 0
     assert "have no layout" not in capsys.readouterr().out
+    words = ("--to", "megatron", "--megatron-format", "legacy", "--megatron-spec", "local")
+    assert cli(folder, tmp_path / "local", *words) == 0
+    (file,) = (tmp_path / "local").glob("*/mp_rank_00/model_optim_rng.pt")
+    content = torch.load(file, weights_only=False)
+    assert content["args"].transformer_impl == "local" and "decoder.layers.0.input_layernorm.weight" in content["model"]
     assert cli(tmp_path / "dist", tmp_path / "back", "--to", "petatron", "--vocab-size", 30) == 2
     assert "--vocab-size 30 contradicts the checkpoint, whose arguments say 37" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()

@@ -259,7 +259,7 @@ def test_the_ranks_that_are_written(tmp_path: Path):
     for rank in range(2):
         written = torch.load(step / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
         expected = latent_rank(rank, 2, fused=True, cut_downs=False)
-        assert written["model"].keys() == expected.keys()
+        assert {name for name, value in written["model"].items() if value is not None} == expected.keys()
         assert all(torch.equal(written["model"][name], tensor) for name, tensor in expected.items())
         found = written["args"]
         assert (found.rope_type, found.rotary_scaling_factor, found.mscale, found.mscale_all_dim) == (
@@ -342,7 +342,7 @@ def test_the_hybrid_that_is_written(tmp_path: Path, format: Any):
     for rank in range(2):
         written = torch.load(step / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
         expected = hybrid_rank(rank, 2, fused=True)
-        assert written["model"].keys() == expected.keys()
+        assert {name for name, value in written["model"].items() if value is not None} == expected.keys()
         assert all(torch.equal(written["model"][name], tensor) for name, tensor in expected.items())
         assert written["args"].hybrid_override_pattern == written["args"].hybrid_layer_pattern == "M*-"
 

@@ -199,3 +199,16 @@ def test_metadata_of_another_torch(tmp_path: Path):
     del table.version, table.storage_meta
     (made.step / ".metadata").write_bytes(pickle.dumps(table, protocol=2))
     assert_same_model(open_megatron(made.step), LLAMA)
+
+
+@pytest.mark.parametrize(
+    "stored, ids", [(LLAMA.padded, LLAMA.padded), (LLAMA.padded - 1, LLAMA.padded), (VOCAB, VOCAB + 1)]
+)
+def test_the_null_tokenizer_has_one_id_more_if_the_embedding_has(tmp_path: Path, stored: int, ids: int):
+    """It counted its end of a document on top up to version 0.16, and does not since."""
+    write_legacy(
+        tmp_path,
+        LLAMA,
+        edit=lambda content: vars(content["args"]).update(tokenizer_type="NullTokenizer", vocab_size=stored),
+    )
+    assert open_megatron(tmp_path).model["vocab_size"] == ids

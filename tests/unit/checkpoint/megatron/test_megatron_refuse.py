@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,49 @@ def test_a_class_of_someone_elses(tmp_path: Path):
     """Named, so that its owner can save the file without it."""
     write_legacy(tmp_path, LLAMA, edit=lambda content: setattr(content["args"], "thing", torch.nn.Identity()))
     assert_refused(tmp_path, "torch.nn.modules.linear.Identity", "plain values")
+
+
+class Scope(Enum):
+    """An enum that nobody has heard of."""
+
+    BLOCK = "block"
+    NONE = 0
+
+
+class Settings:
+    """A plain container of a run's own."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+def test_unknown_enums_and_containers_among_the_arguments_are_opaque(tmp_path: Path):
+    """They change no model, and every version of Megatron adds some."""
+
+    def edit(content: dict[str, Any]) -> None:
+        content["args"].scope, content["args"].scopes = Scope.BLOCK, [Scope.NONE, {"a": Scope.BLOCK}]
+        content["args"].settings, content["args"].table = Settings(inner=Scope.NONE), Table(a=1)
+        content["args"].counts, content["args"].ids = defaultdict(list, {"a": [1]}), {1, 2}
+
+    write_legacy(tmp_path, LLAMA, edit=edit)
+    assert open_megatron(tmp_path).model["num_layers"] == LLAMA.layers
+
+
+def test_unknown_enums_elsewhere_are_refused(tmp_path: Path):
+    write_legacy(tmp_path, LLAMA, edit=lambda content: content.update(scope=Scope.BLOCK))
+    assert_refused(tmp_path, "Scope", "nothing in it was run")
+
+
+def test_a_program_among_the_arguments(tmp_path: Path):
+    """It looks like an enum member: a call with one text."""
+    mark = tmp_path / "ran"
+    write_legacy(tmp_path, LLAMA, edit=lambda content: setattr(content["args"], "scope", [Runs(mark)]))
+    assert_refused(tmp_path, "posix.system", "nothing in it was run")
+    assert not mark.exists()
 
 
 # ---- Files that are not whole

@@ -148,7 +148,9 @@ def test_legacy_files_are_those_of_a_megatron_rank(tmp_path: Path, tied: bool):
             file = step / f"mp_rank_{tp:02d}_{pp:03d}" / "model_optim_rng.pt"
             content = torch.load(file, weights_only=False)
             expected = {k: v for k, v in rank_chunk(case, values, tp, pp, 0).items() if isinstance(v, Tensor)}
-            assert content["model"].keys() == expected.keys()
+            assert {name for name, value in content["model"].items() if value is not None} == expected.keys()
+            modules = ("self_attention.linear_qkv", "self_attention.core_attention", "mlp.linear_fc2")
+            assert all(f"decoder.layers.1.{module}._extra_state" in content["model"] for module in modules)
             for name, tensor in expected.items():
                 wanted = tensor
                 if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -172,13 +174,32 @@ def test_torch_dist_has_the_names_of_megatron(tmp_path: Path):
     assert step.name == "release" and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert json.loads((step / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     metadata = torch.distributed.checkpoint.FileSystemReader(step).read_metadata()
-    shapes = {name: tuple(facts.size) for name, facts in metadata.state_dict_metadata.items()}
+    stored = metadata.state_dict_metadata.items()
+    shapes = {name: tuple(facts.size) for name, facts in stored if "_extra_state" not in name}
+    empty = {name for name, _ in stored if "_extra_state" in name}
+    attention = [f"self_attention.{module}" for module in ("linear_qkv", "linear_proj", "core_attention")]
+    mlp = [f"mlp.{module}" for n in (1, 2) for module in (f"shared_experts.linear_fc{n}", f"fc{n}_latent_proj")]
+    places = [(f"{module}", f"{layer}_4") for module in (*attention, *mlp, "pre_mlp_layernorm") for layer in range(4)]
+    experts = [(layer, expert) for layer in range(4) for expert in range(4)]
+    places += [
+        (f"mlp.experts.experts.linear_fc{n}", f"{layer}.{expert}_4.4") for n in (1, 2) for layer, expert in experts
+    ]
+    expected = {f"decoder.layers.{module}._extra_state/shard_{place}" for module, place in places}
+    assert empty == {*expected, "decoder.final_layernorm._extra_state/shard_0_1"}
     assert shapes["decoder.layers.self_attention.linear_qkv.weight"] == (4, 32, 16)
     assert shapes["decoder.layers.self_attention.linear_qkv.layer_norm_weight"] == (4, 16)
     assert shapes["decoder.layers.pre_mlp_layernorm.weight"] == (4, 16)
     assert shapes["decoder.layers.mlp.experts.experts.linear_fc1.weight"] == (4, 4, 16, 12)
     assert shapes["decoder.layers.mlp.shared_experts.gate_weight"] == (4, 1, 16)
     assert shapes["embedding.word_embeddings.weight"] == (56, 16)
+
+
+def test_megatron_has_no_local_layers_for_hybrids(tmp_path: Path):
+    fetch = values_of(HYBRID, None).__getitem__
+    with pytest.raises(ConfigError, match="--megatron-spec local has no implementation of hybrids"):
+        write_megatron(
+            tmp_path, iteration=1, spec=spec_from_config(HYBRID), fetch=fetch, tp=1, pp=1, layer_spec="local"
+        )
 
 
 def test_tensors_are_fetched_as_they_are_written(tmp_path: Path):
