@@ -35,7 +35,7 @@ ROWS = (
     ("train",),
     ("serve",),
     ("verify",),
-    ("bench", "quickstart", "dashboard", "integrations"),
+    ("bench", "quickstart", "dashboard", "integrations", "port"),
     ("cli",),
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}

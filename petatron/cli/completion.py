@@ -13,7 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from petatron.cli import bench, checkpoint, data, doctor, eval, plan, plot, quickstart, report, runs, serve, verify
+from petatron.cli import (
+    bench,
+    checkpoint,
+    data,
+    doctor,
+    eval,
+    plan,
+    plot,
+    port,
+    quickstart,
+    report,
+    runs,
+    serve,
+    verify,
+)
 from petatron.cli.generation import chat, generate
 from petatron.cli.subcommands import lm_eval_starter
 from petatron.config.flags import megatron_flags
@@ -76,6 +90,7 @@ def completions() -> dict[str, ShellCompletion]:
         ("serve", serve.parser()),
         ("verify", verify.parser()),
         ("plot", plot.parser()),
+        ("port", port.parser()),
         ("report", report.parser()),
         ("runs", runs.parser()),
         ("eval", eval.parser()),

@@ -1,0 +1,166 @@
+"""What becomes of each flag of a script: `config/flags/` is asked about it alone, and about all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from petatron.base.errors import Problem
+from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING, own_value_text
+from petatron.config.flags.parse import ParsedFlags, known_flags, parse_flags
+from petatron.config.schema.fields import fields_by_path
+from petatron.config.value_origins import Setting
+from petatron.port.shell_values import ShellText
+
+AnswerKind = Literal["kept", "translated", "implied", "left out", "missing", "blocking"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlagAnswer:
+    """A flag with its values, and what becomes of it; `why` is the reason or the remedy.
+
+    fields: paths of the settings that it makes, or would make if its value were known.
+    """
+
+    kind: AnswerKind
+    flag: ShellText
+    values: tuple[ShellText, ...]
+    why: str = ""
+    fields: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return " ".join((self.flag.text, *(value.text for value in self.values)))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for text in (self.flag, *self.values) for name in text.missing))
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredFlags:
+    """All flags of a script in their order, the settings that they make together, and names that count as empty."""
+
+    answers: tuple[FlagAnswer, ...]
+    settings: tuple[tuple[Setting, FlagAnswer], ...]
+    empty_names: tuple[ShellText, ...]
+
+    @property
+    def argv(self) -> list[str]:
+        """All flags but those left out, for the rules about them together."""
+        return [
+            text.text for answer in self.answers if answer.kind != "left out" for text in (answer.flag, *answer.values)
+        ]
+
+    def of_kind(self, *kinds: AnswerKind) -> list[FlagAnswer]:
+        return [answer for answer in self.answers if answer.kind in kinds]
+
+
+def spelled(flag: str) -> str:
+    """Returns a flag as tables have it: dashes, and nothing behind `=`."""
+    return flag.partition("=")[0].replace("_", "-")
+
+
+def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> AnsweredFlags:
+    """Answers every flag of a command; `left_out` are the ones that the user does not want."""
+    answers: list[FlagAnswer] = []
+    empty: list[ShellText] = []
+    for flag, values in _grouped(texts):
+        answer = _answer(flag, values, left_out)
+        if answer.kind not in ("missing", "blocking", "left out"):
+            empty += [value for value in values if value not in answer.values]
+        answers.append(answer)
+    accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "implied")]
+    together = parse_flags([text.text for answer in accepted for text in (answer.flag, *answer.values)])
+    last = {setting.path: setting for setting in together.settings}
+    makers = {path: _maker(setting, accepted) for path, setting in last.items()}
+    marked = [_marked_if_replaced(answer, makers) for answer in answers]
+    settings = tuple((setting, makers[path]) for path, setting in last.items())
+    return AnsweredFlags(tuple(marked), settings, tuple(empty))
+
+
+def unquoted(text: ShellText) -> ShellText:
+    """Returns a value without quotes that a list of flags in a string left around it; Megatron's own parsers mostly ignore them."""
+    has_quotes = len(text.text) >= 2 and text.text[0] == text.text[-1] and text.text[0] in "\"'"
+    return replace(text, text=text.text[1:-1]) if has_quotes else text
+
+
+def _grouped(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[ShellText, ...]]]:
+    """Returns every flag with the words that follow it; words before the first flag are groups of their own."""
+    groups: list[tuple[ShellText, tuple[ShellText, ...]]] = []
+    for text in texts:
+        if text.text.startswith("--") or not groups or not groups[-1][0].text.startswith("--"):
+            groups.append((text, ()))
+        else:
+            groups[-1] = (groups[-1][0], (*groups[-1][1], text))
+    return groups
+
+
+def _answer(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSet[str]) -> FlagAnswer:
+    if spelled(flag.text) in left_out:
+        return FlagAnswer("left out", flag, values, "left out as asked")
+    if flag.is_bare and not values:
+        return FlagAnswer("implied", flag, (), "it has no value and counts as empty")
+    missing = any(text.missing for text in (flag, *values))
+    if missing:
+        solid = tuple(value for value in values if not value.is_bare)
+        if not any(text.missing for text in (flag, *solid)) and not _parsed(flag, solid).problems:
+            return _parsed_answer(flag, solid)
+        if spelled(flag.text) in known_flags():
+            parsed = _parsed(flag, values)
+            fields = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
+            fields += tuple(setting.path for setting in parsed.settings)
+            return FlagAnswer("missing", flag, values, "its value is not known", fields)
+    return _parsed_answer(flag, values)
+
+
+def _parsed(flag: ShellText, values: Sequence[ShellText]) -> ParsedFlags:
+    return parse_flags([flag.text, *(value.text for value in values)])
+
+
+def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> FlagAnswer:
+    parsed = _parsed(flag, values)
+    answer = FlagAnswer("kept", flag, values, fields=tuple(setting.path for setting in parsed.settings))
+    if parsed.problems:
+        why = " ".join(f"{problem.rule}. {problem.fix}" for problem in parsed.problems)
+        doubtful = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
+        return replace(answer, kind="blocking", why=why, problems=tuple(parsed.problems), fields=doubtful)
+    if parsed.preset or parsed.files or parsed.from_folder or parsed.toy:
+        why = "names another source of settings, which a file cannot do. Type it after `petatron train`."
+        return replace(answer, kind="blocking", why=why)
+    if not parsed.settings:
+        why = "; ".join(notice.partition(": ")[2] or notice for notice in parsed.notices)
+        is_position = spelled(flag.text) == NO_POSITION_EMBEDDING
+        return replace(answer, kind="implied", why="the type of positions decides" if is_position else why)
+    infos = [fields_by_path()[setting.path] for setting in parsed.settings]
+    same_name = spelled(flag.text) in [info.flag for info in infos]
+    texts = [value.text for value in values] or [flag.text.partition("=")[2]]
+    if (
+        same_name
+        and all(own_value_text(info.name, text) == text for info in infos for text in texts)
+        and not parsed.notices
+    ):
+        return answer
+    return replace(answer, kind="translated", why="; ".join(parsed.notices))
+
+
+def _maker(setting: Setting, accepted: Sequence[FlagAnswer]) -> FlagAnswer:
+    """Returns the answer whose flag made a setting: the last one with its spelling."""
+    return next(
+        answer
+        for answer in reversed(accepted)
+        if answer.flag.text.partition("=")[0] == setting.origin.detail and setting.path in answer.fields
+    )
+
+
+def _marked_if_replaced(answer: FlagAnswer, makers: dict[str, FlagAnswer]) -> FlagAnswer:
+    """A flag whose every setting another one makes has no effect; one that may be repeated adds to the last."""
+    if answer.kind not in ("kept", "translated") or not answer.fields:
+        return answer
+    others = [makers[path] for path in answer.fields if makers.get(path) is not answer]
+    if len(others) < len(answer.fields) or any("repeatable" in fields_by_path()[path].marks for path in answer.fields):
+        return answer
+    return replace(answer, kind="implied", why=f"{others[0].text} (line {others[0].flag.line}) takes its place")

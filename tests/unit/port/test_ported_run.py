@@ -1,0 +1,255 @@
+"""Scripts in the styles of Megatron's examples become configurations; every flag has its answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from petatron.base.errors import ConfigError, DataError
+from petatron.config.schema.fields import flatten_config
+from petatron.port.flag_answers import answer_flags
+from petatron.port.launch_command import find_launches, scheduler_variables
+from petatron.port.ported_run import MAX_SCRIPT_BYTES, PortedRun, port_file
+from petatron.port.ported_yaml import is_unchanged
+from petatron.port.shell_interpreter import interpret
+from petatron.port.shell_values import ShellText
+from petatron.validate import resolve_config
+
+SCRIPTS = Path(__file__).parent / "scripts"
+GIVEN = {
+    "gpt3_175b.sh": {"1": "/ckpt", "2": "/tb", "3": "/v.json", "4": "/m.txt", "5": "/data"},
+    "functional_test.yaml": {"DATA_PATH": "/d", "CHECKPOINT_SAVE_PATH": "/s", "CHECKPOINT_LOAD_PATH": "/s"},
+}
+# World size, flags, and some settings of each.
+EXPECTED = {
+    "gpt3_175b.sh": (1024, 34, {"num_layers": 96, "rampup_batch_size": (128, 128, 5859375), "split": "949,50,1", "save": "/ckpt"}),
+    "llama3_8b_fp8.sh": (8, 53, {"fp8_format": "hybrid", "fp8_recipe": "delayed", "split": "99,1,0", "activation": "swiglu"}),
+    "mixtral_8x7b.sh": (32, 43, {"num_experts": 8, "expert_model_parallel_size": 8, "moe_aux_loss_coeff": 0.01, "add_bias_linear": False}),
+    "mamba_hybrid.sh": (8, 36, {"hidden_size": 1024, "lr_decay_samples": 73192188, "hybrid_mlp_ratio": 0.5}),
+    "llama_70b_sbatch.sh": (64, 32, {"global_batch_size": 256, "num_query_groups": 8, "tensor_model_parallel_size": 4}),
+    "env_defaults.sh": (2, 16, {"global_batch_size": 64, "bf16": True, "recompute_granularity": "selective"}),
+    "quotes_heredoc.sh": (1, 16, {"num_layers": 4, "hidden_size": 128, "moe_layer_freq": "([0]*1+[1]*3)", "wandb_exp_name": "run one"}),
+    "lost_continuation.sh": (64, 22, {"num_layers": 80, "hidden_size": 8192, "data_path": ("/path/to/data",)}),
+    "deepseek_srun.sh": (16, 36, {"multi_latent_attention": True, "micro_batch_size": 1, "moe_layer_freq": "([0]*1+[1]*27)"}),
+    "mini_moe.sh": (2, 21, {"moe_router_topk": 2, "sequence_parallel": True}),
+    "functional_test.yaml": (None, 35, {"lr": 0.00015, "deterministic_mode": True, "save": "/s"}),
+}  # fmt: skip
+
+
+def port(text: str, tmp_path: Path, name: str = "train.sh", **options: object) -> PortedRun:
+    (tmp_path / name).write_text(text)
+    return port_file(tmp_path / name, **{"given": {}, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_scripts_of_every_style(name: str, tmp_path: Path):
+    world_size, count, settings = EXPECTED[name]
+    run = port_file(SCRIPTS / name, given=GIVEN.get(name, {}))
+    assert not run.blocks, run.groups()
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert {key: made[key] for key in settings} == settings
+    assert (run.world_size, len(run.flags.answers)) == (world_size, count)
+    file = tmp_path / "ported.yaml"
+    file.write_text(run.yaml())
+    assert is_unchanged(run.yaml()) and not is_unchanged(f"{run.yaml()}#")
+    from_file, problems = resolve_config(files=(file,), world_size=run.world_size)
+    from_flags, _ = resolve_config(run.flags.argv, world_size=run.world_size)
+    assert not problems and flatten_config(from_file.config) == flatten_config(from_flags.config)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_no_flag_is_lost(name: str):
+    """Every flag of the command is a setting with its line as a comment, or a comment below."""
+    run = port_file(SCRIPTS / name, given={})
+    text = run.yaml()
+    assert all(answer.flag.text.partition("=")[0] in text for answer in run.flags.answers)
+    assert not [key for section in yaml.safe_load(text).values() for key in section if key.startswith("-")]
+
+
+def test_every_kind_of_answer(tmp_path: Path):
+    flags = "--num-layers 4 --swiglu --use-mcore-models --encoder-num-layers 2 --lr $LR --window-size 127,0 --num-layers 8 --bogus-thing 3"
+    run = port(f"torchrun pretrain_gpt.py {flags} --fp16 --tp 3 --fp8-margin 0", tmp_path, left_out=["fp16"])
+    kinds = [(answer.flag.text, answer.kind) for answer in run.flags.answers]
+    assert kinds[:-1] == [
+        ("--num-layers", "implied"),
+        ("--swiglu", "translated"),
+        ("--use-mcore-models", "implied"),
+        ("--encoder-num-layers", "blocking"),
+        ("--lr", "missing"),
+        ("--window-size", "translated"),
+        ("--num-layers", "kept"),
+        ("--bogus-thing", "blocking"),
+        ("--fp16", "left out"),
+        ("--tp", "translated"),
+    ]
+    groups = {heading: "\n".join(lines) for heading, lines in run.groups()}
+    assert "--encoder-num-layers 2 (line 1) needs encoder-decoder models" in groups["Blocking"]
+    assert "Or --without encoder-num-layers" in groups["Blocking"]
+    assert "--window-size 127,0 (line 1) is window_size: 128" in groups["Translated"]
+    assert "--num-layers 8 (line 1) takes its place" in groups["Dropped as implied"]
+    assert "for --lr: --set LR=VALUE" in groups["Variables without a value"]
+    assert "--hidden-size is not set" in groups["Problems of the settings together"]
+    assert "--lr" not in groups["Problems of the settings together"]
+    assert run.blocks and "10 without" not in run.summary and "1 without a value" in run.summary
+
+
+def test_the_tables_of_flags_are_asked():
+    """No answer is made up here: what `config/flags` accepts, refuses or translates decides."""
+    texts = [
+        "--hybrid-override-pattern",
+        "M*M*",
+        "--cuda-graph-impl",
+        "none",
+        "--rope-theta=5e5",
+        "--use_flash_attn",
+        "--learning-rate",
+        "1",
+    ]
+    answers = answer_flags([ShellText(text, 1) for text in texts], set()).answers
+    assert [answer.kind for answer in answers] == ["translated", "translated", "translated", "implied", "blocking"]
+    assert "Did you mean --lr?" in answers[-1].why
+
+
+def test_the_strategy_of_fsdp_wins_over_its_switch(tmp_path: Path):
+    run = port("torchrun pretrain_gpt.py --data-parallel-sharding-strategy optim_grads --use-megatron-fsdp", tmp_path)
+    assert {setting.value for setting, _ in run.settings} == {"optim_grads"}
+    assert [answer.kind for answer in run.flags.answers] == ["kept", "implied"]
+
+
+def test_a_name_without_a_value_in_place_of_flags_counts_as_empty(tmp_path: Path):
+    run = port("torchrun pretrain_gpt.py --bf16 $EXTRA --num-layers 2 $MORE", tmp_path)
+    assert [answer.kind for answer in run.flags.answers] == ["kept", "kept"]
+    assert "EXTRA has no value and counts as empty: --set EXTRA=VALUE" in str(run.groups())
+    more = port("torchrun pretrain_gpt.py --bf16 $EXTRA", tmp_path, given={"EXTRA": "--num-layers 2 --lr 1e-3"})
+    assert len(more.flags.answers) == 3
+
+
+def test_a_value_in_a_comment_is_shown(tmp_path: Path):
+    """A web page may lose the line ends between assignments, and comments take the rest of the line."""
+    run = port("N=8 # ranks TP=4 # split\ntorchrun --nproc_per_node $N pretrain_gpt.py --tp $TP", tmp_path)
+    assert "(a comment has TP=4); for --tp: --set TP=VALUE" in str(run.missing[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "per_node", "launcher"),
+    [
+        ("torchrun --nproc_per_node 8 --nnodes 4", 4, 8, "torchrun"),
+        ("torchrun --nproc-per-node=8 --nnodes=2:4", 2, 8, "torchrun"),
+        ("python -m torch.distributed.run --nproc_per_node=4", 1, 4, "torchrun"),
+        ("python3 -m torch.distributed.launch --nproc_per_node 4 --nnodes 2", 2, 4, "torchrun"),
+        ("srun -N 4 --ntasks-per-node=8 python -u", 4, 8, "srun"),
+        ("srun --nodes=4 --ntasks=32 python", 4, 8, "srun"),
+        ("srun -l torchrun --nnodes $SLURM_NNODES --nproc_per_node 8", 3, 8, "torchrun"),
+        ("srun python", 3, 4, "srun"),
+        ("mpirun -np 16 python", 1, 16, "mpirun"),
+        ("torchrun --nnodes $NODES --nproc_per_node 8", None, 8, "torchrun"),
+        ("CUDA_VISIBLE_DEVICES=0 python -u", 1, 1, "python"),
+        ("nohup numactl --membind=0 torchrun --nproc_per_node 2", 1, 2, "torchrun"),
+    ],
+)  # fmt: skip
+def test_nodes_and_ranks(line: str, nodes: int | None, per_node: int | None, launcher: str):
+    text = f"#SBATCH -N 3\n#SBATCH --ntasks-per-node=4  # four\n{line} pretrain_gpt.py --bf16"
+    scheduler = scheduler_variables(text)
+    (launch,) = find_launches(interpret(text, given={}, preset=scheduler).commands, scheduler)
+    assert (launch.nodes, launch.ranks_per_node, launch.launcher) == (nodes, per_node, launcher)
+    assert launch.unknown_counts == (("NODES",) if nodes is None else ())
+    assert [flag.text for flag in launch.flags] == ["--bf16"]
+
+
+def test_the_training_command_among_others(tmp_path: Path):
+    text = "python tools/preprocess_data.py --input x\ncp pretrain_gpt.py /tmp\n"
+    text += "torchrun pretrain_gpt.py --bf16\ntorchrun pretrain_gpt.py --fp16"
+    run = port(text, tmp_path)
+    assert run.launch.line == 3 and "line 4: another command, of pretrain_gpt.py, is not ported" in str(run.groups())
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("pretrain_t5.py", "trains encoder-decoder models (T5)"),
+        ("tools/run_text_generation_server.py", "use `petatron serve`"),
+        ("tools/preprocess_data.py", "use `petatron data preprocess`"),
+    ],
+)
+def test_other_programs_block_with_what_to_use(script: str, why: str, tmp_path: Path):
+    run = port(f"torchrun {script} --num-layers 2", tmp_path)
+    assert run.blocks and why in dict(run.groups())["Blocking"][0]
+
+
+def test_a_mamba_script_is_a_hybrid_model(tmp_path: Path):
+    run = port("torchrun pretrain_mamba.py --num-layers 2", tmp_path)
+    assert {setting.path: setting.value for setting, _ in run.settings}["model.is_hybrid_model"] is True
+
+
+def test_files_that_are_not_here_do_not_block():
+    run = port_file(SCRIPTS / "mini_moe.sh", given={})
+    assert not run.blocks and len(run.absent_files) == 3
+    assert "/path/to/vocab.json does not exist" in str(run.groups())
+
+
+def test_functional_tests(tmp_path: Path):
+    text = "ENV_VARS:\n  ROOT: /data\nMODEL_ARGS:\n  --rampup-batch-size: 16 16 1000\n  --bf16: true\n  --load: ${ROOT}/x\n"
+    text += "  --data-path: [0.5, a, 0.5, b]\nMODEL_ARGS_2:\n  --lr: 1\n"
+    run = port(text, tmp_path, "model_config.yaml")
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert made == {
+        "rampup_batch_size": (16, 16, 1000),
+        "bf16": True,
+        "load": "/data/x",
+        "data_path": ("0.5", "a", "0.5", "b"),
+    }
+    assert "flags of a second run are not ported" in str(run.groups())
+    assert [answer.flag.line for answer in run.flags.answers] == [4, 5, 6, 7]
+    inference = port("MODES: [inference]\nMODEL_ARGS:\n  --bf16: true\n", tmp_path, "other.yaml")
+    assert "use `petatron generate`" in dict(inference.groups())["Blocking"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("empty.sh", b"", "is empty"),
+        ("blank.sh", b" \n\n", "is empty"),
+        ("binary.sh", b"\x7fELF\x02\xff\xfe", "is not UTF-8 text"),
+        ("nul.sh", b"torchrun\0x.py", "NUL characters"),
+        ("huge.sh", b"#" * (MAX_SCRIPT_BYTES + 1), "cannot be read: it has"),
+        ("nothing.sh", b"echo hello\n", "no command starts a Python script"),
+        ("fragment.sh", b'MODEL_ARGS="--num-layers 4"\n', "Flags are in MODEL_ARGS, but no command uses them"),
+        ("outer.sh", b"TP=2 bash examples/inner.sh | tee log", "It runs examples/inner.sh: port that one"),
+        ("open.sh", b"torchrun pretrain_gpt.py --x 'open\n", "line 1: this quote (') has no end"),
+        ("ours.yaml", b"model:\n  num_layers: 4\n", "it has no MODEL_ARGS"),
+        ("list.yaml", b"- 1\n", "it has no MODEL_ARGS"),
+        ("open.yaml", b"MODEL_ARGS: {\n", "it is not valid YAML"),
+        ("deep.yaml", b"MODEL_ARGS: " + b"[" * 50 + b"]" * 50, "nested too deeply"),
+        ("mapping.yaml", b"MODEL_ARGS:\n  --lr:\n    a: 1\n", "line 2: --lr has a mapping"),
+        ("objects.yaml", b"MODEL_ARGS: !!python/object/apply:os.system ['touch x']\n", "it has no MODEL_ARGS"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_scripts(name: str, content: bytes, why: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        port_file(tmp_path / name, given={})
+    assert why in str(caught.value) and name in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path):
+    for path in (tmp_path / "none.sh", tmp_path):
+        with pytest.raises(DataError, match="cannot be read"):
+            port_file(path, given={})
+
+
+def test_options_that_fit_nothing_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        port("torchrun pretrain_gpt.py --bf16", tmp_path, given={"NOPE": "1"}, left_out=["nope"])
+    assert "--without --nope is not a flag of this script" in str(caught.value)
+    assert "--set NOPE is not a variable of this script" in str(caught.value)
+
+
+def test_foreign_text_stays_inside_its_comment(tmp_path: Path):
+    """A value with line breaks or controls cannot add a line to the file."""
+    value = "x\\nmodel: {num_layers: 9}\\n# \\x1b[2J"
+    run = port(f"torchrun pretrain_gpt.py --save $'{value}' --bogus $'a\\nb: 1' --num-layers 2", tmp_path)
+    loaded = yaml.safe_load(run.yaml())
+    assert loaded["model"] == {"num_layers": 2} and set(loaded) == {"model", "checkpoint"}
+    assert "\x1b" not in run.yaml()
