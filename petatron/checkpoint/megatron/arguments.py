@@ -70,8 +70,12 @@ _MAX_TEXT_CHARS, _MAX_SHOWN_CHARS = 10_000, 80
 def checkpoint_arguments(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Returns Megatron's command line as stored in a file."""
     kept = content.get("args")
-    found = kept.fields if isinstance(kept, InertObject) else kept
-    values = {name: _plain_value(value) for name, value in found.items()} if isinstance(found, dict) and found else None
+    arguments = kept.fields if isinstance(kept, InertObject) else kept
+    values = (
+        {name: _plain_value(value) for name, value in arguments.items()}
+        if isinstance(arguments, dict) and arguments
+        else None
+    )
     if values is None:
         raise CheckpointError(
             f"{path} has no `args`, so the model's shape is not known. Save the checkpoint with Megatron's own trainer, "

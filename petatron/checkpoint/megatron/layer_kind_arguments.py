@@ -123,10 +123,10 @@ def hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
 
 def unnamed_layers(pattern: str | None) -> list[Problem]:
     """Returns the problem of layers whose weights have no names."""
-    found = [kind for letter, kind in _UNNAMED.items() if letter in (pattern or "")]
-    if not found:
+    unnamed = [kind for letter, kind in _UNNAMED.items() if letter in (pattern or "")]
+    if not unnamed:
         return []
-    rule = f"has {' and '.join(found)}, whose weights the Megatron converter has no names for"
+    rule = f"has {' and '.join(unnamed)}, whose weights the Megatron converter has no names for"
     return [
         Problem("--hybrid-layer-pattern", f"{pattern}"[:80], rule, "Such a model is saved in Petatron's own names.")
     ]

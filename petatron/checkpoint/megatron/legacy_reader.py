@@ -218,8 +218,8 @@ def _unsharded_weights(
 ) -> Iterator[tuple[str, LazyWeight]]:
     depths = {len(chunks) for chunks in rank_files.files.values()}
     if len(depths) > 1:
-        found = abbreviate_names([str(depth) for depth in sorted(depths)])
-        raise CheckpointError(f"{rank_files.step} mixes ranks of {found} virtual stages. Copy the folders of one run.")
+        counts = abbreviate_names([str(depth) for depth in sorted(depths)])
+        raise CheckpointError(f"{rank_files.step} mixes ranks of {counts} virtual stages. Copy the folders of one run.")
     first_layer = 0
     for virtual in range(depths.pop()):
         for pp in range(rank_files.sizes.pp):
@@ -285,9 +285,9 @@ def _split_grouped_mlp(chunk: dict[str, Tensor], experts_per_rank: int) -> dict[
 
 def _unsharded_weight(name: str, shards: list[Tensor], expected: MegatronWeight | None, where: str) -> LazyWeight:
     if any(shard.shape != shards[0].shape or shard.dtype != shards[0].dtype for shard in shards):
-        found = abbreviate_names([f"{list(shard.shape)} of {shard.dtype}" for shard in shards])
+        forms = abbreviate_names([f"{list(shard.shape)} of {shard.dtype}" for shard in shards])
         raise CheckpointError(
-            f"{name} in {where} differs from that of the other tensor-parallel ranks: {found}. "
+            f"{name} in {where} differs from that of the other tensor-parallel ranks: {forms}. "
             "Copy the folders of one step of one run."
         )
     layout = stored_layout(expected, tuple(shards[0].shape))

@@ -77,8 +77,8 @@ class _MegatronExport:
 
     def logical_part(self, weight: MegatronWeight, name: str) -> Tensor:
         """Returns one of the logical tensors of a weight, or an expert of it."""
-        whole = self.fetch(name)
-        part = whole if weight.expert is None else whole[weight.expert]
+        tensor = self.fetch(name)
+        part = tensor if weight.expert is None else tensor[weight.expert]
         if part.dim() != len(weight.shape) or part.shape[1:] != weight.shape[1:]:
             raise CheckpointError(
                 f"{name} is {list(part.shape)}, which does not fit Megatron's {weight.name} of "
@@ -159,8 +159,8 @@ def _layout_problems(
     ]
     if has_attention(model):
         latent = model.multi_latent_attention
-        whole = model.num_attention_heads if latent else model.num_query_groups
-        shared.append((flag, tp, "--num-attention-heads" if latent else "--num-query-groups", whole))
+        count = model.num_attention_heads if latent else model.num_query_groups
+        shared.append((flag, tp, "--num-attention-heads" if latent else "--num-query-groups", count))
     if pattern is None or MLP in pattern:
         shared.append((flag, tp, "--ffn-hidden-size", model.ffn_hidden_size))
     if pattern is not None and MAMBA in pattern:
@@ -175,9 +175,9 @@ def _layout_problems(
     elif ep > 1:
         shared.append(("--expert-model-parallel-size", ep, "a model without experts:", 1))
     problems = [
-        Problem(flag, str(size), f"does not divide {of} {whole}", "Use 1, or a divisor.")
-        for flag, size, of, whole in shared
-        if size < 1 or not whole or whole % size
+        Problem(flag, str(size), f"does not divide {of} {count}", "Use 1, or a divisor.")
+        for flag, size, of, count in shared
+        if size < 1 or not count or count % size
     ]
     if model.mtp_num_layers and pp > 1 and format == "legacy":
         rule = "cannot be written beside --mtp-num-layers: which stage has copies of the embedding differs by Megatron's version"
@@ -260,7 +260,7 @@ def _global_state(export: _MegatronExport) -> tuple[list[GlobalTensor], dict[str
     with_experts = [layer for layer in export.spec.moe_layers if layer < len(decoder_layers)]
     alike = len(with_experts) in (0, len(decoder_layers)) and export.spec.config.hybrid_layer_pattern is None
     grouped: dict[str, list[tuple[tuple[int, ...], MegatronWeight]]] = {}
-    found: list[GlobalTensor] = []
+    unstacked: list[GlobalTensor] = []
     for weight in export.weights:
         layer = layer_index(weight.name)
         name, lead = export.name(weight, stacked=True), ()
@@ -269,12 +269,12 @@ def _global_state(export: _MegatronExport) -> tuple[list[GlobalTensor], dict[str
         if weight.expert is not None:
             name, lead = name.replace(f".experts.{weight.expert}.", ".experts.experts."), (*lead, weight.expert)
         if parts := separate_parts(weight):
-            found += [_part_tensor(export, name, weight, index, part) for index, part in enumerate(parts)]
+            unstacked += [_part_tensor(export, name, weight, index, part) for index, part in enumerate(parts)]
         else:
             grouped.setdefault(name, []).append((lead, weight))
-    stacked = {tensor.name: [()] for tensor in found}
+    stacked = {tensor.name: [()] for tensor in unstacked}
     stacked |= {name: [lead for lead, _ in members] for name, members in grouped.items()}
-    tensors = [*found, *(_global_tensor(export, name, members) for name, members in grouped.items())]
+    tensors = [*unstacked, *(_global_tensor(export, name, members) for name, members in grouped.items())]
     return tensors, _empty_extra_state(stacked, export.layer_spec)
 
 
@@ -282,14 +282,14 @@ def _empty_extra_state(stacked: Mapping[str, Sequence[tuple[int, ...]]], layer_s
     """Returns an object for each layer and expert of a module, which Megatron's loader asks for; `stacked` has the leading indices."""
     nothing = io.BytesIO()
     torch.save([None], nothing)
-    found: dict[str, bytes] = {}
+    objects: dict[str, bytes] = {}
     for name, leads in stacked.items():
         sizes = ".".join(str(index + 1) for index in leads[-1]) or "1"
         for module in extra_state_modules(name, layer_spec):
             for lead in leads:
                 at = ".".join(map(str, lead)) or "0"
-                found[f"{module}._extra_state/shard_{at}_{sizes}"] = nothing.getvalue()
-    return found
+                objects[f"{module}._extra_state/shard_{at}_{sizes}"] = nothing.getvalue()
+    return objects
 
 
 def _part_tensor(export: _MegatronExport, name: str, weight: MegatronWeight, index: int, part: str) -> GlobalTensor:

@@ -67,26 +67,26 @@ def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronChe
 
 
 def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
-    found = read_torch_dist(step) if (step / ".metadata").is_file() else read_legacy(step)
-    values, experts, problems = config_from_arguments(found.arguments, vocab_size)
+    contents = read_torch_dist(step) if (step / ".metadata").is_file() else read_legacy(step)
+    values, experts, problems = config_from_arguments(contents.arguments, vocab_size)
     if problems:
         raise ConfigError(problems)
     layers = {**values, "num_layers": values["num_layers"] + (values.get("mtp_num_layers") or 0)}
     claimed = {**experts, "moe_layer_freq": moe_layer_freq(values, experts)} if experts else experts
-    check_counts(step, megatron_file_error, layers, claimed, num_tensors=found.num_weights, separate_experts=True)
+    check_counts(step, megatron_file_error, layers, claimed, num_tensors=contents.num_weights, separate_experts=True)
     model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
     spec = spec_from_config(model, moe)
     weights = megatron_weights(spec)
-    stored = dict(found.lazy_weights({weight.name: weight for weight in weights}))
+    stored = dict(contents.lazy_weights({weight.name: weight for weight in weights}))
     if not model.untie_embeddings_and_output_weights:
         stored.pop(_OUTPUT_LAYER_WEIGHT, None)  # the last pipeline stage's copy of the embedding
     _check_weights(step, weights, stored)
     shapes = logical_shapes_with_router_bias(spec)
-    iteration = 0 if step.name == "release" else found.iteration
+    iteration = 0 if step.name == "release" else contents.iteration
     if not is_count(iteration):
         raise megatron_file_error(step, f"says that it is of iteration {iteration}")
     return MegatronCheckpoint(
-        iteration, values, experts, _lazy_tensors(weights, stored, shapes, model), found.other_state
+        iteration, values, experts, _lazy_tensors(weights, stored, shapes, model), contents.other_state
     )
 
 
@@ -123,12 +123,12 @@ def _check_weights(step: Path, weights: tuple[MegatronWeight, ...], stored: Mapp
     problems = [f"{weight.name} is missing" for weight in weights if weight.name not in stored]
     problems += [f"{name} is not a weight of this model ({stored[name].location})" for name in stored.keys() - names]
     for weight in weights:
-        found = stored.get(weight.name)
-        if found is None or _shape_matches(weight, found.shape):
+        stored_weight = stored.get(weight.name)
+        if stored_weight is None or _shape_matches(weight, stored_weight.shape):
             continue
         rows = "at least " if weight.layout == "vocabulary" else ""
         wanted = f"the arguments make it {rows}{list(weight.shape)}"
-        problems.append(f"{weight.name} is {list(found.shape)}, but {wanted} ({found.location})")
+        problems.append(f"{weight.name} is {list(stored_weight.shape)}, but {wanted} ({stored_weight.location})")
     if problems:
         lines = "\n".join(f"  {problem}" for problem in _first_problems(problems))
         raise CheckpointError(

@@ -171,9 +171,9 @@ class _PickleMachine:
         end = self.at + count
         if end > len(self.data):
             raise PickleError("it is cut short")
-        found = self.data[self.at : end]
+        content = self.data[self.at : end]
         self.at = end
-        return found
+        return content
 
     def read_uint(self, num_bytes: int) -> int:
         return int.from_bytes(self.read_bytes(num_bytes), "little")
@@ -182,15 +182,15 @@ class _PickleMachine:
         end = self.data.find(b"\n", self.at, self.at + _MAX_NAME_BYTES)
         if end < 0:
             raise PickleError("a name in it has no end")
-        found = self.data[self.at : end].decode()
+        line = self.data[self.at : end].decode()
         self.at = end + 1
-        return found
+        return line
 
     def items_since_mark(self) -> list[Any]:
         begin = self.marks.pop()
-        found = self.stack[begin:]
+        items = self.stack[begin:]
         del self.stack[begin:]
-        return found
+        return items
 
     def push_container(self, value: Any) -> None:
         self.objects_left -= 1
@@ -228,9 +228,9 @@ class _PickleMachine:
         self.push_container(self.items_since_mark())
 
     def dict_since_mark(self) -> None:
-        found = self.items_since_mark()
+        items = self.items_since_mark()
         self.push_container({})
-        self._set_items(found)
+        self._set_items(items)
 
     def append(self) -> None:
         self._extend([self.stack.pop()])
@@ -253,13 +253,13 @@ class _PickleMachine:
     def set_items(self) -> None:
         self._set_items(self.items_since_mark())
 
-    def _set_items(self, found: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is InertObject:
             return
-        if type(target) is not dict or len(found) % 2:
+        if type(target) is not dict or len(items) % 2:
             raise PickleError("it sets items of what is no dictionary")
-        values = iter(found)
+        values = iter(items)
         for key, value in zip(values, values):
             kind = type(key)
             if kind is not str and kind is not InertObject and not (kind is int and -_MAX_KEY < key < _MAX_KEY):

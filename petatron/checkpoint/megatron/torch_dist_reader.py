@@ -104,7 +104,7 @@ def read_torch_dist(step: Path) -> MegatronContents:
         for tensor in tensors:
             for name, box in _weights_in(tensor):
                 boxes.setdefault(name, []).append(box)
-    weights = {name: _lazy_weight(step, reader, found) for name, found in boxes.items()}
+    weights = {name: _lazy_weight(step, reader, stored) for name, stored in boxes.items()}
     common, path = _read_common(step, common_state)
     iteration = int(common.get("iteration") or 0)
     arguments, others = checkpoint_arguments(common, path), other_state([*names, *common])
@@ -221,10 +221,10 @@ def _shape(value: Any) -> Shape:
 
 def _dtype(properties: InertObject) -> torch.dtype:
     """Properties are stored as a tuple that begins with the dtype."""
-    found = properties.fields["dtype"] if isinstance(properties.state, dict) else properties.state[0]
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"a {type(found).__name__} where a dtype should be")
-    return found
+    dtype = properties.fields["dtype"] if isinstance(properties.state, dict) else properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a {type(dtype).__name__} where a dtype should be")
+    return dtype
 
 
 def _chunk(step: Path, start: Shape, shape: Shape, storage_info: InertObject) -> _StoredChunk:
@@ -305,8 +305,8 @@ def _lazy_weight(step: Path, reader: _ChunkReader, boxes: list[_WeightSlice]) ->
     """Concatenates the parts of a weight in their order; that some of several are missing shows in the shape."""
     boxes = sorted(boxes, key=lambda box: box.part or 0)
     parts = {box.part for box in boxes}
-    whole = parts == {None} and len(boxes) == 1
-    if not whole and (None in parts or len(boxes) < 2 or len(parts) < len(boxes)):
+    is_undivided = parts == {None} and len(boxes) == 1
+    if not is_undivided and (None in parts or len(boxes) < 2 or len(parts) < len(boxes)):
         names = ", ".join(box.tensor.name for box in boxes)
         kinds = "not one weight, nor a gate and an up, nor the parts of a mixer's"
         raise CheckpointError(f"{step / '.metadata'}: {names} are {kinds}. Copy it again.")
@@ -343,10 +343,10 @@ class _ChunkReader:
         inner = tensor.shape[len(box.leading_index) :]
         start, shape = (*box.leading_index, *(0 for _ in inner)), (*(1 for _ in box.leading_index), *inner)
         out = torch.empty(shape, dtype=tensor.dtype)
-        whole = Box(start, shape)
-        for number, common in tensor.index.overlaps(whole):  # chunks tile the tensor
+        wanted = Box(start, shape)
+        for number, common in tensor.index.overlaps(wanted):  # chunks tile the tensor
             chunk = tensor.chunks[number]
-            out[common.slices_in(whole)] = self._load_chunk(chunk, tensor)[
+            out[common.slices_in(wanted)] = self._load_chunk(chunk, tensor)[
                 common.slices_in(Box(chunk.start, chunk.shape))
             ]
         out = out.reshape(inner)

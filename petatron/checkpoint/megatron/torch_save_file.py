@@ -146,11 +146,13 @@ class _OldFormatResolver(_TensorResolver):
         if not self._places_known:
             return InertObject("storage", ())
         if key not in self._copies:
-            found = super().persistent_load(identity)
+            storage = super().persistent_load(identity)
             aligned = (
-                found.memory if found.memory.storage_offset() % found.dtype.itemsize == 0 else found.memory.clone()
+                storage.memory
+                if storage.memory.storage_offset() % storage.dtype.itemsize == 0
+                else storage.memory.clone()
             )
-            self._copies[key] = _Storage(aligned, found.dtype)
+            self._copies[key] = _Storage(aligned, storage.dtype)
         return self._copies[key]
 
 
@@ -171,10 +173,10 @@ class _Storage:
         memory = self.memory[: elements * dtype.itemsize]
         if memory.storage_offset() % dtype.itemsize:
             raise ValueError("a storage in it does not begin at a multiple of its element size, as torch.save does it")
-        whole = memory.view(dtype)
+        flat = memory.view(dtype)
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
-        return whole.as_strided(shape, strides, whole.storage_offset() + offset)
+        return flat.as_strided(shape, strides, flat.storage_offset() + offset)
 
 
 def _checked_arguments(arguments: Any) -> tuple[Any, ...]:
@@ -293,7 +295,7 @@ def _zip64_values(extra: bytes, values: list[int]) -> list[int]:
     while at + 4 <= len(extra):
         number, length = struct.unpack_from("<HH", extra, at)
         if number == 1:
-            found = [x[0] for x in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])]
-            return [found.pop(0) if value == _IN_ZIP64_EXTRA and found else value for value in values]
+            wide = [x[0] for x in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])]
+            return [wide.pop(0) if value == _IN_ZIP64_EXTRA and wide else value for value in values]
         at += 4 + length
     return values

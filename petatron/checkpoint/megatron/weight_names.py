@@ -144,14 +144,14 @@ def logical_shapes_with_router_bias(spec: ModelSpec) -> dict[str, Shape]:
 def megatron_weights(spec: ModelSpec) -> tuple[MegatronWeight, ...]:
     """Returns every weight of the model, in layer order; together they are all its logical tensors, each once."""
     shapes = logical_shapes_with_router_bias(spec)
-    found = [
+    weights = [
         weight
         for row in _MODULE_MAPPINGS
         if "*" not in row.megatron_module
         for weight in _expand_mapping(row, None, row.megatron_module, shapes)
     ]
     for layer in range(len(spec.layers)):
-        found += [
+        weights += [
             weight
             for row in _MODULE_MAPPINGS
             if "*" in row.megatron_module
@@ -159,9 +159,9 @@ def megatron_weights(spec: ModelSpec) -> tuple[MegatronWeight, ...]:
                 row, layer, _module_in_layer(row.megatron_module, layer, spec.config.num_layers), shapes
             )
         ]
-    left = shapes.keys() - {name for weight in found for name in weight.logical_names}
+    left = shapes.keys() - {name for weight in weights for name in weight.logical_names}
     assert not left, f"no row names {sorted(left)}"
-    return tuple(found)
+    return tuple(weights)
 
 
 def _module_in_layer(module: str, layer: int, num_layers: int) -> str:

@@ -299,7 +299,7 @@ def _row_options(width: int) -> dict[str, int]:
 
 
 def _tile_options(width: int) -> dict[str, int]:
-    """Returns a tile of a few rows by as many columns as a warp reads at once, or twice that where rows are long enough."""
+    """Returns a tile of a few rows and 256 columns, which a warp reads at once, or 512 where they divide the rows."""
     block = 512 if width % 512 == 0 else 256
     return {"WIDTH": width, "BLOCK": block, "ROWS": _TILE // block}
 
