@@ -9,11 +9,20 @@ from petatron.base.terminal_escape import printable
 
 
 class PetatronError(Exception):
-    """Base of every error a user can cause and fix; the command line prints it without a traceback."""
+    """Base of every error a user can cause and fix; the command line prints it without a traceback.
+
+    >>> issubclass(ConfigError, PetatronError) and issubclass(DataError, PetatronError)
+    True
+    """
 
 
 class DataError(PetatronError):
-    """A data file, index or tokenizer is missing, damaged or does not fit the run."""
+    """A data file, index or tokenizer is missing, damaged or does not fit the run.
+
+    >>> raise DataError("corpus.idx does not exist. Give the prefix of both files.")
+    Traceback (most recent call last):
+    petatron.base.errors.DataError: corpus.idx does not exist. Give the prefix of both files.
+    """
 
 
 class CheckpointError(PetatronError):
@@ -66,7 +75,12 @@ class Problem:
 
 
 class ConfigError(PetatronError):
-    """All problems of a configuration, reported together."""
+    """All problems of a configuration, reported together.
+
+    >>> print(ConfigError([Problem("--tp", "3", "does not divide --num-attention-heads 8", "Use 2.")]))
+    1 problem in this configuration:
+      --tp 3 does not divide --num-attention-heads 8. Use 2.
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

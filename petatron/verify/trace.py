@@ -125,7 +125,7 @@ def write_step_trace(step: StepTrace, path: Path) -> None:
 
 def write_trace(steps: Iterable[StepTrace], folder: Path) -> None:
     """Writes all steps of one rank into a folder, which `StoredTrace` reads."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     for number, step in enumerate(steps, start=1):
         write_step_trace(step, folder / f"step-{number:06d}.safetensors")
 

@@ -14,6 +14,7 @@ from petatron.base.errors import DataError
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.prompt.chat_template import ChatTemplate, tokenizer_chat_template
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
+from petatron.serve.http.openai_requests import PromptFields
 from petatron.serve.http.sampling import encode_prompts
 from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits
@@ -75,7 +76,8 @@ def test_a_text_gets_the_ids_that_its_tokenizer_puts_before_one(tmp_path: Path):
     file.write_text(json.dumps(content))
     tokenizer = HuggingFaceTokenizer(file)
     card = ModelCard.of_engine(FakeEngine(tokenizer=tokenizer), name="m", created_s=1)
-    found = asyncio.run(encode_prompts(["hi", [5, 6]], card, ServeLimits(), param="prompt"))  # type: ignore[arg-type]
+    body = PromptFields()
+    found = asyncio.run(encode_prompts(["hi", [5, 6]], body, card, ServeLimits(), param="prompt"))  # type: ignore[arg-type]
     assert [list(each.ids) for each in found] == [[0, *tokenizer.encode("hi")], [5, 6]], "ids are taken as they are"
 
 

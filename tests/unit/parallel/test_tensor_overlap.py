@@ -101,11 +101,11 @@ class Case:
     def parts(self, ranks: int) -> dict[str, tuple[Tensor, ...]]:
         """What each rank has of input, weight and the output's gradient."""
         dims = {"x": 0, "weight": 0, "grad": -1} if self.kind == "column" else {"x": -1, "weight": 1, "grad": 0}
-        return {name: whole.chunk(ranks, dims[name]) for name, whole in self.whole_model().items()}
+        return {name: whole.chunk(ranks, dims[name]) for name, whole in self.whole().items()}
 
     def check(self, found: list[tuple[list[str], Tensor, Tensor, Tensor]]) -> None:
         """The ranks' results are parts of those of one process."""
-        whole = self.whole_model()
+        whole = self.whole()
         x, weight = whole["x"].requires_grad_(), whole["weight"].requires_grad_()
         y = F.linear(x, weight)
         y.backward(whole["grad"])

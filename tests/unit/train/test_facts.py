@@ -185,7 +185,12 @@ def test_the_formula_names_its_convention() -> None:
 
 
 def test_doctor_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("wandb", "rich") else "1.2.3")
+    def version(name: str) -> str:
+        if name in ("wandb", "rich"):
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "torch          1.2.3" in out and "wandb          not installed" in out
@@ -224,18 +229,21 @@ def test_doctor_reports_problems_instead_of_failing(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(doctor, "_writable", lambda folder: False)
-    monkeypatch.setattr(doctor, "_version", lambda name: "1")
+
+    def refuse(*, dir: str) -> None:
+        raise PermissionError(dir)
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "1")
     assert doctor.main([]) == 0
     out = capsys.readouterr().out
     assert "Started by: unclear" in out and "WORLD_SIZE" in out
     assert "Cannot write in" in out and "All extras are installed." in out
 
 
-def test_what_does_not_run_is_not_listed(tmp_path: Path) -> None:
+def test_what_does_not_run_is_not_listed() -> None:
     def refuse() -> None:
         raise RuntimeError("no kernel")
 
     assert not doctor._succeeds(refuse)
     assert doctor._succeeds(lambda: None)
-    assert doctor._writable(str(tmp_path)) and not doctor._writable(str(tmp_path / "absent"))
