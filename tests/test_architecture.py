@@ -314,7 +314,7 @@ def test_unpickling_is_noticed(line: str):
     assert not list(pickle_problems(ast.walk(ast.parse("np.load(path, allow_pickle=False)")), "petatron/train/new.py"))
 
 
-# torch pickles what these carry, and who receives a pickle runs it; `mesh/object_collectives.py` carries JSON.
+# torch pickles what these carry, and who receives a pickle runs it; `mesh/json_collectives.py` carries JSON.
 OBJECT_COLLECTIVES = re.compile(
     r"\b(all_gather_object|gather_object|broadcast_object_list|scatter_object_list|send_object_list|recv_object_list)\b"
 )
@@ -322,7 +322,7 @@ OBJECT_COLLECTIVES = re.compile(
 
 def test_ranks_send_each_other_no_pickles():
     found = [str(path.relative_to(ROOT)) for path in SOURCES if OBJECT_COLLECTIVES.search(path.read_text())]
-    assert not found, f"{', '.join(found)}: send JSON through mesh/object_collectives.py"
+    assert not found, f"{', '.join(found)}: send JSON through mesh/json_collectives.py"
 
 
 FILES = "petatron/base/safe_files.py"

@@ -23,7 +23,7 @@ from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.bench.arguments import count_problems
 from petatron.bench.result import BenchResult
-from petatron.bench.scale_checkpoint import measure_checkpoint
+from petatron.bench.simulated_checkpoint_plan import measure_checkpoint
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import SINGLE_PROCESS
 from petatron.mesh.launch.process_group import start_process_group, stop_process_group

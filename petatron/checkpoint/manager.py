@@ -41,8 +41,8 @@ from petatron.checkpoint.save.rank_writer import RankWriteJob, build_write_job, 
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanKey, SavePlanner, save_plan_key
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.mesh.collectives import all_gather, all_reduce, recursive_doubling_max
+from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.mesh import Axis
-from petatron.mesh.object_collectives import broadcast_object
 
 _MIN_ROUND_BYTES = 1 << 20
 _log = get_logger(__name__)
@@ -351,4 +351,4 @@ class CheckpointManager:
     def broadcast_from_rank0(self, read: Callable[[], Result]) -> Result:
         """Returns on every rank what rank 0 reads on disk; a JSON value."""
         value = self._ranks.run(lambda: read() if self._is_first_rank else None)
-        return broadcast_object(value, self._control_axis)
+        return broadcast_json(value, self._control_axis)

@@ -15,8 +15,8 @@ import torch
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.step_list import DamagedCheckpointError
 from petatron.mesh.collectives import recursive_doubling_max
+from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
-from petatron.mesh.object_collectives import all_gather_objects
 
 Result = TypeVar("Result")
 
@@ -69,7 +69,7 @@ class AllRanks:
 
     def raise_failure(self, local_result: LocalResult[Any], axis: Axis) -> NoReturn:
         """Exchanges error texts, only now that some rank has failed, and raises."""
-        outcomes = all_gather_objects([local_result.error_text, local_result.damaged], axis)
+        outcomes = all_gather_json([local_result.error_text, local_result.damaged], axis)
         ranks: dict[str, list[int]] = {}  # each failure once, with the ranks it happened on
         for rank, (text, _) in enumerate(outcomes):
             if text is not None:

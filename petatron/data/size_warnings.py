@@ -1,7 +1,7 @@
-"""Warnings about data that are too small for what a run does with them; said before the first step.
+"""Warnings about data that are too small for what a run does with them, before the first step.
 
-None of this is an error, since a person may want to overfit on purpose. But a model that has memorized a page of text, or a validation
-loss that tells about one document, looks like a result, and only these numbers tell that it is none.
+None of this is an error, since a person may want to overfit on purpose. But a model that memorized a page of text, or a validation loss
+of one document, looks like a result. Only these numbers show that it is not.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from petatron.base.text import align_columns
-from petatron.evaluate.estimate import Estimate
+from petatron.evaluate.confidence_interval import Estimate
 from petatron.evaluate.task import TaskResult
 
 

@@ -11,7 +11,7 @@ from petatron.base.errors import DataError
 from petatron.base.text import count_with_noun
 from petatron.data.prompt.prompt_encoder import with_bos
 from petatron.data.tokenizer import Tokenizer
-from petatron.evaluate.estimate import Estimate, accuracy_estimate, perplexity, ratio_estimate
+from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate, perplexity, ratio_estimate
 from petatron.evaluate.examples_file import ExampleError, read_examples, text_field
 from petatron.evaluate.score import SequenceScore
 from petatron.evaluate.task import ContextLimits, EvalTask, truncate_left

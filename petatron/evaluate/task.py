@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from petatron.evaluate.estimate import Estimate
+from petatron.evaluate.confidence_interval import Estimate
 from petatron.evaluate.score import OnProgress, SequenceScore, score_sequences
 from petatron.parallel.parallel_model import ParallelModel
 

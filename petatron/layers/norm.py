@@ -1,7 +1,7 @@
 """Normalization over the last dimension, fused with the residual addition before it, and RMSNorm over all heads of a projection.
 
-That one (OLMo 2) is over the heads of whichever ranks have them. With N channels over all tensor-parallel ranks, s the sum of their squares
-and r = (s / N + eps)^(-1/2):
+The norm over all heads (OLMo 2) includes the heads on other tensor-parallel ranks. With N channels over all tensor-parallel ranks, s
+the sum of their squares and r = (s / N + eps)^(-1/2):
 
     y = x r w        dx = r w dy - x r^3 / N sum(w dy x)        dw = sum over tokens of x r dy
 

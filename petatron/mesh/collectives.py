@@ -1,4 +1,4 @@
-"""All communication of tensors: every collective is called here and recorded; `object_collectives.py` has those of JSON values.
+"""All communication of tensors: every collective is called here and recorded; `json_collectives.py` has those of JSON values.
 
 Plain functions come first; over an axis of size 1 each is the identity and leaves no record. Gathers and scatters work on
 dimension 0, where activations `[sequence, batch, hidden]` are contiguous. After them are the four differentiable pairs of tensor

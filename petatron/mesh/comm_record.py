@@ -20,7 +20,7 @@ _TORCH_FOLDER = torch.__path__[0]
 # Files that only pass a call on: its caller is above them.
 _PASS_THROUGH_FILES = (
     "mesh/collectives.py",
-    "mesh/object_collectives.py",
+    "mesh/json_collectives.py",
     "mesh/overlapped_all_to_all.py",
     "mesh/comm_record.py",
     "base/autograd_op.py",

@@ -13,7 +13,6 @@ from petatron.base.untrusted_files import read_limited_bytes
 from petatron.config.load import RawLoadedConfig
 from petatron.config.value_origins import Setting
 from petatron.port.flag_answers import AnsweredFlags, FlagAnswer, answer_flags, spelled, unquoted
-from petatron.port.functional_test import read_functional_test
 from petatron.port.launch_command import (
     TrainingLaunch,
     find_launches,
@@ -21,6 +20,7 @@ from petatron.port.launch_command import (
     scheduler_variables,
     script_problem,
 )
+from petatron.port.megatron_test_yaml import read_functional_test
 from petatron.port.ported_yaml import ported_yaml
 from petatron.port.shell_interpreter import ScriptNote, interpret
 from petatron.port.shell_values import ShellText, ShellVariables, is_settable

@@ -18,8 +18,8 @@ from petatron.checkpoint.files.disk import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
-from petatron.mesh.object_collectives import all_gather_objects
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.export_hf_folder import CompanionFiles
@@ -147,6 +147,6 @@ def _on_first_rank(control: Axis, target: Path, action: Callable[[], object]) ->
             failure = (
                 f"{target} cannot be written: {error.strerror or error}. Make it writable, or choose another place."
             )
-    failure = all_gather_objects(failure, control)[0]
+    failure = all_gather_json(failure, control)[0]
     if failure is not None:
         raise CheckpointError(failure)

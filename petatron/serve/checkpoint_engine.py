@@ -14,7 +14,7 @@ from petatron.base.log import get_logger
 from petatron.checkpoint.files import step_list
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
-from petatron.mesh.object_collectives import broadcast_object
+from petatron.mesh.json_collectives import broadcast_json
 from petatron.pretrained.run_model import Model
 from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.serve.open_engine import ModelSettings, load_model
@@ -52,20 +52,20 @@ class CheckpointEngine(Engine):
     def reload(self, step: Path) -> CheckpointEngine:
         """Loads another step on all ranks, while nothing runs; at rank 0. `path` then tells which step it is."""
         super().close()
-        self._replace(broadcast_object(str(step), self._model.mesh.control))
+        self._replace(broadcast_json(str(step), self._model.mesh.control))
         return self
 
     def close(self) -> None:
         """Ends the engines of all ranks; at rank 0."""
         if not self._closed:
             super().close()
-            broadcast_object(None, self._model.mesh.control)
+            broadcast_json(None, self._model.mesh.control)
 
     def follow(self) -> None:
         """Takes part in what rank 0 does until it closes its engine."""
         while True:
             super().follow()
-            step = broadcast_object(None, self._model.mesh.control)
+            step = broadcast_json(None, self._model.mesh.control)
             if step is None:
                 return
             self._replace(step)

@@ -14,9 +14,9 @@ from petatron.config import LoadedConfig, RunConfig
 from petatron.data.build_datasets import chosen_kind
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
+from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.mesh.object_collectives import all_gather_objects
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import DataLoaders, build_loaders
 from petatron.train.loop import TrainLoop
@@ -151,7 +151,7 @@ def _build_on_rank_zero_first(world: Axis, build: Callable[[], Result], *, local
                 result = build()
             except PetatronError as error:
                 failure = error
-        texts = all_gather_objects(str(failure) if failure else None, world)
+        texts = all_gather_json(str(failure) if failure else None, world)
         if failure is not None:
             raise failure
         text = next((text for text in texts if text is not None), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from petatron.base.errors import DataError
 from petatron.base.log import get_logger
-from petatron.mesh.object_collectives import gather_objects_to_first
+from petatron.mesh.json_collectives import gather_json_to_first
 from petatron.models.batch import Batch
 from petatron.models.objective import names_losses
 from petatron.optim.loss_scaler import DynamicLossScaler
@@ -63,7 +63,7 @@ def _timeline_writer(state: TrainState) -> Callable[[list[TimedAction]], None] |
 def _write_timeline(path: Path, model: ParallelModel, timed_actions: Sequence[TimedAction]) -> None:
     """Writes the actions of every rank of the pipeline of rank 0, as one file; every rank calls it."""
     computed = [timed_action_to_json(t) for t in timed_actions if t.action.kind in COMPUTE_KINDS]
-    gathered = gather_objects_to_first(computed, model.mesh.control)
+    gathered = gather_json_to_first(computed, model.mesh.control)
     if gathered is None:
         return
     ranks = [[timed_action_from_json(record) for record in gathered[rank]] for rank in model.mesh.pp.ranks]

@@ -2,10 +2,10 @@
 
 A run draws its weights on the CPU so that they do not depend on the device; billions of draws take longer than a measurement.
 Here each logical tensor has its own generator, seeded with its name: every contender, in whichever
-process, gets the same values in its fp32 weights, and computes with these or with a rounded copy. Values that bfloat16 can represent would
-make less alike: an update smaller than half the distance to the next one would be lost by a contender that rounds and seen by one that
-does not (an embedding in fp32), where rounding of values in between keeps it on average. First losses must agree, and `petatron bench
-train` reports how well.
+process, gets the same values in its fp32 weights, and computes with these or with a rounded copy. The values are not rounded to
+bfloat16 first: from such a value, a contender that rounds always loses an update smaller than half the gap to the next one, and a contender
+that does not (an embedding in fp32) keeps it. From values in between, rounding keeps it on average. First losses must agree, and
+`petatron bench train` reports how well.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from petatron.checkpoint.files.manifest import RankTable
 from petatron.checkpoint.inspect.inspect_checkpoint import file_problem
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.state import MASTER_PREFIX
+from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
-from petatron.mesh.object_collectives import all_gather_objects
 
 _PREFIX = f"{step_folder.MODEL_FOLDER}/"
 _log = get_logger(__name__)
@@ -39,7 +39,7 @@ def warn_of_damaged_model_folder(step: Path, control: Axis) -> None:
     }
     checked = {path: file_problem(path, stored) for path, stored in files.items()}
     problems = [f"{path} {problem}" for path, problem in checked.items() if problem is not None]
-    gathered = [problem for of_rank in all_gather_objects(problems, control) for problem in of_rank]
+    gathered = [problem for of_rank in all_gather_json(problems, control) for problem in of_rank]
     for problem in gathered if control.rank == 0 else ():
         _log.warning(
             "%s. Training goes on from the master weights in %s, which are sound; what it saves is whole. "

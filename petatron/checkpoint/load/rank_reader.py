@@ -17,8 +17,8 @@ from petatron.checkpoint.load.box_directory import BoxDirectory, MessageRow, box
 from petatron.checkpoint.message_exchange import exchange_messages
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.state import Chunk
+from petatron.mesh.json_collectives import all_gather_json, broadcast_json
 from petatron.mesh.mesh import Axis
-from petatron.mesh.object_collectives import all_gather_objects, broadcast_object
 
 
 class RankReader:
@@ -33,7 +33,7 @@ class RankReader:
         """Broadcasts the manifest that rank 0 reads, all but its tensors. If it has no tables, rank 0 owns all tensors."""
         manifest = self._ranks.run(lambda: read() if self._axis.rank == 0 else None)
         told = None if manifest is None else asdict(replace(manifest, tensors={}))
-        head = _manifest_from_message(broadcast_object(told, self._axis))
+        head = _manifest_from_message(broadcast_json(told, self._axis))
         self._manifest = head if manifest is None else replace(head, tensors=manifest.tensors)
         self.files = dict(head.files)
         return self._manifest
@@ -64,7 +64,7 @@ class RankReader:
 
     def _ignore_unrequested_kinds(self, directory: BoxDirectory) -> Callable[[str], bool]:
         """By default a load ignores the kinds of state that no rank requests."""
-        asked = all_gather_objects(directory.requested_kinds(), self._axis)
+        asked = all_gather_json(directory.requested_kinds(), self._axis)
         kinds = {kind for of_rank in asked for kind in of_rank}
         return lambda key: key.partition("/")[0] not in kinds
 

@@ -6,8 +6,8 @@ candidates of the same groups the cheapest is used. `time_cost.py` has the costs
 There are thousands, and an answer should take no longer than a second:
 
 - Activations and the time of forward and backward do not depend on the optimizer's settings; state and its transfer time depend on
-  those and on the sharding alone. Both halves are computed once for each choice that affects them, and a candidate is the sum of two:
-  of activations the first half has all moments that may be the peak, with the share of the gradients that exist then.
+  those and on the sharding alone. Both halves are computed once for each choice that affects them, and a candidate is the sum of
+  two. The half of activations lists every moment that may be the peak, with the fraction of the gradients that is allocated then.
 - Groups whose most saving options do not fit together are skipped.
 - So is a candidate that is too expensive already without one of its options, if that option can only slow it down.
 """

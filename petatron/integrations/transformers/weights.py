@@ -1,4 +1,4 @@
-"""The weights of a decoder as logical tensors: read from any model on disk, drawn, and named as in a folder of ours.
+"""A decoder's weights as logical tensors: read from a model on disk, initialized at random, or listed by the names of a Petatron folder.
 
 A decoder fuses some logical tensors into one parameter (q, k and v); a folder has them one by one, under the same names on every layout.
 """

@@ -9,8 +9,8 @@ every rank, whatever order gradients arrive in, so ranks cannot deadlock. Losses
 backward pass, so the sum is the gradient: nothing is averaged here. Parameters that were frozen when the model was built are in no bucket.
 
 A step of one micro-batch needs activations and gradients at different times: when its activations are most, before the backward
-pass, it has no gradients but the output head's. So it frees the memory of gradients when it starts, and allocates that of a bucket when
-its first gradient comes, which is where the activations of the layers behind it were. With several micro-batches gradients are there
+pass, it has no gradients but the output head's. So it frees the memory of gradients when it starts, and allocates a bucket when the
+first gradient of it comes, in memory of activations that the backward pass has released. With several micro-batches gradients are there
 throughout, and stay where they are. A captured CUDA graph needs addresses that never change (`keep_grads_allocated`).
 
 Afterwards, partial gradients that several ranks of one replica have (see `TensorShard.grad_reduce_axis`) are all-reduced over those ranks.

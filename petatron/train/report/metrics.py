@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.default_names import LM_LOSS
-from petatron.evaluate.estimate import perplexity
+from petatron.evaluate.confidence_interval import perplexity
 from petatron.evaluate.task import TaskResult
 from petatron.layers.moe.load_balancing import router_health
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from petatron.config.schema.default_names import LM_LOSS
 from petatron.evaluate.comparison_table import format_estimate
-from petatron.evaluate.estimate import Estimate, perplexity
+from petatron.evaluate.confidence_interval import Estimate, perplexity
 from petatron.train.report.closing_summary import summary_lines
 from petatron.train.report.metrics import LogRecord, MetricRecord, format_duration, format_percent
 

@@ -19,8 +19,8 @@ from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.checkpoint.inspect.summarize_checkpoint import run_metadata
 from petatron.config import CheckpointConfig, RunConfig
+from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import ParallelMesh
-from petatron.mesh.object_collectives import all_gather_objects
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.folder_kind import check_load_dir, refuse_unconverted
@@ -113,7 +113,7 @@ def saved_position(config: CheckpointConfig, mesh: ParallelMesh) -> int:
     """Returns the training samples that the run in `--load` has consumed, if this run continues it; every rank calls it."""
     if config.load is None or config.finetune:
         return 0
-    return all_gather_objects(_read_position(config) if mesh.control.rank == 0 else 0, mesh.control)[0]
+    return all_gather_json(_read_position(config) if mesh.control.rank == 0 else 0, mesh.control)[0]
 
 
 def _read_position(config: CheckpointConfig) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.bench.scale import ScaleMeasurement, _verdict, growth_exponent, layout_flags
-from petatron.bench.scale_checkpoint import _boxes_per_rank
+from petatron.bench.simulated_checkpoint_plan import _boxes_per_rank
 from petatron.cli.bench import main
 from petatron.models.registry import model_spec
 from petatron.sharding.boxes import tiling_problem

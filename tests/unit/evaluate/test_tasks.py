@@ -16,7 +16,7 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import ByteTokenizer, NullTokenizer
 from petatron.evaluate.comparison_table import result_table
-from petatron.evaluate.estimate import Estimate, accuracy_estimate, ratio_estimate
+from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate, ratio_estimate
 from petatron.evaluate.examples_file import read_examples
 from petatron.evaluate.lambada import read_lambada
 from petatron.evaluate.language_modeling import detokenize_wikitext, read_text_task, read_wikitext103

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.kernels.fp8.amax import amax_of, attach_amax, attached_amax
-from petatron.mesh import collectives, object_collectives
+from petatron.mesh import collectives, json_collectives
 from petatron.mesh.gloo_collectives import ONE_ROUND_BYTES
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -44,7 +44,7 @@ def _plain() -> dict[str, Any]:
         "gathered": collectives.all_gather(turned, tp),
         "scattered": collectives.reduce_scatter(turned, tp),
         "sent": collectives.broadcast(x.clone(), tp, source=1),
-        "objects": object_collectives.all_gather_objects({"rank": rank}, tp),
+        "objects": json_collectives.all_gather_json({"rank": rank}, tp),
         "barrier": collectives.barrier(tp),
         "part": collectives.local_slice(x, tp),
         "untouched": torch.equal(x, values(rank)) and torch.equal(turned, x),
@@ -165,7 +165,7 @@ def test_one_rank_is_the_identity_and_leaves_no_record():
     assert collectives.all_reduce(x, axis, op="max") is x
     assert collectives.broadcast(x, axis) is x
     assert torch.equal(collectives.local_slice(x, axis), x)
-    assert object_collectives.all_gather_objects("only me", axis) == ["only me"]
+    assert json_collectives.all_gather_json("only me", axis) == ["only me"]
     collectives.start_all_reduce(x, axis).wait()
     collectives.barrier(axis)
     assert mesh.record.count == 0

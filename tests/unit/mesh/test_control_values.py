@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.mesh import collectives, object_collectives
+from petatron.mesh import collectives, json_collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
@@ -31,9 +31,9 @@ def _exchanged() -> tuple[Any, Any, Any]:
         mock.patch.object(dist, "broadcast_object_list", refuse),
     ):
         return (
-            object_collectives.all_gather_objects(value, axis),
-            object_collectives.gather_objects_to_first(value, axis),
-            object_collectives.broadcast_object({"said by": axis.rank}, axis),
+            json_collectives.all_gather_json(value, axis),
+            json_collectives.gather_json_to_first(value, axis),
+            json_collectives.broadcast_json({"said by": axis.rank}, axis),
         )
 
 
@@ -49,7 +49,7 @@ def test_every_ranks_value_arrives(ranks: RankPool, world_size: int):
 def _unspeakable() -> str:
     axis = ParallelMesh(Layout(dp_shard=dist.get_world_size()), dist.get_rank()).control
     with pytest.raises(TypeError) as error:
-        object_collectives.all_gather_objects({1, 2}, axis)
+        json_collectives.all_gather_json({1, 2}, axis)
     return str(error.value)
 
 

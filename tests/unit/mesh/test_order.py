@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from petatron.mesh import collectives, object_collectives
+from petatron.mesh import collectives, json_collectives
 from petatron.mesh.comm_record import CommEvent, Communicator
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -138,7 +138,7 @@ def _beside_a_thread() -> list[CommEvent]:
     """A thread talks before training does on one rank, and after it on the other."""
     mesh = ParallelMesh(Layout(tp=2), dist.get_rank())
     own = mesh.background_control_axis()
-    thread = threading.Thread(target=lambda: object_collectives.all_gather_objects(mesh.rank, own))
+    thread = threading.Thread(target=lambda: json_collectives.all_gather_json(mesh.rank, own))
     if mesh.rank == 0:
         thread.start()
         while mesh.record.count == 0:

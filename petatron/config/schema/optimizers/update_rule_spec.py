@@ -36,8 +36,8 @@ _BF16_BYTES = 2
 class RuleStateTensor:
     """A kind of state. `element`: a value for each element, sharded as the parameter. All other shapes belong to a matrix as a whole.
 
-    A `row` has a value for each row, a `row_pair` for each two rows, a `matrix` for each element without being sharded as these are. A
-    stack of matrices has one for each. dtype: `main` is that of the master weights. initial: its values before the first step; only a
+    A `row` has a value for each row, a `row_pair` for each two rows, a `matrix` for each element, but is not sharded like the parameter.
+    Each matrix of a stack has its own state. dtype: `main` is that of the master weights. initial: its values before the first step; only a
     square can be the identity.
 
     >>> RuleStateTensor("left", "row_pair").dims(4, 6), RuleStateTensor("exp_avg", dtype="bf16").element_bytes(4)

@@ -1,11 +1,11 @@
 """Attention of one token per sequence over keys and values in pages, and the storing of new ones.
 
-A decode step reads every key and value once and computes little, so it must keep many reads in flight, also for one sequence of one
-kv head: the tokens of a sequence are cut into splits, each a program (flash decoding, Dao et al. 2023), and a second kernel merges the
-splits' partial outputs by their log-sum-exp. (If the program that ends last merges them, it does alone, and one after the other, what
-all multiprocessors share: 13 us instead of 6.) All query heads of a kv head share its reads. How many splits there are follows from the
-number of sequences and kv heads, and how many tokens each has from the length on the device: a CUDA graph replays for any lengths. The new
-token's key and value need no kernel of their own: the program of the last split stores them.
+A decode step reads every key and value once and computes little, so it must keep many reads in flight, also for one sequence of one kv
+head: the tokens of a sequence are cut into splits, each a program (flash decoding, Dao et al. 2023), and a second kernel merges the
+splits' partial outputs by their log-sum-exp. (A merge by the program that ends last took 13 us instead of 6: it runs on one
+multiprocessor, and a second kernel on all of them.) All query heads of a kv head share its reads. How many splits there are follows
+from the number of sequences and kv heads, and how many tokens each has from the length on the device: a CUDA graph replays for any
+lengths. The new token's key and value need no kernel of their own: the program of the last split stores them.
 
 N sequences, H query heads, K kv heads, E head dim, P pages of a sequence.
 """

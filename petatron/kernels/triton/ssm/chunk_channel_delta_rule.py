@@ -28,7 +28,7 @@ from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.ssm.delta.channel_decays import decayed_qk
 from petatron.kernels.triton.ssm.delta.channel_grads import channel_grads
 from petatron.kernels.triton.ssm.delta.channel_intra_chunk import channel_intra_chunk
-from petatron.kernels.triton.ssm.delta.inter_chunk_grads import DeltaIntermediates
+from petatron.kernels.triton.ssm.delta.input_grads import DeltaIntermediates
 from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, intra_chunk_v_new_grads
 from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
 from petatron.kernels.triton.ssm.delta.tiles import delta_chunks

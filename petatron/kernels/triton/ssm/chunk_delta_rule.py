@@ -13,8 +13,8 @@ rounding, so the kernels take their own. `delta/tiles.py` has the notation.
 | backward: the first two again; `delta/outputs.py`   | q, k, do                        | d_v_new                                 |
 | `delta/states.py`, sequential, in reverse           | q, k, do, d_v_new, T            | gradients of states; d_rhs over d_v_new |
 | `delta/intra_chunk_grads.py`                        | q, k, v, do, d_rhs, v_new twice | dv, parts of dq, dk, dg and dbeta       |
-| `delta/inter_chunk_grads.py`, queries               | q, do, states                   | dq                                      |
-| `delta/inter_chunk_grads.py`, keys                  | k, d_rhs, v_new, states and grads | dk, dg, dbeta                         |
+| `delta/input_grads.py`, queries                     | q, do, states                   | dq                                      |
+| `delta/input_grads.py`, keys                        | k, d_rhs, v_new, states and grads | dk, dg, dbeta                         |
 
 States of 64 tokens each, with N = P = 128, have twice the bytes of v in the same dtype; T has half the bytes of v.
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads
 from petatron.kernels.ssm.chunks import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
-from petatron.kernels.triton.ssm.delta.inter_chunk_grads import DeltaIntermediates, chunk_grads
+from petatron.kernels.triton.ssm.delta.input_grads import DeltaIntermediates, input_grads
 from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, intra_chunk_v_new_grads
 from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
 from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
@@ -61,6 +61,6 @@ def chunk_delta_rule_backward(
     grad_states, grad_rhs, grad_initial_state = chunk_state_grads(q, k, grad_o, grad_v_new, T, chunks, grad_final_state)
     intermediates = DeltaIntermediates(states, grad_states, v_new, grad_rhs)
     return (
-        *chunk_grads(grad_o, q, k, v, *delta_inputs[3:], intermediates, chunks),
+        *input_grads(grad_o, q, k, v, *delta_inputs[3:], intermediates, chunks),
         None if initial_state is None else grad_initial_state.to(initial_state.dtype),
     )

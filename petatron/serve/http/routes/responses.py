@@ -9,7 +9,7 @@ from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_body import ignore_fields, nested_unknown_fields, read_request
 from petatron.serve.http.request_fields import check_extra_fields
-from petatron.serve.http.response_answer import ResponseAnswer
+from petatron.serve.http.responses_answer import ResponseAnswer
 from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest, chat_of, in_own_names
 from petatron.serve.http.routes.chat import prepare_chat, unread_template_values
 from petatron.serve.http.run_generations import complete

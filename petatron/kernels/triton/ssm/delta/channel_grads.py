@@ -31,7 +31,7 @@ from torch import Tensor
 
 from petatron.kernels.ssm.delta_recurrence import query_scale
 from petatron.kernels.triton.ssm.delta.channel_intra_chunk import load_g_cumsum, node_decays, node_pairs, tree_levels
-from petatron.kernels.triton.ssm.delta.inter_chunk_grads import DeltaIntermediates, l2_normalize_grads
+from petatron.kernels.triton.ssm.delta.input_grads import DeltaIntermediates, l2_normalize_grads
 from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, gate_offsets, load_value_columns, row_tile, state_base
 from petatron.kernels.triton.ssm.scan_tiles import document_before, document_of, load_rows
 

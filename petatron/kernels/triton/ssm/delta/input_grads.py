@@ -55,7 +55,7 @@ class DeltaIntermediates(NamedTuple):
     grad_rhs: Tensor
 
 
-def chunk_grads(
+def input_grads(
     grad_o_SBHP: Tensor,
     q_SBGN: Tensor,
     k_SBGN: Tensor,

@@ -26,7 +26,7 @@ _Event = dict[str, Any]
 
 
 class ResponseAnswer:
-    """Of one request, which has one answer. hidden_ids: of tokens that are no text of it."""
+    """The answer to one request. hidden_ids: tokens that do not appear in its text."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ResponseAnswer:
         return events + (self._feed(text, logprobs, final=final) if text or final else [])
 
     def _feed(self, text: str, logprobs: Sequence[TokenLogprob], *, final: bool = False) -> list[_Event]:
-        """Returns the events of text and the tokens that it is of. Tokens of reasoning and of calls are none of a message."""
+        """Returns the events of a piece of text and its tokens. Tokens of reasoning and of calls do not count as those of a message."""
         parts: AnswerParts = self._splitter.feed(text, final=final)
         parser, events = self._splitter.reasoning, list[_Event]()
         self._unlisted += logprobs

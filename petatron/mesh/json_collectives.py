@@ -13,7 +13,7 @@ from petatron.mesh.collectives import RecordedCall, all_gather_into
 from petatron.mesh.mesh import Axis
 
 
-def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
+def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     """Returns every rank's JSON value, in axis order. Tuples become lists."""
     if axis.size == 1:
         return [value]
@@ -24,11 +24,11 @@ def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
     return [_unpack_json(part) for part in out.cpu().chunk(axis.size)]
 
 
-def broadcast_object(value: Any, axis: Axis) -> Any:
+def broadcast_json(value: Any, axis: Axis) -> Any:
     """Returns the first rank's JSON value on every rank: for a large value that only one has."""
     if axis.size == 1:
         return value
-    with RecordedCall(axis, "broadcast_object"):
+    with RecordedCall(axis, "broadcast_json"):
         text = json.dumps(value).encode() if axis.rank == 0 else b""
         size = torch.tensor([len(text)], device=_control_device(axis))
         dist.broadcast(size, axis.ranks[0], group=axis.group)
@@ -39,11 +39,11 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
     return json.loads(data.cpu().numpy().tobytes())
 
 
-def gather_objects_to_first(value: Any, axis: Axis) -> list[Any] | None:
+def gather_json_to_first(value: Any, axis: Axis) -> list[Any] | None:
     """Returns every rank's JSON value on the axis's first rank, None on the others: for large values that only one needs."""
     if axis.size == 1:
         return [value]
-    with RecordedCall(axis, "gather_objects_to_first"):
+    with RecordedCall(axis, "gather_json_to_first"):
         packed = _pack_json(value, axis)
         out = [torch.empty_like(packed) for _ in range(axis.size)] if axis.rank == 0 else None
         dist.gather(packed, out, dst=axis.ranks[0], group=axis.group)
