@@ -159,8 +159,14 @@ class BatchLoader:
         numbers = self.sample_ids(global_batch_size, consumed_samples)
         if self.options.dataloader_type == "cyclic":
             numbers = self._shuffled(numbers, total)
-        batches = [self._collate([self.dataset[int(number)] for number in row], self.options) for row in numbers]
+        batches = [self._batch(row) for row in numbers]
         return [batch.pin_memory() for batch in batches] if self.options.pin_memory else batches
+
+    def _batch(self, numbers: NDArray[np.int64]) -> Batch:
+        try:
+            return self._collate([self.dataset[int(number)] for number in numbers], self.options)
+        except DataError as error:
+            raise DataError(f"{error} (Samples {', '.join(map(str, numbers))} of the dataset.)") from error
 
     def _shuffled(self, numbers: NDArray[np.int64], total: int) -> NDArray[np.int64]:
         epochs, places = np.divmod(numbers, total)
@@ -211,10 +217,12 @@ def _stack_token_ids(samples: Sequence[Any], options: LoaderOptions) -> NDArray[
             f"{length}: one more than it, to predict. Pad or cut samples to that length."
         )
     ids = np.stack(samples)
-    if options.vocab_size is not None and not 0 <= int(ids.min()) <= int(ids.max()) < options.vocab_size:
+    if ids.dtype.kind not in "iu" or ids.min() < 0:
+        raise DataError(f"Samples are token ids, integers from 0 on, and one has {ids.min()} ({ids.dtype}).")
+    if options.vocab_size is not None and ids.max() >= options.vocab_size:
         raise DataError(
-            f"A sample has token ids {ids.min()}..{ids.max()}, and the vocabulary has {options.vocab_size} ids. Use the "
-            "tokenizer of the data, or set --vocab-size."
+            f"A sample has the token id {ids.max()}, and the vocabulary has {options.vocab_size} ids. Use the tokenizer of "
+            "the data, or set --vocab-size."
         )
     return ids
 

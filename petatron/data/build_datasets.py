@@ -189,6 +189,8 @@ def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet]) -> dict[str, Data
                 sources[prefix] = kind.open(prefix, wanted_set.request)
             except DataError as error:
                 problems[prefix] = str(error)
+            except OSError as error:
+                problems[prefix] = f"{prefix} cannot be read: {error.strerror or error}. Give {kind.reads}."
     _raise_all(list(problems.values()))
     return sources
 

@@ -143,6 +143,8 @@ class NoRecords(RecordSource):
 @dataclass(frozen=True)
 class EmptyFiles(DatasetKind):
     def open(self, source: str, request: DatasetRequest) -> DataSource:
+        if source == "gone":
+            Path(source).read_text()
         return NoRecords(source, num_units=0, fingerprint="")
 
 
@@ -156,6 +158,12 @@ def test_an_empty_file_is_told_as_one(tmp_path: Path) -> None:
             DataError, match=r"a: the train split is empty: the file has no records, but 1 samples.* that has some"
         ):
             build_datasets(config, None, (1, 0, 0))
+
+
+def test_files_that_a_kind_cannot_read_are_told_together(tmp_path: Path) -> None:
+    config = run_config(tmp_path, dataset_type="empty-files", train_data_path=("gone",))
+    with pytest.raises(DataError, match=r"gone cannot be read: No such file or directory\. Give files\."):
+        build_datasets(config, None, (1, 0, 0))
 
 
 def test_a_name_of_two_validation_sets_is_told(make_dataset: MakeDataset, tmp_path: Path) -> None:

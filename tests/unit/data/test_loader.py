@@ -131,9 +131,13 @@ def test_samples_that_are_no_text_of_the_run_are_refused() -> None:
         make_batch([text, text[:3]], options)
     with pytest.raises(DataError, match=r"has 2 token ids, and --seq-length 4 needs 5"):
         make_batch([text[:2], text[:2]], options)
-    for wrong in (100, -1):
-        with pytest.raises(DataError, match=r"token ids .*, and the vocabulary has 100 ids"):
-            make_batch([text, np.full(5, wrong)], options)
+    with pytest.raises(DataError, match="has the token id 100, and the vocabulary has 100 ids"):
+        make_batch([text, np.full(5, 100)], options)
+    for wrong in (np.full(5, -1), np.ones(5)):
+        with pytest.raises(DataError, match=r"integers from 0 on, and one has -?[01]"):
+            make_batch([wrong, wrong], options)
+    with pytest.raises(DataError, match=r"needs 7: .* \(Samples 2, 3 of the dataset.\)"):
+        BatchLoader(Numbered(8), replace(options, seq_length=6)).next_step(2, 2)
     with pytest.raises(DataError, match=r"arrays by name \(tokens, weights\).*`collate`"):
         make_batch([{"tokens": text, "weights": text}], options)
     with pytest.raises(DataError, match="has 3 token ids, and --seq-length 1 needs 2"):
