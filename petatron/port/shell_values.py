@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from petatron.port.shell_arithmetic import UnknownNumber, evaluate
 from petatron.port.shell_lexer import ScriptError, Word, WordPart, word_of
@@ -18,6 +18,7 @@ MAX_VALUE_LENGTH = 100_000
 """Characters of a value; `A=$A$A` in a loop of lines would need more memory than there is."""
 _MAX_ITEMS = 5_000
 _MAX_DEPTH = 20
+_MAX_STRIPPED_LENGTH = 1_000  # the time of `${X%pattern}` grows with the square of it
 _REFERENCE = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.S)
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.S)
 _STRIP = re.compile(r"(##?|%%?)(.*)", re.S)
@@ -96,7 +97,8 @@ class ShellVariables:
             for number, piece in enumerate(pieces):
                 if number:
                     fields.append(_Field())
-                fields[-1].add(piece, value, is_bare=piece == value.text and bool(value.missing))
+                names = _names_in(piece, value)
+                fields[-1].add(piece, replace(value, missing=names), is_bare=piece in map(_shown, names))
             if pieces and value.text[-1:].isspace():
                 fields.append(_Field())
 
@@ -152,7 +154,8 @@ class ShellVariables:
             return self._unset(name, line)
         if (strip := _STRIP.fullmatch(rest)) is not None and not any(value.missing for value in values):
             pattern = self.expand_text(word_of(strip[2], line), depth=depth + 1).text
-            return [_Value(_stripped(value.text, strip[1], pattern), line=line) for value in values]
+            if all(len(value.text) <= _MAX_STRIPPED_LENGTH for value in values):
+                return [_Value(_stripped(value.text, strip[1], pattern[:100]), line=line) for value in values]
         if rest in (",,", "^^") and not any(value.missing for value in values):
             return [_Value(value.text.lower() if rest == ",," else value.text.upper(), line=line) for value in values]
         return [self._unknown(f"{{{text}}}", line, f"`${{{text}}}` is not evaluated")]
@@ -239,7 +242,6 @@ def _default_parts(argument: str, line: int) -> tuple[WordPart, ...]:
 
 def _stripped(text: str, sign: str, pattern: str) -> str:
     """Removes the shortest (`#`, `%`) or longest (`##`, `%%`) match of a pattern from the front or the end."""
-    text, pattern = text[:1000], pattern[:100]
     lengths = range(len(text) + 1) if len(sign) == 1 else range(len(text), -1, -1)
     for length in lengths:
         piece, rest = (
@@ -263,6 +265,11 @@ class _Value:
     missing: tuple[str, ...] = ()
     line: int = 0
     follows_blank: bool = False
+
+
+def _names_in(piece: str, value: _Value) -> tuple[str, ...]:
+    """Returns the names without a value in one word of a value: written as such, or inside `$((...))`."""
+    return tuple(name for name in value.missing if _shown(name) in piece or ("$((" in piece and name in piece))
 
 
 @dataclass(slots=True)

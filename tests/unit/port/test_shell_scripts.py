@@ -130,6 +130,20 @@ def test_what_is_not_known_keeps_its_name(script: str, name: str, reason: str):
     assert not read(script, {name: "5"}).commands[-1].arguments[-1].missing
 
 
+def test_a_name_without_a_value_is_missing_in_its_own_word_alone():
+    flags = "--data-path $CORPUS --split 99,1,0 --train-iters $((STEPS * 2)) --seed 1"
+    texts = read(f'ARGS="{flags}"\ntorchrun pretrain_gpt.py $ARGS').commands[-1].arguments
+    missing = {text.text: text.missing for text in texts if text.missing}
+    assert missing == {"${CORPUS}": ("CORPUS",), "$((STEPS*2))": ("STEPS",)}
+
+
+def test_a_long_value_is_not_cut():
+    """A pattern is stripped from the end in time that grows with the square of the length."""
+    for length, expected in ((900, "x" * 900), (2000, None)):
+        texts = read(f"A={'x' * length}.sh\ntorchrun pretrain_gpt.py --name ${{A%.sh}}").commands[-1].arguments
+        assert texts[-1].text == expected if expected else texts[-1].missing
+
+
 def test_a_value_of_the_user_wins():
     assert arguments("P=$1\nN=2\nrun $P $N", {"P": "/data", "N": "8"}) == ["run", "/data", "8"]
     assert arguments('run $1 "$@"', {"1": "a b", "2": "c"}) == ["run", "a", "b", "a b", "c"]
