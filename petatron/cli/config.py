@@ -25,6 +25,8 @@ _USAGE = """usage:
       X           a preset, a YAML file, or a run folder with its config.yaml
       --changed   leave out plain defaults
       --yaml      print a file for --config instead
+  petatron config params [X] [flags ...]
+      the parameters of the model by name, with shapes, as --freeze and --train-only match them, and which are frozen
   petatron config diff A B
       fields that differ; each of A and B is a preset, a file or a folder, like X
   petatron config presets
@@ -38,7 +40,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help") or "--help" in argv[1:]:
         print(_USAGE)
         return 0 if argv else 2
-    actions = {"show": _show, "diff": _diff, "presets": _presets, "reference": _reference}
+    actions = {"show": _show, "params": _params, "diff": _diff, "presets": _presets, "reference": _reference}
     if argv[0] in actions:
         return actions[argv[0]](argv[1:])
     print(f"petatron config: {argv[0]!r} is not a subcommand.\n{_USAGE}", file=sys.stderr)
@@ -82,6 +84,28 @@ def _frozen_notices(loaded: RawLoadedConfig) -> Iterator[str]:
 
     run = without_problems(loaded, []).config
     yield describe_frozen(model_spec(run), frozen_params(run))
+
+
+def _params(argv: list[str]) -> int:
+    named = bool(argv) and not argv[0].startswith("-")
+    sources = _locate(argv[0]) if named else ConfigSources()
+    flags, note = argv[named:], ""
+    if resolve_config(flags, require_training=False, **sources)[0].config.model.vocab_size is None:
+        flags, note = [*flags, "--vocab-size", "128"], "; the size of the vocabulary is not known, 128 stands for it"
+    loaded, problems = resolve_config(flags, require_training=False, **sources)
+    from petatron.models.frozen_params import describe_frozen, frozen_params, name_params
+    from petatron.models.registry import model_spec
+
+    run = without_problems(loaded, problems).config
+    spec, frozen = model_spec(run), frozen_params(run)
+    rows = name_params(spec)
+    width = max(len(name) for name in rows)
+    for name, (param, shape) in rows.items():
+        sizes = " x ".join(map(str, shape))
+        print(f"{name:{width}}  {sizes}{'  frozen' if param in frozen.names else ''}")
+    sys.stdout.flush()
+    print(f"note: {describe_frozen(spec, frozen)}{note}", file=sys.stderr)
+    return 0
 
 
 def _diff(argv: list[str]) -> int:

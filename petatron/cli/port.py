@@ -71,8 +71,11 @@ def main(argv: Sequence[str]) -> int:
     left_out = [name for names in options.without for name in names.split(",") if name]
     run = port_file(options.script, given=given, left_out=left_out, world_size=options.world_size)
     _print_run(run)
-    write_atomic(out, run.yaml())
-    print(f"\nwrote {out}")
+    if _leaves_file(options, out):
+        print(f"\n{out} is there already and stays as it is; --out FILE writes this one")
+    else:
+        write_atomic(out, run.yaml())
+        print(f"\nwrote {out}")
     if options.run:
         return _run_toy(run, options.train_iters) or (_BLOCKED if run.blocks else 0)
     too_large = _plan(run, options.device_memory_gb)
@@ -106,7 +109,7 @@ def _output_problems(out: Path, options: argparse.Namespace) -> list[Problem]:
     """A file that somebody edited, or that is none of ours, is replaced only if asked."""
     if wrong := writable_problems("--out", out):
         return wrong
-    if not out.exists() or options.force:
+    if not out.exists() or options.force or _leaves_file(options, out):
         return []
     try:
         unchanged = is_unchanged(out.read_text(encoding="utf-8"))
@@ -114,6 +117,11 @@ def _output_problems(out: Path, options: argparse.Namespace) -> list[Problem]:
         unchanged = False
     rule = "exists, and was not written by `petatron port` or was edited since"
     return [] if unchanged else [Problem("--out", str(out), rule, "Give another name, or --force to replace it.")]
+
+
+def _leaves_file(options: argparse.Namespace, out: Path) -> bool:
+    """Whether the file of an earlier port stays: a trial replaces it only where that is asked."""
+    return options.run and options.out is None and not options.force and out.exists()
 
 
 def _print_run(run: PortedRun) -> None:

@@ -28,7 +28,7 @@ from petatron.models.model_spec import ModelSpec
 from petatron.models.optimizer_groups import optimizer_group
 from petatron.models.registry import model_spec
 from petatron.models.stage_inputs_outputs import ModelIO
-from petatron.sharding.shard_spec import ModelParallelCoordinate, TensorShard, compute_placement
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, TensorShard, compute_placement
 
 _FREEZE, _TRAIN_ONLY = "--freeze", "--train-only"
 
@@ -121,6 +121,17 @@ def frozen_logical_names(spec: ModelSpec, frozen: FrozenParams) -> list[str]:
     return [shard.name for name, shards in _logical_names(spec).items() if name in frozen.names for shard in shards]
 
 
+def name_params(spec: ModelSpec) -> dict[str, tuple[str, Shape]]:
+    """Returns the logical tensors of a model, tied ends apart: each with the parameter that has it, and its shape."""
+    shapes = spec.logical_shapes()
+    return {
+        name: (param, shapes[name])
+        for param, names in _names_of_params(spec).items()
+        for name in names
+        if name in shapes
+    }
+
+
 def count_trained(spec: ModelSpec, frozen: FrozenParams) -> tuple[int, int]:
     """Returns the elements that are trained and those that are frozen, without vocabulary padding."""
     sizes = {name: param.num_elements for name, param in spec.params().items()}
@@ -207,7 +218,7 @@ def _unmatched(patterns: Sequence[str], flag: str, tensors: Mapping[str, Sequenc
             fix = f'Give "{inside}" for all parameters inside of it.'
         else:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-            fix = f"{'Close' if close else 'Some'} names: {', '.join(close or (names[0], names[-1]))}."
+            fix = f"{'Close' if close else 'Some'} names: {', '.join(close or (names[0], names[-1]))}. `petatron config params` lists them."
         yield Problem(flag, pattern, "matches no parameter of this model", fix)
 
 

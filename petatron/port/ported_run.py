@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -207,12 +208,17 @@ def _check_options(
     ]
     known = {*variables.values, *variables.reasons}
     problems += [
-        Problem("--set", name, "is not a variable of this script", "Check its spelling.")
+        Problem("--set", name, "is not a variable of this script", _similar_variables(name, known))
         for name in given
         if name not in known and name not in text and not name.isdigit()
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _similar_variables(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=2)
+    return f"Did you mean {' or '.join(close)}?" if close else "Check its spelling."
 
 
 def _check(

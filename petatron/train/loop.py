@@ -14,6 +14,7 @@ from petatron.base.device import DeviceInfo, DeviceKind, peak_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.log import get_logger
 from petatron.base.text import count_with_noun
+from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line
@@ -260,7 +261,7 @@ class TrainLoop:
         if first_bad >= 0:
             raise TrainError(
                 f"The loss or a gradient was not finite first at iteration {first_bad}. Weights were not updated "
-                "with it. Look at the data and the learning rate around there; resume from the last checkpoint, or go on "
+                f"with it. Look at {_usual_causes(self._run)} around there; resume from the last checkpoint, or go on "
                 "regardless with --no-check-for-nan-in-loss-and-grad."
             )
 
@@ -387,3 +388,10 @@ class TrainLoop:
     def _write_record(self, record: MetricRecord) -> None:
         for writer in self._writers:
             writer.write(record)
+
+
+def _usual_causes(run: RunConfig) -> str:
+    """What makes a loss infinite or NaN: an objective of one's own is the first to look at."""
+    if run.train.objective is None:
+        return "the data and the learning rate"
+    return f"the loss of --objective {run.train.objective} (log 0, 0 / 0, exp of a large number), the data and the learning rate"

@@ -76,7 +76,10 @@ def _world(config: RawRunConfig) -> Iterator[Problem]:
     if world is None:
         return
     if world % model_ranks:
-        fix = f"Nearest: {multiples_near(world, model_ranks)}; or change the layout."
+        fix = (
+            f"Nearest: {multiples_near(world, model_ranks)}; or change the layout. `petatron train` starts the ranks it needs; "
+            "a Python script is started on N ranks by `torchrun --nproc-per-node N`."
+        )
         yield Problem("--world-size", str(world), f"is not a multiple of {product}", fix)
     elif dp is not None and dp * model_ranks != world:
         rule = f"x tp {tp} x pp {pp} x cp {cp} is {dp * model_ranks}, but there are {world} ranks"

@@ -94,7 +94,10 @@ def test_a_toy_is_trained_here_and_now(capsys: pytest.CaptureFixture[str]):
 
 def test_a_toy_of_a_fragment_has_a_learning_rate(capsys: pytest.CaptureFixture[str], folder: Path):
     (folder / "train.sh").write_text(SMALL.replace("--train-iters 100 --lr 1e-4", "").replace("--bf16", ""))
+    (folder / "train.petatron.yaml").write_text("# of an earlier port, and edited\n")
     code, out, err = port(capsys, "--run", "train.sh", "--toy", "--train-iters", "1")
+    assert "train.petatron.yaml is there already and stays as it is" in out
+    assert (folder / "train.petatron.yaml").read_text() == "# of an earlier port, and edited\n"
     assert code == 1 and "--lr is not set" in out and "the script sets no --lr: the toy has 0.0001" in out
     assert "iteration        1/       1" in out + err
 

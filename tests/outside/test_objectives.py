@@ -202,6 +202,18 @@ class Wrong(petatron.Objective):
 
 
 @dataclass(frozen=True)
+class HalfDetached(Wrong):
+    """Trains with the first of its losses alone."""
+
+    @property
+    def losses(self) -> tuple[petatron.LossSpec, ...]:
+        return petatron.LossSpec("declared"), petatron.LossSpec("penalty")
+
+    def loss(self, outputs: Mapping[str, torch.Tensor], batch: petatron.Batch) -> Mapping[str, torch.Tensor]:
+        return {"declared": outputs["token_losses"], "penalty": outputs["token_losses"].detach()}
+
+
+@dataclass(frozen=True)
 class ZLossOfBoth(losses.ZLoss):
     """The same, with the token losses that the model computes beside the logits."""
 
@@ -290,11 +302,18 @@ def test_losses_that_were_not_declared_are_told():
     for name, text in (
         ("other", "Wrong.loss returns other, and it declares declared"),
         ("declared", r"as \[2\], and one"),
-        ("detached", "Wrong.loss returns losses without gradients, so that nothing would be trained"),
+        ("detached", "Wrong.loss returns declared without gradients, so that it would train nothing"),
     ):
         run = run_of(f"--objective wrong --objective-settings name={name}")
         with pytest.raises(TrainError, match=text):
             petatron.build_model(run, mesh).train_step(next(petatron.build_loader(run, mesh)))
+
+
+def test_a_loss_without_gradients_beside_another_is_told():
+    petatron.register_objective("half-detached", HalfDetached)
+    run, mesh = run_of("--objective half-detached"), ParallelMesh.single()
+    with pytest.raises(TrainError, match=r"HalfDetached\.loss returns penalty without gradients"):
+        petatron.build_model(run, mesh).train_step(next(petatron.build_loader(run, mesh)))
 
 
 def test_an_output_that_the_model_lacks_is_told():

@@ -73,10 +73,12 @@ class ObjectiveTerms:
         losses = self._objective.loss(_wide(output.collected), batch)
         self._check("loss", losses, self._objective.losses, batch)
         has_gradients = self._scales is not None and any(x.requires_grad for x in output.collected.values())
-        if has_gradients and not any(x.requires_grad for x in losses.values()):
+        without = [name for name, x in losses.items() if not x.requires_grad]
+        if has_gradients and without:
             raise TrainError(
-                f"{type(self._objective).__name__}.loss returns losses without gradients, so that nothing would be trained. Compute them "
-                "of `outputs` by differentiable operations, without `detach`, `.item()` or `torch.no_grad()`."
+                f"{type(self._objective).__name__}.loss returns {', '.join(without)} without gradients, so that it would train nothing. "
+                "Compute it from `outputs` by differentiable operations, without `detach`, `.item()` or `torch.no_grad()`; what is only "
+                "reported belongs into `metrics`, and a loss that has no terms in a batch is `0 * outputs[...].sum()`."
             )
         per_token = {loss.name for loss in self._objective.losses if loss.per == "token"}
         return {name: x.transpose(0, 1) if name in per_token else x for name, x in losses.items()}

@@ -232,3 +232,14 @@ def test_help_and_reference_document_every_field():
         assert f"  {info.flag}" in text
         assert f"`{info.flag}`" in page
     assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def test_parameters_are_listed_as_patterns_match_them(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "config", "params", "tiny-llama", "--freeze", "layers.[0-2].*", "head.*")
+    rows = [line.split("  ") for line in out.splitlines()]
+    shapes = {name: " ".join(rest).split() for name, *rest in rows}
+    assert code == 0 and shapes["layers.3.attention.k.weight"] == ["64", "x", "128"]
+    assert shapes["layers.0.mlp.down.weight"][-1] == shapes["head.weight"][-1] == "frozen"
+    assert "are frozen" in err and "128 stands for it" in err
+    code, _, err = run(capsys, "config", "params", "tiny-llama", "--freeze", "nothing")
+    assert code == 2 and "`petatron config params` lists them" in err

@@ -1,7 +1,7 @@
 """The step and the loop: batch sizes, lengths, early ends, numbers that are not finite, evaluation that only looks."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import petatron
 from petatron.base.device import detect_device
 from petatron.base.errors import TrainError
 from petatron.checkpoint.files import step_folder
@@ -228,6 +229,21 @@ def test_not_a_number_names_the_iteration(log_interval: int, noticed: int):
     with pytest.raises(TrainError, match=r"first at iteration 3\..*--no-check-for-nan-in-loss-and-grad"):
         loop.run()
     assert state.progress.iteration == noticed == writer.column("iteration")[-1]
+
+
+def test_not_a_number_of_an_objective_is_told_as_its_own():
+    class NotANumber(petatron.Objective):
+        @property
+        def losses(self) -> tuple[petatron.LossSpec, ...]:
+            return (petatron.LossSpec("nan loss"),)
+
+        def loss(self, outputs: Mapping[str, torch.Tensor], batch: petatron.Batch) -> Mapping[str, torch.Tensor]:
+            return {"nan loss": outputs["token_losses"] * float("nan")}
+
+    petatron.register_objective("not-a-number", NotANumber)
+    _, loop, _ = start(tiny_run(f"{SMALL} --train-iters 2 --lr-warmup-iters 0 --objective not-a-number"))
+    with pytest.raises(TrainError, match="Look at the loss of --objective not-a-number"):
+        loop.run()
 
 
 def test_an_infinite_step_is_noticed_at_the_next_one():
