@@ -16,8 +16,8 @@ from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import paged
 from petatron.kernels.attention.paged import PagedAttentionKernels
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
+from petatron.kernels.attention.visibility import CAUSAL, Visibility
 from petatron.kernels.rope import apply_rope, split_qkv
-from petatron.kernels.visibility import CAUSAL, Visibility
 from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
 from petatron.layers.core_attention import AttentionSinks, CoreAttention
 from petatron.layers.forward_context import ForwardContext
@@ -45,7 +45,7 @@ from petatron.sharding.shard_spec import Section, Shard
 class AttentionSpec(SoftmaxAttentionSpec):
     """Self-attention.
 
-    visibility: what a token sees (`kernels/visibility.py`), documents aside. Its bias may be ALiBi's (`attention_positions.py`).
+    visibility: what a token sees (`kernels/attention/visibility.py`), documents aside. Its bias may be ALiBi's (`attention_positions.py`).
     qk_norm: the norm of every query and key head, or, by `qk_norm_scope`, of all of them together.
     rope: None for a layer without positions.
     rope_interleaved: pairs of channels that rope rotates are neighbors instead of half a head apart.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from petatron.kernels.attention import latent_heads as reference_heads
 from petatron.kernels.attention import paged_latent
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
-from petatron.kernels.visibility import CAUSAL, Visibility
+from petatron.kernels.attention.visibility import CAUSAL, Visibility
 from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext, RopeCosSin

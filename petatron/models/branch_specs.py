@@ -14,7 +14,7 @@ from petatron.config.schema.sections.hybrid import branch_symbols
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH
 from petatron.config.schema.sections.rope import parse_longrope_factors
 from petatron.kernels.activation import GluVariant
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.attention_positions import AttentionTemperature
 from petatron.layers.mla import MlaSpec

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.model_companion_files import CONFIG_FILE
+from petatron.base.format_text import abbreviate_names
+from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.safe_files import symlink_target_outside
-from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.files.disk import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import BlockScale, Manifest, StoredBox, StoredTensor

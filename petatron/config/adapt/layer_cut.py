@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from petatron.base.errors import ConfigError
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.config.pipeline_stages import (
     EMBEDDING,
     LAYER,

@@ -22,8 +22,8 @@ from petatron.kernels.attention import flash
 from petatron.kernels.attention.mask import BlockMask, MaskRectangle, MaskTile, mask_rectangles, mask_tiles
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules, distance_columns
 from petatron.kernels.attention.tiles import AttentionDropout, tile_backward, tile_forward
+from petatron.kernels.attention.visibility import EVERYTHING
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.visibility import EVERYTHING
 
 VISIBILITY = EVERYTHING
 """What it computes: it is the reference."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention.documents import chunk_starts, document_ends
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 
 TILE = 512
 """Rows and columns of a tile: large enough to keep matrix units busy, small enough that a few fit in any memory."""

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention.documents import DocumentGroup, PaddedRows
+from petatron.kernels.attention.visibility import VisibilitySupport
 from petatron.kernels.strides import empty_heads
-from petatron.kernels.visibility import VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", documents=True)
 """A token of full attention would see the padding after its document."""

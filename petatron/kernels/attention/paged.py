@@ -32,8 +32,8 @@ from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.flash import supports_varlen, widens
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules, capped_
+from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
-from petatron.kernels.visibility import Visibility, VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", window=True)
 """What the functions of `PagedAttentionKernels` compute of sequences in pages; the rest is computed here, in plain PyTorch."""

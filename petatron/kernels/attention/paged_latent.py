@@ -37,9 +37,9 @@ from petatron.kernels.attention.paged import (
     fresh_chunks_attention,
     pages_to_read,
 )
+from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.matmul import matmul
-from petatron.kernels.visibility import Visibility, VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", window=True)
 """What it computes of sequences in pages."""

@@ -17,7 +17,7 @@ from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAt
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import BlockMask, MaskRectangle, VisibleKeys, mask_rectangles, mask_tiles
 from petatron.kernels.attention.tiles import AttentionDropout, tile_backward, tile_forward
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from tests import reference_attention as reference
 
 CPU = torch.device("cpu")

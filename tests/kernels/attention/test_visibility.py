@@ -17,7 +17,7 @@ from petatron.kernels.attention.documents import PADDING_DOCUMENT, Documents, Ke
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk
 from petatron.kernels.attention.score_rules import ScoreRules
-from petatron.kernels.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
+from petatron.kernels.attention.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
 from tests import reference_attention as reference
 
 S, B, HEADS, GROUPS, E = 18, 2, 4, 2, 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from petatron.kernels.attention import paged as plain
 from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.visibility import CAUSAL
+from petatron.kernels.attention.visibility import CAUSAL
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged, split_kv

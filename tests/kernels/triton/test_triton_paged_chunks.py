@@ -10,7 +10,7 @@ from torch import Tensor
 
 from petatron.kernels.attention import paged as plain
 from petatron.kernels.attention.paged import ChunkBounds, PagedBatch, PromptChunk
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged
