@@ -157,7 +157,6 @@ class MatrixRule(UpdateRule, Protocol):
 
     def apply(self, master: Tensor, update: Tensor, step: StepScalars, *, shape: tuple[int, int]) -> None:
         """Applies weight decay and an update to master weights, in place; `shape` is that of their matrix."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +186,9 @@ class TensorRule(UpdateRule, Protocol):
 
     def update_means(self, state: Tensor, means: Tensor, step: StepScalars) -> None:
         """Updates the state of all rows and columns of many tensors, in place."""
-        ...
 
     def update_moments(self, elements: TensorElements, step: StepScalars) -> None:
         """Updates the state of elements in place, before directions are asked for."""
-        ...
 
     def direction(self, elements: TensorElements, step: StepScalars) -> Tensor:
         """Returns the update of elements before it is scaled by what all elements of the tensor have in common."""
@@ -201,7 +198,6 @@ class TensorRule(UpdateRule, Protocol):
         self, elements: TensorElements, direction: Tensor, rms: Tensor, weight_rms: Tensor, step: StepScalars
     ) -> None:
         """Updates master weights in place; `rms` and `weight_rms` are root mean squares of the tensor's direction and weights."""
-        ...
 
 
 class CountedRule:

@@ -117,7 +117,6 @@ class PagedAttentionKernels(Protocol):
         self, q_THE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, out_THE: Tensor, *, window: int | None
     ) -> None:
         """Writes the attention of the rows of chunks, all stored before, by the bounds that the device knows."""
-        ...
 
 
 def fresh_documents(chunks: Sequence[PromptChunk], device: torch.device) -> Documents | None:

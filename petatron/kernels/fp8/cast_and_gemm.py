@@ -88,7 +88,6 @@ class UpdateScaleKernel(Protocol):
         the new first entry is 0, for the new step: where it is does not depend on the step. A non-finite amax counts as 0, here and
         from now on: its NaN has been propagated already.
         """
-        ...
 
 
 class CastTensorKernel(Protocol):

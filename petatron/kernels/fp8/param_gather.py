@@ -40,19 +40,16 @@ SCALE_RUN_ELEMENTS = 64
 class UpdateShardAmaxKernel(Protocol):
     def __call__(self, x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
         """Updates each scale's amax (float32) with the elements from `begin` on."""
-        ...
 
 
 class QuantizeShardKernel(Protocol):
     def __call__(self, x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
         """Casts the elements from `begin` on into `out_N`, e4m3, with the scales of the whole matrix."""
-        ...
 
 
 class DequantizeShardsKernel(Protocol):
     def __call__(self, values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
         """Dequantizes all shards of a matrix; a shard is contiguous, the shards may be strided."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,6 @@ class AdamState:
 class AdamKernel(Protocol):
     def __call__(self, grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, start: int = 0) -> None:
         """Updates in place. `scalars` are of `adam_scalars`; `start` is the index of the first element, for rounding."""
-        ...
 
 
 class SquaresKernel(Protocol):
