@@ -16,7 +16,6 @@ from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import paged
 from petatron.kernels.attention.paged import PagedAttentionKernels
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
-from petatron.kernels.attention.visibility import CAUSAL, Visibility
 from petatron.kernels.rope import apply_rope, split_qkv
 from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
 from petatron.layers.core_attention import AttentionSinks, CoreAttention
@@ -32,7 +31,7 @@ from petatron.layers.ops.qkv_split import (
     split_qkv_rope,
 )
 from petatron.layers.ops.recompute_output import RecomputableOutput
-from petatron.layers.rope import RopeSpec, pairs_apart
+from petatron.layers.rope import pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
@@ -45,9 +44,8 @@ from petatron.sharding.shard_spec import Section, Shard
 class AttentionSpec(SoftmaxAttentionSpec):
     """Self-attention.
 
-    visibility: what a token sees (`kernels/attention/visibility.py`), documents aside. Its bias may be ALiBi's (`attention_positions.py`).
+    visibility: its bias may be ALiBi's (`attention_positions.py`).
     qk_norm: the norm of every query and key head, or, by `qk_norm_scope`, of all of them together.
-    rope: None for a layer without positions.
     rope_interleaved: pairs of channels that rope rotates are neighbors instead of half a head apart.
     temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
     qkv_clip: the largest size of what the first GEMM gives for queries, keys and values; None: it has none.
@@ -55,21 +53,12 @@ class AttentionSpec(SoftmaxAttentionSpec):
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
     output_gate: whether the output's channels are multiplied by sigmoids, for which the first GEMM has one more row per channel.
-    std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
-    hidden_size: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool
-    out_bias: bool
     qk_norm: NormSpec | None
-    rope: RopeSpec | None
-    visibility: Visibility = CAUSAL
-    dropout: float
-    std: float
-    out_std: float
     qk_norm_scope: Literal["head", "projection"] = "head"
     rope_interleaved: bool = False
     qkv_clip: float | None = None

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from petatron.kernels.attention import latent_heads as reference_heads
 from petatron.kernels.attention import paged_latent
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
-from petatron.kernels.attention.visibility import CAUSAL, Visibility
 from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
@@ -37,7 +36,6 @@ from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec
 from petatron.layers.ops.latent_heads import LatentHeadKernels, interleaved_rope, join_rope_key
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
-from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL, BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
@@ -52,31 +50,20 @@ class MlaSpec(SoftmaxAttentionSpec):
     q_rank: the width of the query latent; None: queries come from the hidden state.
     kv_rank: the width of the latent of keys and values.
     nope_dim, v_dim: the width of the part of a query or key head without position, and of a value head.
-    rotary_dim: the width of the other part of a query or key head; all heads share that of the keys.
-    rope: how that part is rotated; None: it is not.
+    rotary_dim: the width of the other part of a query or key head, which `rope` rotates; all heads share that of the keys.
     q_norm, kv_norm: the norms of the latents.
-    visibility: what a token sees, documents aside; causal.
-    std, out_std: of the initial weights of the first GEMMs and of the last one.
     """
 
     title = "multi-head latent attention"
     can_generate = True
 
-    hidden_size: int
-    num_heads: int
     q_rank: int | None
     kv_rank: int
     nope_dim: int
     v_dim: int
     rotary_dim: int
-    rope: RopeSpec | None
     q_norm: NormSpec | None
     kv_norm: NormSpec | None
-    out_bias: bool
-    visibility: Visibility = CAUSAL
-    dropout: float
-    std: float
-    out_std: float
 
     @property
     def qk_dim(self) -> int:

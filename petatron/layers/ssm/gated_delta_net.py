@@ -59,9 +59,6 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
     """A gated delta net.
 
     num_key_heads: how many queries and keys there are; each is for num_value_heads / num_key_heads value heads.
-    conv_width: the tokens that the convolution sees, the newest included.
-    chunk_size: tokens of a chunk of the delta rule, which changes no result.
-    std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
     name = "delta"
@@ -70,16 +67,10 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
     weights_formula = "h (2 n + 3 p + 2 H)"
     mixing_formula = "{c} (2 n + 2 p + H N) + 6 H N P + 2 w (2 n + p)"
 
-    hidden_size: int
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    norm_eps: float
-    conv_width: int
-    chunk_size: int
-    std: float
-    out_std: float
 
     def recurrence_state(self, tp: int) -> StateTensor:
         sizes = (self.num_value_heads // tp, self.key_head_dim, self.value_head_dim)
