@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import paged
-from petatron.kernels.attention.paged import PagedAttentionKernels
+from petatron.kernels.attention.paged import KeyValue, PagedAttentionKernels
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
 from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
@@ -297,10 +297,8 @@ class Attention(BranchModule):
             rules = NO_RULES  # fused kernels take no keys wider than values
         return paged.paged_attention(
             q.squeeze(1),
-            k.squeeze(1),
-            v.squeeze(1),
-            pages["key"],
-            pages["value"],
+            KeyValue(k.squeeze(1), v.squeeze(1)),
+            KeyValue(pages["key"], pages["value"]),
             step.batch,
             visibility=self.spec.visibility,
             kernels=self.paged_kernels,

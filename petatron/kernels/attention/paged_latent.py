@@ -20,7 +20,7 @@ V of a value head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ from petatron.kernels.attention.paged import (
     first_rows,
     fresh_chunks_attention,
     pages_to_read,
+    store_rows,
 )
 from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.compute_dtype import to_compute_dtype
@@ -76,8 +77,7 @@ class LatentUpProjection:
         return torch.cat((nope, rope_key_TR.unsqueeze(1).expand(-1, heads, -1)), dim=-1), values
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LatentPages:
+class LatentPages(NamedTuple):
     """The pages of one layer: latents [pages, page size, C] and rotary keys [pages, page size, R]."""
 
     latent: Tensor
@@ -85,7 +85,7 @@ class LatentPages:
 
     def keys_of_chunk(self, page_table_P: Tensor, length: int) -> Tensor:
         """Returns the absorbed keys of one sequence's first tokens, [L, C + R]."""
-        return torch.cat([first_rows(pages, page_table_P, length) for pages in (self.latent, self.rope_key)], dim=-1)
+        return torch.cat([first_rows(pages, page_table_P, length) for pages in self], dim=-1)
 
     def keys_of_decodes(self, batch: PagedBatch, window: int | None) -> Tensor:
         """Returns the absorbed keys of all sequences that decode, [N, L, C + R], padded to the longest."""
@@ -105,7 +105,7 @@ class LatentPages:
         assert batch.first_page is not None and batch.num_decodes == 1
         count = batch.max_length if window is None else min(window, batch.max_length)
         begin = batch.first_page * self.latent.shape[1] + batch.max_length - count
-        parts = [pages.flatten(0, 1).narrow(0, begin, count) for pages in (self.latent, self.rope_key)]
+        parts = [pages.flatten(0, 1).narrow(0, begin, count) for pages in self]
         return torch.cat(parts, dim=-1).unsqueeze(0)
 
 
@@ -162,9 +162,7 @@ def paged_latent_attention(
 
 def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot."""
-    slots = page_rows_T if page_rows_T.dtype == torch.int64 else page_rows_T.long()
-    pages.latent.flatten(0, 1).index_copy_(0, slots, latent_TC)
-    pages.rope_key.flatten(0, 1).index_copy_(0, slots, rope_key_TR)
+    store_rows(pages, (latent_TC, rope_key_TR), page_rows_T)
 
 
 def decode_latents(
