@@ -208,10 +208,7 @@ def cast_with_scale(
 
 
 def cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
-    return Fp8Matrix(
-        None if orientation == "columns" else cast_rowwise_operand(x_RC, dtype),
-        None if orientation == "rows" else cast_rowwise_operand(x_RC.t(), dtype),
-    )
+    return _cast_each(cast_rowwise_operand, x_RC, dtype, orientation)
 
 
 def cast_rowwise_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
@@ -231,21 +228,26 @@ def _cast_rowwise_each(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Operand:
 
 
 def cast_block_1x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
-    return Fp8Matrix(
-        None if orientation == "columns" else _cast_block_1x128_operand(x_RC, dtype),
-        None if orientation == "rows" else _cast_block_1x128_operand(x_RC.t(), dtype),
-    )
+    return _cast_each(_cast_block_1x128_operand, x_RC, dtype, orientation)
+
+
+def _cast_each(
+    cast: Callable[[Tensor, torch.dtype], Fp8Operand], x_RC: Tensor, dtype: torch.dtype, orientation: Orientation
+) -> Fp8Matrix:
+    """Casts the wanted orientations one by one."""
+    rows = None if orientation == "columns" else cast(x_RC, dtype)
+    return Fp8Matrix(rows, None if orientation == "rows" else cast(x_RC.t(), dtype))
 
 
 def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     tiles = _pad_to_multiples(x_RC, BLOCK, BLOCK).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)), dtype)
     values = quantize(x_RC, _expand_block_scales(scale, x_RC.shape, BLOCK), dtype)
-    rows, columns = (
-        Fp8Operand(matrix.contiguous(), _pad_block_scales(scales), "block_128x128")
-        for matrix, scales in ((values, scale), (values.t(), scale.t()))
-    )
-    return _wanted(rows, columns, orientation)
+    operands = []
+    for matrix, scales in ((values, scale), (values.t(), scale.t())):
+        padded = F.pad(scales, (0, -scales.shape[1] % BLOCK_SCALE_MULTIPLE), value=1.0)
+        operands.append(Fp8Operand(matrix.contiguous(), padded.contiguous(), "block_128x128"))
+    return _wanted(*operands, orientation)
 
 
 def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
@@ -340,10 +342,6 @@ def _cast_block_1x128_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
 def _pad_to_multiples(x: Tensor, rows: int, columns: int) -> Tensor:
     """Pads with zeros to multiples of both."""
     return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-
-
-def _pad_block_scales(scale: Tensor) -> Tensor:
-    return F.pad(scale, (0, -scale.shape[1] % BLOCK_SCALE_MULTIPLE), value=1.0).contiguous()
 
 
 def _expand_block_scales(scale: Tensor, shape: torch.Size, size: int) -> Tensor:
