@@ -82,30 +82,34 @@ def _always_supported(context: KernelContext) -> str | None:
     return None
 
 
+def _on_gpus(unsupported_reason: UnsupportedReason) -> UnsupportedReason:
+    """Returns what a just-in-time compiled implementation for GPUs lacks: its own reason comes before missing tools."""
+
+    def reason(context: KernelContext) -> str | None:
+        if context.device != "cuda":
+            return "the device is no GPU"
+        return unsupported_reason(context) or context.missing_tools
+
+    return reason
+
+
+@_on_gpus
 def _triton_unsupported_reason(context: KernelContext) -> str | None:
-    if context.device != "cuda":
-        return "the device is no GPU"
-    if context.dtype == torch.float64:
-        return "it computes in float32"
-    return context.missing_tools
+    return "it computes in float32" if context.dtype == torch.float64 else None
 
 
+@_on_gpus
 def _compile_unsupported_reason(context: KernelContext) -> str | None:
-    if context.device != "cuda":
-        return "the device is no GPU"
     if context.dtype == torch.float64:
         return "float64 is for proofs, which take the reference"
-    return context.missing_tools if context.allow_compile else "--no-compile"
+    return None if context.allow_compile else "--no-compile"
 
 
+@_on_gpus
 def _fp8_unsupported_reason(context: KernelContext) -> str | None:
-    if context.device != "cuda":
-        return "the device is no GPU"
     if context.capability != (9, 0):
         return "the device is no Hopper GPU"
-    if context.dtype != torch.bfloat16:
-        return "its GEMMs return bfloat16"
-    return context.missing_tools
+    return None if context.dtype == torch.bfloat16 else "its GEMMs return bfloat16"
 
 
 def _module(name: str, attribute: str | None = None) -> Callable[[], Any]:
@@ -135,9 +139,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     The compiler logs it.
     """
     optimized = torch.compile(function, fullgraph=True)
-    too_many = importlib.import_module(
-        "torch._dynamo.exc"
-    ).FailOnRecompileLimitHit  # importing it takes a second: only when compiling
+    # Importing it takes a second: only when compiling.
+    too_many = importlib.import_module("torch._dynamo.exc").FailOnRecompileLimitHit
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

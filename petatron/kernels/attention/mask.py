@@ -308,7 +308,6 @@ def _merge_last_two(rectangles: list[MaskRectangle]) -> None:
 
 
 def _with_first_row(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
-    """Yields each run with its first row."""
     row = 0
     for run in runs:
         yield row, run

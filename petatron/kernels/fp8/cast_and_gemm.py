@@ -35,9 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.alignment import is_aligned
 from petatron.kernels.fp8.amax import amax_of
 from petatron.kernels.limits import BLOCK, Scaling
+from petatron.kernels.strides import is_aligned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_SCALE_MULTIPLE = 4
@@ -234,7 +234,6 @@ def cast_block_1x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientati
 def _cast_each(
     cast: Callable[[Tensor, torch.dtype], Fp8Operand], x_RC: Tensor, dtype: torch.dtype, orientation: Orientation
 ) -> Fp8Matrix:
-    """Casts the wanted orientations one by one."""
     rows = None if orientation == "columns" else cast(x_RC, dtype)
     return Fp8Matrix(rows, None if orientation == "rows" else cast(x_RC.t(), dtype))
 
@@ -340,7 +339,6 @@ def _cast_block_1x128_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
 
 
 def _pad_to_multiples(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pads with zeros to multiples of both."""
     return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,49 +23,41 @@ class LatentHeadKernels(Protocol):
     join_rope_key_backward: Callable[..., TensorPair]
 
 
-class _InterleavedRope(AutogradOp):
+class _RopeOp(AutogradOp):
+    """Called with a kernel, its derivative, cosines and sines, and what is rotated by them; the derivative returns a tuple."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, cos: Tensor, sin: Tensor, scale: float, kernels: LatentHeadKernels) -> Tensor:
+    def forward(ctx: Any, kernel: Callable[..., Any], derivative: Callable[..., Any], *tensors: Tensor) -> Any:
+        cos, sin, *inputs = tensors
         ctx.save_for_backward(cos, sin)
-        ctx.scale, ctx.kernels = scale, kernels
-        return kernels.interleaved_rope(q, cos, sin, scale=scale)
+        ctx.derivative = derivative
+        return kernel(*inputs, cos, sin)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        [grad] = grads
-        return ctx.kernels.interleaved_rope_backward(grad, *ctx.saved_tensors, scale=ctx.scale), None, None, None, None
-
-
-class _JoinRopeKey(AutogradOp):
-    @staticmethod
-    def forward(
-        ctx: Any, kv: Tensor, rotary: Tensor, cos: Tensor, sin: Tensor, nope_dim: int, kernels: LatentHeadKernels
-    ) -> TensorPair:
-        ctx.save_for_backward(cos, sin)
-        ctx.kernels = kernels
-        return kernels.join_rope_key(kv, rotary, cos, sin, nope_dim=nope_dim)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_kv, grad_rotary = ctx.kernels.join_rope_key_backward(*grads, *ctx.saved_tensors)
-        return grad_kv, grad_rotary, None, None, None, None
+        return None, None, None, None, *ctx.derivative(*grads, *ctx.saved_tensors)
 
 
 def interleaved_rope(
     x_SBHE: Tensor, rope_cos_sin: RopeCosSin, *, scale: float = 1.0, kernels: LatentHeadKernels
 ) -> Tensor:
     """Returns new heads times `scale`, with their rotary parts rotated."""
+    rotate = partial(kernels.interleaved_rope, scale=scale)
     if not torch.is_grad_enabled():
-        return kernels.interleaved_rope(x_SBHE, *rope_cos_sin, scale=scale)
-    return _InterleavedRope.apply(x_SBHE, *rope_cos_sin, scale, kernels)  # pyright: ignore[reportReturnType]
+        return rotate(x_SBHE, *rope_cos_sin)
+
+    def derivative(*tensors: Tensor) -> tuple[Tensor]:
+        return (kernels.interleaved_rope_backward(*tensors, scale=scale),)
+
+    return _RopeOp.apply(rotate, derivative, *rope_cos_sin, x_SBHE)  # pyright: ignore[reportReturnType]
 
 
 def join_rope_key(
     kv_SBHM: Tensor, rotary_SBR: Tensor, rope_cos_sin: RopeCosSin, *, nope_dim: int, kernels: LatentHeadKernels
 ) -> TensorPair:
     """Returns new keys, each joined to the rotated rotary key of its token, and values."""
+    join = partial(kernels.join_rope_key, nope_dim=nope_dim)
     if not torch.is_grad_enabled():
-        return kernels.join_rope_key(kv_SBHM, rotary_SBR, *rope_cos_sin, nope_dim=nope_dim)
-    return _JoinRopeKey.apply(kv_SBHM, rotary_SBR, *rope_cos_sin, nope_dim, kernels)  # pyright: ignore[reportReturnType]
+        return join(kv_SBHM, rotary_SBR, *rope_cos_sin)
+    return _RopeOp.apply(join, kernels.join_rope_key_backward, *rope_cos_sin, kv_SBHM, rotary_SBR)  # pyright: ignore[reportReturnType]

@@ -69,11 +69,6 @@ _NORMS = {
 """By `mamba_rms_norm` and `mamba_norm_before_gate`."""
 
 
-def _read_falcon_layers(keys: Keys) -> str | Problem:
-    count = mamba_tables.read_layer_count(keys)
-    return count if isinstance(count, Problem) else (PARALLEL + MLP) * count
-
-
 def _factor_problems(keys: Keys) -> list[Problem]:
     problems = [
         Problem(key, f"{keys[key]!r:.40}", "is not a positive number", OWN_FOLDER_FIX)
@@ -134,8 +129,7 @@ def _write_factors(spec: ModelSpec) -> Keys:
 
 
 def _falcon_h1(config: Translation) -> None:
-    symbols, write = PARALLEL + MLP, lambda pattern: {"num_hidden_layers": len(pattern) // 2}
-    config.layer_pattern(f"({symbols})+", _read_falcon_layers, write, stand_in=symbols)
+    mamba_tables.equal_layers(config, PARALLEL + MLP)
     mamba_tables.bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
     config.only(projectors_bias=False)
     rope(config)

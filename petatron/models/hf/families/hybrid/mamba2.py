@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from petatron.base.errors import Problem
 from petatron.config.schema.sections.hybrid import MAMBA
 from petatron.models.hf.decoder_config_json import llama_layers, no_biases, tied_embeddings
 from petatron.models.hf.families.hybrid import mamba_tables
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.translation import REQUIRED, Keys, Translation
+from petatron.models.hf.translation import REQUIRED, Translation
 
 _MAX_POSITIONS = 1 << 20
 """Not in config.json, since the state has the same size after any number of tokens; a run has some number."""
 
 
-def _read_layers(keys: Keys) -> str | Problem:
-    count = mamba_tables.read_layer_count(keys)
-    return count if isinstance(count, Problem) else MAMBA * count
-
-
 def _translate(config: Translation) -> None:
-    config.layer_pattern("M+", _read_layers, lambda pattern: {"num_hidden_layers": len(pattern)}, stand_in=MAMBA)
+    mamba_tables.equal_layers(config, MAMBA)
     config.copy_same(hidden_size=REQUIRED, vocab_size=REQUIRED)
     config.copy("norm_epsilon", "layer_norm_epsilon", 1e-5)
     config.copy("init_method_std", "initializer_range", 0.1)

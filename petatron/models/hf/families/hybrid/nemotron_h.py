@@ -22,7 +22,6 @@ from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.shared_tables import ATTENTION, EXPERTS, module_mappings
 from petatron.models.hf.translation import Keys, Translation
-from petatron.models.model_spec import ModelSpec
 
 _NO_BOUND = 1e-30
 _LAYER = "backbone.layers.*"
@@ -105,11 +104,11 @@ def _mixers(config: Translation) -> None:
     config.only(conv_kernel=4, use_conv_bias=True, mamba_hidden_act="silu")
     groups, rest = "mamba_norm_groups", {"time_step_min": _NO_BOUND, "num_nextn_predict_layers": 0}
     config.convert((groups,), lambda keys: ({groups: keys["n_groups"]}, []), lambda spec: rest)
-    config.expect(groups, "a gated norm over as many groups as B and C have", _has_common_groups)
-
-
-def _has_common_groups(spec: ModelSpec) -> bool:
-    return not mamba_tables.has_mamba(spec) or spec.config.mamba_norm_groups == spec.config.mamba_num_groups
+    config.expect(
+        groups,
+        "a gated norm over as many groups as B and C have",
+        lambda spec: not mamba_tables.has_mamba(spec) or spec.config.mamba_norm_groups == spec.config.mamba_num_groups,
+    )
 
 
 def _experts(config: Translation) -> None:
