@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -41,16 +42,6 @@ class PackingKernels(Protocol):
     ) -> None: ...
 
 
-class DenseAttention(Protocol):
-    """`cudnn.py` or `flash.py`: attention of a dense batch, [N, H, L, E]."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 class VarlenAttention(Protocol):
     """`flash.py`: causal attention of concatenated documents, [R, H, E]."""
 
@@ -74,10 +65,10 @@ class VarlenAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PaddedKernels:
-    """The kernels of padded attention."""
+    """The kernels of padded attention. dense: `cudnn.py` or `flash.py`, attention of a dense batch, [N, H, L, E]."""
 
     packing: PackingKernels
-    dense: DenseAttention
+    dense: ModuleType
     varlen: VarlenAttention
 
 

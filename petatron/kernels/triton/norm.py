@@ -29,9 +29,8 @@ R rows, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -196,8 +195,7 @@ def _load_rows(grad_RD, residual_RD, rstd_R, row, rows, grad_stride, residual_st
     return grad, residual, tl.load(rstd_R + row, mask=there, other=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _NormTile:
+class _NormTile(NamedTuple):
     """A program's tile: several narrow rows, or a wide one; 16 elements per thread if that is enough."""
 
     rows: int
@@ -209,14 +207,12 @@ class _NormTile:
         """Whether there are registers for the next row."""
         return self.rows * self.block <= 512 * self.warps
 
-    @classmethod
-    def of(cls, width: int) -> _NormTile:
-        block = triton.next_power_of_2(width)
-        elements = max(block, 2048)
-        return cls(rows=elements // block, block=block, warps=min(elements // 512, 16))
 
-
-_norm_tile = cache(_NormTile.of)
+@cache
+def _norm_tile(width: int) -> _NormTile:
+    block = triton.next_power_of_2(width)
+    elements = max(block, 2048)
+    return _NormTile(rows=elements // block, block=block, warps=min(elements // 512, 16))
 
 
 def _norm_constants(width: int, zero_centered_gamma: bool, add: bool, with_amax: bool) -> dict[str, Any]:
