@@ -18,7 +18,7 @@ not the state of a generator: a resumed run rounds as one that was not stopped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -125,11 +125,7 @@ def adamw_fused(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamR
             [part.exp_avg_sq],
             [],
             [step],
-            lr=rates.lr,
-            beta1=rates.beta1,
-            beta2=rates.beta2,
-            weight_decay=rates.weight_decay,
-            eps=rates.eps,
+            **asdict(rates),
             amsgrad=False,
             maximize=False,
             grad_scale=None,
