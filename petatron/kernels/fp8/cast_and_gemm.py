@@ -205,7 +205,7 @@ def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orienta
     for matrix, scales in ((values, scale), (values.t(), scale.t())):
         padded = F.pad(scales, (0, -scales.shape[1] % BLOCK_SCALE_MULTIPLE), value=1.0)
         operands.append(Fp8Operand(matrix.contiguous(), padded.contiguous(), "block_128x128"))
-    return _wanted(*operands, orientation)
+    return _wanted(operands[0], operands[1], orientation)
 
 
 def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
