@@ -178,10 +178,7 @@ def _activation_constants(name: str, width: int) -> dict[str, Any]:
 def gated_activation(
     gate_up_RG: Tensor, name: str, variant: GluVariant | None = None, *, amax: Tensor | None = None
 ) -> Tensor:
-    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with variant uses the reference.
-
-    `amax` [1] float32 is updated with the output.
-    """
+    """See the reference, which a variant uses."""
     if variant is not None:
         return reference.gated_activation(gate_up_RG, name, variant, amax=amax)
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2

@@ -245,10 +245,7 @@ def rms_norm(
     branch: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sum with `branch` (x itself without one), its norm, and 1 / rms of every row in float32.
-
-    `amax` [1] float32 is updated with the output.
-    """
+    """See the reference, which rows wider than `MAX_ROW_WIDTH` use."""
     rows, width = x_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm(
@@ -281,11 +278,7 @@ def rms_norm_backward(
     submit_weight_grad: SubmitWeightGrad | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of the sum (with `grad_residual` added) and, in float32, of the weight; and the norm if `recompute_output`.
-
-    `submit_weight_grad` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer. `amax` is
-    updated with the sum's gradient.
-    """
+    """See the reference; the last sum of the weight's gradient, over programs, goes to the buffer that `submit_weight_grad` has."""
     rows, width = residual_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm_backward(
