@@ -1,5 +1,5 @@
-"""The gated delta rule with a decay of every key channel in Triton, forward and backward. The functions are
-those of `chunk_delta_rule.py`, which take either kind of decay; some steps are other ones here.
+"""The gated delta rule with a decay of every key channel in Triton, forward and backward. `chunk_delta_rule.py` has the steps; some are
+other ones here.
 
 | step                                                    | reads, besides gates       | writes                                |
 |---------------------------------------------------------|----------------------------|---------------------------------------|
@@ -16,6 +16,53 @@ Decays of channels are inside the products, so every value head has queries, key
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim.
 """
 
-from petatron.kernels.triton.ssm.chunk_delta_rule import chunk_delta_rule, chunk_delta_rule_backward
+from __future__ import annotations
 
-__all__ = ["chunk_delta_rule", "chunk_delta_rule_backward"]
+from typing import Unpack
+
+from torch import Tensor
+
+from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads
+from petatron.kernels.ssm.chunks import ChunkOptions
+from petatron.kernels.strides import contiguous_rows
+from petatron.kernels.triton.ssm.delta.channel_decays import decayed_qk
+from petatron.kernels.triton.ssm.delta.channel_grads import channel_grads
+from petatron.kernels.triton.ssm.delta.channel_intra_chunk import channel_intra_chunk
+from petatron.kernels.triton.ssm.delta.input_grads import DeltaIntermediates
+from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, intra_chunk_v_new_grads
+from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
+from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
+from petatron.kernels.triton.ssm.scan_tiles import chunk_tokens
+
+
+def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
+    """See the reference; `chunk_size` is an upper bound."""
+    q, k, v, g = map(contiguous_rows, delta_inputs[:4])
+    chunk = chunk_tokens(options["chunk_size"], k)
+    chunks = delta_chunks(q, k, v, g, delta_inputs[4], options.get("starts_SB"), chunk)
+    decayed = decayed_qk(q, k, g, chunks)
+    A, T = channel_intra_chunk(q, k, chunks)
+    states, v_new, final_state = chunk_states(k, v, T, chunks, options.get("initial_state"), decayed)
+    return chunk_outputs(q, k, v_new, states, chunks, decayed, A), final_state
+
+
+def chunk_delta_rule_backward(
+    grad_o_SBHP: Tensor, grad_final_state: Tensor | None, *delta_inputs: Tensor, **options: Unpack[ChunkOptions]
+) -> DeltaGrads:
+    """See the reference; `chunk_size` is an upper bound."""
+    initial_state = options.get("initial_state")
+    grad_o, q, k, v, g = map(contiguous_rows, (grad_o_SBHP, *delta_inputs[:4]))
+    chunk = chunk_tokens(options["chunk_size"], k)
+    chunks = delta_chunks(q, k, v, g, delta_inputs[4], options.get("starts_SB"), chunk)
+    decayed = decayed_qk(q, k, g, chunks)
+    A, T = channel_intra_chunk(q, k, chunks)
+    states, v_new, _ = chunk_states(k, v, T, chunks, initial_state, decayed)
+    grad_v_new = intra_chunk_v_new_grads(q, k, grad_o, chunks, A)
+    grad_states, grad_rhs, grad_initial_state = chunk_state_grads(
+        q, k, grad_o, grad_v_new, T, chunks, grad_final_state, decayed
+    )
+    intermediates = DeltaIntermediates(states, grad_states, v_new, grad_rhs)
+    return (
+        *channel_grads(grad_o, q, k, v, *delta_inputs[3:], intermediates, chunks),
+        None if initial_state is None else grad_initial_state.to(initial_state.dtype),
+    )

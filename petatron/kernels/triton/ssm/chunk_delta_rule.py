@@ -23,70 +23,44 @@ S sequence, B batch, H value heads, P value head dim, G key heads, N key head di
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads
 from petatron.kernels.ssm.chunks import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
-from petatron.kernels.triton.ssm.delta.channel_decays import decayed_qk
-from petatron.kernels.triton.ssm.delta.channel_grads import channel_grads
-from petatron.kernels.triton.ssm.delta.channel_intra_chunk import channel_intra_chunk
 from petatron.kernels.triton.ssm.delta.input_grads import DeltaIntermediates, input_grads
 from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, intra_chunk_v_new_grads
 from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
-from petatron.kernels.triton.ssm.delta.tiles import DecayedQK, DeltaChunks, delta_chunks
+from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
 from petatron.kernels.triton.ssm.delta.ut_transform import ut_transform
 from petatron.kernels.triton.ssm.scan_tiles import chunk_tokens
 
 
-class _ChunkedRule(NamedTuple):
-    """What both directions begin with: the inputs, their chunks and T; with decays of channels also queries and keys with these, and A."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    chunks: DeltaChunks
-    T: Tensor
-    decayed: DecayedQK | None = None
-    A: Tensor | None = None
-
-    @classmethod
-    def of(cls, delta_inputs: tuple[Tensor, ...], options: ChunkOptions) -> _ChunkedRule:
-        q, k, v = map(contiguous_rows, delta_inputs[:3])
-        g, by_channel = delta_inputs[3], delta_inputs[3].dim() == 4
-        g = contiguous_rows(g) if by_channel else g
-        chunk = chunk_tokens(options["chunk_size"], k)
-        chunks = delta_chunks(q, k, v, g, delta_inputs[4], options.get("starts_SB"), chunk)
-        if not by_channel:
-            return cls(q, k, v, chunks, ut_transform(k, chunks))
-        decayed = decayed_qk(q, k, g, chunks)
-        A, T = channel_intra_chunk(q, k, chunks)
-        return cls(q, k, v, chunks, T, decayed, A)
-
-
 def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
     """See the reference; `chunk_size` is an upper bound."""
-    q, k, v, chunks, T, decayed, A = _ChunkedRule.of(delta_inputs, options)
-    states, v_new, final_state = chunk_states(k, v, T, chunks, options.get("initial_state"), decayed)
-    return chunk_outputs(q, k, v_new, states, chunks, decayed, A), final_state
+    q, k, v = map(contiguous_rows, delta_inputs[:3])
+    chunk = chunk_tokens(options["chunk_size"], k)
+    chunks = delta_chunks(q, k, v, *delta_inputs[3:], options.get("starts_SB"), chunk)
+    states, v_new, final_state = chunk_states(k, v, ut_transform(k, chunks), chunks, options.get("initial_state"))
+    return chunk_outputs(q, k, v_new, states, chunks), final_state
 
 
 def chunk_delta_rule_backward(
     grad_o_SBHP: Tensor, grad_final_state: Tensor | None, *delta_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> DeltaGrads:
     """See the reference; `chunk_size` is an upper bound."""
-    grad_o, initial_state = contiguous_rows(grad_o_SBHP), options.get("initial_state")
-    q, k, v, chunks, T, decayed, A = _ChunkedRule.of(delta_inputs, options)
-    states, v_new, _ = chunk_states(k, v, T, chunks, initial_state, decayed)
-    grad_v_new = intra_chunk_v_new_grads(q, k, grad_o, chunks, A)
-    grad_states, grad_rhs, grad_initial_state = chunk_state_grads(
-        q, k, grad_o, grad_v_new, T, chunks, grad_final_state, decayed
-    )
-    grads = input_grads if decayed is None else channel_grads
+    initial_state = options.get("initial_state")
+    grad_o, q, k, v = map(contiguous_rows, (grad_o_SBHP, *delta_inputs[:3]))
+    chunk = chunk_tokens(options["chunk_size"], k)
+    chunks = delta_chunks(q, k, v, *delta_inputs[3:], options.get("starts_SB"), chunk)
+    T = ut_transform(k, chunks)
+    states, v_new, _ = chunk_states(k, v, T, chunks, initial_state)
+    grad_v_new = intra_chunk_v_new_grads(q, k, grad_o, chunks)
+    grad_states, grad_rhs, grad_initial_state = chunk_state_grads(q, k, grad_o, grad_v_new, T, chunks, grad_final_state)
     intermediates = DeltaIntermediates(states, grad_states, v_new, grad_rhs)
     return (
-        *grads(grad_o, q, k, v, *delta_inputs[3:], intermediates, chunks),
+        *input_grads(grad_o, q, k, v, *delta_inputs[3:], intermediates, chunks),
         None if initial_state is None else grad_initial_state.to(initial_state.dtype),
     )
