@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import FunctionMeta, once_differentiable
 
 
@@ -40,3 +41,28 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
         return marked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
     return call
+
+
+class SavedInputsOp(AutogradOp):
+    """A kernel and its derivative: the inputs are saved, and the derivative recomputes the rest.
+
+    Called with the kernel, its derivative and the inputs. The derivative takes the gradient of the output before the inputs, and returns
+    the gradients of the first of them; an input after those has none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Callable[..., Tensor], derivative: Callable[..., Any], *inputs: Tensor | None
+    ) -> Tensor:
+        ctx.derivative = derivative
+        ctx.save_for_backward(*inputs)
+        return kernel(*inputs)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        inputs = ctx.saved_tensors
+        input_grads = ctx.derivative(grads[0], *inputs)
+        pairs = zip(input_grads, inputs)
+        cast = (grad if grad is None or grad.dtype == x.dtype else grad.to(x.dtype) for grad, x in pairs)
+        return None, None, *cast, *(None,) * (len(inputs) - len(input_grads))

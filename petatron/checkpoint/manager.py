@@ -37,7 +37,13 @@ from petatron.checkpoint.run_on_all_ranks import AllRanks, LocalResult
 from petatron.checkpoint.save import weight_transfers
 from petatron.checkpoint.save.async_save import AsyncSaveThread, StagingBuffer
 from petatron.checkpoint.save.gather_weights import WeightGather
-from petatron.checkpoint.save.rank_writer import RankWriteJob, build_write_job, check_free_space, write_rank_files
+from petatron.checkpoint.save.rank_writer import (
+    RankWriteJob,
+    SaveRequest,
+    build_write_job,
+    check_free_space,
+    write_rank_files,
+)
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanKey, SavePlanner, save_plan_key
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.mesh.collectives import all_gather, all_reduce, recursive_doubling_max
@@ -127,7 +133,7 @@ class CheckpointManager:
         `same_layout_key`. model: how weights map to the model folder; without it they are saved as boxes. wait: False returns as soon
         as everything is copied (after waiting for an earlier async save), and `drain` tells the outcome.
         """
-        job = self._prepare(step, chunks, metadata=metadata, layout=same_layout_key, local=local or {}, model=model)
+        job = self._prepare(SaveRequest(step, chunks, same_layout_key, local or {}, model), metadata)
         if wait:
             self._write_and_publish(job, self._control_axis)
             return
@@ -148,27 +154,18 @@ class CheckpointManager:
         """Waits for an async save and raises if it failed. Does nothing when none was started."""
         self._save_thread.wait()
 
-    def _prepare(
-        self,
-        step: int,
-        chunks: Sequence[Chunk],
-        *,
-        metadata: Mapping[str, Any],
-        layout: str,
-        local: Mapping[str, Tensor],
-        model: ModelFolder | None,
-    ) -> RankWriteJob:
+    def _prepare(self, request: SaveRequest, metadata: Mapping[str, Any]) -> RankWriteJob:
         """Does everything that needs the run's own tensors and the ranks' devices."""
         self.drain()
+        step, chunks, _, local, model = request
         error_texts = self._save_error_texts(step)
         now = save_plan_key(chunks, local, model)
-        frozen = self._ranks.run_locally(
-            lambda: json.loads(json.dumps(dict(metadata))), *error_texts
-        )  # as read; the caller may change it
+        # As read; the caller may change it.
+        frozen = self._ranks.run_locally(lambda: json.loads(json.dumps(dict(metadata))), *error_texts)
         [changed] = self._ranks.max_or_raise(frozen, [int(self._cached_plan is None or self._cached_plan[0] != now)])
         if changed:
             self._cached_plan = None
-            self._cached_plan = (now, *self._make_plan(chunks, local, model, error_texts))
+            self._cached_plan = (now, *self._make_plan(request))
         _, plan, needed_bytes = self._cached_plan  # pyright: ignore[reportGeneralTypeIssues]
 
         def begin() -> WeightGather:
@@ -181,27 +178,13 @@ class CheckpointManager:
 
         with self._removing_tmp_on_error(self._control_axis):
             gathered = self._ranks.run(begin, *error_texts).run()
-            return build_write_job(
-                step,
-                plan,
-                chunks,
-                gathered,
-                rank=self._control_axis.rank,
-                local=local,
-                model=model,
-                metadata=frozen.result or {},
-                layout=layout,
-            )
+            rank = self._control_axis.rank
+            return build_write_job(request, plan, gathered, rank=rank, metadata=frozen.result or {})
 
-    def _make_plan(
-        self,
-        chunks: Sequence[Chunk],
-        local: Mapping[str, Tensor],
-        model: ModelFolder | None,
-        error_texts: tuple[str, str],
-    ) -> tuple[SavePlan, int]:
+    def _make_plan(self, request: SaveRequest) -> tuple[SavePlan, int]:
         """Returns this rank's plan for every save of this layout, and the bytes of all ranks' tensors."""
-        axis = self._control_axis
+        axis, error_texts = self._control_axis, self._save_error_texts(request.step)
+        _, chunks, _, local, model = request
         survey = self._ranks.run(lambda: SavePlanner(chunks, model, rank=axis.rank, world_size=axis.size), *error_texts)
         numbers = torch.tensor(self._ranks.run(survey.encoded_dtypes, *error_texts))
         most = recursive_doubling_max(numbers, axis).tolist() if model is not None else []
@@ -243,15 +226,8 @@ class CheckpointManager:
 
             def publish() -> None:
                 if self._is_first_rank:
-                    step_folder.publish_step(
-                        folder,
-                        step,
-                        tables,
-                        metadata=write_job.metadata,
-                        layout=write_job.layout,
-                        disk=disk,
-                        sign=self._sign,
-                    )
+                    recorded = {"metadata": write_job.metadata, "layout": write_job.layout}
+                    step_folder.publish_step(folder, step, tables, **recorded, disk=disk, sign=self._sign)
                     # Before the other ranks continue: they would wait for this one in a collective that may time out.
                     self._prune()
 

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
 from petatron.checkpoint.files.manifest import METADATA_KEY
 from petatron.checkpoint.state import Chunk
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.format_text import align_columns, format_bytes
 from petatron.base.log import configure_logging
 from petatron.base.terminal_escape import printable
-from petatron.base.text import align_columns, format_bytes
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.cli.subcommands.command_parser import CommandParser

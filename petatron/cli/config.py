@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.format_text import count_with_noun
 from petatron.base.output_file import writable_problems
-from petatron.base.text import count_with_noun
 from petatron.cli.train import read_settings_alone
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.load import ConfigSources, RawLoadedConfig

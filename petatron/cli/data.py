@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.format_text import count_with_noun
 from petatron.base.log import configure_logging
-from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.progress import progress_bar

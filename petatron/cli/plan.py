@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.plan.pipeline_simulator import ActionCosts, Simulation, bubble_fraction, simulate, theoretical_bubble
 from petatron.plan.timeline_drawing import timeline_svg, timeline_text

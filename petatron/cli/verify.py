@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.base.format_text import count_with_noun
 from petatron.base.output_file import writable_problems
-from petatron.base.text import count_with_noun
 from petatron.cli.subcommands import verify_matrix
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.config.schema.parallel import PrecisionConfig
 
 _SIZES = {

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from petatron.base.device import host_memory_bytes
 from petatron.base.errors import DataError
+from petatron.base.format_text import format_bytes
 from petatron.base.log import get_logger
-from petatron.base.text import format_bytes
 from petatron.data.document_sample_shuffle_index import build_sample_indices, index_bytes, plan_epochs
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 
 MAX_EPOCHS = 16
 """Training warns above this. Muennighoff et al. (2023, "Scaling Data-Constrained Language Models") fit the value of repeated tokens by an

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
-from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
 from petatron.config.schema.training import TokenizerConfig

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.text import count_with_noun, gigabytes
+from petatron.base.format_text import count_with_noun, gigabytes
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import (

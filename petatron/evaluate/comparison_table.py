@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from petatron.base.text import align_columns
+from petatron.base.format_text import align_columns
 from petatron.evaluate.confidence_interval import Estimate
 from petatron.evaluate.task import TaskResult
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from petatron.base.errors import DataError
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
 from petatron.data.jsonl_reader import read_line_blocks
 
 _MAX_PROBLEMS = 5

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import DataError
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.data.prompt.prompt_encoder import with_bos
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate, perplexity, ratio_estimate

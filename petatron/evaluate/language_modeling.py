@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from petatron.base.errors import DataError
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.data.prompt.prompt_encoder import document_start
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, perplexity, ratio_estimate

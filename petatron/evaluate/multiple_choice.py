@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from petatron.base.errors import DataError
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.data.prompt.prompt_encoder import document_start, with_bos
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.base.errors import RunFolderError
+from petatron.base.format_text import count_with_noun
 from petatron.base.terminal_escape import printable
-from petatron.base.text import count_with_noun
 from petatron.checkpoint.files.step_list import STEP_FOLDER_NAME, list_steps
 from petatron.config.settings_text import layout_text
 from petatron.history.metrics_file import METRICS_FILE, RunMetrics, read_metrics

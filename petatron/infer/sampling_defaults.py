@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from petatron.base.companion_files import read_companion_file
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.base.model_companion_files import read_companion_file
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _log = get_logger(__name__)

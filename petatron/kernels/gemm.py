@@ -30,7 +30,6 @@ class WeightGrad(Protocol):
 
     def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
         """Writes the gradient to a tensor, or adds it."""
-        ...
 
 
 class Gemm(Protocol):
@@ -51,7 +50,6 @@ class ChunkedGemm(Gemm, Protocol):
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor, /) -> None:
         """Computes some of the output rows in place; the N blocks of rows may be strided, in `x_NRD` and in `out_NRO`."""
-        ...
 
 
 @dataclass(slots=True)  # not frozen: a layer builds four in every backward pass, and that costs three times as much

@@ -82,30 +82,34 @@ def _always_supported(context: KernelContext) -> str | None:
     return None
 
 
+def _on_gpus(unsupported_reason: UnsupportedReason) -> UnsupportedReason:
+    """Returns what a just-in-time compiled implementation for GPUs lacks: its own reason comes before missing tools."""
+
+    def reason(context: KernelContext) -> str | None:
+        if context.device != "cuda":
+            return "the device is no GPU"
+        return unsupported_reason(context) or context.missing_tools
+
+    return reason
+
+
+@_on_gpus
 def _triton_unsupported_reason(context: KernelContext) -> str | None:
-    if context.device != "cuda":
-        return "the device is no GPU"
-    if context.dtype == torch.float64:
-        return "it computes in float32"
-    return context.missing_tools
+    return "it computes in float32" if context.dtype == torch.float64 else None
 
 
+@_on_gpus
 def _compile_unsupported_reason(context: KernelContext) -> str | None:
-    if context.device != "cuda":
-        return "the device is no GPU"
     if context.dtype == torch.float64:
         return "float64 is for proofs, which take the reference"
-    return context.missing_tools if context.allow_compile else "--no-compile"
+    return None if context.allow_compile else "--no-compile"
 
 
+@_on_gpus
 def _fp8_unsupported_reason(context: KernelContext) -> str | None:
-    if context.device != "cuda":
-        return "the device is no GPU"
     if context.capability != (9, 0):
         return "the device is no Hopper GPU"
-    if context.dtype != torch.bfloat16:
-        return "its GEMMs return bfloat16"
-    return context.missing_tools
+    return None if context.dtype == torch.bfloat16 else "its GEMMs return bfloat16"
 
 
 def _module(name: str, attribute: str | None = None) -> Callable[[], Any]:
@@ -135,9 +139,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     The compiler logs it.
     """
     optimized = torch.compile(function, fullgraph=True)
-    too_many = importlib.import_module(
-        "torch._dynamo.exc"
-    ).FailOnRecompileLimitHit  # importing it takes a second: only when compiling
+    # Importing it takes a second: only when compiling.
+    too_many = importlib.import_module("torch._dynamo.exc").FailOnRecompileLimitHit
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -181,19 +184,19 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "selective scan": _triton_and_reference("ssm.chunk_scan"),
     "gated delta rule": _triton_and_reference("ssm.chunk_delta_rule"),
     "gated delta rule by channel": _triton_and_reference("ssm.chunk_channel_delta_rule"),
-    "norm, then gate": _compiled_and_reference("ssm.norm_then_gate", "norm_then_gate", "norm_then_gate_backward"),
+    "norm, then gate": _compiled_and_reference("ssm.output_gate", "norm_then_gate", "norm_then_gate_backward"),
     "causal convolution": _triton_and_reference("ssm.causal_conv"),
     "selective scan step": _triton_and_reference("ssm.decode.scan_step"),
     "gated delta rule step": _triton_and_reference("ssm.decode.delta_step"),
     "causal convolution step": _triton_and_reference("ssm.decode.conv_step"),
     "gate, then norm": _compiled_and_reference(
-        "ssm.gate_then_norm",
+        "ssm.output_gate",
         "gated_square_sums",
         "gate_then_norm",
         "gate_then_norm_backward_sums",
         "gate_then_norm_backward",
     ),
-    "silu gate": _compiled_and_reference("ssm.silu_gate", "silu_gate", "silu_gate_backward"),
+    "silu gate": _compiled_and_reference("ssm.output_gate", "silu_gate", "silu_gate_backward"),
     "adamw": (
         KernelImplementation("triton", _module("triton.optimizer.adam"), _triton_unsupported_reason),
         KernelImplementation("torch fused", _load_torch_fused_adam, _always_supported),

@@ -1,8 +1,15 @@
-"""The strides that hand-written kernels require, and copies of the few tensors with others."""
+"""The strides and alignment that kernels require, and copies of the few tensors with others."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+_COPY_BYTES = 16
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the first element's address is 16-byte aligned, for kernels that copy so many bytes at a time."""
+    return tensor.data_ptr() % _COPY_BYTES == 0
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

@@ -38,12 +38,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
-from petatron.kernels.gemm import PLAIN_GEMM, Gemm, WeightGrad
+from petatron.kernels.gemm import PLAIN_GEMM, Gemm
 
 CHUNK_BYTES, LARGE_BATCH_CHUNK_BYTES = 7 << 28, 1 << 31
 """The largest size of a chunk's logits, and that of a batch of 32,768 tokens or more, whose activations dwarf it: 7,325 and 8,372
@@ -55,7 +56,7 @@ _CHUNK_MULTIPLES = (2048, 128)
 AllReduce = Callable[[Tensor], Tensor]
 """Reduces a tensor over ranks, in place."""
 
-WriteWeightGrad = Callable[[Tensor, bool], None]
+WriteWeightGrad = Callable[[Tensor, bool], object]
 """write(out, accumulate): writes a weight's gradient to `out`, or adds it."""
 
 ChunkGradTarget = Callable[[WriteWeightGrad], None]
@@ -145,23 +146,19 @@ def softcapped_kernels(kernels: CrossEntropyKernels, softcap: float) -> CrossEnt
     def slope(logits_CV: Tensor) -> Tensor:
         return 1.0 - (to_compute_dtype(logits_CV) / softcap).square_()
 
-    def capped_statistics(logits_CV: Tensor, targets_C: Tensor, num_columns: int) -> Tensor:
+    def capped_statistics(logits_CV: Tensor, *arguments: Any) -> Tensor:
         cap_(logits_CV)
-        return kernels.statistics(logits_CV, targets_C, num_columns)
+        return kernels.statistics(logits_CV, *arguments)
 
-    def capped_gradient_(
-        logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, log_total_C: Tensor, num_columns: int
-    ) -> None:
+    def capped_gradient_(logits_CV: Tensor, *arguments: Any) -> None:
         slope_CV = slope(logits_CV)
-        kernels.gradient_(logits_CV, targets_C, loss_weights_C, log_total_C, num_columns)
+        kernels.gradient_(logits_CV, *arguments)
         logits_CV.mul_(slope_CV)
 
-    def capped_losses_and_gradient_(
-        logits_CV: Tensor, targets_C: Tensor, loss_weights_C: Tensor, num_columns: int
-    ) -> Tensor:
+    def capped_losses_and_gradient_(logits_CV: Tensor, *arguments: Any) -> Tensor:
         cap_(logits_CV)
         slope_CV = slope(logits_CV)
-        losses = kernels.losses_and_gradient_(logits_CV, targets_C, loss_weights_C, num_columns)
+        losses = kernels.losses_and_gradient_(logits_CV, *arguments)
         logits_CV.mul_(slope_CV)
         return losses
 
@@ -212,16 +209,6 @@ def _chunk_losses(
     return losses
 
 
-def _submit_weight_grad(weight_grad: WeightGrad, x_CD: Tensor, target: ChunkGradTarget) -> None:
-    inputs = x_CD if weight_grad.needs_input else None
-    target(partial(weight_grad.write, inputs))
-
-
-def _write_zero_grad(out: Tensor, accumulate: bool) -> None:
-    if not accumulate:
-        out.zero_()
-
-
 @torch.no_grad()
 def linear_cross_entropy(
     x_TD: Tensor,
@@ -254,12 +241,13 @@ def linear_cross_entropy(
         if grad_request is not None and grad_x_TD is not None:
             grad_x_TD[part], weight_grad = gemm.backward(logits_CV, weight_VD, saved)
             if grad_request.weight_grad_target is not None:
-                _submit_weight_grad(weight_grad, x_CD, grad_request.weight_grad_target)
+                inputs = x_CD if weight_grad.needs_input else None
+                grad_request.weight_grad_target(partial(weight_grad.write, inputs))
 
     for start in range(0, x_TD.shape[0], tokens):
         run_chunk(slice(start, start + tokens))
     if not x_TD.shape[0] and grad_request is not None and grad_request.weight_grad_target is not None:
-        grad_request.weight_grad_target(_write_zero_grad)
+        grad_request.weight_grad_target(lambda out, accumulate: None if accumulate else out.zero_())
     return losses_T, grad_x_TD
 
 

@@ -14,25 +14,17 @@ from torch import Tensor, nn
 
 from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import paged
-from petatron.kernels.attention.paged import PagedAttentionKernels
+from petatron.kernels.attention.paged import KeyValue, PagedAttentionKernels
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
-from petatron.kernels.visibility import CAUSAL, Visibility
 from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
 from petatron.layers.core_attention import AttentionSinks, CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec, NormWeights, ProjectionRMSNorm, RMSNorm
-from petatron.layers.ops.qkv_split import (
-    QKNormRopeKernels,
-    QKNorms,
-    RopeKernels,
-    merge_heads,
-    split_qkv_norm_rope,
-    split_qkv_rope,
-)
+from petatron.layers.ops import qkv_split
 from petatron.layers.ops.recompute_output import RecomputableOutput
-from petatron.layers.rope import RopeSpec, pairs_apart
+from petatron.layers.rope import pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
@@ -45,9 +37,8 @@ from petatron.sharding.shard_spec import Section, Shard
 class AttentionSpec(SoftmaxAttentionSpec):
     """Self-attention.
 
-    visibility: what a token sees (`kernels/visibility.py`), documents aside. Its bias may be ALiBi's (`attention_positions.py`).
+    visibility: its bias may be ALiBi's (`attention_positions.py`).
     qk_norm: the norm of every query and key head, or, by `qk_norm_scope`, of all of them together.
-    rope: None for a layer without positions.
     rope_interleaved: pairs of channels that rope rotates are neighbors instead of half a head apart.
     temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
     qkv_clip: the largest size of what the first GEMM gives for queries, keys and values; None: it has none.
@@ -55,21 +46,12 @@ class AttentionSpec(SoftmaxAttentionSpec):
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
     output_gate: whether the output's channels are multiplied by sigmoids, for which the first GEMM has one more row per channel.
-    std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
-    hidden_size: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool
-    out_bias: bool
     qk_norm: NormSpec | None
-    rope: RopeSpec | None
-    visibility: Visibility = CAUSAL
-    dropout: float
-    std: float
-    out_std: float
     qk_norm_scope: Literal["head", "projection"] = "head"
     rope_interleaved: bool = False
     qkv_clip: float | None = None
@@ -252,8 +234,8 @@ class Attention(BranchModule):
         self.query_factor = None if scale is None else scale * math.sqrt(spec.head_dim)
         self.core = CoreAttention(dropout=spec.dropout, softcap=spec.softcap)
         self.alibi = AlibiBias(spec.num_heads) if spec.alibi else None
-        self.kernels: RopeKernels = rope
-        self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
+        self.kernels: qkv_split.RopeKernels = rope
+        self.qk_norm_rope_kernels: qkv_split.QKNormRopeKernels = qk_norm_rope
         self.paged_kernels: PagedAttentionKernels = paged
         self.out = Linear(q_width, (spec.hidden_size,), bias=spec.out_bias)
 
@@ -269,7 +251,7 @@ class Attention(BranchModule):
         (qkv, gate), rows = self._project(x_SBD), context.token_rows
         y_SBHE = self._attend(qkv, context)
         if rows is not None and gate is None and is_batch_first(y_SBHE) == rows.batch_first:
-            return self.out(merge_heads(y_SBHE, rows))
+            return self.out(qkv_split.merge_heads(y_SBHE, rows))
         y_SBD = y_SBHE.flatten(-2)
         if gate is not None:
             y_SBD = y_SBD * (gate if rows is None else rows.unflatten(gate)).sigmoid()
@@ -308,10 +290,8 @@ class Attention(BranchModule):
             rules = NO_RULES  # fused kernels take no keys wider than values
         return paged.paged_attention(
             q.squeeze(1),
-            k.squeeze(1),
-            v.squeeze(1),
-            pages["key"],
-            pages["value"],
+            KeyValue(k.squeeze(1), v.squeeze(1)),
+            KeyValue(pages["key"], pages["value"]),
             step.batch,
             visibility=self.spec.visibility,
             kernels=self.paged_kernels,
@@ -335,13 +315,15 @@ class Attention(BranchModule):
         cos_sin = None if self.rope is None else context.rope_cos_sin[self.rope]
         fused = not self.spec.rope_interleaved
         if cos_sin is not None and self.q_norm is None and fused:
-            return split_qkv_rope(
+            return qkv_split.split_qkv_rope(
                 qkv, cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels, rows=context.token_rows
             )
         qkv = qkv if context.token_rows is None else context.token_rows.unflatten(qkv)
         if cos_sin is not None and self.qk_rms_norms is not None and fused:
             sizes = {"num_heads": heads, "num_kv_heads": groups}
-            return split_qkv_norm_rope(qkv, cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels)
+            return qkv_split.split_qkv_norm_rope(
+                qkv, cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels
+            )
         q, k, v = split_qkv(qkv, num_heads=heads, num_kv_heads=groups)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -352,7 +334,7 @@ class Attention(BranchModule):
         return q, k, v
 
     @property
-    def qk_rms_norms(self) -> QKNorms | None:
+    def qk_rms_norms(self) -> qkv_split.QKNorms | None:
         """Returns q-norm and k-norm if both are RMSNorm, which one kernel fuses with rope; else None."""
         both = isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
         return (self.q_norm, self.k_norm) if both else None

@@ -20,24 +20,25 @@ S sequence, B batch, D hidden, H heads of this rank, E width of a query or key h
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import latent_heads as reference_heads
 from petatron.kernels.attention import paged_latent
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
-from petatron.kernels.visibility import CAUSAL, Visibility
+from petatron.kernels.qk_norm_rope import TensorPair
 from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec
-from petatron.layers.ops.latent_heads import LatentHeadKernels, interleaved_rope, join_rope_key
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
-from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL, BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
@@ -52,31 +53,20 @@ class MlaSpec(SoftmaxAttentionSpec):
     q_rank: the width of the query latent; None: queries come from the hidden state.
     kv_rank: the width of the latent of keys and values.
     nope_dim, v_dim: the width of the part of a query or key head without position, and of a value head.
-    rotary_dim: the width of the other part of a query or key head; all heads share that of the keys.
-    rope: how that part is rotated; None: it is not.
+    rotary_dim: the width of the other part of a query or key head, which `rope` rotates; all heads share that of the keys.
     q_norm, kv_norm: the norms of the latents.
-    visibility: what a token sees, documents aside; causal.
-    std, out_std: of the initial weights of the first GEMMs and of the last one.
     """
 
     title = "multi-head latent attention"
     can_generate = True
 
-    hidden_size: int
-    num_heads: int
     q_rank: int | None
     kv_rank: int
     nope_dim: int
     v_dim: int
     rotary_dim: int
-    rope: RopeSpec | None
     q_norm: NormSpec | None
     kv_norm: NormSpec | None
-    out_bias: bool
-    visibility: Visibility = CAUSAL
-    dropout: float
-    std: float
-    out_std: float
 
     @property
     def qk_dim(self) -> int:
@@ -272,3 +262,55 @@ def _join_shared_key(kv_SBHM: Tensor, shared_SBR: Tensor, *, nope_dim: int) -> t
 
 def _normed(norm: Norm | None, latent: Tensor) -> Tensor | RecomputableOutput:
     return latent if norm is None else norm.add_and_norm(latent)[1]
+
+
+class LatentHeadKernels(Protocol):
+    """See `kernels/attention/latent_heads.py`."""
+
+    interleaved_rope: Callable[..., Tensor]
+    interleaved_rope_backward: Callable[..., Tensor]
+    join_rope_key: Callable[..., TensorPair]
+    join_rope_key_backward: Callable[..., TensorPair]
+
+
+class _RopeOp(AutogradOp):
+    """Called with a kernel, its derivative, cosines and sines, which alone are saved, and what is rotated by them.
+
+    The derivative returns a tuple.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Callable[..., Any], derivative: Callable[..., Any], *tensors: Tensor) -> Any:
+        cos, sin, *inputs = tensors
+        ctx.save_for_backward(cos, sin)
+        ctx.derivative = derivative
+        return kernel(*inputs, cos, sin)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, None, *ctx.derivative(*grads, *ctx.saved_tensors)
+
+
+def interleaved_rope(
+    x_SBHE: Tensor, rope_cos_sin: RopeCosSin, *, scale: float = 1.0, kernels: LatentHeadKernels
+) -> Tensor:
+    """Returns new heads times `scale`, with their rotary parts rotated."""
+    rotate = partial(kernels.interleaved_rope, scale=scale)
+    if not torch.is_grad_enabled():
+        return rotate(x_SBHE, *rope_cos_sin)
+
+    def derivative(*tensors: Tensor) -> tuple[Tensor]:
+        return (kernels.interleaved_rope_backward(*tensors, scale=scale),)
+
+    return _RopeOp.apply(rotate, derivative, *rope_cos_sin, x_SBHE)  # pyright: ignore[reportReturnType]
+
+
+def join_rope_key(
+    kv_SBHM: Tensor, rotary_SBR: Tensor, rope_cos_sin: RopeCosSin, *, nope_dim: int, kernels: LatentHeadKernels
+) -> TensorPair:
+    """Returns new keys, each joined to the rotated rotary key of its token, and values."""
+    join = partial(kernels.join_rope_key, nope_dim=nope_dim)
+    if not torch.is_grad_enabled():
+        return join(kv_SBHM, rotary_SBR, *rope_cos_sin)
+    return _RopeOp.apply(join, kernels.join_rope_key_backward, *rope_cos_sin, kv_SBHM, rotary_SBR)  # pyright: ignore[reportReturnType]

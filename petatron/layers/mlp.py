@@ -24,21 +24,9 @@ from petatron.sharding.shard_spec import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPSpec(ChannelMixerSpec):
-    """An MLP of inner `width`. std, out_std: of the initial weights of its first and of its last GEMM.
-
-    glu_variant: of a gated activation; None: it has none.
-    """
+    """An MLP."""
 
     region = "mlp"
-
-    hidden_size: int
-    width: int
-    activation: str
-    bias: bool
-    std: float
-    out_std: float
-    glu_variant: GluVariant | None = None
-    output_multiplier: float = 1.0
 
     def build(self, layer_index: int) -> MLP:
         return GatedMLP(self) if self.gated else MLP(self)

@@ -26,7 +26,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.mesh.comm_record import CONTROL_AXES, CommRecord, Communicator
 from petatron.mesh.launch.nccl_options import CommunicatorOptions, nccl_options, nccl_timeout
 from petatron.mesh.launch.process_group import new_group

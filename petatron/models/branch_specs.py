@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from petatron.config.required_settings import required
 from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
@@ -14,7 +14,7 @@ from petatron.config.schema.sections.hybrid import branch_symbols
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH
 from petatron.config.schema.sections.rope import parse_longrope_factors
 from petatron.kernels.activation import GluVariant
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.attention_positions import AttentionTemperature
 from petatron.layers.mla import MlaSpec
@@ -29,11 +29,7 @@ from petatron.layers.ssm.lightning_attention import LightningSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.layers.transformer_layer import LayerSpec
 
-_SINKS: Mapping[str, Literal["learned", "zero"] | None] = {
-    "vanilla": None,
-    "off-by-one": "zero",
-    "learnable": "learned",
-}
+_SINKS: Mapping[str, Literal["learned", "zero"]] = {"off-by-one": "zero", "learnable": "learned"}
 
 
 def plain_layer(config: ModelConfig) -> LayerSpec:
@@ -90,11 +86,11 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     """
     head_dim, factor = config.kv_channels, config.attention_in_multiplier
     scores = factor * factor * config.key_multiplier
-    softmax_scale = config.softmax_scale
+    softmax_scale, temperature = config.softmax_scale, config.attention_temperature_scale
     if scores != 1.0:
         softmax_scale = scores * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
     return AttentionSpec(
-        hidden_size=config.hidden_size,
+        **_stream(config),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_query_groups,
         head_dim=head_dim,
@@ -108,29 +104,24 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
             bias="alibi" if config.position_embedding_type == "alibi" else None,
         ),
         dropout=config.attention_dropout,
-        std=config.init_method_std,
-        out_std=out_std(config),
         qk_norm_scope=config.qk_layernorm_scope,
         rope_interleaved=config.rotary_interleaved,
         qkv_clip=config.clip_qkv,
         softmax_scale=softmax_scale,
         softcap=config.attn_logit_softcapping,
-        sinks=_SINKS[config.softmax_type],
-        temperature=attention_temperature(config),
+        sinks=_SINKS.get(config.softmax_type),
+        temperature=None
+        if temperature is None
+        else AttentionTemperature(temperature, config.attention_temperature_floor),
         qk_l2_norm=config.norm_epsilon if config.qk_l2_norm else None,
         output_gate=config.attention_output_gate,
         output_multiplier=factor * config.attention_out_multiplier,
     )
 
 
-def attention_temperature(config: ModelConfig) -> AttentionTemperature | None:
-    scale = config.attention_temperature_scale
-    return None if scale is None else AttentionTemperature(scale, config.attention_temperature_floor)
-
-
 def mla_spec(config: ModelConfig) -> MlaSpec:
     return MlaSpec(
-        hidden_size=config.hidden_size,
+        **_stream(config),
         num_heads=config.num_attention_heads,
         q_rank=config.q_lora_rank,
         kv_rank=config.kv_lora_rank,
@@ -143,8 +134,6 @@ def mla_spec(config: ModelConfig) -> MlaSpec:
         out_bias=config.add_bias_linear,
         visibility=Visibility(window=config.window_size),
         dropout=config.attention_dropout,
-        std=config.init_method_std,
-        out_std=out_std(config),
     )
 
 
@@ -167,7 +156,7 @@ def latent_rope_spec(config: ModelConfig) -> RopeSpec | None:
 def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
     multipliers = tuple(config.ssm_in_multiplier * factor for factor in config.ssm_multipliers)
     return Mamba2Spec(
-        hidden_size=config.hidden_size,
+        **_stream(config),
         num_heads=config.mamba_num_heads,
         head_dim=config.mamba_head_dim,
         num_groups=config.mamba_num_groups,
@@ -176,8 +165,6 @@ def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
         norm_eps=config.norm_epsilon,
         conv_width=MAMBA_CONV_WIDTH,
         chunk_size=config.mamba_chunk_size,
-        std=config.init_method_std,
-        out_std=out_std(config),
         output_gate=config.mamba_gated_norm,
         multipliers=None if set(multipliers) == {1.0} else multipliers,
         output_multiplier=config.ssm_out_multiplier,
@@ -186,7 +173,7 @@ def mamba2_spec(config: ModelConfig) -> Mamba2Spec:
 
 def delta_spec(config: ModelConfig, kind: type[GatedDeltaNetSpec] = GatedDeltaNetSpec) -> GatedDeltaNetSpec:
     return kind(
-        hidden_size=config.hidden_size,
+        **_stream(config),
         num_key_heads=config.linear_num_key_heads,
         num_value_heads=config.linear_num_value_heads,
         key_head_dim=config.linear_key_head_dim,
@@ -194,20 +181,16 @@ def delta_spec(config: ModelConfig, kind: type[GatedDeltaNetSpec] = GatedDeltaNe
         norm_eps=config.norm_epsilon,
         conv_width=config.linear_conv_kernel_dim,
         chunk_size=config.linear_chunk_size,
-        std=config.init_method_std,
-        out_std=out_std(config),
     )
 
 
 def lightning_spec(config: ModelConfig) -> LightningSpec:
     return LightningSpec(
-        hidden_size=config.hidden_size,
+        **_stream(config),
         num_heads=config.num_attention_heads,
         head_dim=config.kv_channels,
         num_layers=config.num_layers,
         chunk_size=config.linear_chunk_size,
-        std=config.init_method_std,
-        out_std=out_std(config),
         output_multiplier=config.lightning_out_multiplier,
     )
 
@@ -227,14 +210,17 @@ def out_std(config: ModelConfig) -> float:
     return residual_std(config.init_method_std, layers, branches=branches)
 
 
+def _stream(config: ModelConfig) -> dict[str, Any]:
+    """Returns the width of the residual stream, and the initial standard deviations of GEMMs that read it and write to it."""
+    return {"hidden_size": config.hidden_size, "std": config.init_method_std, "out_std": out_std(config)}
+
+
 def mlp_spec(config: ModelConfig, width: int) -> MLPSpec:
     return MLPSpec(
-        hidden_size=config.hidden_size,
+        **_stream(config),
         width=width,
         activation=config.activation,
         bias=config.add_bias_linear,
-        std=config.init_method_std,
-        out_std=out_std(config),
         glu_variant=glu_variant(config),
         output_multiplier=config.mlp_multipliers[-1],
     )
@@ -248,7 +234,7 @@ def glu_variant(config: ModelConfig) -> GluVariant | None:
 def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
     shared = moe.moe_shared_expert_intermediate_size
     return MoESpec(
-        hidden_size=config.hidden_size,
+        **_stream(config),
         num_experts=required("num_experts", moe.num_experts),
         width=required("moe_ffn_hidden_size", moe.moe_ffn_hidden_size),
         latent_size=moe.moe_latent_size,
@@ -257,8 +243,6 @@ def moe_spec(config: ModelConfig, moe: MoEConfig) -> MoESpec:
         activation=config.activation,
         bias=config.add_bias_linear,
         routing=moe,
-        std=config.init_method_std,
-        out_std=out_std(config),
         glu_variant=glu_variant(config),
         output_multiplier=config.mlp_multipliers[-1],
     )

@@ -24,18 +24,9 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
+from petatron.models import branch_specs
 from petatron.models.batch import Batch
 from petatron.models.batch_arrays import LOSS_WEIGHTS, add_shifted_arrays, mark_long_rows, mask_name, weights_name
-from petatron.models.branch_specs import (
-    LINEAR_ATTENTION,
-    attention_specs,
-    delta_spec,
-    mamba2_spec,
-    mlp_spec,
-    moe_spec,
-    norm_spec,
-    plain_layer,
-)
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.model_spec import ModelSpec
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
@@ -62,7 +53,7 @@ class DecoderSpec(ModelSpec):
     @property
     def embedding_norm(self) -> NormSpec | None:
         """The norm of embeddings before the first layer."""
-        return norm_spec(self.config) if self.config.embed_layernorm else None
+        return branch_specs.norm_spec(self.config) if self.config.embed_layernorm else None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -198,15 +189,15 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     """
     if config.hybrid_layer_pattern is not None:
         return hybrid_spec(config, moe, config.hybrid_layer_pattern)
-    plain = plain_layer(config)
-    mlp = mlp_spec(config, config.ffn_hidden_size)
+    plain = branch_specs.plain_layer(config)
+    mlp = branch_specs.mlp_spec(config, config.ffn_hidden_size)
     is_moe = moe_layers(RunConfig(model=config, moe=moe))
-    experts = moe_spec(config, moe) if any(is_moe) else None
+    experts = branch_specs.moe_spec(config, moe) if any(is_moe) else None
     variant = config.experimental_attention_variant
-    linear = None if variant is None else LINEAR_ATTENTION[variant](config)
+    linear = None if variant is None else branch_specs.LINEAR_ATTENTION[variant](config)
     mixers = (
         linear if chosen and linear is not None else attention
-        for chosen, attention in zip(linear_layers(config), attention_specs(config), strict=True)
+        for chosen, attention in zip(linear_layers(config), branch_specs.attention_specs(config), strict=True)
     )
     channel_mixers = (experts if chosen and experts is not None else mlp for chosen in is_moe)
     layers = tuple(
@@ -219,13 +210,13 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
     """Makes the spec of a model whose layers are given by a layer pattern (hybrids)."""
-    plain, symbols = plain_layer(config), branch_symbols(pattern)
-    attention = list(attention_specs(config)) if ATTENTION in symbols else []
+    plain, symbols = branch_specs.plain_layer(config), branch_symbols(pattern)
+    attention = list(branch_specs.attention_specs(config)) if ATTENTION in symbols else []
     others: dict[str, Callable[[], BranchSpec]] = {
-        MAMBA: lambda: mamba2_spec(config),
-        DELTA: lambda: delta_spec(config),
-        MLP: lambda: mlp_spec(config, config.ffn_hidden_size),
-        EXPERTS: lambda: moe_spec(config, moe),
+        MAMBA: lambda: branch_specs.mamba2_spec(config),
+        DELTA: lambda: branch_specs.delta_spec(config),
+        MLP: lambda: branch_specs.mlp_spec(config, config.ffn_hidden_size),
+        EXPERTS: lambda: branch_specs.moe_spec(config, moe),
     }
     made = {symbol: others[symbol]() for symbol in set(symbols) - {ATTENTION}}
 

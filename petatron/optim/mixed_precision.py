@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import TrainError
+from petatron.base.format_text import gigabytes
 from petatron.base.log import get_logger
-from petatron.base.text import gigabytes
 from petatron.config.optimizers import rule_spec, used_rules
 from petatron.config.required_settings import required
 from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor

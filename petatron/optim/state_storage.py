@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import TrainError
-from petatron.base.text import format_bytes
+from petatron.base.format_text import format_bytes
 
 _ALIGNMENT = 4096  # bytes; a page
 

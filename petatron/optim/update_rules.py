@@ -19,9 +19,10 @@ from petatron.config.schema.optimizers.adam import AdamSpec
 from petatron.config.schema.optimizers.sgd import SgdSpec
 from petatron.kernels.optimizer import adam
 from petatron.kernels.optimizer.adam import AdamKernel, AdamRates, AdamState, SquaresKernel, adam_scalars
-from petatron.kernels.optimizer.sgd import SgdRates, sgd
 from petatron.kernels.registry import KernelChoice
 from petatron.sharding.group_spec import GroupSpec
+
+_SGD_CHUNK = 1 << 24  # elements whose scaled gradient exists at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,6 @@ class MatrixRule(UpdateRule, Protocol):
 
     def apply(self, master: Tensor, update: Tensor, step: StepScalars, *, shape: tuple[int, int]) -> None:
         """Applies weight decay and an update to master weights, in place; `shape` is that of their matrix."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +187,9 @@ class TensorRule(UpdateRule, Protocol):
 
     def update_means(self, state: Tensor, means: Tensor, step: StepScalars) -> None:
         """Updates the state of all rows and columns of many tensors, in place."""
-        ...
 
     def update_moments(self, elements: TensorElements, step: StepScalars) -> None:
         """Updates the state of elements in place, before directions are asked for."""
-        ...
 
     def direction(self, elements: TensorElements, step: StepScalars) -> Tensor:
         """Returns the update of elements before it is scaled by what all elements of the tensor have in common."""
@@ -201,7 +199,6 @@ class TensorRule(UpdateRule, Protocol):
         self, elements: TensorElements, direction: Tensor, rms: Tensor, weight_rms: Tensor, step: StepScalars
     ) -> None:
         """Updates master weights in place; `rms` and `weight_rms` are root mean squares of the tensor's direction and weights."""
-        ...
 
 
 class CountedRule:
@@ -253,16 +250,35 @@ class UncountedRule:
 
 
 class SgdRule(UncountedRule):
-    """SGD, with momentum where there is any."""
+    """SGD by torch's fused kernel, with momentum where there is any.
+
+    With g the gradient times the factor that unscales and clips, plus decay w: b = momentum b + g, w = w - lr b. Weight decay is part of
+    the gradient, as is usual for SGD.
+    """
 
     def __init__(self, spec: SgdSpec, context: RuleContext) -> None:
         self._momentum = spec.settings.sgd_momentum
 
     def start_step(self, step: StepScalars) -> UpdateFunction:
         def update(elements: ParamSlice, spec: GroupSpec) -> None:
-            group, momentum = step.of_group(spec), elements.moments[0] if elements.moments else None
-            rates = SgdRates(lr=group.lr, weight_decay=group.weight_decay, momentum=self._momentum)
-            scalars = {"factor": step.grad_factor, "skipped": step.skipped}
-            sgd(elements.grad, elements.master, momentum, elements.model_weight, **scalars, rates=rates)
+            group, dtype = step.of_group(spec), elements.master.dtype
+            for begin in range(0, elements.grad.numel(), _SGD_CHUNK):
+                part = elements.slice_range((begin, begin + _SGD_CHUNK))
+                torch._fused_sgd_(
+                    [part.master],
+                    [part.grad.to(dtype) * step.grad_factor.to(dtype)],
+                    list(part.moments),
+                    weight_decay=group.weight_decay,
+                    momentum=self._momentum if part.moments else 0.0,
+                    lr=group.lr,
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                    is_first_step=False,
+                    grad_scale=None,
+                    found_inf=step.skipped,
+                )
+                if part.model_weight is not None:
+                    part.model_weight.copy_(part.master)
 
         return update

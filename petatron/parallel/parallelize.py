@@ -28,6 +28,7 @@ from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams
 from petatron.models.model_spec import ModelSpec
 from petatron.models.optimizer_groups import OptimizerGroupRule
 from petatron.models.stage_module import StageModule
+from petatron.parallel import tensor_parallel
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
 from petatron.parallel.activation_recompute import apply_recompute
 from petatron.parallel.context import apply_context_parallel
@@ -38,12 +39,6 @@ from petatron.parallel.fp8 import Fp8GemmSet, apply_fp8
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.select_kernels import select_kernels
-from petatron.parallel.tensor_parallel import (
-    apply_tensor_parallel,
-    set_weight_grad_target,
-    shard_params,
-    shard_vocabulary,
-)
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.fp8_gather import Fp8Weights
@@ -111,7 +106,7 @@ def parallelize(
         placements |= _shard_stage(stage, stage_params, mesh, run, rng_streams)
         _freeze(stage, stage_params, dtype)
         if not fully_sharded:  # fully_shard gets gradients from autograd
-            set_weight_grad_target(stage, weight_grad_queue)
+            tensor_parallel.set_weight_grad_target(stage, weight_grad_queue)
     _tie_params(stages, spec)
     kernel_context = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile)
     for choice in {str(c) for stage in stages.values() for c in select_kernels(stage, kernel_context)}:
@@ -214,9 +209,9 @@ def _shard_stage(
 ) -> dict[str, Placement]:
     sequence = run.parallel.sequence_parallel and mesh.tp.size > 1
     coordinate = ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=sequence)
-    placements = shard_params(stage, params, coordinate)
+    placements = tensor_parallel.shard_params(stage, params, coordinate)
     overlap = run.parallel.tp_comm_overlap_chunks if sequence and run.parallel.tp_comm_overlap else None
-    apply_tensor_parallel(
+    tensor_parallel.apply_tensor_parallel(
         stage,
         params,
         mesh.tp,
@@ -225,7 +220,7 @@ def _shard_stage(
         overlap_chunks=overlap,
         blocks=partial(mesh.blocks, "tp"),
     )
-    shard_vocabulary(stage, params, mesh.tp)
+    tensor_parallel.shard_vocabulary(stage, params, mesh.tp)
     return placements
 
 

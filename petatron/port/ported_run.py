@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from petatron.base.errors import ConfigError, DataError, PetatronError, Problem
-from petatron.base.text import abbreviate_names, count_with_noun
+from petatron.base.format_text import abbreviate_names, count_with_noun
 from petatron.base.untrusted_files import read_limited_bytes
 from petatron.config.load import RawLoadedConfig
 from petatron.config.value_origins import Setting

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from petatron.base.companion_files import read_companion_file, strip_remote_code
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file, strip_remote_code
+from petatron.base.format_text import format_bytes
+from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.safe_files import remove_tree
-from petatron.base.text import format_bytes
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, free_bytes
 from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable

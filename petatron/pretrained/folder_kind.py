@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.model_companion_files import CONFIG_FILE, TRACKER_FILE, is_hf_folder
+from petatron.base.model_folder_names import CONFIG_FILE, TRACKER_FILE, is_hf_folder
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER
 from petatron.checkpoint.files.step_list import (

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, model_folder_error

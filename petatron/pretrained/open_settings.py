@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError
-from petatron.base.model_companion_files import is_hf_folder
+from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.model_companion_files import CONFIG_FILE
+from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petatron.base.companion_files import find_companion_files
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
-from petatron.base.model_companion_files import CONFIG_FILE, find_companion_files
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
+from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest

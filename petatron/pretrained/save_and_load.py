@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.model_companion_files import is_hf_folder
+from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest

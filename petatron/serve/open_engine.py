@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from petatron.base.companion_files import read_companion_file
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.base.model_companion_files import CONFIG_FILE, read_companion_file
+from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.config import LoadedConfig
 from petatron.config.declared_rules import training_flags
 from petatron.config.required_settings import known_vocab_size

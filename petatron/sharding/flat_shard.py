@@ -134,11 +134,9 @@ class ParameterGroup(Protocol):
 
     def sync_fp8_scales(self) -> None:
         """Reduces the scales of weights that are all-gathered in FP8."""
-        ...
 
     def all_gather_params(self) -> None:
         """All-gathers updated weights on every rank that computes with them."""
-        ...
 
 
 def all_gather_params(param_groups: Sequence[ParameterGroup]) -> None:

@@ -29,7 +29,6 @@ class InitialValues(Protocol):
 
     def fill(self, out: Tensor, shard: TensorShard, *, seed: int) -> None:
         """Fills this rank's part of a logical tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

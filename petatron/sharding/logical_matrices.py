@@ -58,7 +58,6 @@ def split_into_matrices(placement: Placement, unit: Unit) -> list[LogicalMatrix]
 
 
 def _unstack(shard: TensorShard) -> list[TensorShard]:
-    """Returns every matrix of a stack by itself."""
     if len(shard.shape) == 2:
         return [shard]
     assert len(shard.shape) == 3, f"{shard.name} of shape {shard.logical_shape} is no stack of matrices"

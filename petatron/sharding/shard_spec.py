@@ -200,6 +200,7 @@ def _sharded_placement(
     for section in sections:
         part = _split_dim(section.rows, section.units, num_ranks, rank, spec.pad_to)
         if part.num_rows:
+            replicas = axis if part.replicas == num_ranks else f"{axis}/{part.replicas}"
             pieces.append(
                 TensorShard(
                     name=section_name(name, section.name) if section.name else name,
@@ -208,11 +209,7 @@ def _sharded_placement(
                     shape=(*shape[:dim], part.num_rows, *shape[dim + 1 :]),
                     local_start=tuple(local_at if d == dim else 0 for d in range(len(shape))),
                     primary=rank % part.replicas == 0,
-                    grad_reduce_axis=None
-                    if part.replicas == 1
-                    else axis
-                    if part.replicas == num_ranks
-                    else f"{axis}/{part.replicas}",
+                    grad_reduce_axis=None if part.replicas == 1 else replicas,
                 )
             )
         section_rows.append(part.num_padded_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petatron.kernels.alignment import is_aligned
+from petatron.kernels.strides import is_aligned
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

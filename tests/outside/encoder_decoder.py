@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import petatron
 from petatron.config import ModelConfig, MoEConfig
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext

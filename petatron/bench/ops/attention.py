@@ -22,8 +22,8 @@ from petatron.bench.measure.units import format_si
 from petatron.kernels.attention import attention, cudnn, flash
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PackingKernels
+from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.registry import KernelContext, choose_kernel
-from petatron.kernels.visibility import Visibility
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 

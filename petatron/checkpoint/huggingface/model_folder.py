@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.model_companion_files import CONFIG_FILE
+from petatron.base.format_text import abbreviate_names
+from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.safe_files import symlink_target_outside
-from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
 from petatron.checkpoint.files.disk import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import BlockScale, Manifest, StoredBox, StoredTensor
@@ -29,22 +29,7 @@ from petatron.checkpoint.load.box_reads import read_checked_header
 from petatron.checkpoint.load.dequantize import scale_shape
 from petatron.checkpoint.state import folder_tensor_key
 from petatron.config.schema.model_identity import identity_differences
-from petatron.models.hf import (
-    OWN_MODEL_TYPE,
-    FolderEntry,
-    drop_missing_predictions,
-    family_name_of_config,
-    folder_entries,
-    folder_shapes,
-    fp8_block_size,
-    get_family,
-    has_mxfp4_weights,
-    has_separate_experts,
-    keys_of_flags,
-    output_head_name,
-    parse_config_json,
-    stored_names_by_full_name,
-)
+from petatron.models import hf
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
@@ -98,21 +83,21 @@ class HuggingFaceFolder:
     @property
     def is_own(self) -> bool:
         """Whether it has our own names: no family describes the model."""
-        return self.config.get("model_type") == OWN_MODEL_TYPE
+        return self.config.get("model_type") == hf.OWN_MODEL_TYPE
 
     def settings(self, *, without_weights: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns ModelConfig and MoEConfig values; the second are empty for a dense model. `without_weights`: from config.json alone."""
         with self._reading(), self.naming_config():
-            model, moe = parse_config_json(self.config)
+            model, moe = hf.parse_config_json(self.config)
             if not without_weights and model.get("mtp_num_layers") and not self.is_own:
-                model = drop_missing_predictions(self.config, model, self.tensors)
+                model = hf.drop_missing_predictions(self.config, model, self.tensors)
             return model, moe
 
     def checked_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the settings; raises if they claim more than the files contain, before a model is built from them."""
         model, moe = self.settings()
         with self._reading():
-            apart = not self.is_own and has_separate_experts(self.config)
+            apart = not self.is_own and hf.has_separate_experts(self.config)
             tensors = len(self.tensors)
             check_counts(self.config_file, model_folder_error, model, moe, num_tensors=tensors, separate_experts=apart)
         return model, moe
@@ -136,7 +121,7 @@ class HuggingFaceFolder:
         try:
             yield
         except ConfigError as error:
-            keys = keys_of_flags(self.config)
+            keys = hf.keys_of_flags(self.config)
             told = (
                 Problem(
                     f"{self.config_file}: {_with_keys(problem.where, keys)}",
@@ -159,11 +144,11 @@ def _with_keys(text: str, keys: Mapping[str, str]) -> str:
 def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
     """Locates every logical tensor of a model in a folder; everything that does not fit is one error."""
     _check_same_model(folder, spec)
-    shapes, slots = folder_shapes(spec), folder.tensors
-    entries = folder_entries(spec, str(folder.config.get("model_type")))
+    shapes, slots = hf.folder_shapes(spec), folder.tensors
+    entries = hf.folder_entries(spec, str(folder.config.get("model_type")))
     known = {entry.name: entry for entry in entries}
-    slots, packed = split_packed_tensors(slots) if has_mxfp4_weights(folder.config) else (slots, {})
-    block = fp8_block_size(folder.config)
+    slots, packed = split_packed_tensors(slots) if hf.has_mxfp4_weights(folder.config) else (slots, {})
+    block = hf.fp8_block_size(folder.config)
     scales = {} if block is None else {n: n + _SCALE_SUFFIX for n in slots if n + _SCALE_SUFFIX in slots}
     apart = set(scales.values())
     weights = {name: slot for name, slot in slots.items() if name not in apart}  # in order: errors name the first ones
@@ -221,13 +206,15 @@ def _block_scale(
     return BlockScale(file, scales[name], block), []
 
 
-def _stored_names(folder: HuggingFaceFolder, infos: TensorInfos, expected: Mapping[str, FolderEntry]) -> dict[str, str]:
+def _stored_names(
+    folder: HuggingFaceFolder, infos: TensorInfos, expected: Mapping[str, hf.FolderEntry]
+) -> dict[str, str]:
     """Maps full names to stored names, without entries that are not weights of their own."""
     if folder.is_own:
         return {name: name for name in infos}
-    family, path = get_family(family_name_of_config(folder.config)), folder.path
-    stored = stored_names_by_full_name(family, infos, expected)
-    head = output_head_name(family)
+    family, path = hf.get_family(hf.family_name_of_config(folder.config)), folder.path
+    stored = hf.stored_names_by_full_name(family, infos, expected)
+    head = hf.output_head_name(family)
     if head in stored and head not in expected:
         embedding = next(entry for entry in expected.values() if entry.regions[0].name == "embedding.weight")
         twin = stored.pop(head)

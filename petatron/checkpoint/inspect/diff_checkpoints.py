@@ -192,7 +192,6 @@ def _box_batches(pairs: Sequence[_TensorPair]) -> Iterator[list[_PairBox]]:
 
 
 def _read_batch(source: Path, manifest: Manifest, keys: Sequence[str], batch: Sequence[_PairBox]) -> list[Tensor]:
-    """Reads one side's values of a batch."""
     values: list[Tensor] = []
     reads: list[BoxRead] = []
     for key, ((_, logical_shape, dtype), start, shape) in zip(keys, batch):

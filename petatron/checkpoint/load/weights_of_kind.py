@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
 from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
 from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents, other_state

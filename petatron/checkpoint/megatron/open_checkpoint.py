@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.model_companion_files import TRACKER_FILE
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
+from petatron.base.model_folder_names import TRACKER_FILE
 from petatron.base.untrusted_files import is_count, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.megatron.arguments import config_from_arguments
 from petatron.checkpoint.megatron.layer_kind_arguments import moe_layer_freq

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
 from petatron.base.untrusted_files import open_regular_file, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.megatron.pickle_interpreter import GlobalName, InertObject, read_pickle
 from petatron.checkpoint.megatron.torch_save_file import (

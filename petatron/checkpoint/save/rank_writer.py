@@ -10,13 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import format_bytes
+from petatron.base.format_text import format_bytes
 from petatron.checkpoint.files.disk import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable, StoredTensor, TableFile
 from petatron.checkpoint.files.safetensors_file import serialize_tensors
@@ -27,6 +27,16 @@ from petatron.checkpoint.save.save_plan import SavePlan
 from petatron.checkpoint.state import Chunk, ModelFolder
 
 INDEX_FILE = "model.safetensors.index.json"
+
+
+class SaveRequest(NamedTuple):
+    """What a rank saves in one step. `local` are its own tensors, which only a run of the same `layout` gets back."""
+
+    step: int
+    chunks: Sequence[Chunk]
+    layout: str
+    local: Mapping[str, Tensor]
+    model: ModelFolder | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,22 +61,13 @@ class RankWriteJob:
 
 
 def build_write_job(
-    step: int,
-    plan: SavePlan,
-    chunks: Sequence[Chunk],
-    gathered: Mapping[str, Tensor],
-    *,
-    rank: int,
-    local: Mapping[str, Tensor],
-    model: ModelFolder | None,
-    metadata: Mapping[str, Any],
-    layout: str,
+    request: SaveRequest, plan: SavePlan, gathered: Mapping[str, Tensor], *, rank: int, metadata: Mapping[str, Any]
 ) -> RankWriteJob:
     """Binds this save's tensors to a plan; `gathered` are the entries of the model folder that this rank writes."""
-    path = rank_file_path(rank)
-    tensors: dict[str, Tensor] = {f"local/{rank}/{name}": tensor for name, tensor in local.items()}
+    path, model = rank_file_path(rank), request.model
+    tensors: dict[str, Tensor] = {f"local/{rank}/{name}": tensor for name, tensor in request.local.items()}
     local_files = dict.fromkeys(tensors, path)
-    tensors |= {name: chunks[index].tensor for name, index in plan.state_entries}
+    tensors |= {name: request.chunks[index].tensor for name, index in plan.state_entries}
     files = {
         f"{MODEL_FOLDER}/{file.name}": {entry.name: gathered[entry.name] for entry in file.entries}
         for file in plan.files
@@ -77,7 +78,7 @@ def build_write_job(
     documents: dict[str, bytes] = {}
     if rank == 0 and model is not None:
         documents = {**model.aux_files, **weight_index_file(plan.files, plan.dtypes)}
-    return RankWriteJob(step, rank, layout, metadata, documents, files, plan.table_entries, local_files)
+    return RankWriteJob(request.step, rank, request.layout, metadata, documents, files, plan.table_entries, local_files)
 
 
 def weight_index_file(files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtype]) -> dict[str, bytes]:

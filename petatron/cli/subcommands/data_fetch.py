@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 
 if TYPE_CHECKING:
     from petatron.data.fetch.plan_fetch import FetchPlan

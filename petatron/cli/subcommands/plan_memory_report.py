@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from petatron.base.device import detect_device, host_memory_bytes
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.settings_text import precision_name, precision_text
 from petatron.estimate.memory.forecast import (

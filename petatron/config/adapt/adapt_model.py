@@ -16,14 +16,7 @@ from petatron.config.adapt.toy_model import toy_values
 from petatron.config.checkpoint_settings import tokenizer_paths
 from petatron.config.declared_rules import unused_settings
 from petatron.config.flags.parse import TOY_FLAG
-from petatron.config.schema.fields import (
-    FieldInfo,
-    FieldValue,
-    all_fields,
-    fields_by_name,
-    fields_by_path,
-    unflatten_config,
-)
+from petatron.config.schema import fields
 from petatron.config.schema.metadata import NotWith
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 
@@ -35,7 +28,7 @@ _DEFAULT = ValueOrigin("default")
 class AdaptedModel:
     """Values by path with their new origins, and what to tell the user."""
 
-    values: dict[str, FieldValue] = field(default_factory=dict)
+    values: dict[str, fields.FieldValue] = field(default_factory=dict)
     origins: dict[str, ValueOrigin] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -45,7 +38,7 @@ def adapt_model(given: SourcedValues, typed: Mapping[str, Setting], *, toy: bool
     """Returns the changes to the values of all sources before flags; `typed` are the settings of flags, which win anyway."""
     adapted = AdaptedModel()
     dropped, adapted.notices = meaningless_values(given, typed, heads_may_follow=toy)
-    adapted.values = {path: fields_by_path()[path].default for path in dropped}
+    adapted.values = {path: fields.fields_by_path()[path].default for path in dropped}
     adapted.origins = dict.fromkeys(dropped, _DEFAULT)
     current = SourcedValues({**given.values, **adapted.values}, {**given.origins, **adapted.origins})
     typed_values = {path: setting.value for path, setting in typed.items()}
@@ -54,7 +47,7 @@ def adapt_model(given: SourcedValues, typed: Mapping[str, Setting], *, toy: bool
     return adapted
 
 
-def _shrink(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, FieldValue]) -> None:
+def _shrink(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, fields.FieldValue]) -> None:
     values, origins = given.values, given.origins
     if {**values, **typed}["checkpoint.use_checkpoint_args"]:
         rule = "cannot be combined with --use-checkpoint-args, which takes the model from --load as it is"
@@ -67,7 +60,7 @@ def _shrink(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, Fie
     chosen = {path: typed.get(path, values[path]) for path in tokenizer_paths()}
     has_tokenizer = any(chosen.values()) and "NullTokenizer" not in chosen.values()
     changed, cut = toy_values(values, typed, has_tokenizer=has_tokenizer)
-    idle = unused_settings(unflatten_config({**values, **changed, **typed}))
+    idle = unused_settings(fields.unflatten_config({**values, **changed, **typed}))
     changed = {path: value for path, value in changed.items() if origins[path].kind != "default" or path not in idle}
     adapted.values |= changed
     adapted.origins |= {path: ValueOrigin("adapted", f"toy of {origins[path]}") for path in changed}
@@ -81,7 +74,7 @@ def _shrink(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, Fie
     )
 
 
-def _cut_patterns(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, FieldValue]) -> None:
+def _cut_patterns(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, fields.FieldValue]) -> None:
     """`--num-layers` below the number of layers that patterns of a preset or file describe."""
     number = typed.get(_NUM_LAYERS)
     if not isinstance(number, int) or any(path in typed for path in PATTERN_PATHS):
@@ -91,7 +84,7 @@ def _cut_patterns(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[st
         return
     adapted.values |= cut.values
     adapted.origins |= {path: ValueOrigin("adapted", f"{origins[path]}, cut to {number} layers") for path in cut.values}
-    named = ", ".join(f"{fields_by_path()[path].flag} {value}" for path, value in cut.values.items())
+    named = ", ".join(f"{fields.fields_by_path()[path].flag} {value}" for path, value in cut.values.items())
     source = next(iter(origins[path] for path in cut.values))
     adapted.notices.append(f"--num-layers {number} cuts the layers of {source} to {cut.describe()}: {named}")
 
@@ -103,16 +96,16 @@ def meaningless_values(
 
     `heads_may_follow`: the number of key/value heads will be chosen for a typed number of heads.
     """
-    values, origins, dropped = given.values, given.origins, dict[str, list[FieldInfo]]()
-    for info in all_fields():
+    values, origins, dropped = given.values, given.origins, dict[str, list[fields.FieldInfo]]()
+    for info in fields.all_fields():
         if origins[info.path].kind != "preset" or info.path in typed or values[info.path] == info.default:
             continue
         for note in info.notes_of(NotWith):
-            path = fields_by_name()[note.setting].path
+            path = fields.fields_by_name()[note.setting].path
             if path in typed and note.when(typed[path].value):
                 dropped.setdefault(path, []).append(info)
     if not heads_may_follow and _heads_are_indivisible(values, typed):
-        shared = [fields_by_name()[name] for name in ("num_query_groups", "group_query_attention")]
+        shared = [fields.fields_by_name()[name] for name in ("num_query_groups", "group_query_attention")]
         dropped["model.num_attention_heads"] = [info for info in shared if origins[info.path].kind == "preset"]
     notices = [
         f"{typed[path].origin.detail} makes values of preset {origins[infos[0].path].detail} meaningless, which are left out: "
@@ -123,7 +116,7 @@ def meaningless_values(
     return [info.path for infos in dropped.values() for info in infos], notices
 
 
-def _heads_are_indivisible(values: Mapping[str, FieldValue], typed: Mapping[str, Setting]) -> bool:
+def _heads_are_indivisible(values: Mapping[str, fields.FieldValue], typed: Mapping[str, Setting]) -> bool:
     """Whether the preset's key/value heads do not divide a typed number of heads."""
     groups, heads = values["model.num_query_groups"], typed.get("model.num_attention_heads")
     if heads is None or "model.num_query_groups" in typed or not isinstance(groups, int) or groups < 1:

@@ -14,31 +14,19 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from petatron.base.errors import ConfigError
-from petatron.base.text import count_with_noun
-from petatron.config.pipeline_stages import (
-    EMBEDDING,
-    LAYER,
-    LOSS,
-    PREDICTION,
-    PipelineLayoutError,
-    parse_pipeline_layout,
-)
+from petatron.base.format_text import count_with_noun
+from petatron.config import pipeline_stages
+from petatron.config.schema import layer_patterns
 from petatron.config.schema.fields import FieldValue, unflatten_config
-from petatron.config.schema.layer_patterns import (
-    format_layers,
-    linear_layers,
-    no_rope_layers,
-    window_layers,
-)
 from petatron.config.schema.moe_layer_freq import moe_layers
 
 HYBRID, PIPELINE_LAYOUT = "model.hybrid_layer_pattern", "parallel.pipeline_model_parallel_layout"
 _NUM_LAYERS = "model.num_layers"
 _MARKS = {
     "moe.moe_layer_freq": moe_layers,
-    "model.window_attn_skip_freq": lambda config: window_layers(config.model),
-    "model.linear_attention_freq": lambda config: linear_layers(config.model),
-    "model.no_rope_freq": lambda config: no_rope_layers(config.model),
+    "model.window_attn_skip_freq": lambda config: layer_patterns.window_layers(config.model),
+    "model.linear_attention_freq": lambda config: layer_patterns.linear_layers(config.model),
+    "model.no_rope_freq": lambda config: layer_patterns.no_rope_layers(config.model),
 }
 PATTERN_PATHS = (HYBRID, *_MARKS, PIPELINE_LAYOUT)
 
@@ -86,7 +74,7 @@ def cut_layers(values: Mapping[str, FieldValue], num_layers: int, *, every_patte
             wanted = [marks[index] for index in kept]
             same = _marked_layers({**values, **changed, _NUM_LAYERS: num_layers}, num_layers).get(path)
             if _is_list(values[path]) or [*(same or ())] != wanted:
-                changed[path] = format_layers(wanted)
+                changed[path] = layer_patterns.format_layers(wanted)
     if (layout := _cut_layout(values[PIPELINE_LAYOUT], num_layers)) is not None:
         changed[PIPELINE_LAYOUT] = layout
     first = next((place for place, index in enumerate(kept) if place != index), len(kept))
@@ -144,17 +132,17 @@ def _cut_layout(text: FieldValue, num_layers: int) -> str | None:
     if not isinstance(text, str):
         return None
     try:
-        stages = parse_pipeline_layout(text)
-    except PipelineLayoutError:
+        stages = pipeline_stages.parse_pipeline_layout(text)
+    except pipeline_stages.PipelineLayoutError:
         return None
-    counts = [stage.count(LAYER) for stage in stages]
+    counts = [stage.count(pipeline_stages.LAYER) for stage in stages]
     total = sum(counts)
     if total == 0:
         return None
     ends = [round(sum(counts[: index + 1]) * num_layers / total) for index in range(len(counts))]
     shares = [end - start for start, end in zip([0, *ends], ends)]
-    predictions = "".join(stages).count(PREDICTION)
-    body = [LAYER * share for share in shares]
-    body[0] = EMBEDDING + body[0]
-    body[-1] += PREDICTION * predictions + LOSS
+    predictions = "".join(stages).count(pipeline_stages.PREDICTION)
+    body = [pipeline_stages.LAYER * share for share in shares]
+    body[0] = pipeline_stages.EMBEDDING + body[0]
+    body[-1] += pipeline_stages.PREDICTION * predictions + pipeline_stages.LOSS
     return "|".join(body)

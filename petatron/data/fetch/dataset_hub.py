@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from petatron.base.errors import DataError
+from petatron.base.format_text import abbreviate_names
 from petatron.base.safe_files import symlink_target_outside
 from petatron.base.terminal_escape import printable, raw_output
-from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import not_a_file_reason, read_limited_bytes, reading_untrusted
 from petatron.config.yaml_limits import limited_loader
 from petatron.data.data_file_error import data_file_error

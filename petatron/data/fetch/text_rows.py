@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import DataError
+from petatron.base.format_text import abbreviate_names
 from petatron.base.terminal_escape import printable
-from petatron.base.text import abbreviate_names
 from petatron.base.untrusted_files import open_regular_file, reading_untrusted
 from petatron.data.data_file_error import data_file_error
 from petatron.data.fetch.dataset_hub import import_fetch_library

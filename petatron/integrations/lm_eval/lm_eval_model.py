@@ -20,8 +20,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.format_text import count_with_noun
 from petatron.base.log import get_logger
-from petatron.base.text import count_with_noun
 from petatron.data.prompt.chat_template import tokenizer_chat_template
 from petatron.data.prompt.prompt_encoder import bos_ids, document_start, with_bos
 from petatron.evaluate.multiple_choice import encode_pairs

@@ -1,6 +1,6 @@
 """Attention on one device: the fastest kernel that can compute a visibility of these tensors, else blocks and tiles.
 
-What a token sees is one value (`kernels/visibility.py`). Every kernel declares what of it it can compute, and `KERNELS` lists them, the
+What a token sees is one value (`visibility.py`). Every kernel declares what of it it can compute, and `KERNELS` lists them, the
 fastest first:
 
     neither window nor documents       cuDNN on Hopper, else PyTorch's choice; FlashAttention where values are narrower than keys
@@ -30,7 +30,7 @@ from petatron.kernels.attention.documents import cut_into_chunks
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.padded import PackingKernels, PaddedKernels, padded_attention
 from petatron.kernels.attention.score_rules import ScoreRules
-from petatron.kernels.visibility import CAUSAL, Visibility, VisibilitySupport
+from petatron.kernels.attention.visibility import CAUSAL, Visibility, VisibilitySupport
 
 __all__ = ["KERNELS", "attention", "block_attention"]
 

@@ -21,9 +21,9 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import flash
 from petatron.kernels.attention.mask import BlockMask, MaskRectangle, MaskTile, mask_rectangles, mask_tiles
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules, distance_columns
-from petatron.kernels.attention.tiles import AttentionDropout, tile_backward, tile_forward
+from petatron.kernels.attention.tiles import AttentionDropout, TileRules, tile_backward, tile_forward
+from petatron.kernels.attention.visibility import EVERYTHING
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.visibility import EVERYTHING
 
 VISIBILITY = EVERYTHING
 """What it computes: it is the reference."""
@@ -52,7 +52,7 @@ class PartialAttention:
             if tile is None:
                 out, lse = flash.forward(q_part, k_part, v_part, causal=rectangle.kind == "causal")
             else:
-                out, lse = tile_forward(q_part, k_part, v_part, **_tile_options(tile, dropout, key, self._rules))
+                out, lse = tile_forward(q_part, k_part, v_part, _tile_rules(tile, dropout, key, self._rules))
             self._merge(part.rows, out, lse)
 
     def add_sinks(self) -> None:
@@ -152,9 +152,9 @@ def block_backward(
                 grad_part, q_part, k_part, v_part, out=_slice_rows(out, rows), lse=lse, causal=causal
             )
         else:
-            delta, options = inputs.delta_BHS[:, :, rows.start : rows.stop], _tile_options(tile, dropout, key, rules)
+            delta, of_tile = inputs.delta_BHS[:, :, rows.start : rows.stop], _tile_rules(tile, dropout, key, rules)
             *part_grads, bias_grad = tile_backward(
-                grad_part, q_part, k_part, v_part, lse_BHQ=lse, delta_BHQ=delta, **options
+                grad_part, q_part, k_part, v_part, of_tile, lse_BHQ=lse, delta_BHQ=delta
             )
             if rule_grads is not None:
                 rule_grads.add_tile(tile, bias_grad)
@@ -162,13 +162,11 @@ def block_backward(
             _slice_rows(total, part_rows).add_(part_grad)
 
 
-def _tile_options(tile: MaskTile, dropout: AttentionDropout | None, key: int, rules: ScoreRules) -> dict[str, Any]:
-    """Returns what the functions of a tile take besides its tensors."""
+def _tile_rules(tile: MaskTile, dropout: AttentionDropout | None, key: int, rules: ScoreRules) -> TileRules:
     bias = rules.bias_HD
     if bias is not None:
         bias = bias[:, distance_columns(bias, tile.distance, len(tile.rows), len(tile.columns))]
-    keyed = None if dropout is None else (dropout, key)
-    return {"masked_out": tile.masked_out, "dropout": keyed, "softcap": rules.softcap, "bias_HQT": bias}
+    return TileRules(tile.masked_out, None if dropout is None else (dropout, key), rules.softcap, bias)
 
 
 def _rectangles_and_tiles(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import cudnn, flash
-from petatron.kernels.visibility import VisibilitySupport
+from petatron.kernels.attention.visibility import VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", "full", "cross")
 """What all the kernels here compute."""

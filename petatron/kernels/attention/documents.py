@@ -13,7 +13,7 @@ dropped. The padded lengths are multiples of 1/16 of the next power of two, so o
 since shapes repeat over a run, so do the plans.
 
 **Padding** is in documents of its own, of at most `PADDING_DOCUMENT` tokens: no token sees it, it costs little, and every kernel that has
-documents has padding. **Prefixes** are the first tokens of documents, which all of them see (`prefix` in `kernels/visibility.py`).
+documents has padding. **Prefixes** are the first tokens of documents, which all of them see (`prefix` in `visibility.py`).
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.limits import flash_supports_heads
 from petatron.kernels.matmul import is_widened
-from petatron.kernels.visibility import Visibility, VisibilitySupport
 
 VARLEN_VISIBILITY = VisibilitySupport.of("causal", "full", window=True, documents=True)
 """Of `varlen_attention`."""

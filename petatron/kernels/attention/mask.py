@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention.documents import chunk_starts, document_ends
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 
 TILE = 512
 """Rows and columns of a tile: large enough to keep matrix units busy, small enough that a few fit in any memory."""
@@ -308,7 +308,6 @@ def _merge_last_two(rectangles: list[MaskRectangle]) -> None:
 
 
 def _with_first_row(runs: tuple[range, ...]) -> Iterator[tuple[int, range]]:
-    """Yields each run with its first row."""
     row = 0
     for run in runs:
         yield row, run

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention.documents import DocumentGroup, PaddedRows
+from petatron.kernels.attention.visibility import VisibilitySupport
 from petatron.kernels.strides import empty_heads
-from petatron.kernels.visibility import VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", documents=True)
 """A token of full attention would see the padding after its document."""
@@ -39,16 +40,6 @@ class PackingKernels(Protocol):
     def scatter_rows(
         self, rows_RHE: Sequence[Tensor], token_index_R: Tensor, *, into_SBHE: Sequence[Tensor]
     ) -> None: ...
-
-
-class DenseAttention(Protocol):
-    """`cudnn.py` or `flash.py`: attention of a dense batch, [N, H, L, E]."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class VarlenAttention(Protocol):
@@ -74,10 +65,10 @@ class VarlenAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PaddedKernels:
-    """The kernels of padded attention."""
+    """The kernels of padded attention. dense: `cudnn.py` or `flash.py`, attention of a dense batch, [N, H, L, E]."""
 
     packing: PackingKernels
-    dense: DenseAttention
+    dense: ModuleType
     varlen: VarlenAttention
 
 

@@ -17,7 +17,7 @@ T tokens, N sequences, H query heads, K kv heads, E head dim, P pages of a seque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -32,8 +32,8 @@ from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.flash import supports_varlen, widens
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules, capped_
+from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
-from petatron.kernels.visibility import Visibility, VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", window=True)
 """What the functions of `PagedAttentionKernels` compute of sequences in pages; the rest is computed here, in plain PyTorch."""
@@ -90,34 +90,28 @@ class PagedBatch:
     """What the reference computes once for all layers."""
 
 
+class KeyValue(NamedTuple):
+    """Keys and values: those of some tokens [T, K, E], or the pages of a layer [pages, page size, K, E]."""
+
+    key: Tensor
+    value: Tensor
+
+
 class PagedAttentionKernels(Protocol):
     """The interface of this module and its faster implementations."""
 
-    def store_key_value(
-        self, k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, page_rows_T: Tensor
-    ) -> None: ...
-    def decode_attention(
-        self, q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
-    ) -> Tensor: ...
+    def store_key_value(self, pages: KeyValue, new: KeyValue, page_rows_T: Tensor) -> None: ...
+    def decode_attention(self, q_NHE: Tensor, pages: KeyValue, batch: PagedBatch, *, window: int | None) -> Tensor: ...
     def store_and_decode(
-        self,
-        q_NHE: Tensor,
-        k_NKE: Tensor,
-        v_NKE: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        batch: PagedBatch,
-        *,
-        window: int | None,
+        self, q_NHE: Tensor, new: KeyValue, pages: KeyValue, batch: PagedBatch, *, window: int | None
     ) -> Tensor:
         """Stores the rows of one token of each sequence, and returns its attention."""
         ...
 
     def chunk_attention(
-        self, q_THE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, out_THE: Tensor, *, window: int | None
+        self, q_THE: Tensor, pages: KeyValue, batch: PagedBatch, out_THE: Tensor, *, window: int | None
     ) -> None:
         """Writes the attention of the rows of chunks, all stored before, by the bounds that the device knows."""
-        ...
 
 
 def fresh_documents(chunks: Sequence[PromptChunk], device: torch.device) -> Documents | None:
@@ -131,45 +125,41 @@ def fresh_documents(chunks: Sequence[PromptChunk], device: torch.device) -> Docu
 
 def paged_attention(
     q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    new: KeyValue,
+    pages: KeyValue,
     batch: PagedBatch,
     *,
     visibility: Visibility,
     kernels: PagedAttentionKernels,
     rules: ScoreRules | None = None,
 ) -> Tensor:
-    """Stores keys and values of all tokens, and returns the attention of each to what it sees of its sequence up to itself.
+    """Stores the keys and values of all tokens, and returns the attention of each to what it sees of its sequence up to itself.
 
     With rules of scores, decoding is in plain PyTorch, whichever kernels there are; so it is with chunks and first tokens.
     """
     window, fused = visibility.window, VISIBILITY.includes(visibility, score_rules=rules is not None)
     if not batch.chunks and batch.num_decodes == q_THE.shape[0] and fused and not batch.shares_pages:
-        return kernels.store_and_decode(q_THE, k_TKE, v_TKE, k_pages, v_pages, batch, window=window)
-    kernels.store_key_value(k_pages, v_pages, k_TKE, v_TKE, batch.page_rows_T)
-    out = torch.zeros((*q_THE.shape[:2], v_TKE.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)
+        return kernels.store_and_decode(q_THE, new, pages, batch, window=window)
+    kernels.store_key_value(pages, new, batch.page_rows_T)
+    out = torch.zeros((*q_THE.shape[:2], new.value.shape[-1]), dtype=q_THE.dtype, device=q_THE.device)
+    decodes = slice(batch.num_decodes)
     if batch.num_decodes and not fused:
-        out[: batch.num_decodes] = decode_with_rules(
-            q_THE[: batch.num_decodes], k_pages, v_pages, batch, visibility=visibility, rules=rules or NO_RULES
-        )
+        with_rules = {"visibility": visibility, "rules": rules or NO_RULES}
+        out[decodes] = decode_with_rules(q_THE[decodes], pages, batch, **with_rules)
     elif batch.num_decodes:
-        out[: batch.num_decodes] = kernels.decode_attention(
-            q_THE[: batch.num_decodes], k_pages, v_pages, batch, window=window
-        )
+        out[decodes] = kernels.decode_attention(q_THE[decodes], pages, batch, window=window)
     if batch.chunk_bounds is not None:
         assert fused, "attention with rules of scores, chunks or first tokens reads its bounds on the host"
         queries, written = q_THE[batch.num_decodes :], out[batch.num_decodes :]
-        kernels.chunk_attention(queries, k_pages, v_pages, batch, written, window=window)
+        kernels.chunk_attention(queries, pages, batch, written, window=window)
     fresh = [chunk for chunk in batch.chunks if chunk.context == 0]
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
-        q, k, v = q_THE[rows], k_TKE[rows], v_TKE[rows]
-        out[rows] = fresh_chunks_attention(q, k, v, batch, fresh, visibility=visibility, rules=rules)
+        k, v = new.key[rows], new.value[rows]
+        out[rows] = fresh_chunks_attention(q_THE[rows], k, v, batch, fresh, visibility=visibility, rules=rules)
     for prompt in batch.chunks[len(fresh) :]:
         rows, table = slice(prompt.start, prompt.stop), batch.page_table_NP[prompt.sequence]
-        out[rows] = _continued_chunk(q_THE[rows], k_pages, v_pages, table, prompt, visibility=visibility, rules=rules)
+        out[rows] = _continued_chunk(q_THE[rows], pages, table, prompt, visibility, rules)
     return out
 
 
@@ -196,33 +186,28 @@ def fresh_chunks_attention(
 
 def _continued_chunk(
     q_THE: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pages: KeyValue,
     page_table_P: Tensor,
     chunk: PromptChunk,
-    *,
     visibility: Visibility,
     rules: ScoreRules | None,
 ) -> Tensor:
     length = chunk.context + chunk.stop - chunk.start
-    k, v = (first_rows(pages, page_table_P, length).unsqueeze(1) for pages in (k_pages, v_pages))
+    k, v = (first_rows(x, page_table_P, length).unsqueeze(1) for x in pages)
     visible = VisibleKeys.of(visibility, length, q_THE.device)
     mask = BlockMask((range(chunk.context, length),), (range(length),), visible)
     return block_attention(q_THE.unsqueeze(1), k, v, mask, rules=rules).squeeze(1)
 
 
-def chunk_attention(
-    q_THE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, out_THE: Tensor, *, window: int | None
-) -> None:
+def chunk_attention(q_THE: Tensor, pages: KeyValue, batch: PagedBatch, out_THE: Tensor, *, window: int | None) -> None:
     """Writes the attention of the rows of chunks, all stored before. The host waits for the device's bounds: a graph cannot have it."""
     assert batch.chunk_bounds is not None
     starts, contexts = (x.tolist() for x in batch.chunk_bounds)
     for number, (start, stop, context) in enumerate(zip(starts, starts[1:], contexts)):
         if start < stop:
             chunk = PromptChunk(start, stop, batch.num_decodes + number, context)
-            rows, table, visibility = slice(start, stop), batch.page_table_NP[chunk.sequence], Visibility(window=window)
-            part = _continued_chunk(q_THE[rows], k_pages, v_pages, table, chunk, visibility=visibility, rules=None)
-            out_THE[rows] = part
+            rows, table = slice(start, stop), batch.page_table_NP[chunk.sequence]
+            out_THE[rows] = _continued_chunk(q_THE[rows], pages, table, chunk, Visibility(window=window), None)
 
 
 def first_rows(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
@@ -231,18 +216,21 @@ def first_rows(pages: Tensor, page_table: Tensor, length: int) -> Tensor:
     return pages.index_select(0, page_table[:count]).flatten(0, 1)[:length]
 
 
-def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, page_rows_T: Tensor) -> None:
+def store_key_value(pages: KeyValue, new: KeyValue, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot."""
+    store_rows(pages, new, page_rows_T)
+
+
+def store_rows(pages: Iterable[Tensor], rows: Iterable[Tensor], page_rows_T: Tensor) -> None:
+    """Writes some rows of every token to its slot in their pages."""
     slots = page_rows_T if page_rows_T.dtype == torch.int64 else page_rows_T.long()
-    k_pages.flatten(0, 1).index_copy_(0, slots, k_TKE)
-    v_pages.flatten(0, 1).index_copy_(0, slots, v_TKE)
+    for into, new in zip(pages, rows):
+        into.flatten(0, 1).index_copy_(0, slots, new)
 
 
-def decode_attention(
-    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
-) -> Tensor:
+def decode_attention(q_NHE: Tensor, pages: KeyValue, batch: PagedBatch, *, window: int | None) -> Tensor:
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
-    k, v, mask = _rows_of_decodes(k_pages, v_pages, batch, Visibility(window=window))
+    k, v, mask = _rows_of_decodes(pages, batch, Visibility(window=window))
     # The query heads of one kv head are rows of one sequence: nothing is repeated.
     q = q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1])
     if not widens(q):
@@ -252,11 +240,11 @@ def decode_attention(
 
 
 def decode_with_rules(
-    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, visibility: Visibility, rules: ScoreRules
+    q_NHE: Tensor, pages: KeyValue, batch: PagedBatch, *, visibility: Visibility, rules: ScoreRules
 ) -> Tensor:
     """Returns what `decode_attention` does, with rules of scores, chunks and first tokens."""
     assert rules.bias_HD is None, "biases of cached keys are channels of these"
-    k, v, mask = _rows_of_decodes(k_pages, v_pages, batch, visibility)
+    k, v, mask = _rows_of_decodes(pages, batch, visibility)
     q = to_compute_dtype(q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1]))
     k, v = to_compute_dtype(k), to_compute_dtype(v)
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
@@ -270,14 +258,14 @@ def decode_with_rules(
 
 
 def _rows_of_decodes(
-    k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, visibility: Visibility
+    pages: KeyValue, batch: PagedBatch, visibility: Visibility
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the keys and values of the sequences that decode, and the mask of their scores, where they need one."""
     if batch.first_page is None or visibility.first_k:
-        k, v = _gather_padded("keys", k_pages, batch), _gather_padded("values", v_pages, batch)
-        return k, v, added_mask(batch, k_pages, visibility)
+        k, v = _gather_padded("keys", pages.key, batch), _gather_padded("values", pages.value, batch)
+        return k, v, added_mask(batch, pages.key, visibility)
     window = visibility.last_tokens(batch.max_length)
-    return _view_only_sequence(k_pages, batch, window), _view_only_sequence(v_pages, batch, window), None
+    return _view_only_sequence(pages.key, batch, window), _view_only_sequence(pages.value, batch, window), None
 
 
 def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
@@ -298,19 +286,10 @@ def _gather_padded(name: str, pages: Tensor, batch: PagedBatch) -> Tensor:
     return gathered.view(batch.num_decodes, -1, *pages.shape[2:]).transpose(1, 2)
 
 
-def store_and_decode(
-    q_NHE: Tensor,
-    k_NKE: Tensor,
-    v_NKE: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: PagedBatch,
-    *,
-    window: int | None,
-) -> Tensor:
+def store_and_decode(q_NHE: Tensor, new: KeyValue, pages: KeyValue, batch: PagedBatch, *, window: int | None) -> Tensor:
     """Stores the rows of one token of each sequence, and returns its attention."""
-    store_key_value(k_pages, v_pages, k_NKE, v_NKE, batch.page_rows_T)
-    return decode_attention(q_NHE, k_pages, v_pages, batch, window=window)
+    store_key_value(pages, new, batch.page_rows_T)
+    return decode_attention(q_NHE, pages, batch, window=window)
 
 
 def pages_to_read(batch: PagedBatch, page_size: int) -> Tensor:

@@ -20,26 +20,18 @@ V of a value head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.attention import block_attention
+from petatron.kernels.attention import block_attention, paged
 from petatron.kernels.attention.flash import widens
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
-from petatron.kernels.attention.paged import (
-    PagedBatch,
-    PromptChunk,
-    added_mask,
-    first_rows,
-    fresh_chunks_attention,
-    pages_to_read,
-)
+from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.matmul import matmul
-from petatron.kernels.visibility import Visibility, VisibilitySupport
 
 VISIBILITY = VisibilitySupport.of("causal", window=True)
 """What it computes of sequences in pages."""
@@ -76,8 +68,7 @@ class LatentUpProjection:
         return torch.cat((nope, rope_key_TR.unsqueeze(1).expand(-1, heads, -1)), dim=-1), values
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LatentPages:
+class LatentPages(NamedTuple):
     """The pages of one layer: latents [pages, page size, C] and rotary keys [pages, page size, R]."""
 
     latent: Tensor
@@ -85,13 +76,13 @@ class LatentPages:
 
     def keys_of_chunk(self, page_table_P: Tensor, length: int) -> Tensor:
         """Returns the absorbed keys of one sequence's first tokens, [L, C + R]."""
-        return torch.cat([first_rows(pages, page_table_P, length) for pages in (self.latent, self.rope_key)], dim=-1)
+        return torch.cat([paged.first_rows(pages, page_table_P, length) for pages in self], dim=-1)
 
-    def keys_of_decodes(self, batch: PagedBatch, window: int | None) -> Tensor:
+    def keys_of_decodes(self, batch: paged.PagedBatch, window: int | None) -> Tensor:
         """Returns the absorbed keys of all sequences that decode, [N, L, C + R], padded to the longest."""
         if batch.first_page is not None:
             return self._keys_of_only_sequence(batch, window)
-        read, name = pages_to_read(batch, self.latent.shape[1]), f"latent {self.latent.shape[2]}"
+        read, name = paged.pages_to_read(batch, self.latent.shape[1]), f"latent {self.latent.shape[2]}"
         if name not in batch.computed:  # all layers share its memory
             width = self.latent.shape[2] + self.rope_key.shape[2]
             batch.computed[name] = self.latent.new_empty((read.shape[0], self.latent.shape[1], width))
@@ -100,12 +91,12 @@ class LatentPages:
         keys[..., latent_width:].copy_(self.rope_key.index_select(0, read))
         return keys.view(batch.num_decodes, -1, keys.shape[-1])
 
-    def _keys_of_only_sequence(self, batch: PagedBatch, window: int | None) -> Tensor:
+    def _keys_of_only_sequence(self, batch: paged.PagedBatch, window: int | None) -> Tensor:
         """Returns what the only sequence, whose pages follow each other, sees."""
         assert batch.first_page is not None and batch.num_decodes == 1
         count = batch.max_length if window is None else min(window, batch.max_length)
         begin = batch.first_page * self.latent.shape[1] + batch.max_length - count
-        parts = [pages.flatten(0, 1).narrow(0, begin, count) for pages in (self.latent, self.rope_key)]
+        parts = [pages.flatten(0, 1).narrow(0, begin, count) for pages in self]
         return torch.cat(parts, dim=-1).unsqueeze(0)
 
 
@@ -120,7 +111,7 @@ class PagedLatentKernels(Protocol):
         q_NHC: Tensor,
         q_rope_NHR: Tensor,
         pages: LatentPages,
-        batch: PagedBatch,
+        batch: paged.PagedBatch,
         *,
         scale: float,
         window: int | None,
@@ -132,7 +123,7 @@ def paged_latent_attention(
     latent_TC: Tensor,
     rope_key_TR: Tensor,
     pages: LatentPages,
-    batch: PagedBatch,
+    batch: paged.PagedBatch,
     *,
     up: LatentUpProjection,
     visibility: Visibility,
@@ -152,7 +143,7 @@ def paged_latent_attention(
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
         k, v = up.keys_and_values(latent_TC[rows], rope_key_TR[rows])
-        out[rows] = fresh_chunks_attention(q_THE[rows], k, v, batch, fresh, visibility=visibility)
+        out[rows] = paged.fresh_chunks_attention(q_THE[rows], k, v, batch, fresh, visibility=visibility)
     for chunk in batch.chunks[len(fresh) :]:
         rows = slice(chunk.start, chunk.stop)
         keys = pages.keys_of_chunk(batch.page_table_NP[chunk.sequence], chunk.context + chunk.stop - chunk.start)
@@ -162,16 +153,14 @@ def paged_latent_attention(
 
 def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot."""
-    slots = page_rows_T if page_rows_T.dtype == torch.int64 else page_rows_T.long()
-    pages.latent.flatten(0, 1).index_copy_(0, slots, latent_TC)
-    pages.rope_key.flatten(0, 1).index_copy_(0, slots, rope_key_TR)
+    paged.store_rows(pages, (latent_TC, rope_key_TR), page_rows_T)
 
 
 def decode_latents(
     q_NHC: Tensor,
     q_rope_NHR: Tensor,
     pages: LatentPages,
-    batch: PagedBatch,
+    batch: paged.PagedBatch,
     *,
     scale: float,
     window: int | None,
@@ -181,7 +170,7 @@ def decode_latents(
     q_NHC, q_rope_NHR: absorbed queries. scale: the factor on scores. window: the most tokens that one attends to.
     """
     k = pages.keys_of_decodes(batch, window).unsqueeze(1)
-    mask = None if batch.first_page is not None else added_mask(batch, pages.latent, Visibility(window=window))
+    mask = None if batch.first_page is not None else paged.added_mask(batch, pages.latent, Visibility(window=window))
     q = torch.cat((q_NHC, q_rope_NHR), dim=-1).unsqueeze(1)  # heads are rows of one sequence
     v = k[..., : pages.latent.shape[2]]
     if widens(q):
@@ -191,7 +180,7 @@ def decode_latents(
 
 
 def _continued_chunk(
-    q_THE: Tensor, keys_LK: Tensor, chunk: PromptChunk, up: LatentUpProjection, visibility: Visibility
+    q_THE: Tensor, keys_LK: Tensor, chunk: paged.PromptChunk, up: LatentUpProjection, visibility: Visibility
 ) -> Tensor:
     length, latent_width = keys_LK.shape[0], up.key_HNC.shape[2]
     visible = VisibleKeys.of(visibility, length, q_THE.device)

@@ -16,6 +16,7 @@ at least float32. B batch, H query heads, K kv heads, E head dim, Q rows, T colu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,17 +54,18 @@ def _mix_seed(x: int) -> int:
     return (x ^ (x >> 31)) & 0xFFFFFFFF
 
 
-def tile_forward(
-    q_BHQE: Tensor,
-    k_BKTE: Tensor,
-    v_BKTE: Tensor,
-    *,
-    masked_out: Tensor | None,
-    dropout: tuple[AttentionDropout, int] | None = None,
-    softcap: float | None = None,
-    bias_HQT: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns output [B, H, Q, E] and log-sum-exp [B, H, Q]; 0 and -inf for a fully masked row. `dropout` includes a key."""
+class TileRules(NamedTuple):
+    """What a tile has besides its tensors: which scores are masked, dropout with the tile's key, the cap of scores and their biases."""
+
+    masked_out: Tensor | None
+    dropout: tuple[AttentionDropout, int] | None = None
+    softcap: float | None = None
+    bias_HQT: Tensor | None = None
+
+
+def tile_forward(q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, rules: TileRules) -> tuple[Tensor, Tensor]:
+    """Returns output [B, H, Q, E] and log-sum-exp [B, H, Q]; 0 and -inf for a fully masked row."""
+    masked_out, dropout, softcap, bias_HQT = rules
     scores = _masked(_scores(q_BHQE, k_BKTE, softcap, bias_HQT), masked_out)
     lse = scores.logsumexp(dim=-1)
     weights = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
@@ -78,15 +80,13 @@ def tile_backward(
     q_BHQE: Tensor,
     k_BKTE: Tensor,
     v_BKTE: Tensor,
+    rules: TileRules,
     *,
     lse_BHQ: Tensor,
     delta_BHQ: Tensor,
-    masked_out: Tensor | None,
-    dropout: tuple[AttentionDropout, int] | None = None,
-    softcap: float | None = None,
-    bias_HQT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns the gradients of q, k, v and the bias; `lse` and `delta`, the row sums of gradient times output, are those over all keys."""
+    masked_out, dropout, softcap, bias_HQT = rules
     scores = _scores(q_BHQE, k_BKTE, softcap, bias_HQT)
     slope = None if softcap is None else 1.0 - (scores / softcap).square_()
     scores = _masked(scores, masked_out)
@@ -94,10 +94,7 @@ def tile_backward(
     weights = scores.sub_(lse_BHQ.view(grouped).unsqueeze(-1)).exp_()
     if masked_out is not None:  # a fully masked row has log-sum-exp -inf
         weights = weights.masked_fill_(_over_heads(masked_out), 0.0)
-    q, grad = (
-        _group_query_heads(q_BHQE, k_BKTE.shape[1], weights.dtype),
-        _group_query_heads(grad_BHQE, k_BKTE.shape[1], weights.dtype),
-    )
+    q, grad = (_group_query_heads(x, k_BKTE.shape[1], weights.dtype) for x in (q_BHQE, grad_BHQE))
     k, v = k_BKTE.to(weights.dtype), v_BKTE.to(weights.dtype)
     grad_weights = (grad @ v.mT).view(weights.shape)
     dropped_out = weights

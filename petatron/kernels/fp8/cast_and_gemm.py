@@ -35,9 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.alignment import is_aligned
 from petatron.kernels.fp8.amax import amax_of
 from petatron.kernels.limits import BLOCK, Scaling
+from petatron.kernels.strides import is_aligned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK_SCALE_MULTIPLE = 4
@@ -80,77 +80,22 @@ class CastKernel(Protocol):
     def __call__(self, x_RC: Tensor, dtype: torch.dtype, /, *, orientation: Orientation = "both") -> Fp8Matrix: ...
 
 
-class UpdateScaleKernel(Protocol):
-    def __call__(self, history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
-        """Sets `scale` [1] from an amax history: the maximum of all entries, or the first, that of the step before.
-
-        The history has that first entry, then those before it, oldest first. The first becomes the last, the oldest is dropped, and
-        the new first entry is 0, for the new step: where it is does not depend on the step. A non-finite amax counts as 0, here and
-        from now on: its NaN has been propagated already.
-        """
-        ...
-
-
-class CastTensorKernel(Protocol):
-    def __call__(
-        self, x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, orientation: Orientation = "both"
-    ) -> Fp8Matrix:
-        """`amax` [1] float32 is the tensor's amax, where it is known already."""
-        ...
-
-
-class CastSpeculativeKernel(Protocol):
-    def __call__(
-        self, x_RC: Tensor, dtype: torch.dtype, *, previous_scale: Tensor, orientation: Orientation = "both"
-    ) -> Fp8Matrix:
-        """Casts with `previous_scale` [1] float32 while computing amax, and casts again if the scale of that amax differs.
-
-        The result equals that of `cast_tensor` bit for bit; `previous_scale` is set to its scale. Scales are powers of two and amax
-        changes little from step to step, so that mostly the tensor is read once, where `cast_tensor` reads it twice.
-        """
-        ...
-
-
-class CastWithScaleKernel(Protocol):
-    def __call__(
-        self, x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
-    ) -> Fp8Matrix:
-        """Casts with the given scale [1]; raises `amax` [1] to the tensor's."""
-        ...
-
-
-class Fp8GemmKernel(Protocol):
-    def __call__(
-        self, a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None
-    ) -> Tensor:
-        """a b^T. `fast` accumulates in fewer bits on devices that have a choice; `out` has the dtype and receives the result."""
-        ...
-
-
-class Fp8GroupedGemmKernel(Protocol):
-    def __call__(
-        self, x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
-    ) -> Tensor:
-        """Computes a GEMM of each expert's rows with its matrix: `weight` is [E, O, D] with scales [E, O]; `counts` [E] are rows."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Fp8Kernels:
-    """One implementation of each operation."""
+    """One implementation of each operation; the functions below, the reference, say what each does."""
 
     update_amax: Callable[[Tensor, Tensor], None]
-    update_scale: UpdateScaleKernel
-    cast_tensor: CastTensorKernel
-    cast_speculative: CastSpeculativeKernel
-    cast_with_scale: CastWithScaleKernel
+    update_scale: Callable[..., None]
+    cast_tensor: Callable[..., Fp8Matrix]
+    cast_speculative: Callable[..., Fp8Matrix]
+    cast_with_scale: Callable[..., Fp8Matrix]
     cast_rowwise: CastKernel
     cast_block_1x128: CastKernel
     cast_block_128x128: CastKernel
     cast_rowwise_operand: Callable[[Tensor, torch.dtype], Fp8Operand]
     cast_matrices: Callable[[Tensor, torch.dtype], Fp8Matrix]
-    gemm: Fp8GemmKernel
-    grouped_gemm: Fp8GroupedGemmKernel
+    gemm: Callable[..., Tensor]
+    grouped_gemm: Callable[..., Tensor]
 
 
 def max_exponent(dtype: torch.dtype) -> int:
@@ -180,6 +125,12 @@ def update_amax(x_RC: Tensor, amax: Tensor) -> None:
 
 
 def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
+    """Sets `scale` [1] from an amax history: the maximum of all entries, or the first, that of the step before.
+
+    The history has that first entry, then those before it, oldest first. The first becomes the last, the oldest is dropped, and
+    the new first entry is 0, for the new step: where it is does not depend on the step. A non-finite amax counts as 0, here and
+    from now on: its NaN has been propagated already.
+    """
     history_L.nan_to_num_(nan=0.0, posinf=0.0)
     amax = history_L[:1] if most_recent else history_L.amax().reshape(1)
     scale.copy_(power_of_two_scale(amax, dtype))
@@ -190,6 +141,7 @@ def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_r
 def cast_tensor(
     x_RC: Tensor, dtype: torch.dtype, *, amax: Tensor | None = None, orientation: Orientation = "both"
 ) -> Fp8Matrix:
+    """`amax` [1] float32 is the tensor's amax, where it is known already."""
     scale = power_of_two_scale(amax_of(x_RC) if amax is None else amax, dtype).reshape(1)
     return _quantize_matrix(x_RC, dtype, scale, orientation)
 
@@ -197,6 +149,11 @@ def cast_tensor(
 def cast_speculative(
     x_RC: Tensor, dtype: torch.dtype, *, previous_scale: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
+    """Casts with `previous_scale` [1] float32 while computing amax, and casts again if the scale of that amax differs.
+
+    The result equals that of `cast_tensor` bit for bit; `previous_scale` is set to its scale. Scales are powers of two and amax
+    changes little from step to step, so that mostly the tensor is read once, where `cast_tensor` reads it twice.
+    """
     previous_scale.copy_(scale := power_of_two_scale(amax_of(x_RC), dtype))
     return _quantize_matrix(x_RC, dtype, scale, orientation)
 
@@ -204,15 +161,13 @@ def cast_speculative(
 def cast_with_scale(
     x_RC: Tensor, dtype: torch.dtype, *, scale: Tensor, amax: Tensor, orientation: Orientation = "both"
 ) -> Fp8Matrix:
+    """Casts with the given scale [1]; raises `amax` [1] to the tensor's."""
     update_amax(x_RC, amax)
     return _quantize_matrix(x_RC, dtype, scale, orientation)
 
 
 def cast_rowwise(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
-    return Fp8Matrix(
-        None if orientation == "columns" else cast_rowwise_operand(x_RC, dtype),
-        None if orientation == "rows" else cast_rowwise_operand(x_RC.t(), dtype),
-    )
+    return _cast_each(cast_rowwise_operand, x_RC, dtype, orientation)
 
 
 def cast_rowwise_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
@@ -232,25 +187,32 @@ def _cast_rowwise_each(x_ERC: Tensor, dtype: torch.dtype) -> Fp8Operand:
 
 
 def cast_block_1x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
-    return Fp8Matrix(
-        None if orientation == "columns" else _cast_block_1x128_operand(x_RC, dtype),
-        None if orientation == "rows" else _cast_block_1x128_operand(x_RC.t(), dtype),
-    )
+    return _cast_each(_cast_block_1x128_operand, x_RC, dtype, orientation)
+
+
+def _cast_each(
+    cast: Callable[[Tensor, torch.dtype], Fp8Operand], x_RC: Tensor, dtype: torch.dtype, orientation: Orientation
+) -> Fp8Matrix:
+    rows = None if orientation == "columns" else cast(x_RC, dtype)
+    return Fp8Matrix(rows, None if orientation == "rows" else cast(x_RC.t(), dtype))
 
 
 def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
     tiles = _pad_to_multiples(x_RC, BLOCK, BLOCK).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale = power_of_two_scale(tiles.abs().amax(dim=(1, 3)), dtype)
     values = quantize(x_RC, _expand_block_scales(scale, x_RC.shape, BLOCK), dtype)
-    rows, columns = (
-        Fp8Operand(matrix.contiguous(), _pad_block_scales(scales), "block_128x128")
-        for matrix, scales in ((values, scale), (values.t(), scale.t()))
-    )
-    return _wanted(rows, columns, orientation)
+    operands = []
+    for matrix, scales in ((values, scale), (values.t(), scale.t())):
+        padded = F.pad(scales, (0, -scales.shape[1] % BLOCK_SCALE_MULTIPLE), value=1.0)
+        operands.append(Fp8Operand(matrix.contiguous(), padded.contiguous(), "block_128x128"))
+    return _wanted(operands[0], operands[1], orientation)
 
 
 def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """Computes the GEMM on dequantized operands: as the hardware, up to the order and precision of its sums."""
+    """a b^T on dequantized operands: as the hardware, up to the order and precision of its sums.
+
+    `fast` accumulates in fewer bits on devices that have a choice; `out` has the dtype and receives the result.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     result = (dequantize(a).to(wide) @ dequantize(b).to(wide).t()).to(dtype)
     return result if out is None else out.copy_(result)
@@ -269,6 +231,7 @@ def dequantize(operand: Fp8Operand) -> Tensor:
 def emulated_grouped_gemm(
     x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
 ) -> Tensor:
+    """Computes a GEMM of each expert's rows with its matrix: `weight` is [E, O, D] with scales [E, O]; `counts` [E] are rows."""
     wide = torch.promote_types(dtype, torch.float32)
     rows = (x_RD.to(torch.float32) * row_scale.reshape(-1, 1)).to(wide)
     matrices = (weight.values.to(torch.float32) * weight.scale[..., None]).to(wide)
@@ -339,12 +302,7 @@ def _cast_block_1x128_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
 
 
 def _pad_to_multiples(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pads with zeros to multiples of both."""
     return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-
-
-def _pad_block_scales(scale: Tensor) -> Tensor:
-    return F.pad(scale, (0, -scale.shape[1] % BLOCK_SCALE_MULTIPLE), value=1.0).contiguous()
 
 
 def _expand_block_scales(scale: Tensor, shape: torch.Size, size: int) -> Tensor:

@@ -26,8 +26,8 @@ N elements, T scales, P adjacent shards of a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,34 +37,17 @@ from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, quantize
 SCALE_RUN_ELEMENTS = 64
 
 
-class UpdateShardAmaxKernel(Protocol):
-    def __call__(self, x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
-        """Updates each scale's amax (float32) with the elements from `begin` on."""
-        ...
-
-
-class QuantizeShardKernel(Protocol):
-    def __call__(self, x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
-        """Casts the elements from `begin` on into `out_N`, e4m3, with the scales of the whole matrix."""
-        ...
-
-
-class DequantizeShardsKernel(Protocol):
-    def __call__(self, values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
-        """Dequantizes all shards of a matrix; a shard is contiguous, the shards may be strided."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Fp8ParamGatherKernels:
-    """One implementation of each operation."""
+    """One implementation of each operation; the functions below, the reference, say what each does."""
 
-    update_shard_amax: UpdateShardAmaxKernel
-    quantize_shard: QuantizeShardKernel
-    dequantize_shards: DequantizeShardsKernel
+    update_shard_amax: Callable[..., None]
+    quantize_shard: Callable[..., None]
+    dequantize_shards: Callable[..., None]
 
 
 def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int | None) -> None:
+    """Updates each scale's amax (float32) with the elements from `begin` on."""
     if not x_N.numel():
         return
     # Without the sign, a float's bits order as its value, with NaN above all, which no maximum of floats guarantees.
@@ -75,11 +58,13 @@ def update_shard_amax(x_N: Tensor, amax_T: Tensor, *, begin: int, columns: int |
 
 
 def quantize_shard(x_N: Tensor, scale_T: Tensor, out_N: Tensor, *, begin: int, columns: int | None) -> None:
+    """Casts the elements from `begin` on into `out_N`, e4m3, with the scales of the whole matrix."""
     x, out = (x_N, out_N) if columns is None else (x_N.view(-1, SCALE_RUN_ELEMENTS), out_N.view(-1, SCALE_RUN_ELEMENTS))
     out.copy_(quantize(x, _scale_of_each_run(x, scale_T, begin=begin, columns=columns), E4M3))
 
 
 def dequantize_shards(values_PN: Tensor, scale_T: Tensor, out_PN: Tensor, *, columns: int | None) -> None:
+    """Dequantizes all shards of a matrix; a shard is contiguous, the shards may be strided."""
     runs = values_PN.reshape(-1, SCALE_RUN_ELEMENTS) if columns is not None else values_PN
     values = runs.to(torch.float32) * _scale_of_each_run(runs, scale_T, begin=0, columns=columns)
     limit = torch.finfo(out_PN.dtype).max

@@ -18,7 +18,7 @@ not the state of a generator: a resumed run rounds as one that was not stopped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -58,7 +58,6 @@ class AdamState:
 class AdamKernel(Protocol):
     def __call__(self, grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamRates, start: int = 0) -> None:
         """Updates in place. `scalars` are of `adam_scalars`; `start` is the index of the first element, for rounding."""
-        ...
 
 
 class SquaresKernel(Protocol):
@@ -126,11 +125,7 @@ def adamw_fused(grad: Tensor, state: AdamState, scalars: Tensor, *, rates: AdamR
             [part.exp_avg_sq],
             [],
             [step],
-            lr=rates.lr,
-            beta1=rates.beta1,
-            beta2=rates.beta2,
-            weight_decay=rates.weight_decay,
-            eps=rates.eps,
+            **asdict(rates),
             amsgrad=False,
             maximize=False,
             grad_scale=None,

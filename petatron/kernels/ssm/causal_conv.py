@@ -23,9 +23,8 @@ def causal_conv(
     x_SBC: Tensor,
     weight_CW: Tensor,
     bias_C: Tensor | None,
-    *,
-    starts_SB: Tensor | None = None,
     window: Tensor | None = None,
+    starts_SB: Tensor | None = None,
 ) -> Tensor:
     """Returns silu(convolution) [S, B, C].
 
@@ -40,9 +39,8 @@ def causal_conv_backward(
     x_SBC: Tensor,
     weight_CW: Tensor,
     bias_C: Tensor | None,
-    *,
-    starts_SB: Tensor | None = None,
     window: Tensor | None = None,
+    starts_SB: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of input, weight, bias and window; those of weight and bias in at least float32."""
     preactivation = _convolution(x_SBC, weight_CW, bias_C, starts_SB, window)

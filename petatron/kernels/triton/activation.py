@@ -27,9 +27,8 @@ R rows, F width of the output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -140,25 +139,22 @@ def _gated_activation_backward(
         atomic_max_amax(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
 
 
-@dataclass(frozen=True, slots=True)
-class _ActivationTile:
+class _ActivationTile(NamedTuple):
     """A tile: columns that divide the width, if a warp still reads 512 contiguous bytes, and rows to fill it; `across` cover a row."""
 
     rows: int
     columns: int
     across: int
 
-    @classmethod
-    def of(cls, width: int) -> _ActivationTile:
-        dividing = width & -width
-        columns = min(dividing if dividing >= 256 else triton.next_power_of_2(width), _TILE)
-        return cls(rows=_TILE // columns, columns=columns, across=triton.cdiv(width, columns))
-
     def programs(self, rows: int) -> int:
         return -(-rows // self.rows) * self.across
 
 
-_activation_tile = cache(_ActivationTile.of)
+@cache
+def _activation_tile(width: int) -> _ActivationTile:
+    dividing = width & -width
+    columns = min(dividing if dividing >= 256 else triton.next_power_of_2(width), _TILE)
+    return _ActivationTile(rows=_TILE // columns, columns=columns, across=triton.cdiv(width, columns))
 
 
 @cache
@@ -182,10 +178,7 @@ def _activation_constants(name: str, width: int) -> dict[str, Any]:
 def gated_activation(
     gate_up_RG: Tensor, name: str, variant: GluVariant | None = None, *, amax: Tensor | None = None
 ) -> Tensor:
-    """act(gate) * up, [R, F] from [R, 2F]; the gate is the first half. One with variant uses the reference.
-
-    `amax` [1] float32 is updated with the output.
-    """
+    """See the reference, which a variant uses."""
     if variant is not None:
         return reference.gated_activation(gate_up_RG, name, variant, amax=amax)
     rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2

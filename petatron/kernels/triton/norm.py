@@ -29,9 +29,8 @@ R rows, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -196,8 +195,7 @@ def _load_rows(grad_RD, residual_RD, rstd_R, row, rows, grad_stride, residual_st
     return grad, residual, tl.load(rstd_R + row, mask=there, other=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _NormTile:
+class _NormTile(NamedTuple):
     """A program's tile: several narrow rows, or a wide one; 16 elements per thread if that is enough."""
 
     rows: int
@@ -209,14 +207,12 @@ class _NormTile:
         """Whether there are registers for the next row."""
         return self.rows * self.block <= 512 * self.warps
 
-    @classmethod
-    def of(cls, width: int) -> _NormTile:
-        block = triton.next_power_of_2(width)
-        elements = max(block, 2048)
-        return cls(rows=elements // block, block=block, warps=min(elements // 512, 16))
 
-
-_norm_tile = cache(_NormTile.of)
+@cache
+def _norm_tile(width: int) -> _NormTile:
+    block = triton.next_power_of_2(width)
+    elements = max(block, 2048)
+    return _NormTile(rows=elements // block, block=block, warps=min(elements // 512, 16))
 
 
 def _norm_constants(width: int, zero_centered_gamma: bool, add: bool, with_amax: bool) -> dict[str, Any]:
@@ -249,10 +245,7 @@ def rms_norm(
     branch: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sum with `branch` (x itself without one), its norm, and 1 / rms of every row in float32.
-
-    `amax` [1] float32 is updated with the output.
-    """
+    """See the reference, which rows wider than `MAX_ROW_WIDTH` use."""
     rows, width = x_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm(
@@ -285,11 +278,7 @@ def rms_norm_backward(
     submit_weight_grad: SubmitWeightGrad | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns the gradients of the sum (with `grad_residual` added) and, in float32, of the weight; and the norm if `recompute_output`.
-
-    `submit_weight_grad` gets the weight's gradient instead of the caller: the last sum over programs goes to its buffer. `amax` is
-    updated with the sum's gradient.
-    """
+    """See the reference; the last sum of the weight's gradient, over programs, goes to the buffer that `submit_weight_grad` has."""
     rows, width = residual_RD.shape
     if width > MAX_ROW_WIDTH:
         return reference.rms_norm_backward(

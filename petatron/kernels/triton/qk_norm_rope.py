@@ -143,7 +143,6 @@ def _row_positions(row, length, batch, NUM_HEADS: tl.constexpr, BATCH_FIRST: tl.
 
 @triton.jit
 def _row_pointers(tensor, at, strides):
-    """Returns the start of each row."""
     return tensor + at[0] * strides[0] + at[1] * strides[1] + at[2] * strides[2]
 
 

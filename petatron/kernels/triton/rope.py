@@ -210,10 +210,7 @@ def split_qkv_rope(
     batch_first: bool,
     batch: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated q [S, B, H, E] and k [S, B, K, E], and v, in memory [B, S, ...] if `batch_first`.
-
-    `qkv` is [S, B, (H + 2K) E], or, with `batch`, the rows of so many sequences in that memory order.
-    """
+    """See the reference."""
     source = contiguous_rows(qkv)
     length, batch = qkv.shape[:2] if batch is None else (qkv.shape[0] // batch, batch)
     width = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
@@ -228,10 +225,7 @@ def split_qkv_rope(
 def split_qkv_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, batch_first: bool = False
 ) -> Tensor:
-    """Writes the gradient of qkv to `out`, and returns it.
-
-    `out` has qkv's memory layout: [S, B, (H + 2K) E], or rows of it, in the order of `batch_first`.
-    """
+    """See the reference."""
     assert out.stride(-1) == 1, "the heads of a token must be adjacent"
     dq, dk, dv = contiguous_rows(dq), contiguous_rows(dk), contiguous_rows(dv)
     in_memory = dq.stride(1) > dq.stride(0)

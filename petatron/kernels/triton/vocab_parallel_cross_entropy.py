@@ -163,7 +163,6 @@ def _losses_and_gradient_kernel(
 
 
 def _launch(kernel: Any, num_columns: int, logits_CV: Tensor, *tensors: Tensor) -> None:
-    """Launches a program per row."""
     assert logits_CV.stride(1) == 1 and logits_CV.dtype != torch.float64
     launch = kernel_launcher(kernel, **_launch_options(logits_CV.shape[1], num_columns))
     launch(logits_CV.shape[0], (logits_CV, *tensors), (logits_CV.stride(0),))

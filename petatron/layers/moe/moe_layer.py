@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
-from petatron.kernels.activation import GluVariant
 from petatron.kernels.limits import grouped_gemm_supports
 from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
@@ -48,26 +47,17 @@ _ROUTER_BYTES = {None: 0, "fp32": 4, "fp64": 8}
 class MoESpec(ChannelMixerSpec):
     """Routed experts of inner `width`, in a space of `latent_size` if there is one, and a shared one.
 
-    routing: the settings of the router and of token dispatch. glu_variant: of a gated activation; None: it has none.
-    std, out_std: of the initial weights of first and last GEMMs.
+    routing: the settings of the router and of token dispatch.
     """
 
     region = "moe"
     inner_regions = ("shared_experts",)
 
-    hidden_size: int
     num_experts: int
-    width: int
     latent_size: int | None
     shared: MLPSpec | None
     shared_gate: bool
-    activation: str
-    bias: bool
     routing: MoEConfig
-    std: float
-    out_std: float
-    glu_variant: GluVariant | None = None
-    output_multiplier: float = 1.0
 
     @property
     def expert_hidden_size(self) -> int:

@@ -66,7 +66,6 @@ class WeightGradTarget(Protocol):
 
         `start_comm` starts communication that `write` waits for; the target may call it before `write`, or not at all.
         """
-        ...
 
 
 class InputComm(Protocol):

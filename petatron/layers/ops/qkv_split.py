@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,35 +34,21 @@ class QKNormRopeKernels(Protocol):
     split_qkv_norm_rope_backward: Callable[..., TensorPair]
 
 
-class _RopeSplit(NamedTuple):
-    """One split. batch: the number of sequences whose rows qkv is; None: it is [S, B, ...]."""
-
-    kernels: RopeKernels
-    num_heads: int
-    num_kv_heads: int
-    batch: int | None
-    batch_first: bool
-
-    def __call__(self, qkv: Tensor, rope_cos_sin: RopeCosSin) -> TensorTriple:
-        kernels, num_heads, num_kv_heads, batch, batch_first = self
-        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "batch": batch, "batch_first": batch_first}
-        return kernels.split_qkv_rope(qkv, *rope_cos_sin, **sizes)
-
-
 class _SplitQKVRope(AutogradOp):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, split: _RopeSplit, rope_cos_sin: RopeCosSin) -> TensorTriple:
+    def forward(
+        ctx: Any, qkv: Tensor, split: Callable[..., TensorTriple], join: Callable[..., Tensor], rope_cos_sin: RopeCosSin
+    ) -> TensorTriple:
         # All layers share cos and sin, which no hook need offload or recompute.
-        ctx.split, ctx.rope_cos_sin = split, rope_cos_sin
+        ctx.join, ctx.rope_cos_sin = join, rope_cos_sin
         ctx.shape, ctx.stride = qkv.shape, qkv.stride()
-        return split(qkv, rope_cos_sin)
+        return split(qkv, *rope_cos_sin)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out, split = grads[0].new_empty_strided(ctx.shape, ctx.stride), ctx.split
-        backward = split.kernels.split_qkv_rope_backward
-        return backward(*grads, *ctx.rope_cos_sin, out=out, batch_first=split.batch_first), None, None
+        out = grads[0].new_empty_strided(ctx.shape, ctx.stride)
+        return ctx.join(*grads, *ctx.rope_cos_sin, out=out), None, None, None
 
 
 def split_qkv_rope(
@@ -78,8 +65,12 @@ def split_qkv_rope(
     `rows` says how `qkv` is flattened, if it is.
     """
     batch, batch_first = (None, is_batch_first(qkv)) if rows is None else rows
-    split = _RopeSplit(kernels, num_heads, num_kv_heads, batch, batch_first)
-    return _SplitQKVRope.apply(qkv, split, rope_cos_sin) if torch.is_grad_enabled() else split(qkv, rope_cos_sin)
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "batch": batch, "batch_first": batch_first}
+    split = partial(kernels.split_qkv_rope, **sizes)
+    if not torch.is_grad_enabled():
+        return split(qkv, *rope_cos_sin)
+    join = partial(kernels.split_qkv_rope_backward, batch_first=batch_first)
+    return _SplitQKVRope.apply(qkv, split, join, rope_cos_sin)  # pyright: ignore[reportReturnType]
 
 
 class _MergedHeads(SavedViewFunction):

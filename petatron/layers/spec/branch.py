@@ -20,6 +20,9 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
+from petatron.kernels.activation import GluVariant
+from petatron.kernels.attention.visibility import CAUSAL, Visibility
+from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import GenerationState
 from petatron.layers.spec.param_spec import ParamSpec
@@ -161,8 +164,23 @@ class BranchSpec(ABC):
         return float(ELEMENTWISE_FLOPS * shape.tokens * self.hidden_size)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxAttentionSpec(BranchSpec):
-    """Softmax attention between two projections, the last of which is one GEMM."""
+    """Softmax attention between two projections, the last of which is one GEMM.
+
+    rope: how queries and keys are rotated; None: they are not.
+    visibility: what a token sees (`kernels/attention/visibility.py`), documents aside.
+    std, out_std: of the initial weights of the first GEMMs and of the last one.
+    """
+
+    hidden_size: int
+    num_heads: int
+    rope: RopeSpec | None
+    visibility: Visibility = CAUSAL
+    out_bias: bool
+    dropout: float
+    std: float
+    out_std: float
 
     name = region = "attention"
     inner_regions = ("core_attn",)
@@ -184,16 +202,26 @@ class SoftmaxAttentionSpec(BranchSpec):
         return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else self.out_flops(shape))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelMixerSpec(BranchSpec):
     """A branch that computes each token by itself (an MLP, experts), so sequences and documents may be split in any way.
 
-    activation: the activation function, by name.
+    width: the inner width. activation: the activation function, by name; glu_variant: of a gated one; None: it has none.
+    std, out_std: of the initial weights of first and last GEMMs.
     """
 
     name = "mlp"
     sequence_sharding = "any"
     separates_documents = can_generate = True
+
+    hidden_size: int
+    width: int
     activation: str
+    bias: bool
+    std: float
+    out_std: float
+    glu_variant: GluVariant | None = None
+    output_multiplier: float = 1.0
 
     @property
     def gated(self) -> bool:

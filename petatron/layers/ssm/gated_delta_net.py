@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.ssm import chunk_delta_rule as delta_reference
-from petatron.kernels.ssm import norm_then_gate as norm_reference
+from petatron.kernels.ssm import output_gate as norm_reference
 from petatron.kernels.ssm.decode import delta_step as step_reference
 from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.delta_recurrence import delta_gates
-from petatron.kernels.ssm.norm_then_gate import NormGate
+from petatron.kernels.ssm.output_gate import NormGate
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
@@ -42,9 +42,9 @@ from petatron.layers.spec.generation_state import StateSlots, StateTensor
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.spec.sequence_group import SequenceGroup
 from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
-from petatron.layers.ssm.delta_ops import DeltaInputs, NormThenGateKernels, norm_then_gate
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
+from petatron.layers.ssm.ops import DeltaInputs, NormThenGateKernels, norm_then_gate
 from petatron.layers.ssm.recurrence_over_parts import delta_rule_over_parts
 from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec, RecurrentBranch
 from petatron.sharding.initial_values import ONES, NormalValues
@@ -59,9 +59,6 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
     """A gated delta net.
 
     num_key_heads: how many queries and keys there are; each is for num_value_heads / num_key_heads value heads.
-    conv_width: the tokens that the convolution sees, the newest included.
-    chunk_size: tokens of a chunk of the delta rule, which changes no result.
-    std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
     name = "delta"
@@ -70,16 +67,10 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
     weights_formula = "h (2 n + 3 p + 2 H)"
     mixing_formula = "{c} (2 n + 2 p + H N) + 6 H N P + 2 w (2 n + p)"
 
-    hidden_size: int
     num_key_heads: int
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    norm_eps: float
-    conv_width: int
-    chunk_size: int
-    std: float
-    out_std: float
 
     def recurrence_state(self, tp: int) -> StateTensor:
         sizes = (self.num_value_heads // tp, self.key_head_dim, self.value_head_dim)

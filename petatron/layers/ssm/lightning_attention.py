@@ -59,8 +59,6 @@ class LightningSpec(RecurrentBranchSpec):
     """Lightning attention.
 
     num_layers: of the model, by which a layer's index becomes its factor on slopes.
-    chunk_size: tokens of a chunk of the scan, which changes no result.
-    std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
     name = "lightning"
@@ -69,14 +67,9 @@ class LightningSpec(RecurrentBranchSpec):
     weights_formula = "5 h p"
     mixing_formula = "2 {c} p + 4 p P"
 
-    hidden_size: int
     num_heads: int
     head_dim: int
     num_layers: int
-    chunk_size: int
-    std: float
-    out_std: float
-    output_multiplier: float = 1.0
 
     def recurrence_state(self, tp: int) -> StateTensor:
         heads = self.num_heads * self.heads_per_group // tp

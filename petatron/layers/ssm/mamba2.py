@@ -64,29 +64,19 @@ class Mamba2Spec(ConvolvedBranchSpec):
     norm_groups: in how many groups of channels the gated norm is taken: num_groups, or 1.
     output_gate: in which order the scan's output is normalized and gated.
     multipliers: the factors on z, x, B, C and dt; None: they have none.
-    conv_width: the tokens that the convolution sees, the newest included.
-    chunk_size: tokens of a chunk of the scan, which changes no result.
-    std, out_std: of the initial weights of the first and of the last GEMM.
     """
 
     name = "mamba"
     title = "Mamba-2"
     region = "mamba"
 
-    hidden_size: int
     num_heads: int
     head_dim: int
     num_groups: int
     state_dim: int
     norm_groups: int
-    norm_eps: float
-    conv_width: int
-    chunk_size: int
-    std: float
-    out_std: float
     output_gate: OutputGate = "gate_then_norm"
     multipliers: tuple[float, ...] | None = None
-    output_multiplier: float = 1.0
 
     def recurrence_state(self, tp: int) -> StateTensor:
         return StateTensor("ssm", (self.num_heads // tp, self.head_dim, self.state_dim), wide=True)

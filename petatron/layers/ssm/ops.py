@@ -1,16 +1,18 @@
-"""The operations of a Mamba-2 layer under autograd: each saves its inputs (the norm also 1 / rms), and backward recomputes the rest.
+"""The operations of recurrent layers under autograd: each saves its inputs (one norm also 1 / rms), and backward recomputes the rest.
 
-S sequence, B batch, C channels, H heads, P head dim, G groups, N state dim.
+S sequence, B batch, C channels, H (value) heads, P (value) head dim, G groups or key heads, N state or key head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from petatron.base.autograd_op import AutogradOp, first_derivative
+from petatron.base.autograd_op import AutogradOp, SavedInputsOp, first_derivative
+from petatron.kernels.ssm.output_gate import NormGate
 from petatron.layers.comm_slot import CommSlot
 from petatron.layers.token_layout import from_rows
 
@@ -29,7 +31,7 @@ class ConvStepKernels(Protocol):
 
 
 class GateThenNormKernels(Protocol):
-    """See `kernels/ssm/gate_then_norm.py`."""
+    """See `kernels/ssm/output_gate.py`; so are the two below."""
 
     gated_square_sums: Callable[..., Tensor]
     gate_then_norm: Callable[..., Tensor]
@@ -38,10 +40,13 @@ class GateThenNormKernels(Protocol):
 
 
 class SiluGateKernels(Protocol):
-    """See `kernels/ssm/silu_gate.py`."""
-
     silu_gate: Callable[..., Tensor]
     silu_gate_backward: Callable[..., tuple[Tensor, Tensor]]
+
+
+class NormThenGateKernels(Protocol):
+    norm_then_gate: Callable[..., Tensor]
+    norm_then_gate_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class ScanInputs(NamedTuple):
@@ -58,6 +63,22 @@ class ScanInputs(NamedTuple):
     D_H: Tensor
 
 
+class DeltaInputs(NamedTuple):
+    """What the gated delta rule takes of every token and head, besides the state before [B, H, N, P].
+
+    g: the log decay [S, B, H] of a head, or [S, B, H, N] of each of its key channels.
+    """
+
+    operation = "chunk_delta_rule"
+    values = 2
+
+    q_SBGN: Tensor
+    k_SBGN: Tensor
+    v_SBHP: Tensor
+    g: Tensor
+    beta_SBH: Tensor
+
+
 def causal_conv(
     x_SBC: Tensor,
     weight_CW: Tensor,
@@ -68,33 +89,8 @@ def causal_conv(
     window: Tensor | None = None,
 ) -> Tensor:
     """Returns silu(convolution) [S, B, C]."""
-    return _CausalConv.apply(kernels, starts_SB, x_SBC, weight_CW, bias_C, window)  # pyright: ignore[reportReturnType]
-
-
-class _CausalConv(AutogradOp):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: ConvKernels,
-        starts: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        window: Tensor | None,
-    ) -> Tensor:
-        ctx.kernels = kernels
-        ctx.save_for_backward(starts, x, weight, bias, window)
-        return kernels.causal_conv(x, weight, bias, starts_SB=starts, window=window)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        starts, x, weight, bias, window = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias, grad_window = ctx.kernels.causal_conv_backward(
-            grads[0], x, weight, bias, starts_SB=starts, window=window
-        )
-        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return None, None, grad_x, grad_weight.to(weight.dtype), grad_bias, grad_window
+    inputs = (x_SBC, weight_CW, bias_C, window, starts_SB)
+    return SavedInputsOp.apply(kernels.causal_conv, kernels.causal_conv_backward, *inputs)  # pyright: ignore[reportReturnType]
 
 
 class NormGroups(NamedTuple):
@@ -155,18 +151,15 @@ def silu_gate(y: Tensor, z: Tensor, *, kernels: SiluGateKernels) -> Tensor:
     """Returns y silu(z)."""
     batch_first = _is_batch_first(z)
     y_rows, z_rows = (_rows(x, batch_first=batch_first) for x in (y, z))
-    rows: Tensor = _SiluGate.apply(kernels, y_rows, z_rows)  # pyright: ignore[reportAssignmentType]
+    rows: Tensor = SavedInputsOp.apply(kernels.silu_gate, kernels.silu_gate_backward, y_rows, z_rows)  # pyright: ignore[reportAssignmentType]
     return from_rows(rows, y, batch_first=batch_first)
 
 
-class _SiluGate(AutogradOp):
-    @staticmethod
-    def forward(ctx: Any, kernels: SiluGateKernels, y: Tensor, z: Tensor) -> Tensor:
-        ctx.kernels = kernels
-        ctx.save_for_backward(y, z)
-        return kernels.silu_gate(y, z)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.kernels.silu_gate_backward(grads[0], *ctx.saved_tensors)
+def norm_then_gate(
+    y: Tensor, z: Tensor, weight_P: Tensor, *, eps: float, kernels: NormThenGateKernels, gate: NormGate = "silu"
+) -> Tensor:
+    """Returns y / rms * weight * silu(z), or sigmoid(z), over the last dimension."""
+    forward, backward = (
+        partial(k, eps=eps, gate=gate) for k in (kernels.norm_then_gate, kernels.norm_then_gate_backward)
+    )
+    return SavedInputsOp.apply(forward, backward, y, z, weight_P)  # pyright: ignore[reportReturnType]

@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.ssm import gate_then_norm as norm_reference
-from petatron.kernels.ssm import silu_gate as gate_reference
+from petatron.kernels.ssm import output_gate as reference
 from petatron.layers.comm_slot import CommSlot, identity
 from petatron.layers.ssm.ops import GateThenNormKernels, NormGroups, SiluGateKernels, gate_then_norm, silu_gate
 
@@ -35,7 +34,7 @@ class SiluGate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_kernels: SiluGateKernels = gate_reference
+        self.gate_kernels: SiluGateKernels = reference
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"gate_kernels": "silu gate"}
@@ -53,7 +52,7 @@ class GroupedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.sum_over_ranks: CommSlot = identity
         self.group_sum_slots = {"sum_over_ranks": num_groups}
-        self.kernels: GateThenNormKernels = norm_reference
+        self.kernels: GateThenNormKernels = reference
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "gate, then norm"}
@@ -71,7 +70,7 @@ class GatedRMSNorm(GroupedRMSNorm):
     def __init__(self, width: int, *, num_groups: int, eps: float, gate_first: bool) -> None:
         super().__init__(width, num_groups=num_groups, eps=eps)
         self.gate_first = gate_first
-        self.gate_kernels: SiluGateKernels = gate_reference
+        self.gate_kernels: SiluGateKernels = reference
 
     def kernel_slots(self) -> Mapping[str, str]:
         return super().kernel_slots() if self.gate_first else {**super().kernel_slots(), "gate_kernels": "silu gate"}

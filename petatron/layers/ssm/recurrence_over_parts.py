@@ -33,8 +33,7 @@ from torch import Tensor
 
 from petatron.layers.comm_slot import SequenceParts
 from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
-from petatron.layers.ssm.delta_ops import DeltaInputs
-from petatron.layers.ssm.ops import ScanInputs
+from petatron.layers.ssm.ops import DeltaInputs, ScanInputs
 
 
 def scan_over_parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -18,19 +19,26 @@ from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
 from petatron.sharding.shard_spec import Section, Shard
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentBranchSpec(BranchSpec):
     """A mixer with a recurrence, which packed documents reset.
 
+    chunk_size: tokens of a chunk of the recurrence, which changes no result.
+    std, out_std: of the initial weights of the first and of the last GEMM.
     weights_formula, mixing_formula: what it adds to the FLOPs of a model, in the symbols of `estimate/flops.py`, with {c} for the
     tokens of a chunk; None: that file has them.
     """
 
     weights_formula: ClassVar[str | None] = None
     mixing_formula: ClassVar[str | None] = None
-    std: float
-    out_std: float
     sequence_sharding = "contiguous"
     separates_documents = can_generate = True
+
+    hidden_size: int
+    chunk_size: int
+    std: float
+    out_std: float
+    output_multiplier: float = 1.0
 
     @property
     def prompt_is_capturable(self) -> bool:
@@ -68,9 +76,11 @@ class RecurrentBranchSpec(BranchSpec):
         return self.forward_flops(shape) - (0.0 if shape.fp8_saves_scale else out)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolvedBranchSpec(RecurrentBranchSpec):
-    """A recurrence of what a convolution over the last `conv_width` tokens makes. Packed documents reset both."""
+    """A recurrence of what a convolution over the last `conv_width` tokens makes, the newest included. Packed documents reset both."""
 
+    norm_eps: float
     conv_width: int
 
     @abstractmethod

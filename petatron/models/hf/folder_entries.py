@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
 from petatron.models.hf.config_json import matching_family
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family, ModuleMapping
 from petatron.models.hf.find_family import get_family

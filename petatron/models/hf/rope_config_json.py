@@ -274,7 +274,6 @@ _SETTING_OF_TYPE = {
 
 
 def _own_rope_type(model: ModelConfig) -> str:
-    """Returns the kind of a model's scaling."""
     if model.position_embedding_type == "yarn":
         return "yarn"
     return next((kind for kind, name in list(_SETTING_OF_TYPE.items())[1:] if getattr(model, name)), "default")

@@ -31,21 +31,12 @@ STAND_INS: Mapping[SettingType, tuple[Any, Any]] = {
     "ids": (0, 1),
 }
 """Two values of a type, for keys of which the value is not known."""
+_WHOLE = ("num_hidden_layers", "original_max_position_embeddings", "sliding_window_pattern", "sliding_window")
+_NUMBERS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "router_aux_loss_coef")
 COMMON: Mapping[str, SettingType] = {
-    "num_hidden_layers": "whole",
-    "rope_theta": "number",
-    "partial_rotary_factor": "number",
-    "rope_local_base_freq": "number",
-    "original_max_position_embeddings": "whole",
-    "sliding_window_pattern": "whole",
-    "sliding_window": "whole",
-    "router_aux_loss_coef": "number",
-    "summary_first_dropout": "number",
-    "pretraining_tp": "whole",
-    "n_ctx": "whole",
-    "bos_token_id": "ids",
-    "eos_token_id": "ids",
-    "pad_token_id": "ids",
+    **dict.fromkeys((*_WHOLE, "pretraining_tp", "n_ctx"), "whole"),
+    **dict.fromkeys((*_NUMBERS, "summary_first_dropout"), "number"),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), "ids"),
 }
 """Keys that families have in common and no field or default says the type of."""
 ROPE_TABLES = ("rope_parameters", "rope_scaling")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.errors import CheckpointError
-from petatron.base.text import abbreviate_names
+from petatron.base.format_text import abbreviate_names
 from petatron.models.hf.family import Family
 from petatron.models.hf.find_family import family_name_of_config, get_family
 from petatron.models.hf.folder_entries import FolderEntry, family_entries, folder_shapes

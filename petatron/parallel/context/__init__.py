@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from petatron.kernels.attention import attention
 from petatron.kernels.attention.padded import PackingKernels
 from petatron.kernels.attention.score_rules import ScoreRules
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.comm_slot import ContextSlot
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh

@@ -34,7 +34,7 @@ from petatron.kernels.attention.blocks import (
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
 from petatron.kernels.attention.tiles import AttentionDropout
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 from petatron.models.stage_inputs_outputs import SequenceOrder

@@ -37,8 +37,6 @@ def device_mesh(axis: Axis, mesh: ParallelMesh) -> DeviceMesh:
 
 
 class _MessageAllocator:
-    """Allocates new memory for every message."""
-
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
 

@@ -80,8 +80,6 @@ class IdleMeter:
 
 
 class _Marks:
-    """The marks of one step."""
-
     def __init__(self, device: CudaEvents, clock: Callable[[], float]) -> None:
         self._device, self._clock = device, clock
         self._last_s, self._last_event = clock(), device.record_event()

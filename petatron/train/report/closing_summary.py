@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.checkpoint.files.step_list import step_name
 from petatron.config import RunConfig
 from petatron.train.report.metrics import LogRecord, MetricRecord, format_duration, format_percent

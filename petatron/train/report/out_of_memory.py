@@ -20,7 +20,7 @@ import torch
 
 from petatron.base.device import DeviceInfo, host_memory_bytes
 from petatron.base.errors import CheckpointError, ConfigError, Problem, TrainError
-from petatron.base.text import count_with_noun
+from petatron.base.format_text import count_with_noun
 from petatron.config import RunConfig
 from petatron.estimate.memory.advice import SuggestedChange
 from petatron.estimate.memory.forecast import HostMemory, format_gigabytes, largest_forecast, ranks_per_node

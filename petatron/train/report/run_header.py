@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from petatron.base.device import DeviceInfo
-from petatron.base.text import abbreviate_names, count_with_noun
+from petatron.base.format_text import abbreviate_names, count_with_noun
 from petatron.base.version import __version__
 from petatron.config import RunConfig
 from petatron.config.required_settings import known_vocab_size

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.base.model_companion_files import is_hf_folder
+from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.safe_files import reopen_file
 from petatron.checkpoint.files.disk import check_writable
 from petatron.checkpoint.files.signature import open_signer

@@ -11,7 +11,7 @@ from petatron.kernels.attention import AttentionCall, attention, block_attention
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents, KeySpans
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from tests import reference_attention as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

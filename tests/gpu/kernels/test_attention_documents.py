@@ -11,7 +11,7 @@ from petatron.kernels.attention import attention, cudnn, flash
 from petatron.kernels.attention import rows as reference_rows
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from tests import reference_attention as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

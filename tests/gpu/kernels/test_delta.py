@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.registry import KernelContext, choose_kernel
-from petatron.kernels.ssm import chunk_channel_delta_rule, chunk_delta_rule, norm_then_gate
-from petatron.layers.ssm.delta_ops import DeltaInputs
+from petatron.kernels.ssm import chunk_channel_delta_rule, chunk_delta_rule, output_gate
+from petatron.layers.ssm.ops import DeltaInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -167,11 +167,11 @@ def test_the_norm_and_its_gate(dtype: torch.dtype, bound: float):
     weight = torch.randn(128, device="cuda").to(dtype)
     exact = [tensor.double() for tensor in (y, z, weight)]
     assert (
-        far(choice.functions.norm_then_gate(y, z, weight, eps=1e-6), norm_then_gate.norm_then_gate(*exact, eps=1e-6))
+        far(choice.functions.norm_then_gate(y, z, weight, eps=1e-6), output_gate.norm_then_gate(*exact, eps=1e-6))
         <= bound
     )
     ours = choice.functions.norm_then_gate_backward(grad, y, z, weight, eps=1e-6)
-    true = norm_then_gate.norm_then_gate_backward(grad.double(), *exact, eps=1e-6)
+    true = output_gate.norm_then_gate_backward(grad.double(), *exact, eps=1e-6)
     assert all(far(one, other) <= bound for one, other in zip(ours, true, strict=True))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.kernels.attention import attention
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from tests import reference_attention as reference
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}

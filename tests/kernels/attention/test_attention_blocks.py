@@ -16,8 +16,8 @@ from petatron.kernels.attention import attention, block_attention, flash
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
 from petatron.kernels.attention.documents import Documents
 from petatron.kernels.attention.mask import BlockMask, MaskRectangle, VisibleKeys, mask_rectangles, mask_tiles
-from petatron.kernels.attention.tiles import AttentionDropout, tile_backward, tile_forward
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.tiles import AttentionDropout, TileRules, tile_backward, tile_forward
+from petatron.kernels.attention.visibility import Visibility
 from tests import reference_attention as reference
 
 CPU = torch.device("cpu")
@@ -225,10 +225,10 @@ def test_tile_and_kernel_agree(heads: int, groups: int, causal: bool):
     k, v = (torch.randn(2, groups, 9, 8, dtype=torch.float64) for _ in range(2))
     hidden = torch.ones(9, 9, dtype=torch.bool).triu(1) if causal else None
     assert flash.supports(q, v)
-    theirs, ours = flash.forward(q, k, v, causal=causal), tile_forward(q, k, v, masked_out=hidden)
+    theirs, ours = flash.forward(q, k, v, causal=causal), tile_forward(q, k, v, TileRules(hidden))
     assert_same(list(ours), list(theirs))
     lse, delta = ours[1] + 0.5, (grad * out).sum(-1)
-    *mine, _ = tile_backward(grad, q, k, v, lse_BHQ=lse, delta_BHQ=delta, masked_out=hidden)
+    *mine, _ = tile_backward(grad, q, k, v, TileRules(hidden), lse_BHQ=lse, delta_BHQ=delta)
     assert_same(list(mine), list(flash.backward(grad, q, k, v, out=out, lse=lse, causal=causal)))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import latent_heads as reference
-from petatron.layers.ops.latent_heads import interleaved_rope, join_rope_key
+from petatron.layers.mla import interleaved_rope, join_rope_key
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3 if DEVICE == "cuda" else 8e-3}

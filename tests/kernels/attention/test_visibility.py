@@ -15,9 +15,9 @@ from petatron.base.errors import DataError
 from petatron.kernels.attention import KERNELS, AttentionCall, attention, block_attention, chosen_kernel, paged
 from petatron.kernels.attention.documents import PADDING_DOCUMENT, Documents, KeySpans
 from petatron.kernels.attention.mask import BlockMask, VisibleKeys
-from petatron.kernels.attention.paged import PagedBatch, PromptChunk
+from petatron.kernels.attention.paged import KeyValue, PagedBatch, PromptChunk
 from petatron.kernels.attention.score_rules import ScoreRules
-from petatron.kernels.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
+from petatron.kernels.attention.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
 from tests import reference_attention as reference
 
 S, B, HEADS, GROUPS, E = 18, 2, 4, 2, 4
@@ -287,5 +287,7 @@ def test_pages_are_seen_as_whole_sequences_are(visibility: Visibility, one_seque
         batch = paged_step(first, stop, decodes=first >= 11, one_sequence=one_sequence)
         rows = slice(first, stop)
         kernels = {"visibility": visibility, "kernels": paged}
-        parts.append(paged.paged_attention(q[rows], k[rows], v[rows], k_pages, v_pages, batch, **kernels))
+        parts.append(
+            paged.paged_attention(q[rows], KeyValue(k[rows], v[rows]), KeyValue(k_pages, v_pages), batch, **kernels)
+        )
     torch.testing.assert_close(torch.cat(parts), wanted, rtol=0, atol=1e-12)

@@ -13,9 +13,9 @@ from petatron.base.device import parse_instructions
 from petatron.cli import doctor
 from petatron.kernels import gemm, matmul, weight_grad_gemm
 from petatron.kernels.attention import attention
+from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.moe.grouped_gemm import GroupedGemm
 from petatron.kernels.optimizer.newton_schulz import newton_schulz, step_coefficients
-from petatron.kernels.visibility import Visibility
 from tests.parity.harness import tiny_run, train
 
 HALF = torch.bfloat16

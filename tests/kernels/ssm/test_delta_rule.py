@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.ssm import chunk_delta_rule as delta_kernels
-from petatron.kernels.ssm import norm_then_gate as norm_kernels
+from petatron.kernels.ssm import output_gate as norm_kernels
 from petatron.kernels.ssm.chunk_delta_rule import chunk_delta_rule
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, delta_update
-from petatron.layers.ssm import delta_ops as ops
+from petatron.layers.ssm import ops
 from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
-from petatron.layers.ssm.delta_ops import DeltaInputs
+from petatron.layers.ssm.ops import DeltaInputs
 from tests.kernels.ssm.by_token import delta_rule_by_token
 from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
 from tests.longform import later

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from petatron.kernels.ssm import causal_conv as conv_kernels
 from petatron.kernels.ssm import chunk_scan as scan_kernels
-from petatron.kernels.ssm import gate_then_norm as norm_kernels
-from petatron.kernels.ssm import silu_gate as gate_kernels
+from petatron.kernels.ssm import output_gate as gate_kernels
+from petatron.kernels.ssm import output_gate as norm_kernels
 from petatron.kernels.ssm.causal_conv import causal_conv
 from petatron.kernels.ssm.chunk_scan import chunk_scan
 from petatron.kernels.ssm.recurrence import state_update

@@ -11,7 +11,7 @@ from torch import Tensor
 from petatron.kernels.attention import paged_latent as plain
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
-from petatron.kernels.visibility import CAUSAL
+from petatron.kernels.attention.visibility import CAUSAL
 from tests.longform import later, one_in
 
 pytest.importorskip("triton")

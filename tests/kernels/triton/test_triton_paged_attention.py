@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import paged as plain
-from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.visibility import CAUSAL
+from petatron.kernels.attention.paged import KeyValue, PagedBatch
+from petatron.kernels.attention.visibility import CAUSAL
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged, split_kv
@@ -69,8 +69,8 @@ def batch_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Pa
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_plain_one(case: Case, dtype: torch.dtype):
     q, k, v, batch = batch_of(case, dtype)
-    true = plain.decode_attention(q.double(), k.double(), v.double(), batch, window=case.window)
-    found = paged.decode_attention(q, k, v, batch, window=case.window)
+    true = plain.decode_attention(q.double(), KeyValue(k.double(), v.double()), batch, window=case.window)
+    found = paged.decode_attention(q, KeyValue(k, v), batch, window=case.window)
     assert found.dtype == dtype and found.shape == q.shape
     assert float((found.double() - true).norm() / true.norm()) < BOUNDS[dtype]
 
@@ -81,16 +81,16 @@ def test_a_new_token_is_stored_and_seen(case: Case):
     q, k, v, batch = batch_of(case, torch.float32)
     last = [(int(row[(n - 1) // case.page]), (n - 1) % case.page) for row, n in zip(batch.page_table_NP, case.lengths)]
     new = [torch.stack([pages[at] for at in last]) for pages in (k, v)]
-    true = plain.decode_attention(q.double(), k.double(), v.double(), batch, window=case.window)
+    true = plain.decode_attention(q.double(), KeyValue(k.double(), v.double()), batch, window=case.window)
     wanted = [pages.clone() for pages in (k, v)]
     for pages in (k, v):
         for at in last:
             pages[at] = float("nan")
     strided = [x.repeat(1, 2, 1)[:, : case.kv_heads] for x in new]
-    found = paged.store_and_decode(q, *strided, k, v, batch, window=case.window)
+    found = paged.store_and_decode(q, KeyValue(*strided), KeyValue(k, v), batch, window=case.window)
     assert float((found.double() - true).norm() / true.norm()) < BOUNDS[torch.float32]
     assert torch.equal(k, wanted[0]) and torch.equal(v, wanted[1])
-    again = paged.decode_attention(q, k, v, batch, window=case.window)
+    again = paged.decode_attention(q, KeyValue(k, v), batch, window=case.window)
     assert torch.equal(again, found)
 
 
@@ -98,12 +98,12 @@ def test_pages_of_others_are_not_read():
     case = Case((20, 7))
     q, k, v, batch = batch_of(case, torch.float32)
     used = set(batch.page_table_NP[0, :2].tolist()) | set(batch.page_table_NP[1, :1].tolist())
-    before = paged.decode_attention(q, k, v, batch, window=None)
+    before = paged.decode_attention(q, KeyValue(k, v), batch, window=None)
     for page in set(range(k.shape[0])) - used:
         k[page], v[page] = float("nan"), float("nan")
     last = int(batch.page_table_NP[1, 0])
     k[last, 7:], v[last, 7:] = float("nan"), float("nan")
-    assert torch.equal(paged.decode_attention(q, k, v, batch, window=None), before)
+    assert torch.equal(paged.decode_attention(q, KeyValue(k, v), batch, window=None), before)
 
 
 def test_what_shares_the_batch_changes_no_bit():
@@ -111,7 +111,7 @@ def test_what_shares_the_batch_changes_no_bit():
     q, k, v, batch = batch_of(Case((90, 5, 40)), torch.float32)
     other = replace(batch, lengths_N=batch.lengths_N.clone())
     other.lengths_N[1:] = 1
-    whole, changed = (paged.decode_attention(q, k, v, each, window=None)[0] for each in (batch, other))
+    whole, changed = (paged.decode_attention(q, KeyValue(k, v), each, window=None)[0] for each in (batch, other))
     assert torch.equal(whole, changed)
 
 
@@ -124,8 +124,8 @@ def test_rows_are_stored(strided: bool):
     if not strided:
         k, v = k.contiguous(), v.contiguous()
     slots = torch.tensor([5, 15, 4], device=DEVICE)
-    paged.store_key_value(*found, k, v, slots)
-    plain.store_key_value(*true, k, v, slots)
+    paged.store_key_value(KeyValue(*found), KeyValue(k, v), slots)
+    plain.store_key_value(KeyValue(*true), KeyValue(k, v), slots)
     assert all(torch.equal(a, b) for a, b in zip(found, true)) and bool(true[0].any())
 
 
@@ -137,9 +137,9 @@ def test_rows_of_one_sequence_see_each_other():
     queries = torch.cat((q, 2 * q, -q))
     new = [pages.flatten(0, 1)[slots] for pages in (k, v)]
     rows = replace(batch, page_rows_T=slots, page_table_NP=table, lengths_N=lengths, num_decodes=3, computed={})
-    true = plain.decode_attention(queries, k, v, rows, window=None)
+    true = plain.decode_attention(queries, KeyValue(k, v), rows, window=None)
     for pages in (k, v):
         pages.flatten(0, 1)[slots] = float("nan")
     rows = replace(rows, shares_pages=True, computed={})
-    found = plain.paged_attention(queries, *new, k, v, rows, visibility=CAUSAL, kernels=paged)
+    found = plain.paged_attention(queries, KeyValue(*new), KeyValue(k, v), rows, visibility=CAUSAL, kernels=paged)
     assert float((found - true).norm() / true.norm()) < BOUNDS[torch.float32]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import paged as plain
-from petatron.kernels.attention.paged import ChunkBounds, PagedBatch, PromptChunk
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.paged import ChunkBounds, KeyValue, PagedBatch, PromptChunk
+from petatron.kernels.attention.visibility import Visibility
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged
@@ -77,8 +77,10 @@ def test_equals_the_plain_one(case: Case, dtype: torch.dtype):
     q, k, v, batch = batch_of(case, dtype)
     true, found = torch.zeros_like(q, dtype=torch.float64), torch.full_like(q, 7.0)
     decodes = batch.num_decodes
-    plain.chunk_attention(q[decodes:].double(), k.double(), v.double(), batch, true[decodes:], window=case.window)
-    paged.chunk_attention(q[decodes:], k, v, batch, found[decodes:], window=case.window)
+    plain.chunk_attention(
+        q[decodes:].double(), KeyValue(k.double(), v.double()), batch, true[decodes:], window=case.window
+    )
+    paged.chunk_attention(q[decodes:], KeyValue(k, v), batch, found[decodes:], window=case.window)
     end = decodes + sum(rows for rows, _ in case.chunks)
     assert bool((found[:decodes] == 7.0).all() and (found[end:] == 7.0).all()), "rows of no chunk stay"
     error = (found[decodes:end].double() - true[decodes:end]).norm() / true.norm()
@@ -103,9 +105,13 @@ def test_bounds_on_the_device_are_chunks_of_the_host(case: Case):
         slots.append(page * case.page + position % case.page)
     slots += [0] * case.padding
     batch = replace(batch, page_rows_T=torch.tensor(slots, device=DEVICE))
-    found = plain.paged_attention(q, *new, k, v, batch, visibility=Visibility(window=case.window), kernels=plain)
+    found = plain.paged_attention(
+        q, KeyValue(*new), KeyValue(k, v), batch, visibility=Visibility(window=case.window), kernels=plain
+    )
     for chunk in chunks:
         host = replace(batch, chunk_bounds=None, chunks=(chunk,), computed={})
-        wanted = plain.paged_attention(q, *new, k, v, host, visibility=Visibility(window=case.window), kernels=plain)
+        wanted = plain.paged_attention(
+            q, KeyValue(*new), KeyValue(k, v), host, visibility=Visibility(window=case.window), kernels=plain
+        )
         for rows in (slice(0, batch.num_decodes), slice(chunk.start, chunk.stop)):
             torch.testing.assert_close(found[rows], wanted[rows], rtol=1e-12, atol=1e-12)

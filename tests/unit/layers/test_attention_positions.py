@@ -11,7 +11,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from petatron.kernels.attention import attention
 from petatron.kernels.attention.documents import Documents, cut_into_chunks
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.attention_positions import AlibiBias, AttentionTemperature, alibi_slopes, l2_norm
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 11, 2, 6, 2, 5

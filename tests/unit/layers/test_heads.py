@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.model import ModelConfig
+from petatron.kernels.attention.visibility import CAUSAL
 from petatron.kernels.registry import KernelContext
 from petatron.kernels.rope import apply_rope
-from petatron.kernels.visibility import CAUSAL
 from petatron.layers.attention import Attention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.rope import RotaryEmbedding

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.estimate.activation_bytes import layer_bytes
-from petatron.kernels.visibility import Visibility
+from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.activation_shape import ActivationShape

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.base.text import gigabytes
+from petatron.base.format_text import gigabytes
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import layer_bytes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from petatron.kernels.attention.blocks import PartialAttention
 from petatron.kernels.attention.documents import Documents, KeySpans
-from petatron.kernels.visibility import CAUSAL, Visibility
+from petatron.kernels.attention.visibility import CAUSAL, Visibility
 from petatron.layers.core_attention import CoreAttention
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh

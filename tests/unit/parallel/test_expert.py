@@ -22,7 +22,7 @@ from petatron.layers.moe.moe_layer import MoELayer, dispatch_locally
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.decoder_spec import moe_spec
+from petatron.models.branch_specs import moe_spec
 from petatron.parallel.expert_parallel_token_dispatcher import (
     AllGatherDispatcher,
     AllToAllDispatcher,

@@ -24,7 +24,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.overlapped_all_to_all import start_overlapped_all_to_all
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
-from petatron.models.decoder_spec import moe_spec
+from petatron.models.branch_specs import moe_spec
 from petatron.parallel.activation_recompute import recomputed
 from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
 from tests.dist import RankPool

@@ -263,17 +263,10 @@ def join_rope_key(
         empty_heads(kv, *kv.shape[:3], head_dim, batch_first=_is_batch_first(kv))
         for head_dim in (nope_dim + cos.shape[-1], width - nope_dim)
     )
-    _join_rope_key[(length * batch,)](
-        (kv, rotary, cos, sin, k, v),
-        batch,
-        (*kv.stride()[:3], *rotary.stride()[:2], *k.stride()[:3], *v.stride()[:3], *cos_strides),
-        NUM_HEADS=heads,
-        NOPE=nope_dim,
-        ROTARY=cos.shape[-1],
-        VALUE=width - nope_dim,
-        TILE=_TILE,
-        num_warps=_WARPS,
-    )
+    strides = (*kv.stride()[:3], *rotary.stride()[:2], *k.stride()[:3], *v.stride()[:3], *cos_strides)
+    sizes = {"NUM_HEADS": heads, "NOPE": nope_dim, "ROTARY": cos.shape[-1], "VALUE": width - nope_dim}
+    tensors = (kv, rotary, cos, sin, k, v)
+    _join_rope_key[(length * batch,)](tensors, batch, strides, **sizes, TILE=_TILE, num_warps=_WARPS)
     return k, v
 
 
@@ -286,15 +279,8 @@ def join_rope_key_backward(grad_k_SBHE: Tensor, grad_v_SBHV: Tensor, cos: Tensor
     grad_kv = empty_heads(grad_k, *grad_k.shape[:3], nope_dim + v_dim, batch_first=_is_batch_first(grad_k))
     grad_rotary = grad_k.new_empty((length, batch, cos.shape[-1]))
     heads_strides = (stride for tensor in (grad_k, grad_v, grad_kv) for stride in tensor.stride()[:3])
-    _join_rope_key_backward[(length * batch,)](
-        (grad_k, grad_v, cos, sin, grad_kv, grad_rotary),
-        batch,
-        (*heads_strides, *grad_rotary.stride()[:2], *cos_strides),
-        NUM_HEADS=heads,
-        NOPE=nope_dim,
-        ROTARY=cos.shape[-1],
-        VALUE=v_dim,
-        TILE=_TILE,
-        num_warps=_WARPS,
-    )
+    strides = (*heads_strides, *grad_rotary.stride()[:2], *cos_strides)
+    sizes = {"NUM_HEADS": heads, "NOPE": nope_dim, "ROTARY": cos.shape[-1], "VALUE": v_dim}
+    tensors = (grad_k, grad_v, cos, sin, grad_kv, grad_rotary)
+    _join_rope_key_backward[(length * batch,)](tensors, batch, strides, **sizes, TILE=_TILE, num_warps=_WARPS)
     return grad_kv, grad_rotary

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.attention.paged import KeyValue, PagedBatch
 from petatron.kernels.triton.attention.paged_chunks import chunk_attention
 from petatron.kernels.triton.attention.split_kv import (
     launch_merge,
@@ -48,13 +48,13 @@ def _store(k_from, v_from, k_pages, v_pages, slots, k_stride, v_stride, ROW: tl.
     tl.store(v_pages + slot * ROW + at, tl.load(v_from + token.to(tl.int64) * v_stride + at, mask=inside), mask=inside)
 
 
-def store_key_value(k_pages: Tensor, v_pages: Tensor, k_TKE: Tensor, v_TKE: Tensor, page_rows_T: Tensor) -> None:
+def store_key_value(pages: KeyValue, new: KeyValue, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot, keys and values in one launch."""
-    row = k_TKE.shape[1] * k_TKE.shape[2]
-    k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k_TKE, v_TKE))
+    row = new.key.shape[1] * new.key.shape[2]
+    k, v = (x if x[0].is_contiguous() else x.contiguous() for x in new)
     tile = min(1024, triton.next_power_of_2(row))
     _store[(k.shape[0], triton.cdiv(row, tile))](
-        k, v, k_pages, v_pages, page_rows_T, k.stride(0), v.stride(0), ROW=row, TILE=tile
+        k, v, *pages, page_rows_T, k.stride(0), v.stride(0), ROW=row, TILE=tile
     )
 
 
@@ -139,34 +139,19 @@ def _rows_of_tile(pages, at, stored, new_row, is_new, column, WIDTH: tl.constexp
     return rows
 
 
-def decode_attention(
-    q_NHE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, *, window: int | None
-) -> Tensor:
+def decode_attention(q_NHE: Tensor, pages: KeyValue, batch: PagedBatch, *, window: int | None) -> Tensor:
     """Returns the attention of one token of each sequence to all its rows in pages, its own included; at most `window`."""
-    return _decode(q_NHE, None, (k_pages, v_pages), batch, window)
+    return _decode(q_NHE, None, pages, batch, window)
 
 
-def store_and_decode(
-    q_NHE: Tensor,
-    k_NKE: Tensor,
-    v_NKE: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: PagedBatch,
-    *,
-    window: int | None,
-) -> Tensor:
+def store_and_decode(q_NHE: Tensor, new: KeyValue, pages: KeyValue, batch: PagedBatch, *, window: int | None) -> Tensor:
     """Stores the rows of one token of each sequence, and returns its attention."""
-    k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k_NKE, v_NKE))
-    return _decode(q_NHE, (k, v), (k_pages, v_pages), batch, window)
+    k, v = (x if x[0].is_contiguous() else x.contiguous() for x in new)
+    return _decode(q_NHE, (k, v), pages, batch, window)
 
 
 def _decode(
-    q_NHE: Tensor,
-    new: tuple[Tensor, Tensor] | None,
-    pages: tuple[Tensor, Tensor],
-    batch: PagedBatch,
-    window: int | None,
+    q_NHE: Tensor, new: tuple[Tensor, Tensor] | None, pages: KeyValue, batch: PagedBatch, window: int | None
 ) -> Tensor:
     k_pages, v_pages = pages
     count, heads, width = q_NHE.shape

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.attention.paged import KeyValue, PagedBatch
 from petatron.kernels.triton.attention.split_kv import online_softmax_update, rows_in_pages
 
 
@@ -96,14 +96,12 @@ def _chunk_block(
         tl.store(target, out.to(output.dtype.element_ty), mask=valid)
 
 
-def chunk_attention(
-    q_THE: Tensor, k_pages: Tensor, v_pages: Tensor, batch: PagedBatch, out_THE: Tensor, *, window: int | None
-) -> None:
+def chunk_attention(q_THE: Tensor, pages: KeyValue, batch: PagedBatch, out_THE: Tensor, *, window: int | None) -> None:
     """Writes the attention of the rows of chunks, all stored before; rows of padding stay as they are."""
     assert batch.chunk_bounds is not None
     rows, heads, width = q_THE.shape
     starts, contexts = batch.chunk_bounds
-    page, kv_heads = k_pages.shape[1:3]
+    page, kv_heads = pages.key.shape[1:3]
     group, chunks = heads // kv_heads, len(contexts)
     members = triton.next_power_of_2(group)
     columns = max(16, triton.next_power_of_2(width))
@@ -112,7 +110,7 @@ def chunk_attention(
     q = q_THE if q_THE.stride(-1) == 1 else q_THE.contiguous()
     table = batch.page_table_NP[batch.num_decodes :]
     _chunk_block[(rows // tokens + chunks, kv_heads)](
-        (q, k_pages, v_pages, table, starts, contexts, out_THE),
+        (q, *pages, table, starts, contexts, out_THE),
         width**-0.5,
         (*q.stride()[:2], *out_THE.stride()[:2], table.stride(0)),
         chunks,

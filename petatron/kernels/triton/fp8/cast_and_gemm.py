@@ -41,17 +41,7 @@ from petatron.kernels.fp8.cast_and_gemm import (
     hardware_grouped_gemm,
     max_exponent,
 )
-from petatron.kernels.triton.fp8.cast_tiles import (
-    amax_of_run,
-    cast_block_1x128_tile,
-    cast_block_128x128_tile,
-    cast_rows_and_columns_tile,
-    cast_tensor_tile,
-    cast_whole_row,
-    redo_cast_if_scale_differs,
-    row_and_column_amax_of_tile,
-    update_scale_from_history,
-)
+from petatron.kernels.triton.fp8 import cast_tiles
 from petatron.kernels.triton.kernel_launch import kernel_launcher
 
 _TILE = BLOCK
@@ -66,13 +56,17 @@ _RUN = 16384
 def update_amax(x_RC: Tensor, amax: Tensor) -> None:
     x_RC = x_RC.contiguous()
     count = x_RC.numel()
-    kernel_launcher(amax_of_run, RUN=_RUN, num_warps=_WARPS)(triton.cdiv(count, _RUN), (x_RC, _bits(amax)), (count,))
+    kernel_launcher(cast_tiles.amax_of_run, RUN=_RUN, num_warps=_WARPS)(
+        triton.cdiv(count, _RUN), (x_RC, _bits(amax)), (count,)
+    )
 
 
 def update_scale(history_L: Tensor, scale: Tensor, dtype: torch.dtype, *, most_recent: bool) -> None:
     length = history_L.numel()
     constants = {"TOP": max_exponent(dtype), "BLOCK": triton.next_power_of_2(length)}
-    launch = kernel_launcher(update_scale_from_history, LENGTH=length, RECENT=most_recent, **constants, num_warps=1)
+    launch = kernel_launcher(
+        cast_tiles.update_scale_from_history, LENGTH=length, RECENT=most_recent, **constants, num_warps=1
+    )
     launch(1, (_bits(history_L), _bits(scale)))
 
 
@@ -93,14 +87,14 @@ def cast_speculative(
     scale, used_scale = torch.empty_like(previous_scale), torch.empty_like(previous_scale)
     amax = torch.zeros_like(previous_scale)
     out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
-    options = {**out.flags, "TOP": max_exponent(dtype)}
     last, used, peak = _bits(previous_scale), _bits(used_scale), _bits(amax)
-    _launch(cast_tensor_tile, (x_RC, *out.values, last, peak, used), GIVEN_SCALE=True, SPECULATIVE=True, **options)
+    given = {"GIVEN_SCALE": True, "SPECULATIVE": True, **out.constants}
+    _launch(cast_tiles.cast_tensor_tile, (x_RC, *out.values, last, peak, used), **given)
     _launch(
-        redo_cast_if_scale_differs,
+        cast_tiles.redo_cast_if_scale_differs,
         (x_RC, *out.values, used, peak, _bits(scale), last),
         most=_redoing_programs(x_RC.device),
-        **options,
+        **out.constants,
     )
     return out.matrix("tensorwise")
 
@@ -127,7 +121,7 @@ def cast_rowwise_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
     rows, scale_R = torch.empty_like(x_RC, dtype=dtype), x_RC.new_empty((R, 1), dtype=torch.float32)
     width = max(triton.next_power_of_2(C), 16)
     warps = min(max(width // _ELEMENTS_OF_WARP, 1), _WARPS)
-    launch = kernel_launcher(cast_whole_row, TOP=max_exponent(dtype), WIDTH=width, num_warps=warps)
+    launch = kernel_launcher(cast_tiles.cast_whole_row, TOP=max_exponent(dtype), WIDTH=width, num_warps=warps)
     launch(R, (x_RC, rows, _bits(scale_R)), (C,))
     return Fp8Operand(rows, scale_R, "rowwise")
 
@@ -143,10 +137,10 @@ def _cast_each(x_ERC: Tensor, dtype: torch.dtype, orientation: Orientation) -> _
     amax = torch.zeros((E, R + C), dtype=torch.int32, device=x_ERC.device)
     scales = (x_ERC.new_empty((E, size), dtype=torch.float32) for size in (R, C))
     out = _Outputs.allocate(x_ERC, dtype, orientation, *scales)
-    options = {**out.flags, "TOP": max_exponent(dtype), "maxnreg": _REGISTERS_LINES}
+    options = {**out.constants, "maxnreg": _REGISTERS_LINES}
     for x, to_rows, to_columns, peaks, *bits in zip(x_ERC, *out.values, amax, *out.scale_bits, strict=True):
-        _launch(row_and_column_amax_of_tile, (x, peaks[:R], peaks[R:]))
-        _launch(cast_rows_and_columns_tile, (x, to_rows, to_columns, peaks[:R], peaks[R:], *bits), **options)
+        _launch(cast_tiles.row_and_column_amax_of_tile, (x, peaks[:R], peaks[R:]))
+        _launch(cast_tiles.cast_rows_and_columns_tile, (x, to_rows, to_columns, peaks[:R], peaks[R:], *bits), **options)
     return out
 
 
@@ -156,8 +150,8 @@ def cast_block_1x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientati
     scale_R = x_RC.new_empty((triton.cdiv(C, BLOCK), R), dtype=torch.float32)
     scale_C = x_RC.new_empty((triton.cdiv(R, BLOCK), C), dtype=torch.float32)
     out = _Outputs.allocate(x_RC, dtype, orientation, scale_R, scale_C)
-    options = {**out.flags, "TOP": max_exponent(dtype), "maxnreg": _REGISTERS_BLOCKS}
-    _launch(cast_block_1x128_tile, (x_RC, *out.values, *out.scale_bits), **options)
+    tensors = (x_RC, *out.values, *out.scale_bits)
+    _launch(cast_tiles.cast_block_1x128_tile, tensors, **out.constants, maxnreg=_REGISTERS_BLOCKS)
     return replace(out, scale_rows=scale_R.t(), scale_columns=scale_C.t()).matrix("block_1x128")
 
 
@@ -167,8 +161,7 @@ def cast_block_128x128(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orienta
     scales = _empty_block_scales(x_RC, R, C), _empty_block_scales(x_RC, C, R)
     out = _Outputs.allocate(x_RC, dtype, orientation, *scales)
     strides = (scale.stride(0) for scale in scales)
-    options = {**out.flags, "TOP": max_exponent(dtype)}
-    _launch(cast_block_128x128_tile, (x_RC, *out.values, *out.scale_bits), *strides, **options)
+    _launch(cast_tiles.cast_block_128x128_tile, (x_RC, *out.values, *out.scale_bits), *strides, **out.constants)
     return out.matrix("block_128x128")
 
 
@@ -176,8 +169,8 @@ def _cast_tensorwise(
     x_RC: Tensor, dtype: torch.dtype, scale: Tensor, amax: Tensor, *, given_scale: bool, orientation: Orientation
 ) -> Fp8Matrix:
     out = _Outputs.allocate(x_RC, dtype, orientation, scale, scale)
-    options = {**out.flags, "GIVEN_SCALE": given_scale, "SPECULATIVE": False, "TOP": max_exponent(dtype)}
-    _launch(cast_tensor_tile, (x_RC, *out.values, _bits(scale), _bits(amax), _bits(amax)), **options)
+    tensors, given = (x_RC, *out.values, _bits(scale), _bits(amax), _bits(amax)), {"GIVEN_SCALE": given_scale}
+    _launch(cast_tiles.cast_tensor_tile, tensors, **given, SPECULATIVE=False, **out.constants)
     return out.matrix("tensorwise")
 
 
@@ -212,8 +205,9 @@ class _Outputs:
         return _bits(self.scale_rows), _bits(self.scale_columns)
 
     @property
-    def flags(self) -> dict[str, int]:
-        return {"ROWS": self.orientation != "columns", "COLUMNS": self.orientation != "rows"}
+    def constants(self) -> dict[str, int]:
+        wanted = {"ROWS": self.orientation != "columns", "COLUMNS": self.orientation != "rows"}
+        return {**wanted, "TOP": max_exponent(self.rows.dtype)}
 
     def matrix(self, scaling: Scaling) -> Fp8Matrix:
         return Fp8Matrix(

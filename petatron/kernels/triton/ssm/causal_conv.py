@@ -33,9 +33,8 @@ def causal_conv(
     x_SBC: Tensor,
     weight_CW: Tensor,
     bias_C: Tensor | None,
-    *,
-    starts_SB: Tensor | None = None,
     window: Tensor | None = None,
+    starts_SB: Tensor | None = None,
 ) -> Tensor:
     """See the reference."""
     x_SBC = contiguous_rows(x_SBC)
@@ -57,9 +56,8 @@ def causal_conv_backward(
     x_SBC: Tensor,
     weight_CW: Tensor,
     bias_C: Tensor | None,
-    *,
-    starts_SB: Tensor | None = None,
     window: Tensor | None = None,
+    starts_SB: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """See the reference, which also takes more taps than are here."""
     if weight_CW.shape[1] > _MAX_TAPS:

@@ -33,17 +33,11 @@ from torch import Tensor
 from petatron.kernels.ssm.chunk_scan import ScanGrads
 from petatron.kernels.ssm.chunks import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
+from petatron.kernels.triton.ssm import sequential_scan
 from petatron.kernels.triton.ssm.scan_grads import chunk_grads
 from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
 from petatron.kernels.triton.ssm.scan_tiles import chunk_cumsum, chunk_tokens
-from petatron.kernels.triton.ssm.sequential_scan import (
-    MAX_HEAD_DIM,
-    MAX_STATE_DIM,
-    scan_forward,
-    scan_reverse,
-    sequential_states,
-)
 from petatron.kernels.triton.ssm.sequential_scan_grads import B_C_D_grads, dt_A_grads
 
 _MIN_PROGRAMS = 256
@@ -59,7 +53,7 @@ def chunk_scan(*scan_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[T
     x, B, C = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN))
     decays = chunk_cumsum(dt_SBH, A_H, options.get("starts_SB"), chunk_tokens(options["chunk_size"], B))
     if _is_sequential(x, B, C):
-        return scan_forward(x, B, C, D_H, decays, initial_state)
+        return sequential_scan.scan_forward(x, B, C, D_H, decays, initial_state)
     states, final_state = chunk_states(x, B, decays, initial_state, reverse=False)
     return chunk_outputs(x, B, C, D_H, decays, states), final_state
 
@@ -73,8 +67,10 @@ def chunk_scan_backward(
     x, B, C, grad_y = (contiguous_rows(tensor) for tensor in (x_SBHP, B_SBGN, C_SBGN, grad_y_SBHP))
     decays = chunk_cumsum(dt_SBH, A_H, options.get("starts_SB"), chunk_tokens(options["chunk_size"], B))
     if _is_sequential(x, B, C, grad_y):
-        states = sequential_states(x, B, D_H, decays, initial_state)
-        grad_x, grad_states, grad_initial_state = scan_reverse(grad_y, B, C, D_H, decays, grad_final_state)
+        states = sequential_scan.sequential_states(x, B, D_H, decays, initial_state)
+        grad_x, grad_states, grad_initial_state = sequential_scan.scan_reverse(
+            grad_y, B, C, D_H, decays, grad_final_state
+        )
         grad_B, grad_C, grad_D, cumsum_grads = B_C_D_grads(grad_y, x, B, C, decays, states, grad_states)
         grad_dt, grad_A = dt_A_grads(A_H, decays, cumsum_grads, length=len(x))
     else:
@@ -103,7 +99,7 @@ def _is_sequential(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
 def _fits_sequential_scan(x_SBHP: Tensor, B_SBGN: Tensor, *others: Tensor) -> bool:
     """Returns whether there are enough programs, their states have the size of a tile, and tiles begin at multiples of 16 bytes."""
     _, batch, heads, head_dim = x_SBHP.shape
-    sizes = ((head_dim, MAX_HEAD_DIM), (B_SBGN.shape[3], MAX_STATE_DIM))
+    sizes = ((head_dim, sequential_scan.MAX_HEAD_DIM), (B_SBGN.shape[3], sequential_scan.MAX_STATE_DIM))
     return (
         x_SBHP.itemsize == 2
         and batch * heads >= _MIN_PROGRAMS

@@ -14,28 +14,16 @@ them with the model and leaves them out where it saves one, although its config.
 from __future__ import annotations
 
 from petatron.base.errors import Problem
+from petatron.models.hf import moe_config_json as moe
+from petatron.models.hf import shared_tables as tables
 from petatron.models.hf.decoder_config_json import latent_attention, llama, no_biases, predictions
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import (
-    deepseek_routing,
-    expert_sizes,
-    experts_after_dense_layers,
-    sigmoid_router,
-)
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import (
-    FUSED_EXPERTS,
-    GATED_MLP,
-    ROUTER_MAPPING,
-    SEPARATE_EXPERTS,
-    llama_mappings_without,
-    module_mappings,
-)
 from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
 
 SHARED_EXPERTS = (
-    ROUTER_MAPPING,
-    *module_mappings("layers.*.mlp.shared", "model.layers.*.mlp.shared_experts", GATED_MLP),
+    tables.ROUTER_MAPPING,
+    *tables.module_mappings("layers.*.mlp.shared", "model.layers.*.mlp.shared_experts", tables.GATED_MLP),
 )
 _LATENTS = {
     "q_down": "q_a_proj",
@@ -46,12 +34,12 @@ _LATENTS = {
     "kv_up": "kv_b_proj",
 }
 LATENT_MAPPINGS = (
-    *llama_mappings_without("layers.*.attention.q_norm"),  # here the norm of a latent, under another name
-    *module_mappings("layers.*.attention", "model.layers.*.self_attn", _LATENTS),
+    *tables.llama_mappings_without("layers.*.attention.q_norm"),  # here the norm of a latent, under another name
+    *tables.module_mappings("layers.*.attention", "model.layers.*.self_attn", _LATENTS),
 )
 _MAPPINGS = (*LATENT_MAPPINGS, *SHARED_EXPERTS)
 _MTP = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
-MTP_MAPPINGS = module_mappings("layers.*", "model.layers.*", _MTP)
+MTP_MAPPINGS = tables.module_mappings("layers.*", "model.layers.*", _MTP)
 # Copies of the embedding and the head, which depths of multi-token prediction share.
 MTP_COPIES = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
 EXPERT_BIAS_MAPPING = ModuleMapping(
@@ -81,13 +69,13 @@ def _latent_decoder(
 def _deepseek_v2(config: Translation) -> None:
     config.also(n_routed_experts="num_experts")
     _latent_decoder(config, heads_divide_width=True)
-    expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(64, REQUIRED, 1407))
-    sigmoid_router(config)
+    moe.expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(64, REQUIRED, 1407))
+    moe.sigmoid_router(config)
     config.always(moe_router_score_function="softmax", moe_router_pre_softmax=True, moe_router_enable_expert_bias=False)
     config.only(mlp_bias=False, scoring_func="softmax", norm_topk_prob=False)
     routing = {"n_shared_experts": 2, "routed_scaling_factor": 1.0, "n_group": None, "topk_group": None}
-    deepseek_routing(config, 1, topk_method="greedy", **routing)
-    experts_after_dense_layers(config, 0)
+    moe.deepseek_routing(config, 1, topk_method="greedy", **routing)
+    moe.experts_after_dense_layers(config, 0)
 
 
 def _deepseek_v3(config: Translation) -> None:
@@ -95,11 +83,11 @@ def _deepseek_v3(config: Translation) -> None:
     _latent_decoder(config, max_position_embeddings=4096)
     config.convert((), _check_head_dim)
     predictions(config)
-    expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(256, 8, 2048))
-    sigmoid_router(config)
+    moe.expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(256, 8, 2048))
+    moe.sigmoid_router(config)
     config.only(topk_method="noaux_tc", scoring_func="sigmoid", rope_interleave=True, norm_topk_prob=True)
-    deepseek_routing(config, 2, n_shared_experts=1, routed_scaling_factor=2.5, n_group=8, topk_group=4)
-    experts_after_dense_layers(config, 3)
+    moe.deepseek_routing(config, 2, n_shared_experts=1, routed_scaling_factor=2.5, n_group=8, topk_group=4)
+    moe.experts_after_dense_layers(config, 3)
 
 
 def _check_head_dim(keys: Keys) -> tuple[Settings, list[Problem]]:
@@ -116,8 +104,8 @@ DEEPSEEK_V2 = Family(
     models="DeepSeek-V2, V2-Lite",
     what_differs="[latent attention](mla.md), shared experts, dense layers first, groups of experts ranked by their best",
     architecture="DeepseekV2ForCausalLM",
-    mappings=(*_MAPPINGS, *SEPARATE_EXPERTS),
-    in_memory_mappings=(*_MAPPINGS, *FUSED_EXPERTS),
+    mappings=(*_MAPPINGS, *tables.SEPARATE_EXPERTS),
+    in_memory_mappings=(*_MAPPINGS, *tables.FUSED_EXPERTS),
     translate=_deepseek_v2,
 )
 DEEPSEEK_V3 = Family(
@@ -126,8 +114,8 @@ DEEPSEEK_V3 = Family(
     what_differs="the same with sigmoid scores, groups ranked by their best two, a bias per expert",
     other_names=("kimi_k2",),
     architecture="DeepseekV3ForCausalLM",
-    mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *SEPARATE_EXPERTS),
-    in_memory_mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *FUSED_EXPERTS),
+    mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *tables.SEPARATE_EXPERTS),
+    in_memory_mappings=(*_MAPPINGS, *MTP_MAPPINGS, EXPERT_BIAS_MAPPING, *tables.FUSED_EXPERTS),
     ignored_tensors=("*rotary_emb.inv_freq", *MTP_COPIES),
     translate=_deepseek_v3,
 )

@@ -47,7 +47,6 @@ def _decoder(config: Translation, **defaults: Any) -> None:
 
 
 def _later_decoder(config: Translation, *, max_position_embeddings: int, full_attention_every: int) -> None:
-    """Translates what Gemma 2 and 3 have in common."""
     _decoder(config, num_key_value_heads=4, max_position_embeddings=max_position_embeddings, heads_divide_width=True)
     activation(config, "hidden_activation", "gelu_pytorch_tanh", _GATES)
     config.always(norm_placement="both")

@@ -7,15 +7,10 @@ apart.
 
 from __future__ import annotations
 
+from petatron.models.hf import moe_config_json as moe
 from petatron.models.hf.decoder_config_json import llama, predictions
 from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, MTP_COPIES, MTP_MAPPINGS, SHARED_EXPERTS
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import (
-    deepseek_routing,
-    expert_sizes,
-    experts_after_dense_layers,
-    sigmoid_router,
-)
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.shared_tables import FUSED_EXPERTS, LLAMA_MAPPINGS, SEPARATE_EXPERTS, llama_mappings_without
 from petatron.models.hf.translation import Translation
@@ -72,11 +67,11 @@ def _glm4_moe(config: Translation) -> None:
     config.copy("qk_layernorm", "use_qk_norm", False)
     rope(config, partial_rotary_factor=0.5)
     predictions(config)
-    expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(128, 8, 1408))
-    sigmoid_router(config)
+    moe.expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(128, 8, 1408))
+    moe.sigmoid_router(config)
     config.only(topk_method="noaux_tc", norm_topk_prob=True)
-    deepseek_routing(config, 2, n_shared_experts=1, routed_scaling_factor=1.0, n_group=1, topk_group=1)
-    experts_after_dense_layers(config, 1)
+    moe.deepseek_routing(config, 2, n_shared_experts=1, routed_scaling_factor=1.0, n_group=1, topk_group=1)
+    moe.experts_after_dense_layers(config, 1)
 
 
 GLM4_MOE = Family(

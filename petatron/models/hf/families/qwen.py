@@ -6,22 +6,16 @@ routing without `moe_router_pre_softmax`. Not dividing is our routing with it.
 
 from __future__ import annotations
 
+from petatron.models.hf import shared_tables as tables
 from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_at_steps, normalized_weights, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import (
-    FUSED_EXPERT_MAPPINGS,
-    GATED_MLP,
-    LLAMA_MAPPINGS,
-    SEPARATE_EXPERT_MAPPINGS,
-    module_mappings,
-)
 from petatron.models.hf.translation import Translation
 from petatron.models.hf.window_config_json import windows
 
 _SHARED_EXPERT_MAPPINGS = (
-    *module_mappings("layers.*.mlp.shared", "model.layers.*.mlp.shared_expert", GATED_MLP),
+    *tables.module_mappings("layers.*.mlp.shared", "model.layers.*.mlp.shared_expert", tables.GATED_MLP),
     ModuleMapping(("layers.*.mlp.shared_gate",), "model.layers.*.mlp.shared_expert_gate"),
 )
 
@@ -85,7 +79,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     models="Qwen 2, 2.5",
     what_differs="biases on q, k and v",
-    mappings=LLAMA_MAPPINGS,
+    mappings=tables.LLAMA_MAPPINGS,
     translate=_qwen2,
 )
 QWEN3 = Family(
@@ -93,7 +87,7 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     models="Qwen 3",
     what_differs="a norm on every query and key head",
-    mappings=LLAMA_MAPPINGS,
+    mappings=tables.LLAMA_MAPPINGS,
     translate=_qwen3,
 )
 QWEN2_MOE = Family(
@@ -101,8 +95,8 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     models="Qwen 1.5 and 2 MoE",
     what_differs="a shared expert with a gate; dense layers in between",
-    mappings=(*SEPARATE_EXPERT_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
-    in_memory_mappings=(*FUSED_EXPERT_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
+    mappings=(*tables.SEPARATE_EXPERT_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
+    in_memory_mappings=(*tables.FUSED_EXPERT_MAPPINGS, *_SHARED_EXPERT_MAPPINGS),
     translate=_qwen2_moe,
 )
 QWEN3_MOE = Family(
@@ -110,7 +104,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     models="Qwen 3 MoE",
     what_differs="head norms; dense layers in between",
-    mappings=SEPARATE_EXPERT_MAPPINGS,
-    in_memory_mappings=FUSED_EXPERT_MAPPINGS,
+    mappings=tables.SEPARATE_EXPERT_MAPPINGS,
+    in_memory_mappings=tables.FUSED_EXPERT_MAPPINGS,
     translate=_qwen3_moe,
 )

@@ -18,7 +18,7 @@ from petatron.kernels.registry import KernelContext
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.moe.moe_layer import MoELayer
 from petatron.layers.moe.router import Routing
-from petatron.models.decoder_spec import moe_spec
+from petatron.models.branch_specs import moe_spec
 from petatron.parallel.select_kernels import select_kernels
 from tests.counted_rows import counted
 from tests.seen import Seen

@@ -12,12 +12,7 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, MLP, PARALLEL
 from petatron.config.schema.sections.rope import is_factor
-from petatron.models.hf.families.hybrid.mamba_tables import (
-    BAMBA_MAPPINGS,
-    bamba_decoder,
-    bamba_expansion,
-    read_layer_count,
-)
+from petatron.models.hf.families.hybrid import mamba_tables
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
@@ -26,7 +21,7 @@ from petatron.models.model_spec import ModelSpec
 
 
 def _read_bamba_layers(keys: Keys) -> str | Problem:
-    count, chosen = read_layer_count(keys), keys.get("attn_layer_indices") or []
+    count, chosen = mamba_tables.read_layer_count(keys), keys.get("attn_layer_indices") or []
     if isinstance(count, Problem):
         return count
     if not isinstance(chosen, list) or not all(is_count(index) and index < count for index in chosen):
@@ -43,9 +38,9 @@ def _write_bamba_layers(pattern: str) -> Keys:
 
 def _bamba(config: Translation) -> None:
     config.layer_pattern(r"([M*]-)+", _read_bamba_layers, _write_bamba_layers, stand_in="M-*-")
-    bamba_decoder(config, max_position_embeddings=262144, head_dim=False)
+    mamba_tables.bamba_decoder(config, max_position_embeddings=262144, head_dim=False)
     rope(config, only_part=0.5)
-    bamba_expansion(config)
+    mamba_tables.bamba_expansion(config)
 
 
 BAMBA = Family(
@@ -53,7 +48,7 @@ BAMBA = Family(
     architecture="BambaForCausalLM",
     models="Bamba",
     what_differs="a [hybrid](mamba.md): Mamba-2 in most layers, half of each attention head rotated",
-    mappings=(ModuleMapping(("layers.*.mamba_norm",), "model.layers.*.input_layernorm"), *BAMBA_MAPPINGS),
+    mappings=(ModuleMapping(("layers.*.mamba_norm",), "model.layers.*.input_layernorm"), *mamba_tables.BAMBA_MAPPINGS),
     branches=2,
     translate=_bamba,
 )
@@ -72,11 +67,6 @@ _NORMS = {
     (True, True): "norm_then_gate",
 }
 """By `mamba_rms_norm` and `mamba_norm_before_gate`."""
-
-
-def _read_falcon_layers(keys: Keys) -> str | Problem:
-    count = read_layer_count(keys)
-    return count if isinstance(count, Problem) else (PARALLEL + MLP) * count
 
 
 def _factor_problems(keys: Keys) -> list[Problem]:
@@ -139,9 +129,8 @@ def _write_factors(spec: ModelSpec) -> Keys:
 
 
 def _falcon_h1(config: Translation) -> None:
-    symbols, write = PARALLEL + MLP, lambda pattern: {"num_hidden_layers": len(pattern) // 2}
-    config.layer_pattern(f"({symbols})+", _read_falcon_layers, write, stand_in=symbols)
-    bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
+    mamba_tables.equal_layers(config, PARALLEL + MLP)
+    mamba_tables.bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
     config.only(projectors_bias=False)
     rope(config)
     config.copy_same(**dict.fromkeys(_FACTORS, 1.0))
@@ -162,7 +151,7 @@ FALCON_H1 = Family(
     architecture="FalconH1ForCausalLM",
     models="Falcon-H1",
     what_differs="a [hybrid](mamba.md): attention and Mamba-2 in parallel in every layer, with factors on all they take and give",
-    mappings=BAMBA_MAPPINGS,
+    mappings=mamba_tables.BAMBA_MAPPINGS,
     ignored_tensors=("*rotary_emb.inv_freq", "*.mup_vector"),
     branches=2,
     translate=_falcon_h1,

@@ -16,17 +16,12 @@ from dataclasses import replace
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.layer_patterns import format_layers, linear_layers
+from petatron.models.hf import moe_config_json as moe
 from petatron.models.hf.check_claimed_counts import MAX_HEADS
 from petatron.models.hf.decoder_config_json import SILU_ALONE, latent_attention, llama, no_biases
 from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, LATENT_MAPPINGS, SHARED_EXPERTS
 from petatron.models.hf.families.mistral import MIXTRAL_EXPERTS
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import (
-    deepseek_routing,
-    expert_sizes,
-    experts_after_dense_layers,
-    sigmoid_router,
-)
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.shared_tables import FUSED_EXPERTS, leaf_mappings, module_mappings
 from petatron.models.hf.translation import Keys, Settings, Translation
@@ -147,13 +142,13 @@ def _translate(config: Translation) -> None:
     config.always(qk_layernorm=True, latent_norm_epsilon=1e-6, position_embedding_type="none")
     config.only(attention_bias=False, mla_use_nope=True)
     _linear_attention(config)
-    expert_sizes(config, "num_experts", "num_experts_per_token", "moe_intermediate_size", defaults=(256, 8, 1024))
-    sigmoid_router(config)
+    moe.expert_sizes(config, "num_experts", "num_experts_per_token", "moe_intermediate_size", defaults=(256, 8, 1024))
+    moe.sigmoid_router(config)
     config.only(moe_renormalize=True, moe_router_activation_func="sigmoid")
     keys = {"shared_key": "num_shared_experts", "groups_key": "num_expert_group"}
     routing = {"num_shared_experts": 1, "routed_scaling_factor": 2.446, "num_expert_group": 1, "topk_group": 1}
-    deepseek_routing(config, 2, **keys, **routing)
-    experts_after_dense_layers(config, 1, mlp_layer_types=None)
+    moe.deepseek_routing(config, 2, **keys, **routing)
+    moe.experts_after_dense_layers(config, 1, mlp_layer_types=None)
 
 
 def _linear_attention(config: Translation) -> None:

@@ -60,6 +60,19 @@ def read_layer_count(keys: Keys) -> int | Problem:
     return Problem("num_hidden_layers", f"{count!r:.40}", "is not a positive whole number of layers", OWN_FOLDER_FIX)
 
 
+def equal_layers(config: Translation, symbols: str) -> None:
+    """Translates layers that all have the branches of these symbols."""
+
+    def read(keys: Keys) -> str | Problem:
+        count = read_layer_count(keys)
+        return count if isinstance(count, Problem) else symbols * count
+
+    def write(pattern: str) -> Keys:
+        return {"num_hidden_layers": len(pattern) // len(symbols)}
+
+    config.layer_pattern(f"({symbols})+", read, write, stand_in=symbols)
+
+
 LAYER_KEYS = ("layers_block_type", "layer_types")
 
 

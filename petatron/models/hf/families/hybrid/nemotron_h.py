@@ -14,22 +14,14 @@ from dataclasses import replace
 
 from petatron.base.errors import Problem
 from petatron.config.schema.sections.hybrid import EXPERTS as EXPERT_LAYER
+from petatron.models.hf import moe_config_json as moe
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
 from petatron.models.hf.decoder_config_json import SQUARED_RELU, activation, llama, no_biases
-from petatron.models.hf.families.hybrid.mamba_tables import (
-    LAYER_KEYS,
-    LAYER_TYPES,
-    has_mamba,
-    mixer_mappings,
-    mixer_sizes,
-    read_layer_kinds,
-)
+from petatron.models.hf.families.hybrid import mamba_tables
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.moe_config_json import deepseek_routing, expert_sizes, experts_of_pattern, sigmoid_router
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.shared_tables import ATTENTION, EXPERTS, module_mappings
 from petatron.models.hf.translation import Keys, Translation
-from petatron.models.model_spec import ModelSpec
 
 _NO_BOUND = 1e-30
 _LAYER = "backbone.layers.*"
@@ -45,7 +37,7 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.mamba_norm",), f"{_LAYER}.norm"),
     ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.norm"),
     ModuleMapping(("layers.*.mlp_norm",), f"{_LAYER}.norm"),
-    *mixer_mappings(_MIXER),
+    *mamba_tables.mixer_mappings(_MIXER),
     *module_mappings("layers.*.attention", _MIXER, ATTENTION),
     *module_mappings("layers.*.mlp", _MIXER, _UNGATED_MLP),
     *module_mappings("layers.*.mlp.shared", f"{_MIXER}.shared_experts", _UNGATED_MLP),
@@ -57,13 +49,13 @@ _MAPPINGS = (
     ModuleMapping(("norm",), "backbone.norm_f"),
     ModuleMapping(("head",), "lm_head"),
 )
-_SYMBOLS = "".join(LAYER_TYPES)
+_SYMBOLS = "".join(mamba_tables.LAYER_TYPES)
 
 
 def _read_layers(keys: Keys) -> str | Problem:
     pattern = keys.get("hybrid_override_pattern")
-    if pattern is None or any(keys.get(key) is not None for key in LAYER_KEYS):
-        return read_layer_kinds(keys, "layers_block_type", _SYMBOLS)
+    if pattern is None or any(keys.get(key) is not None for key in mamba_tables.LAYER_KEYS):
+        return mamba_tables.read_layer_kinds(keys, "layers_block_type", _SYMBOLS)
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_SYMBOLS):
         rule = f"is no pattern of the symbols {_SYMBOLS}"
         return Problem("hybrid_override_pattern", f"{pattern!r:.40}", rule, OWN_FOLDER_FIX)
@@ -71,7 +63,7 @@ def _read_layers(keys: Keys) -> str | Problem:
 
 
 def _write_layers(pattern: str) -> Keys:
-    kinds = [LAYER_TYPES[symbol] for symbol in pattern]
+    kinds = [mamba_tables.LAYER_TYPES[symbol] for symbol in pattern]
     return {"layers_block_type": kinds, "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
 
 
@@ -108,25 +100,25 @@ def _translate(config: Translation) -> None:
 
 def _mixers(config: Translation) -> None:
     keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "chunk_size")
-    mixer_sizes(config, keys, (128, 64, 8, 128, 128))
+    mamba_tables.mixer_sizes(config, keys, (128, 64, 8, 128, 128))
     config.only(conv_kernel=4, use_conv_bias=True, mamba_hidden_act="silu")
     groups, rest = "mamba_norm_groups", {"time_step_min": _NO_BOUND, "num_nextn_predict_layers": 0}
     config.convert((groups,), lambda keys: ({groups: keys["n_groups"]}, []), lambda spec: rest)
-    config.expect(groups, "a gated norm over as many groups as B and C have", _has_common_groups)
-
-
-def _has_common_groups(spec: ModelSpec) -> bool:
-    return not has_mamba(spec) or spec.config.mamba_norm_groups == spec.config.mamba_num_groups
+    config.expect(
+        groups,
+        "a gated norm over as many groups as B and C have",
+        lambda spec: not mamba_tables.has_mamba(spec) or spec.config.mamba_norm_groups == spec.config.mamba_num_groups,
+    )
 
 
 def _experts(config: Translation) -> None:
     width = "moe_shared_expert_intermediate_size"
-    expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(8, 2, 7688))
+    moe.expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(8, 2, 7688))
     config.copy(width, width, 7688)
     config.copy("moe_latent_size", "moe_latent_size", None)
-    sigmoid_router(config)
-    deepseek_routing(config, 2, **_ROUTING)
-    experts_of_pattern(config)
+    moe.sigmoid_router(config)
+    moe.deepseek_routing(config, 2, **_ROUTING)
+    moe.experts_of_pattern(config)
 
 
 NEMOTRON_H = Family(

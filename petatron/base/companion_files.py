@@ -16,9 +16,6 @@ from petatron.base.errors import PetatronError
 from petatron.base.safe_files import symlink_target_outside
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 
-CONFIG_FILE = "config.json"
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-"""The file in which Megatron-LM names its newest step."""
 COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -35,11 +32,6 @@ COMPANION_FILES = (
 _MAX_BYTES = 1 << 28
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines", "attn_implementation", "_attn_implementation")
 """Settings that name the code that loads a model, the last two because they may name a repository of kernels."""
-
-
-def is_hf_folder(path: Path) -> bool:
-    """Whether this is a Hugging Face model folder, and not one of checkpoints."""
-    return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
 
 
 def find_companion_files(

@@ -15,8 +15,7 @@ and of these only some, where the value says so:
 
 `bias` says that a score gets a number which depends on the distance of the two tokens alone: ALiBi's, or a layer's own table.
 
-A layer's spec has the value without the parts of a batch; `of_batch` adds these. This module does not import torch, so that checks of
-configurations can ask for a capability.
+A layer's spec has the value without the parts of a batch; `of_batch` adds these.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ CAUSAL = Visibility()
 class VisibilitySupport:
     """What a kernel can compute, declared beside it: the kinds, and which restrictions of them.
 
-    score_rules: caps, sinks and biases of scores (`attention/score_rules.py`).
+    score_rules: caps, sinks and biases of scores (`score_rules.py`).
     """
 
     kinds: frozenset[VisibilityKind]
@@ -136,16 +135,6 @@ class VisibilitySupport:
         )
 
 
-EVERYTHING = VisibilitySupport.of(
-    "causal",
-    "full",
-    "prefix",
-    "cross",
-    window=True,
-    chunk=True,
-    first_k=True,
-    documents=True,
-    key_spans=True,
-    score_rules=True,
-)
+_RESTRICTIONS = ("window", "chunk", "first_k", "documents", "key_spans", "score_rules")
+EVERYTHING = VisibilitySupport.of("causal", "full", "prefix", "cross", **dict.fromkeys(_RESTRICTIONS, True))
 """What the reference computes, on any device."""
