@@ -18,7 +18,7 @@ from petatron.config.schema.data_blend import BlendError, named_sets, read_blend
 from petatron.config.schema.default_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
-from petatron.data import gpt_kind  # noqa: F401  registers the kind of a run that names none
+from petatron.data import gpt_dataset  # noqa: F401  registers the kind of a run that names none
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import (
     BlendedDataset,
@@ -288,7 +288,11 @@ def _size_warnings(
     for part, count in zip(sources, taken):  # a list may name one dataset a thousand times
         samples[part.source.name] = samples.get(part.source.name, 0.0) + count * used / sum(taken)
     by_name = {part.source.name: part for part in sources}
-    shares = [SourceShare(part.source, part.units, samples[name]) for name, part in by_name.items() if samples[name]]
+    shares = [
+        SourceShare(part.source, part.units, part.size, samples[name])
+        for name, part in by_name.items()
+        if samples[name]
+    ]
     return kind.size_warnings(shares, request, eval_iters=train.eval_iters)
 
 

@@ -46,10 +46,11 @@ class DatasetRequest:
 
 @dataclass(frozen=True, slots=True)
 class SourceShare:
-    """What one split takes from one source: some of its units, and the samples in the whole run or in one evaluation."""
+    """What one split takes from one source: some of its units, of a size, and the samples in the whole run or in one evaluation."""
 
     source: DataSource
     units: range
+    size: int
     samples: float
 
 

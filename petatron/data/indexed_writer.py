@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -103,13 +102,10 @@ class IndexedWriter:
     def finish(self) -> None:
         """Writes the index and publishes both files."""
         try:
-            self._publish()
-        except OSError as error:
+            with self._writing():
+                self._publish()
+        finally:
             self.abort()
-            raise DataError(
-                f"Cannot write {self._bin}: {error}. Free some space, or choose another output prefix."
-            ) from error
-        self.abort()
 
     def abort(self) -> None:
         """Closes and removes the temporary files; after finish() only the spool files remain to be removed."""
@@ -123,9 +119,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
         else:
@@ -173,12 +167,16 @@ class IndexedWriter:
         return tokens.astype(self.dtype)
 
     def _write(self, file: BinaryIO, array: NDArray) -> None:
-        try:
+        with self._writing():
             file.write(np.ascontiguousarray(array).data)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
-            raise DataError(
-                f"Cannot write {self._bin}: {error}. Free some space, or choose another output prefix."
-            ) from error
+            fix = "Free some space, or choose another output prefix."
+            raise DataError(f"Cannot write {self._bin}: {error}. {fix}") from error
 
 
 def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> IndexedDataset:

@@ -1,4 +1,4 @@
-"""Reads JSON lines in blocks: plain, gzip or zstd, detected by their first bytes, not by their names.
+"""Reads JSON lines in blocks: plain, gzip or zstd, detected by their first bytes, not by their names; and plain text as JSON lines.
 
 A block is a run of whole lines with the number of its first, so that it can be parsed elsewhere and still name the line
 a problem is on. Splitting on newline bytes alone is correct for UTF-8, and cheap; nothing is decoded here.
@@ -6,20 +6,28 @@ a problem is on. Splitting on newline bytes alone is correct for UTF-8, and chea
 A few kilobytes may decompress to gigabytes, so nothing is decompressed further than a block, and a line is refused when it is
 longer than `max_line_bytes`. With zstd that limit is also the largest window a frame may ask for, and as one call can make 32 MiB
 of 1 KiB, it is given no more than that at a time. Memory is bounded by a line of the limit and 32 MiB.
+
+Documents of plain text are paragraphs, which end at a blank line, or a whole file. They become JSON lines here, so that workers, errors
+and output are those of the other format. Nothing of the text changes but blank lines between paragraphs, and blank space at the ends of a
+document.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import open_regular_file
 
+InputFormat = Literal["jsonl", "text", "text-file"]
+"""JSON lines; text whose paragraphs are documents; text whose files are documents."""
+INPUT_FORMATS: tuple[InputFormat, ...] = ("jsonl", "text", "text-file")
 BLOCK_BYTES = 1 << 18
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -68,11 +76,7 @@ def read_line_blocks(
             f"{path}:{line + error.after}: the line is longer than {max_line_bytes:,} bytes. If that is meant, allow more with "
             "--max-line-bytes."
         ) from error
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-    ) as error:  # a truncated or damaged gzip file raises the last two, or an OSError
+    except (OSError, EOFError, zlib.error) as error:  # a damaged gzip file raises the last two, or an OSError
         if isinstance(error, FileNotFoundError):
             raise DataError(f"{path} does not exist. Check the path.") from error
         raise DataError(
@@ -176,3 +180,64 @@ def _zstd_chunks(file: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
         raise OSError(f"{error}{hint}") from error
     if frame is not None:
         raise OSError("the compressed data ends too early")
+
+
+def read_text_blocks(
+    path: str | Path,
+    *,
+    key: str,
+    whole_file: bool,
+    block_bytes: int,
+    max_line_bytes: int,
+    max_lines: int | None = None,
+) -> Iterator[LineBlock]:
+    """Yields the documents of a text file as blocks of JSON lines with the one key; `max_lines` is the most documents."""
+    lines: list[str] = []
+    size = count = position = 0
+    for text, position in _documents(path, whole_file, block_bytes, max_line_bytes):
+        if max_lines is not None and count + len(lines) >= max_lines:
+            break
+        lines.append(json.dumps({key: text}, ensure_ascii=False))
+        size += len(lines[-1])
+        if size >= block_bytes:
+            yield LineBlock(str(path), count + 1, "\n".join([*lines, ""]).encode(), position)
+            count += len(lines)
+            lines, size = [], 0
+    if lines:
+        yield LineBlock(str(path), count + 1, "\n".join([*lines, ""]).encode(), position)
+
+
+def _documents(
+    path: str | Path, whole_file: bool, block_bytes: int, max_document_bytes: int
+) -> Iterator[tuple[str, int]]:
+    """Yields documents and the bytes read so far."""
+    pending: list[bytes] = []
+    size = position = 0
+    first = number = 0
+    for block in read_line_blocks(path, block_bytes=block_bytes, max_line_bytes=max_document_bytes):
+        position = block.file_position
+        for number, line in enumerate(block.data.removesuffix(b"\n").split(b"\n"), block.first_line):
+            if line.isspace() or not line:
+                if pending and not whole_file:
+                    yield _text(path, first, pending), position
+                    pending, size = [], 0
+                if not pending:
+                    continue
+            first = first if pending else number
+            pending.append(line)
+            size += len(line) + 1
+            if size > max_document_bytes:
+                raise DataError(
+                    f"{path}:{first}: the document is longer than {max_document_bytes:,} bytes. If that is meant, allow more "
+                    "with --max-line-bytes; if paragraphs are documents, use --input-format text."
+                )
+    if pending:
+        yield _text(path, first, pending), position
+
+
+def _text(path: str | Path, first_line: int, lines: list[bytes]) -> str:
+    try:
+        return b"\n".join(lines).decode().strip()
+    except UnicodeDecodeError as error:
+        line = first_line + b"\n".join(lines)[: error.start].count(b"\n")
+        raise DataError(f"{path}:{line}: not UTF-8 text ({error.reason}). Convert the file to UTF-8.") from error

@@ -37,8 +37,14 @@ from petatron.base.terminal_escape import printable
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.data.jsonl_reader import BLOCK_BYTES, MAX_LINE_BYTES, LineBlock, read_line_blocks
-from petatron.data.text_reader import InputFormat, read_text_blocks
+from petatron.data.jsonl_reader import (
+    BLOCK_BYTES,
+    MAX_LINE_BYTES,
+    InputFormat,
+    LineBlock,
+    read_line_blocks,
+    read_text_blocks,
+)
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 
 BLOCKS_PER_WORKER = 4

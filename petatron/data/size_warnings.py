@@ -7,9 +7,9 @@ of one document, looks like a result. Only these numbers show that it is not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from petatron.base.format_text import count_with_noun
+from petatron.data.dataset_kinds import SourceShare
 
 MAX_EPOCHS = 16
 """Training warns above this. Muennighoff et al. (2023, "Scaling Data-Constrained Language Models") fit the value of repeated tokens by an
@@ -20,45 +20,34 @@ MAX_NAMED_SOURCES = 3
 """A blend may have thousands of sources; a line describes this many, and counts the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceUse:
-    """What one split takes from one token file."""
+def size_warnings(split: str, shares: Sequence[SourceShare], *, seq_length: int, eval_iters: int) -> list[str]:
+    """Returns one line for each kind of problem that token files of a split have.
 
-    prefix: str
-    unit: str
-    """"documents" or "sequences"."""
-    num_units: int
-    num_tokens: int
-    samples: float
-    """Samples that training takes in the whole run, or that one evaluation takes."""
-
-    def epochs(self, seq_length: int) -> float:
-        return self.samples * seq_length / self.num_tokens
-
-
-def size_warnings(split: str, sources: Sequence[SourceUse], *, seq_length: int, eval_iters: int) -> list[str]:
-    """Returns one line for each kind of problem that sources of a split have.
-
-    >>> size_warnings("train", [SourceUse("tiny", "documents", 1, 7, 100.0)], seq_length=256, eval_iters=10)
+    >>> from petatron.data.dataset_kinds import DataSource
+    >>> class Tiny(DataSource):
+    ...     def dataset(self, units, request):
+    ...         raise NotImplementedError
+    >>> share = SourceShare(Tiny("tiny", num_units=1), range(1), size=7, samples=100.0)
+    >>> size_warnings("train", [share], seq_length=256, eval_iters=10)
     ['few tokens for training: tiny has 7 tokens, and one sample has 256, which repeats them 36.6 times; the run repeats them 3,657 times']
     """
     warn = _training_warnings if split == "train" else _evaluation_warnings
-    return list(warn(split, sources, seq_length, eval_iters))
+    return list(warn(split, shares, seq_length, eval_iters))
 
 
-def _training_warnings(split: str, sources: Sequence[SourceUse], seq_length: int, eval_iters: int) -> Iterator[str]:
-    few = [source for source in sources if source.num_tokens <= seq_length]
-    many = [source for source in sources if source not in few and source.epochs(seq_length) > MAX_EPOCHS]
+def _training_warnings(split: str, shares: Sequence[SourceShare], seq_length: int, eval_iters: int) -> Iterator[str]:
+    few = [share for share in shares if share.size <= seq_length]
+    many = [share for share in shares if share not in few and _epochs(share, seq_length) > MAX_EPOCHS]
     if few:
         texts = (
-            f"{_few_tokens(source, seq_length)}; the run repeats them {source.epochs(seq_length):,.0f} times"
-            for source in few
+            f"{_few_tokens(share, seq_length)}; the run repeats them {_epochs(share, seq_length):,.0f} times"
+            for share in few
         )
         yield f"few tokens for training: {_join(texts, len(few))}"
     if many:
         texts = (
-            f"{source.prefix} has {source.num_tokens:,} tokens, which the run reads {source.epochs(seq_length):,.1f} times"
-            for source in many
+            f"{share.source.name} has {share.size:,} tokens, which the run reads {_epochs(share, seq_length):,.1f} times"
+            for share in many
         )
         yield (
             f"many epochs: {_join(texts, len(many))}. Above about {MAX_EPOCHS} epochs a model mostly memorizes: "
@@ -66,31 +55,37 @@ def _training_warnings(split: str, sources: Sequence[SourceUse], seq_length: int
         )
 
 
-def _evaluation_warnings(split: str, sources: Sequence[SourceUse], seq_length: int, eval_iters: int) -> Iterator[str]:
+def _evaluation_warnings(split: str, shares: Sequence[SourceShare], seq_length: int, eval_iters: int) -> Iterator[str]:
     name = {"valid": "validation"}.get(split, split)
-    few = [source for source in sources if source.num_tokens <= seq_length]
-    single = [source for source in sources if source not in few and source.num_units == 1]
+    few = [share for share in shares if share.size <= seq_length]
+    single = [share for share in shares if share not in few and len(share.units) == 1]
     if few:
-        yield f"few tokens for {name}: {_join((_few_tokens(source, seq_length) for source in few), len(few))}"
+        yield f"few tokens for {name}: {_join((_few_tokens(share, seq_length) for share in few), len(few))}"
     if single:
-        texts = (f"one of {source.prefix} ({source.num_tokens:,} tokens)" for source in single)
+        texts = (f"one of {share.source.name} ({share.size:,} tokens)" for share in single)
         yield (
-            f"the {name} split is a single {single[0].unit.removesuffix('s')}: {_join(texts, len(single))}. "
+            f"the {name} split is a single {single[0].source.unit.removesuffix('s')}: {_join(texts, len(single))}. "
             "Its loss tells about that text alone; give the split a larger share (--split), or data of its own"
         )
-    epochs = sum(source.samples for source in sources) * seq_length / sum(source.num_tokens for source in sources)
+    epochs = sum(share.samples for share in shares) * seq_length / sum(share.size for share in shares)
     if epochs > MAX_EVALUATION_EPOCHS:
-        tokens = sum(source.num_tokens for source in sources)
+        tokens = sum(share.size for share in shares)
         yield (
             f"an evaluation reads the {tokens:,} tokens of the {name} split {epochs:,.1f} times; "
             f"--eval-iters {max(1, round(eval_iters / epochs))} reads them about once"
         )
 
 
-def _few_tokens(source: SourceUse, seq_length: int) -> str:
-    repeats = seq_length / source.num_tokens
-    tokens = count_with_noun(source.num_tokens, "token")
-    return f"{source.prefix} has {tokens}, and one sample has {seq_length:,}, which repeats them {repeats:,.1f} times"
+def _epochs(share: SourceShare, seq_length: int) -> float:
+    return share.samples * seq_length / share.size
+
+
+def _few_tokens(share: SourceShare, seq_length: int) -> str:
+    repeats = seq_length / share.size
+    tokens = count_with_noun(share.size, "token")
+    return (
+        f"{share.source.name} has {tokens}, and one sample has {seq_length:,}, which repeats them {repeats:,.1f} times"
+    )
 
 
 def _join(texts: Iterator[str], count: int) -> str:

@@ -105,18 +105,14 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             self._decoder = IdDecoder(self._fast, given)
             self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)
-        self.eod = self._find_eod(file.parent / "tokenizer_config.json")
+        candidates = (_eos_in_config(file.parent / "tokenizer_config.json"), *EOD_CANDIDATES)
+        ids = (self._fast.token_to_id(token) for token in candidates if token is not None)
+        self.eod = next((number for number in ids if number is not None), None)
         self._files = {name: read_companion_file(path, DataError) for name, path in beside.items()}
         self._files["tokenizer.json"] = content
 
     def files(self) -> dict[str, bytes]:
         return {**_default_tokenizer_config(self._fast, self.eod), **self._files}
-
-    def _find_eod(self, config: Path) -> int | None:
-        named = _eos_in_config(config)
-        candidates = EOD_CANDIDATES if named is None else (named, *EOD_CANDIDATES)
-        ids = (self._fast.token_to_id(token) for token in candidates)
-        return next((number for number in ids if number is not None), None)
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):

@@ -62,13 +62,7 @@ _EXPECTED = 'It holds {"name", "ranks": [[{"kind", "stage", "micro_batch", "star
 def timed_action_to_json(timed: TimedAction) -> dict[str, str | int | float]:
     """Converts a timed action to JSON values."""
     action = timed.action
-    return {
-        "kind": str(action.kind),
-        "stage": action.stage,
-        "micro_batch": action.micro_batch,
-        "start": timed.start,
-        "end": timed.end,
-    }
+    return {**action._asdict(), "kind": str(action.kind), "start": timed.start, "end": timed.end}
 
 
 def timed_action_from_json(record: dict[str, str | int | float]) -> TimedAction:

@@ -174,13 +174,11 @@ class UnitCostSimulation:
         )
         results[micro_batch] = now
         if 0 <= consumer < len(self._rank_of):
-            self._wake(self._rank_of[consumer], results, micro_batch)
-
-    def _wake(self, rank: int, results: list[int], micro_batch: int) -> None:
-        awaited = self._awaited[rank]
-        if awaited is not None and awaited[0] is results and awaited[1] == micro_batch:
-            self._awaited[rank] = None
-            self._ready.append(rank)
+            rank = self._rank_of[consumer]
+            awaited = self._awaited[rank]
+            if awaited is not None and awaited[0] is results and awaited[1] == micro_batch:
+                self._awaited[rank] = None
+                self._ready.append(rank)
 
     def actions(self, rank: int) -> RankActions:
         """Returns a rank's computations and, at the times at which messages are produced, its transfers."""
@@ -210,27 +208,16 @@ class UnitCostSimulation:
 
     def _send_recv(self, rank: int) -> Iterator[_ActionArrays]:
         """Yields the messages from and to a rank's stages, one part for each stage, neighbor and direction."""
-        last = len(self._rank_of) - 1
+        before = ActionKind.RECEIVE_FORWARD, ActionKind.SEND_BACKWARD
+        after = ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD
         for stage in (stage for stage, owner in enumerate(self._rank_of) if owner == rank):
-            for other, ends in ((stage - 1, self._previous_stage_send_recv), (stage + 1, self._next_stage_send_recv)):
-                if 0 <= other <= last and self._rank_of[other] != rank:
-                    yield from ends(stage)
-
-    def _previous_stage_send_recv(self, stage: int) -> Iterator[_ActionArrays]:
-        yield _ActionArrays.send_recv(
-            ActionKind.RECEIVE_FORWARD, stage, self._outputs[stage - 1], priority=_forward_priority(stage - 1)
-        )
-        yield _ActionArrays.send_recv(
-            ActionKind.SEND_BACKWARD, stage, self._input_grads[stage], priority=_backward_priority(stage)
-        )
-
-    def _next_stage_send_recv(self, stage: int) -> Iterator[_ActionArrays]:
-        yield _ActionArrays.send_recv(
-            ActionKind.SEND_FORWARD, stage, self._outputs[stage], priority=_forward_priority(stage)
-        )
-        yield _ActionArrays.send_recv(
-            ActionKind.RECEIVE_BACKWARD, stage, self._input_grads[stage + 1], priority=_backward_priority(stage + 1)
-        )
+            for source, (forward, backward) in ((stage - 1, before), (stage, after)):
+                target = source + 1
+                if source < 0 or target == len(self._rank_of) or self._rank_of[source] == self._rank_of[target]:
+                    continue
+                first, second = _SEND_RECV_PRIORITY - source, _SEND_RECV_PRIORITY + 1 + target
+                yield _ActionArrays.send_recv(forward, stage, self._outputs[source], priority=first)
+                yield _ActionArrays.send_recv(backward, stage, self._input_grads[target], priority=second)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,11 +244,3 @@ class _ActionArrays:
 # possible: forward ones from the last stage to the first, then backward ones from the first stage to the last.
 _SEND_RECV_PRIORITY = 1 << 32
 _COMPUTE_PRIORITY = 0
-
-
-def _forward_priority(source: int) -> int:
-    return _SEND_RECV_PRIORITY - source
-
-
-def _backward_priority(source: int) -> int:
-    return _SEND_RECV_PRIORITY + 1 + source

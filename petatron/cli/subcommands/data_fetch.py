@@ -14,9 +14,8 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.format_text import count_with_noun
 
 if TYPE_CHECKING:
-    from petatron.data.fetch.plan_fetch import FetchPlan
+    from petatron.data.fetch.plan_fetch import FetchPlan, SourceRecord
     from petatron.data.fetch.run_fetch import FetchProgress
-    from petatron.data.fetch.source_record import SourceRecord
 
 _SECONDS_BETWEEN_LINES = 5.0
 _EXAMPLE_PRESET = "tiny-llama"
@@ -124,8 +123,8 @@ def _progress_lines() -> Callable[[FetchProgress], None]:
 
 
 def _print_result(plan: FetchPlan, record: SourceRecord) -> None:
+    from petatron.data.fetch.plan_fetch import RECORD_FILE
     from petatron.data.fetch.run_fetch import describe_skipped
-    from petatron.data.fetch.source_record import RECORD_FILE
 
     for split in plan.files:
         shards = record.shards[split]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from petatron.data.bpe.byte_level_decoder import byte_characters
@@ -47,13 +48,8 @@ def _shrinkage(normalizer: Any) -> int | None:
         return 1
     kind = normalizer.get("type")
     if kind == "Sequence":
-        factor = 1
-        for part in normalizer.get("normalizers") or []:
-            part_factor = _shrinkage(part)
-            if part_factor is None:
-                return None
-            factor *= part_factor
-        return factor
+        factors = [_shrinkage(part) for part in normalizer.get("normalizers") or []]
+        return None if None in factors else math.prod(factor or 1 for factor in factors)
     if kind == "NFC":
         return _NFC_SHRINKAGE
     if kind == "Replace":

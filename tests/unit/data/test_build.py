@@ -13,7 +13,7 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig, TrainConfig
-from petatron.data import gpt_kind
+from petatron.data import gpt_dataset
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.build_datasets import build_datasets
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, RecordSource, register_dataset
@@ -74,13 +74,13 @@ def test_a_dataset_named_often_is_built_once(
 ) -> None:
     """A list of 33 KB may name one dataset four thousand times; equal shares of it are equal samples."""
     built: list[int | None] = []
-    plain = gpt_kind.GPTDataset
+    plain = gpt_dataset.GPTDataset
 
     def counted(*args: Any, num_samples: int | None, **options: Any) -> GPTDataset:
         built.append(num_samples)
         return plain(*args, num_samples=num_samples, **options)
 
-    monkeypatch.setattr(gpt_kind, "GPTDataset", counted)
+    monkeypatch.setattr(gpt_dataset, "GPTDataset", counted)
     prefix = make_dataset(hundreds(0, 20))
     config = run_config(tmp_path, data_path=("0.25", prefix) * 4, split="100,0,0")
     assert len(tokens(build_datasets(config, None, (8, 0, 0)).train)) > 0

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from petatron.mesh.launch import socket_owner
+from petatron.mesh.launch import connection_guard
 from petatron.mesh.launch.connection_guard import is_address_of_gloo
 from tests.forked_python import run_forked
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
-WAYS = {"kernel": socket_owner._ask_kernel, "tables": socket_owner._search_tables}
+WAYS = {"kernel": connection_guard._ask_kernel, "tables": connection_guard._search_tables}
 CONNECT = """
 import os, socket, sys
 os.setgid(65534); os.setuid(65534)
