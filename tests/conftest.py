@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,17 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+FOLDERS_OF_MARKERS = {"gpu": "gpu", "nccl": "nccl", "megatron_core": "megatron"}
+"""Folders of `tests` whose tests all have a marker."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A folder that `-m 'not gpu and ...'` leaves out need not be imported."""
+    marker = FOLDERS_OF_MARKERS.get(collection_path.name) if collection_path.parent == Path(__file__).parent else None
+    left_out = marker is not None and f"not {marker}" in config.getoption("-m").split(" and ")
+    return True if left_out else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules that collection imports stay to the end: no garbage collection of a test need look through them, as it would for
@@ -34,7 +46,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,12 @@ BRITISH = re.compile(
 ODD_PHRASES = re.compile(r"each of so many|by as many|with each of two values in their place")
 
 
+@cache
+def given_names(source: str) -> tuple[tuple[int, str], ...]:
+    """A source is parsed once for all tests."""
+    return tuple(names(ast.parse(source)))
+
+
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Every name that code gives: variables, parameters, attributes, functions, classes."""
     for node in ast.walk(tree):
@@ -45,6 +52,7 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 pass
 
 
+@cache
 def parts(name: str) -> set[str]:
     """
     >>> sorted(parts("_ParamFacts")), sorted(parts("step_facts"))
@@ -55,7 +63,7 @@ def parts(name: str) -> set[str]:
 
 def problems(source: str) -> list[str]:
     lines = []
-    for line, name in names(ast.parse(source)):
+    for line, name in given_names(source):
         if name.strip("_").lower() in VAGUE:
             lines.append(f"{line}: {name} could be anything: name the thing")
         lines += [f"{line}: {name}: say {OTHER_WORDS[part]}" for part in sorted(parts(name) & OTHER_WORDS.keys())]
@@ -83,7 +91,7 @@ def test_draft_is_speculation_and_sink_is_attention():
     wrong = []
     for path in modules():
         room = path.relative_to(PACKAGE).as_posix()
-        for line, name in names(ast.parse(path.read_text())):
+        for line, name in given_names(path.read_text()):
             if SPEAKS_OF_SPECULATION.search(name) and not room.startswith(speculation):
                 wrong.append(f"{path}:{line} {name}")
             if SPEAKS_OF_ATTENTION.search(name) and not room.startswith(attention):
