@@ -18,6 +18,7 @@ import torch
 
 from tests.dist import RankPool, preload_for_every_fork
 from tests.forked_python import ForkedPython
+from tests.longform import mark_diagonals
 from tests.quick_disk import skip_flushes
 from tests.triton_interpreter import remap_once
 
@@ -36,6 +37,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     marker = FOLDERS_OF_MARKERS.get(collection_path.name) if collection_path.parent == Path(__file__).parent else None
     left_out = marker is not None and f"not {marker}" in config.getoption("-m").split(" and ")
     return True if left_out else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_diagonals(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,6 +30,7 @@ from petatron.validate import load_config
 from tests.golden.make_checkpoint import FOLDER, MODEL, RUN, STEP
 from tests.golden.reader import read_checkpoint
 from tests.heard import heard
+from tests.longform import diagonal
 from tests.unit.checkpoint.rewriting import TABLE, rewrite_manifest, rewrite_table, tables
 
 STATE = "state/rank-00000.safetensors"
@@ -184,6 +185,7 @@ DAMAGE = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_one_error_with_file_and_remedy(
     name: str, folder: Path, state: TrainState, capsys: pytest.CaptureFixture[str]

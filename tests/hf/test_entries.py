@@ -34,7 +34,7 @@ from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec, spec_from_config
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 from tests.hf.ours import run_config
-from tests.hf.zoo import BUILDERS, truth
+from tests.hf.zoo import ZOO, truth
 
 _OTHER_POSITIONS: st.SearchStrategy[Literal["learned_absolute", "none"]] = st.sampled_from(("learned_absolute", "none"))
 
@@ -100,7 +100,7 @@ def assert_covers(entries: tuple[FolderEntry, ...], spec: ModelSpec) -> None:
     assert all((counts == 1).all() for counts in held.values())
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ZOO)
 def test_a_folder_holds_what_transformers_saves(name: str, tmp_path: Path):
     spec = model_spec(run_config(truth(name).config, tmp_path))
     entries = folder_entries(spec, truth(name).config["model_type"])

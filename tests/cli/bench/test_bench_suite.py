@@ -32,6 +32,7 @@ from petatron.bench.peers.bench_model import bench_spec
 from petatron.cli.bench import main
 from petatron.validate import load_config
 from tests.load_deadline import scaled, wait_until
+from tests.longform import diagonal
 
 RESULTS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 OURS = {"tokens_per_s": 2000.4, "mfu_full": 0.51234, "peak_bytes": 30_000_000_000, "breakdown": None}
@@ -66,6 +67,7 @@ def in_process(words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | N
 FAMILIES = ("llama-125m", "llama-8b-fp8", "mixtral-slice", "qwen3-30b-a3b", "qwen3-0.6b", "gemma3-1b", "gpt-125m")
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(entry.name, marks=() if entry.name in FAMILIES else pytest.mark.slow) for entry in ENTRIES],

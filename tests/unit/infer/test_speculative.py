@@ -30,7 +30,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model, build_optimizer
 from petatron.validate import load_config
 from tests.dist import RankPool
-from tests.longform import every_second, later, over_nccl
+from tests.longform import diagonal, every_second, later, over_nccl
 from tests.unit.infer.test_sample import LATENT, MODEL, POSITIONS, VOCAB, model_in
 
 PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5, 6, 50]]
@@ -103,6 +103,7 @@ def without_drafts(kind: str) -> list[Completion]:
     return complete(trained_model(KINDS[kind]), PARAMS, page_size=4)[0]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("kind", ["attention", "latent", later("window"), "two depths"])
 @pytest.mark.parametrize("drafts", [later(1), 3])
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ def test_drafts_change_no_token(kind: str, drafts: int, options: dict[str, int])
     assert engine.stats.accepted_tokens > 0
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("drafts", "least"), [(1, 1.4), (3, 1.8)])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_trained_head_gives_several_tokens_per_step(drafts: int, least: float, params: SamplingParams):
@@ -185,6 +187,7 @@ def drafts_by_hand(model: ParallelModel, ids: list[int], count: int) -> list[int
     return found
 
 
+@diagonal(2)
 @pytest.mark.parametrize("kind", ["attention", "latent", "two depths"])
 @pytest.mark.parametrize("trained", [True, False], ids=["accepted", "rejected"])
 def test_drafts_are_those_of_the_whole_sequence(kind: str, trained: bool):

@@ -39,7 +39,7 @@ from petatron.parallel.tensor_parallel import (
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from petatron.validate import load_config
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.run_stage import run_stage
 from tests.unit.models.kept import kept_bytes
 
@@ -197,6 +197,7 @@ ALL_KINDS = ("gpt", "llama", "mla")
 FEW_KINDS = ("nothing", "mlp", "attention", "uniform-2")
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("kind", "kinds"),
     [

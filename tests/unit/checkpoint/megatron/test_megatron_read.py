@@ -16,6 +16,7 @@ import torch
 
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from tests.longform import diagonal
 from tests.unit.checkpoint.megatron.megatron_files import VOCAB, WIDTH, Case, truth, write_dist, write_legacy
 
 LLAMA = Case()
@@ -75,6 +76,7 @@ DIST = (
 )
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", DIST)
 @pytest.mark.parametrize("halves, per_layer", [(False, False), (True, True)])
 def test_torch_dist(tmp_path: Path, name: str, halves: bool, per_layer: bool):
