@@ -346,7 +346,7 @@ def test_a_checkpoint_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_diff_across_layouts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr(diff_checkpoints, "_BATCH_ELEMENTS", 50)  # so that tensors are cut anywhere
+    monkeypatch.setattr(diff_checkpoints, "_BATCH_ELEMENTS", 400)  # so that tensors are cut anywhere
     tensors = read_checkpoint(folder / NEWEST)
     whole = _save_whole(tmp_path / "whole", tensors)
     code, out, _ = _ask(capsys, "diff", folder, whole)

@@ -36,7 +36,7 @@ from tests.serve.load import LoadClients, LoadReport, SerialAnswers, make_prompt
 
 ROOT = Path(__file__).parent.parent.parent
 TRAINING = ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--vocab-size", "257", "--num-layers", "2"]
-SHORT_S, LONG_S, MOST_MORE_S = 1.5, 300.0, 30.0
+SHORT_S, LONG_S, MOST_MORE_S = 0.5, 300.0, 30.0
 # Fewer than 64 clients need at once: some wait, some are preempted, some are refused.
 SIZES = [
     "--num-pages",
@@ -228,10 +228,10 @@ def test_a_swap_under_load_mixes_no_answer(run_folder: Path, tmp_path: Path):
         clients = LoadClients(server.url, models, num_clients=16)
 
         async def save_and_stop() -> None:
-            while clients.report.of_model[0] < 20:
+            while clients.report.of_model[0] < 8:
                 await asyncio.sleep(0.02)
             (folders[1] / "step-00000002").rename(folders[0] / "step-00000002")
-            while clients.report.of_model[1] < 20:
+            while clients.report.of_model[1] < 8:
                 await asyncio.sleep(0.02)
             clients.stop.set()
 

@@ -242,8 +242,12 @@ def _has_ended(pid: int) -> bool:
 
 
 def test_a_child_that_fails_leaves_its_log(monkeypatch: pytest.MonkeyPatch):
+    script, popen = "import sys; print('cannot do', *sys.argv[1:], file=sys.stderr); sys.exit(2)", subprocess.Popen
+    monkeypatch.setattr(
+        suite.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", script, *command[1:]], **how)
+    )
     values, log = suite.run_child(["--no-such-flag", "1"], 60.0)
-    assert values is None and "--no-such-flag" in log
+    assert values is None and log.startswith("cannot do -m petatron bench train --json") and "--no-such-flag 1" in log
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def free_slots(engine: Engine) -> int:
 prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15), min_size=1, max_size=6)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     prompts=prompts,
     page_size=st.sampled_from([1, 3, 16]),

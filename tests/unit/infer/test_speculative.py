@@ -140,7 +140,7 @@ def test_a_trained_head_gives_several_tokens_per_step(drafts: int, least: float,
 prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     prompts=prompts,
     drafts=st.integers(1, 5),
@@ -293,6 +293,7 @@ LAYOUTS = [
 ]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_drafts_alike(ranks: RankPool, layout: str, world_size: int, model: str):
     flags = f"--fp64 --mtp-num-layers 1 {model} --vocab-size 24"

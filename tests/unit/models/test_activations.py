@@ -287,6 +287,7 @@ def _measured_mixture(model: Decoder, batch: Batch) -> int:
     return found - sum(report.nbytes for report in reports.values())
 
 
+@diagonal(3)
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_of_mixtures_up_to_what_routing_keeps(kind: str):
     """The formula leaves out indices, weights and scores: a few numbers per token, choice and expert."""
@@ -309,6 +310,7 @@ def test_of_mixtures_up_to_what_routing_keeps(kind: str):
     assert (found["layernorm"] == found["moe_act"]) == own_copy
 
 
+@diagonal(3)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_in_eight_bits(recipe: str, experts: bool):
@@ -424,6 +426,7 @@ def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
     return more
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "layout",
     [

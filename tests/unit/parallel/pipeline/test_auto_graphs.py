@@ -30,6 +30,7 @@ from petatron.train.build_run import build_model, build_optimizer
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 from tests.unit.parallel.pipeline.test_graph import FakeCuda, StandIn, Trained, batches, same
 
@@ -228,6 +229,7 @@ def test_random_numbers_of_the_host_are_noticed(caplog: pytest.LogCaptureFixture
     assert line == "CUDA graphs: off: the host draws random numbers in a step"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
