@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, check_part_of_model
 from tests.parity.models.fp8_linears import check_fp8_linears
 from tests.parity.state.resharding import check_resume
@@ -31,6 +31,7 @@ BOTH_SCANS = (
 PACKED = "--reset-attention-mask --reset-position-ids"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("layout", "world_size", "model"),
     [

@@ -352,6 +352,7 @@ def _measure_on_rank(flags: str, names: list[str]) -> dict[str, tuple[int, int]]
     return found
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("kind", "sequence"),
     [
@@ -367,6 +368,7 @@ def test_split_over_tensor_parallel_ranks(ranks: RankPool, kind: str, sequence: 
         _compare(found, without_effect="layernorm")
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("queries", "sequence"),
     [

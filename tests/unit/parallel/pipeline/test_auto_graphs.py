@@ -256,6 +256,7 @@ def test_a_capture_that_gains_little_is_dropped(caplog: pytest.LogCaptureFixture
     assert decided(caplog, "", Options(replay_s=1.5))[0] == "CUDA graphs: off: the device was idle 0 % of a step"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "flags",
     [
