@@ -94,6 +94,7 @@ def test_every_layout_trains_the_same_model(ranks: RankPool, model: str, layout:
     check_layout(ranks, layout_flags, model_flags, world_size=world_size)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_variant_is_part_of_the_model(model: str):
     check_part_of_model(MODELS[model], PLAIN[model])

@@ -229,6 +229,7 @@ def check_data_parallel_costs(run: RunConfig, results: list[RankResult], trained
             assert gathered == (pytest.approx(STEPS * trained, rel=0.05) if sharded else 0)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("model", "freeze"),
     [

@@ -126,6 +126,7 @@ def expected_scales(overflows: list[bool], run: RunConfig) -> list[float]:
     return values
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("layout", "world_size"), [("", 1), ("--dp 2", 2), later("--tp 2 --dp 2", 4)])
 def test_dynamic_loss_scale_finds_its_level(ranks: RankPool, layout: str, world_size: int):
     """From 2^32 everything overflows; the scale halves, once patience is used up, until gradients fit."""

@@ -157,6 +157,7 @@ def test_masters_of_reduced_precision(ranks: RankPool, tmp_path: Path, saved_in:
         assert loss == pytest.approx(first[0].losses[iteration], rel=0.02)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("then", "now", "loaded_in"),
     [

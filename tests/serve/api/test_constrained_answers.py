@@ -81,6 +81,7 @@ def is_compact_json(text: str) -> bool:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False) == text
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("extra", "holds"),
     [

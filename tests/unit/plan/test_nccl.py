@@ -9,6 +9,7 @@ import pytest
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
 from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule, forward_only
 from petatron.schedule.actions import Action
+from tests.longform import diagonal
 from tests.nccl_rules.nccl_program import simulate_program
 from tests.nccl_rules.pipeline_program import POLICIES, pipeline_program, unordered_makespan
 
@@ -52,6 +53,7 @@ def _check(schedules: Iterable[Schedule], policies: Iterable[str]) -> None:
             assert outcome.completes, (what, [str(wait) for wait in outcome.blocked_calls])
 
 
+@diagonal(3)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 16])
 def test_safe_policies_end(ranks: int):
     """A part of the range: fewer micro-batches than ranks (a batch ramp's first steps), as many, more, and many more."""

@@ -19,7 +19,7 @@ from petatron.estimate.memory.layouts import fitting_changes, suggest_layouts
 from petatron.estimate.memory.options import option_groups
 from petatron.estimate.memory.time_cost import predicted_step_time
 from petatron.validate import check_config
-from tests.longform import every_second, later
+from tests.longform import diagonal, every_second, later
 
 BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
 GB = 10**9
@@ -81,6 +81,7 @@ RUNS = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("flags", "world_size", "share"),
     every_second((*run, share) for share in (0.9, 0.45, 0.25, 0.12, 0.05) for run in RUNS),
