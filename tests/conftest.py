@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.dist import RankPool, preload_for_every_fork
-from tests.forked_python import ForkedPython
+from tests.forked_python import ForkedPython, forked_context
 from tests.longform import mark_diagonals
 from tests.quick_disk import skip_flushes
 from tests.triton_interpreter import remap_once
@@ -76,6 +76,14 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a command starts here fork with torch loaded, which takes them seconds less; all else of the launcher is its own."""
     processes = SimpleNamespace(Popen=ForkedPython, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr("petatron.mesh.launch.local_launcher.subprocess", processes)
+
+
+@pytest.fixture(scope="module")
+def forked_engines() -> Iterator[None]:
+    """An engine that a server starts as a process of its own forks with torch loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("petatron.serve.engine_process.get_context", forked_context)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

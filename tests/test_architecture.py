@@ -40,6 +40,7 @@ ROWS = (
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
+GENERATION = ("petatron.infer", "petatron.evaluate.task_list")
 CORE = ("torch", "numpy", "safetensors", "yaml", "tokenizers")
 TRITON = PACKAGE / "kernels" / "triton"  # loaded by name, and only where Triton is there
 HTTP = PACKAGE / "serve" / "http"  # imported by `cli/serve` alone, and only where the extra is there
@@ -199,8 +200,10 @@ def test_a_class_name_means_one_thing():
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
-def test_every_module_imports_with_the_core_alone():
-    """And every operation has an implementation then."""
+@pytest.fixture(scope="module")
+def new_process() -> list[str]:
+    """What a process without the extras says after every module and operation was tried; and, of a copy of it with the extras, whether
+    what starts a run brought generation along. The two share the import of torch."""
     sources = [
         path
         for path in SOURCES
@@ -209,23 +212,39 @@ def test_every_module_imports_with_the_core_alone():
     ]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
     program = f"""
-import importlib, sys
-for name in ("rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi", "uvicorn", "pytest",
-             "hypothesis", "pyarrow", "huggingface_hub", "tqdm", "matplotlib", "pydantic", "starlette", "prometheus_client",
-             "llguidance", "lm_eval", "datasets", "tenacity"):
+import importlib, os, sys
+extras = ("rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi", "uvicorn", "pytest",
+          "hypothesis", "pyarrow", "huggingface_hub", "tqdm", "matplotlib", "pydantic", "starlette", "prometheus_client",
+          "llguidance", "lm_eval", "datasets", "tenacity")
+for name in extras:
     sys.modules[name] = None  # as if it were not installed
+import torch
+copy = os.fork()
+if copy == 0:
+    for name in extras:
+        del sys.modules[name]
+    import petatron.train.run_training
+    loaded = any(name in sys.modules for name in {GENERATION})
+    print("with generation" if loaded else "without generation", flush=True)
+    os._exit(0)
+os.waitpid(copy, 0)
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
-import torch
 from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels
 here = KernelContext.of(torch.device("cpu"), torch.bfloat16, allow_compile=True)
 for context in (here, KernelContext("cuda", (9, 0), torch.bfloat16, True, here.missing_tools)):
     choices = choose_all_kernels(context)
     assert [choice.operation for choice in choices] == list(OPERATIONS)
     assert {{choice.name for choice in choices}} == {{"reference", "emulation", "torch fused"}}, choices
+print("all modules and operations")
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    return [*done.stdout.splitlines(), done.stderr]
+
+
+def test_every_module_imports_with_the_core_alone(new_process: list[str]):
+    """And every operation has an implementation then."""
+    assert "all modules and operations" in new_process, new_process
 
 
 def test_help_and_checked_configs_import_no_torch():
@@ -238,12 +257,9 @@ def test_help_and_checked_configs_import_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_without_samples_and_tasks_starts_without_generation():
+def test_a_run_without_samples_and_tasks_starts_without_generation(new_process: list[str]):
     """Every rank of every start would import it."""
-    rooms = ("petatron.infer", "petatron.evaluate.task_list")
-    program = f"import sys, petatron.train.run_training; sys.exit(any(name in sys.modules for name in {rooms}))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert "without generation" in new_process, new_process
 
 
 def test_only_checked_configs_are_resolved():

@@ -75,7 +75,7 @@ MODELS = [
 ]
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize(("name", "layout"), MODELS)
 def test_equals_transformers(ranks: RankPool, name: str, layout: str, tmp_path: Path):
     check(ranks, name, *LAYOUTS[layout], tmp_path)
@@ -107,7 +107,7 @@ MIXTURES = [
 ]
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize(("name", "layout"), MIXTURES)
 def test_mixtures_equal_transformers(ranks: RankPool, name: str, layout: str, tmp_path: Path):
     check(ranks, name, *EXPERTS[layout], tmp_path)
@@ -143,6 +143,7 @@ WRONG = [
 ]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("name", "change", "least"), WRONG, ids=[case[0] for case in WRONG])
 def test_a_wrong_setting_shows(name: str, change: dict, least: float, tmp_path: Path):
     """The equality above would notice: one setting read wrongly moves logits far beyond its bound."""

@@ -83,6 +83,7 @@ def test_its_linears_run_in_fp8(ranks: RankPool, layout: str):
     check_fp8_linears(ranks, HYBRID, weights, layout=layout, train_rank=train_hybrid_steps)
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
     layout = "--pp 2 --dp 2 --use-distributed-optimizer"
     tensors = ("layers.1.gla.decay_bias",)

@@ -15,6 +15,7 @@ def test_alone(ranks: RankPool, kind: str, cp: int):
     check_layout(ranks, f"--cp {cp} --cp-comm-type {kind}", world_size=cp)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "cp"), [("p2p", 4), later("all_gather", 2), later("a2a", 2), later("a2a+p2p", 4)])
 def test_single_precision(ranks: RankPool, kind: str, cp: int):
     sizes = "--hierarchical-context-parallel-sizes 2 2" if kind == "a2a+p2p" else ""

@@ -51,7 +51,7 @@ def _check(ranks: RankPool, found: MatrixEntry, *, steps: int, dtype: str, model
     assert verdict.agrees, f"{verdict.first_departure}\n{case.command}"
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize("name", CORE)
 def test_core(ranks: RankPool, name: str):
     found = parse_entry(name)

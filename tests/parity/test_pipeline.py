@@ -49,6 +49,7 @@ def test_four_ranks(ranks: RankPool, name: str, tied: str):
 RECOMPUTED_MLP = "--recompute-granularity selective --recompute-modules mlp"
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
 def test_four_ranks_with_two_stages_each(ranks: RankPool, name: str):
     flags = "--num-layers 8 --train-iters 2 --no-untie-embeddings-and-output-weights --position-embedding-type learned_absolute"

@@ -133,6 +133,7 @@ def test_a_line_that_has_no_end_is_given_up_in_bounded_memory(tmp_path: Path, pa
         tracemalloc.stop()
 
 
+@diagonal(2)
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
 def test_many_short_lines_do_not_fill_the_memory(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "bomb.jsonl"

@@ -216,6 +216,7 @@ def test_a_frame_that_announces_too_much_is_not_waited_for() -> None:
         channel.receive(client._sealer.seal(bytes(MAX_FRAME_BYTES + 1))[:40])
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "message",
     [

@@ -89,10 +89,10 @@ class ServerProcess:
     resident_bytes: list[tuple[float, int]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, folder: Path, scratch: Path, *flags: str) -> ServerProcess:
+    def start(cls, folder: Path, scratch: Path, *flags: str, program: str = "petatron serve") -> ServerProcess:
         log, template = scratch / "serve.log", scratch / "chat.jinja"
         template.write_text(TEMPLATE)
-        words = ["-m", "petatron", "serve", str(folder), "--port", "0", "--fp64", "--chat-template", str(template)]
+        words = ["-m", *program.split(), str(folder), "--port", "0", "--fp64", "--chat-template", str(template)]
         process = ForkedPython(
             [sys.executable, *words, *flags],
             stdout=log.open("wb"),
@@ -146,8 +146,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(run_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    found = ServerProcess.start(run_folder, tmp_path, *SIZES)
+def server(run_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """The long form has the processes that users have; in the short one the engine's is forked."""
+    program = "petatron serve" if request.node.get_closest_marker("slow") else "tests.security.server.forked_serve"
+    found = ServerProcess.start(run_folder, tmp_path, *SIZES, program=program)
     yield found
     code = found.stop()
     assert code == 0 and found.log.read_text().count("\n") == 1, found.log.read_text()

@@ -70,6 +70,7 @@ def unit(elements: int, gathers: int, scatters: int, *, gather: int = 4, reduce:
     )
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("dp", "batch", "m"), [(2, 12, 3), (3, 12, 2)], ids=["even", "uneven"])
 def test_zero3(ranks: RankPool, dp: int, batch: int, m: int):
     _, found = step(ranks, f"--dp {dp} {ZERO3}", world_size=dp, batch=batch)

@@ -128,7 +128,7 @@ def gathered(outcome: Outcome) -> Counter[torch.dtype]:
     return found
 
 
-@diagonal(2)
+@diagonal(4)
 @pytest.mark.parametrize(
     ("flags", "world_size"),
     [

@@ -31,7 +31,7 @@ BOTH_SCANS = (
 PACKED = "--reset-attention-mask --reset-position-ids"
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "world_size", "model"),
     [
@@ -103,6 +103,7 @@ def test_gates_and_documents_are_part_of_the_model():
     check_part_of_model(HYBRID, f"{HYBRID} {PACKED}")
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
     model = f"{HYBRID} --attention-output-gate"
     tensors = ("layers.2.delta.conv_k.weight", "layers.3.attention.gate.weight")

@@ -106,6 +106,7 @@ def test_the_norm_s_groups_and_documents_are_part_of_the_model():
     check_part_of_model(HYBRID, f"{HYBRID} {PACKED}")
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
     layout = "--cp 2 --dp 2 --use-distributed-optimizer"
     check_resume(ranks, tmp_path, HYBRID, layout, world_size=4, tensors=("layers.2.mamba.conv_B.weight",))

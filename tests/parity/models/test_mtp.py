@@ -53,7 +53,7 @@ LAYOUTS = [
 ]
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
     check_layout(ranks, layout, model, world_size=world_size)

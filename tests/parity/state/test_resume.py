@@ -67,7 +67,7 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
     return ranks.run(run_loop, world_size, run)
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [

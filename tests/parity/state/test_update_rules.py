@@ -72,7 +72,7 @@ def test_dense(ranks: RankPool, rule: str, layout: str, world_size: int):
     check(ranks, layout, f"{RULES[rule]} {MODEL}", world_size)
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize(
     ("rule", "layout", "world_size"),
     cases(
@@ -88,7 +88,7 @@ def test_experts(ranks: RankPool, rule: str, layout: str, world_size: int):
     check(ranks, layout, f"{RULES[rule]} {EXPERTS}", world_size)
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize(
     ("rule", "layout", "world_size"),
     cases(
@@ -114,7 +114,7 @@ def test_resume_is_bitwise(ranks: RankPool, tmp_path: Path, rule: str, layout: s
             assert torch.equal(values, kept[key]), key
 
 
-@diagonal(2)
+@diagonal(4)
 @pytest.mark.parametrize(
     ("rule", "saved_in", "loaded_in"),
     [

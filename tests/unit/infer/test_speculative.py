@@ -242,6 +242,7 @@ def test_ends_within_accepted_drafts():
         assert drafting.stats.pages_used == 0 and drafting.stats.generated_tokens == len(wanted.ids)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("regex", every_second(["(ab|c)*d", "a{9}", "aaé", "a{3}", "[a-m]*", "[^q]{4,20}"]))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_constraint_is_kept(regex: str, temperature: float):

@@ -228,6 +228,7 @@ EIGHT = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["ep4 etp2", later("ep8"), later("ep2 etp2 edp2")])
 def test_eight_ranks(ranks: RankPool, layout: str):
     ranks.run(_compare, 8, EIGHT[layout], ("alltoall", "allgather"), MAIN_CASES)

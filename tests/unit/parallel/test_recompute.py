@@ -252,6 +252,7 @@ class _CountingNorm:
         return reference_norm.rms_norm_backward(grad_RD, *args, recompute_output=recompute_output, **options)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("model", "name", "more"),
     [
@@ -401,6 +402,7 @@ def _train_on_rank(flags: str, name: str) -> tuple[Bits, Counter[tuple[str, int]
     return {name: x.detach() for name, x in bits.items()}, sent
 
 
+@diagonal(2)
 @pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
 def test_communication_inside_is_repeated(ranks: RankPool, sequence: str):
     """Each of three layers has two scatters, or two sums; behind the last is the dropout of a whole layer.

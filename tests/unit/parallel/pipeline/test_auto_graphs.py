@@ -217,6 +217,7 @@ def decided(caplog: pytest.LogCaptureFixture, flags: str, options: Options) -> t
     return line, found.calls
 
 
+@diagonal(2)
 @pytest.mark.parametrize("flags", ["", "--no-overlap-grad-reduce"])
 def test_it_captures_where_the_device_was_idle(caplog: pytest.LogCaptureFixture, flags: str):
     line, calls = decided(caplog, flags, Options())

@@ -234,6 +234,7 @@ LAYOUT_RUNS = [
 ]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("preset", "flags", "world_size", "share"), LAYOUT_RUNS)
 def test_layouts_are_allowed_fit_and_are_priced(preset: str, flags: str, world_size: int, share: float):
     run = load(preset, flags, world_size)
