@@ -69,6 +69,7 @@ def test_a_saved_model_is_good(tmp_path: Path, kind: str):
     assert _findings(tmp_path / "run", KINDS[kind]) == []
 
 
+@diagonal(2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_small_model_of_a_preset_is_good(tmp_path: Path, preset: str):
     experts = SMALL_EXPERTS if preset.startswith("mixtral") else ""

@@ -56,6 +56,7 @@ def test_four_ranks_with_two_stages_each(ranks: RankPool, name: str):
     check_layout(ranks, f"--pp 4 {SCHEDULES[name]}", flags, world_size=4)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("name", "more"), [("zb-h1", RECOMPUTED_MLP), ("zb-v", ""), later("zb-h1", ""), later("zb-v", RECOMPUTED_MLP)]
 )
@@ -97,6 +98,7 @@ def _walk(run: RunConfig) -> tuple[list[Action], list[Action], bool]:
     return [action for batch in planned.action_batches() for action in batch], [t.action for t in timed], in_order
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_order_of_the_executor_is_the_list(ranks: RankPool, name: str):
     run = tiny_run(f"{MODEL} --pp 2 {SCHEDULES[name]} --global-batch-size 6", world_size=2)

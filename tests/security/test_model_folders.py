@@ -270,6 +270,7 @@ ROPE = (
 )
 
 
+@diagonal(2)
 @pytest.mark.parametrize("key", ROPE)
 def test_rotary_settings_of_any_type(folder: Path, key: str):
     base = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 32,

@@ -72,6 +72,7 @@ def test_one_orientation():
     assert_same(twins.cast_rowwise_operand(x, E4M3), cast_and_gemm.cast_rowwise_operand(x, E4M3))
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", CASTS)
 def test_a_cast_of_one_orientation_equals_that_half_of_both(name: str):
     x = representable((144, 272), E4M3, seed=3, spread=20)

@@ -124,6 +124,7 @@ def _collected(run: RunConfig) -> list[dict[str, Tensor]]:
     return model.forward(batches, collect=["logits", "hidden_states"])
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(2, "--pp 2"), (2, "--pp 2 --pipeline-schedule zb-v"), (4, "--pp 2 --tp 2 --sequence-parallel")],

@@ -84,6 +84,7 @@ def resume(run: RunConfig) -> tuple[list[str], dict[str, float], dict[str, bool]
     return state.resume_changes, sizes, equal
 
 
+@diagonal(2)
 @pytest.mark.parametrize("layout", ["", ZERO3])
 def test_other_parameters_are_frozen_on_resume(ranks: RankPool, tmp_path: Path, layout: str):
     world_size = 2 if layout else 1

@@ -41,6 +41,7 @@ def here(run: RunConfig, pipeline_rank: int) -> list[PipelineStage]:
     return [stage for number, stage in enumerate(every) if plan.rank_of(number) == pipeline_rank]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("flags", "world_size", "ranks"),
     [

@@ -77,6 +77,7 @@ def test_safe_policies_end_in_the_whole_range(name: str, virtual: int, ranks: in
         _check(map(_evaluation, cases), SAFE)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -123,6 +124,7 @@ def test_connecting_lazily_would_be_safe_for_policies_that_are():
                 assert _ends(schedule, policy, lazy_connect=True)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("name", "virtual"), STAGES)
 def test_communicators_per_direction_cost_least(name: str, virtual: int):
     schedule = build_schedule(ScheduleShape(name, ranks=4, virtual=virtual, micro_batches=9))

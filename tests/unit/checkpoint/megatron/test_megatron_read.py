@@ -57,6 +57,7 @@ def assert_same_model(found: MegatronCheckpoint, case: Case) -> None:
     assert (MoEConfig(**found.moe).num_experts or 0) == case.experts
 
 
+@diagonal(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_legacy(tmp_path: Path, case: Case):
     write_legacy(tmp_path, case)

@@ -303,6 +303,7 @@ def test_uneven_parts(ranks: RankPool):
     check(ranks, Case(Layout(dp_shard=3), flags=LEARNED))
 
 
+@diagonal(2)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_outer=2)], ids=["tp", "dp_outer"])
 def test_nobody_to_share_with(ranks: RankPool, layout: Layout):
     check(ranks, Case(layout))

@@ -224,6 +224,7 @@ class Failing:
         raise torch.OutOfMemoryError(MESSAGE)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("module", "name", "when"),
     [
