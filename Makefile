@@ -34,7 +34,7 @@ test-slow: $(VENV)/dev  ## the long forms; installs what runs the example notebo
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebook]'
 	$(BIN)/python -m pytest -m slow
 
-test-matrix: $(VENV)/dev  ## the long forms of parity: the whole proof matrix, 20 steps in float32 and float64, and random models (an hour on 2 cores)
+test-matrix: $(VENV)/dev  ## the long forms of parity: the whole proof matrix, 20 steps in float32 and float64, random models, and all cases of what the default suite samples (over an hour on 2 cores)
 	$(BIN)/python -m pytest -m matrix
 
 test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed some hundred times (ten minutes on 2 cores)

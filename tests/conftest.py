@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.dist import RankPool, preload_for_every_fork
-from tests.forked_python import ForkedPython
+from tests.forked_python import ForkedPython, forked_context
+from tests.longform import mark_diagonals
 from tests.quick_disk import skip_flushes
 from tests.triton_interpreter import remap_once
 
@@ -24,6 +26,22 @@ if not torch.cuda.is_available():
     # Triton kernels run in its CPU interpreter here, which has to be asked for before anything imports triton: also before the
     # conftest.py of a folder does.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+FOLDERS_OF_MARKERS = {"gpu": "gpu", "nccl": "nccl", "megatron_core": "megatron"}
+"""Folders of `tests` whose tests all have a marker."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A folder that `-m 'not gpu and ...'` leaves out need not be imported."""
+    marker = FOLDERS_OF_MARKERS.get(collection_path.name) if collection_path.parent == Path(__file__).parent else None
+    left_out = marker is not None and f"not {marker}" in config.getoption("-m").split(" and ")
+    return True if left_out else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_diagonals(items)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -34,7 +52,6 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 
@@ -59,6 +76,14 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a command starts here fork with torch loaded, which takes them seconds less; all else of the launcher is its own."""
     processes = SimpleNamespace(Popen=ForkedPython, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr("petatron.mesh.launch.local_launcher.subprocess", processes)
+
+
+@pytest.fixture(scope="module")
+def forked_engines() -> Iterator[None]:
+    """An engine that a server starts as a process of its own forks with torch loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("petatron.serve.engine_process.get_context", forked_context)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -104,12 +104,13 @@ def _serve(rank: int, connection: Connection, port: int, stack_file: str, nccl: 
             except BaseException:
                 answer = (False, traceback.format_exc())
             connection.send_bytes(pickle.dumps(answer))
-            del answer
+            answer = fn = args = None
             if dist.is_initialized():
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group()
             # A model and its mesh are full of cycles, and every group that they hold keeps threads of its own.
             gc.collect()
+            gc.freeze()  # modules that the task imported, and caches
 
 
 def _use_a_gpu(rank: int, nccl: int) -> None:

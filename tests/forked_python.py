@@ -110,6 +110,12 @@ def run_forked(
     return subprocess.CompletedProcess(list(command), code, *texts)
 
 
+def forked_context(method: str | None = None) -> Any:
+    """In the place of `multiprocessing.get_context`: processes fork with torch loaded, whatever start is asked for."""
+    del method
+    return _context()
+
+
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

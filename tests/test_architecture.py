@@ -40,6 +40,7 @@ ROWS = (
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py"))
+GENERATION = ("petatron.infer", "petatron.evaluate.task_list")
 CORE = ("torch", "numpy", "safetensors", "yaml", "tokenizers")
 TRITON = PACKAGE / "kernels" / "triton"  # loaded by name, and only where Triton is there
 HTTP = PACKAGE / "serve" / "http"  # imported by `cli/serve` alone, and only where the extra is there
@@ -63,7 +64,7 @@ def _imports(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
 
 
 @cache
-def _nodes(path: Path) -> tuple[ast.AST, ...]:
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     """Every node of a source, its module first; each file is parsed and walked once."""
     return tuple(ast.walk(ast.parse(path.read_text(), filename=str(path))))
 
@@ -83,7 +84,7 @@ def test_imports_go_down():
         if folder is None:  # petatron/__init__.py and __main__.py stand above everything
             continue
         assert folder in ROW_OF, f"{folder}/ has no row in the architecture"
-        for line, name in _imports(_nodes(path)):
+        for line, name in _imports(nodes_of(path)):
             parts = name.split(".")
             if parts[0] != "petatron" or len(parts) < 2 or parts[1] == folder:
                 continue
@@ -100,7 +101,7 @@ def test_no_ambient_state():
         relative = path.relative_to(PACKAGE).as_posix()
         # One place reads the environment; one writes a variable of a third-party library into its own children.
         has_environment = relative in ("mesh/launch/environment.py", "data/preprocess.py")
-        for node in _nodes(path):
+        for node in nodes_of(path):
             if isinstance(node, ast.Global):
                 found.append(f"{relative}:{node.lineno} uses a global")
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") and not has_environment:
@@ -126,7 +127,7 @@ def test_imports_inside_functions_have_a_reason():
         relative = path.relative_to(PACKAGE).as_posix()
         if relative.startswith(("cli/", "bench/", "quickstart/")) or relative in starts_fast:
             continue
-        functions = [node for node in _nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [node for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         for line, name in (seen for function in functions for seen in _imports(ast.walk(function))):
             # fully_shard takes longer to import than all of this package, and few runs need it.
             slow = name in ("torch.utils.tensorboard", "yaml") or name.startswith("petatron.parallel.data.fsdp")
@@ -141,7 +142,7 @@ def test_triton_stays_in_its_folder():
         f"{path}:{line} imports {name}: ask the registry for it"
         for path in SOURCES
         if not path.is_relative_to(TRITON)
-        for line, name in _imports(_nodes(path))
+        for line, name in _imports(nodes_of(path))
         if name.split(".")[0] == "triton" or name.startswith("petatron.kernels.triton")
     ]
     assert not found, "\n".join(found)
@@ -154,7 +155,7 @@ def test_http_stays_in_its_folder():
         f"{path}:{line} imports {name}"
         for path in SOURCES
         if not path.is_relative_to(HTTP) and not path.is_relative_to(PACKAGE / "cli" / "serve")
-        for line, name in _imports(_nodes(path))
+        for line, name in _imports(nodes_of(path))
         if name.split(".")[0] in libraries or name.startswith("petatron.serve.http")
     ]
     assert not found, "\n".join(found)
@@ -167,7 +168,7 @@ def test_lm_eval_stays_in_its_folder():
         f"{path}:{line} imports {name}"
         for path in SOURCES
         if path != starter and not path.is_relative_to(LM_EVAL)
-        for line, name in _imports(_nodes(path))
+        for line, name in _imports(nodes_of(path))
         if name.split(".")[0] == "lm_eval" or name.startswith("petatron.integrations.lm_eval")
     ]
     assert not found, "\n".join(found)
@@ -179,7 +180,7 @@ def test_models_of_transformers_are_imported_by_users_alone():
         f"{path}:{line} imports {name}"
         for path in SOURCES
         if not path.is_relative_to(TRANSFORMERS)
-        for line, name in _imports(_nodes(path))
+        for line, name in _imports(nodes_of(path))
         if name.startswith("petatron.integrations.transformers")
     ]
     assert not found, "\n".join(found)
@@ -193,14 +194,16 @@ def test_no_file_outgrows_a_screenful():
 def test_a_class_name_means_one_thing():
     homes: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in _nodes(path):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
-def test_every_module_imports_with_the_core_alone():
-    """And every operation has an implementation then."""
+@pytest.fixture(scope="module")
+def new_process() -> list[str]:
+    """What a process without the extras says after every module and operation was tried; and, of a copy of it with the extras, whether
+    what starts a run brought generation along. The two share the import of torch."""
     sources = [
         path
         for path in SOURCES
@@ -209,23 +212,39 @@ def test_every_module_imports_with_the_core_alone():
     ]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
     program = f"""
-import importlib, sys
-for name in ("rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi", "uvicorn", "pytest",
-             "hypothesis", "pyarrow", "huggingface_hub", "tqdm", "matplotlib", "pydantic", "starlette", "prometheus_client",
-             "llguidance", "lm_eval", "datasets", "tenacity"):
+import importlib, os, sys
+extras = ("rich", "tensorboard", "wandb", "transformers", "zstandard", "triton", "fastapi", "uvicorn", "pytest",
+          "hypothesis", "pyarrow", "huggingface_hub", "tqdm", "matplotlib", "pydantic", "starlette", "prometheus_client",
+          "llguidance", "lm_eval", "datasets", "tenacity")
+for name in extras:
     sys.modules[name] = None  # as if it were not installed
+import torch
+copy = os.fork()
+if copy == 0:
+    for name in extras:
+        del sys.modules[name]
+    import petatron.train.run_training
+    loaded = any(name in sys.modules for name in {GENERATION})
+    print("with generation" if loaded else "without generation", flush=True)
+    os._exit(0)
+os.waitpid(copy, 0)
 for name in {modules!r}:
     importlib.import_module(name.removesuffix(".__init__"))
-import torch
 from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels
 here = KernelContext.of(torch.device("cpu"), torch.bfloat16, allow_compile=True)
 for context in (here, KernelContext("cuda", (9, 0), torch.bfloat16, True, here.missing_tools)):
     choices = choose_all_kernels(context)
     assert [choice.operation for choice in choices] == list(OPERATIONS)
     assert {{choice.name for choice in choices}} == {{"reference", "emulation", "torch fused"}}, choices
+print("all modules and operations")
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    return [*done.stdout.splitlines(), done.stderr]
+
+
+def test_every_module_imports_with_the_core_alone(new_process: list[str]):
+    """And every operation has an implementation then."""
+    assert "all modules and operations" in new_process, new_process
 
 
 def test_help_and_checked_configs_import_no_torch():
@@ -238,12 +257,9 @@ def test_help_and_checked_configs_import_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_without_samples_and_tasks_starts_without_generation():
+def test_a_run_without_samples_and_tasks_starts_without_generation(new_process: list[str]):
     """Every rank of every start would import it."""
-    rooms = ("petatron.infer", "petatron.evaluate.task_list")
-    program = f"import sys, petatron.train.run_training; sys.exit(any(name in sys.modules for name in {rooms}))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert "without generation" in new_process, new_process
 
 
 def test_only_checked_configs_are_resolved():
@@ -251,7 +267,7 @@ def test_only_checked_configs_are_resolved():
     made = {
         f"{path.relative_to(PACKAGE)} calls {node.func.id}"
         for path in SOURCES
-        for node in _nodes(path)
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id in ("LoadedConfig", "resolve_derived")
@@ -265,7 +281,7 @@ def test_no_room_imports_a_constant_from_a_rule():
         f"{path.relative_to(PACKAGE)} imports {alias.name}"
         for path in SOURCES
         if _folder(path) != "validate"
-        for node in _nodes(path)
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("petatron.validate")
         for alias in node.names
         if alias.name.isupper()
@@ -301,7 +317,7 @@ def test_nothing_is_unpickled():
         problem
         for path, name in names.items()
         if name not in UNPICKLING
-        for problem in pickle_problems(_nodes(path), name)
+        for problem in pickle_problems(nodes_of(path), name)
     ]
     assert not found, "\n".join(found)
 
@@ -377,7 +393,7 @@ def link_problems(nodes: Iterable[ast.AST], relative: str) -> list[str]:
 
 
 def test_no_link_is_followed():
-    found = [problem for path in SOURCES for problem in link_problems(_nodes(path), str(path.relative_to(ROOT)))]
+    found = [problem for path in SOURCES for problem in link_problems(nodes_of(path), str(path.relative_to(ROOT)))]
     assert not found, "\n".join(found)
 
 
@@ -484,7 +500,7 @@ def narrowing_asserts(tree: ast.AST) -> list[int]:
 
 
 def test_no_assert_narrows_a_setting():
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in narrowing_asserts(_nodes(path)[0])]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in narrowing_asserts(nodes_of(path)[0])]
     assert not found, f"{', '.join(found)}: take the resolved config, or `petatron.config.required_settings.required`"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "petatron"
+from tests.test_architecture import PACKAGE, SOURCES, nodes_of
+
 VAGUE = frozenset({"found", "one", "each", "own", "whole", "words"})
 OTHER_WORDS = {
     "facts": "metadata or properties",
@@ -27,9 +29,9 @@ BRITISH = re.compile(
 ODD_PHRASES = re.compile(r"each of so many|by as many|with each of two values in their place")
 
 
-def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Every name that code gives: variables, parameters, attributes, functions, classes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Name(ctx=ast.Store()):
                 yield node.lineno, node.id
@@ -45,6 +47,7 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 pass
 
 
+@cache
 def parts(name: str) -> set[str]:
     """
     >>> sorted(parts("_ParamFacts")), sorted(parts("step_facts"))
@@ -53,9 +56,9 @@ def parts(name: str) -> set[str]:
     return set(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
 
 
-def problems(source: str) -> list[str]:
+def problems(source: str, given: Iterable[tuple[int, str]]) -> list[str]:
     lines = []
-    for line, name in names(ast.parse(source)):
+    for line, name in given:
         if name.strip("_").lower() in VAGUE:
             lines.append(f"{line}: {name} could be anything: name the thing")
         lines += [f"{line}: {name}: say {OTHER_WORDS[part]}" for part in sorted(parts(name) & OTHER_WORDS.keys())]
@@ -67,12 +70,17 @@ def problems(source: str) -> list[str]:
     return lines
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+@cache
+def names_of(path: Path) -> tuple[tuple[int, str], ...]:
+    return tuple(names(nodes_of(path)))
+
+
+def problems_of_text(source: str) -> list[str]:
+    return problems(source, names(ast.walk(ast.parse(source))))
 
 
 def test_names_of_the_package():
-    wrong = [f"{path}:{line}" for path in modules() for line in problems(path.read_text())]
+    wrong = [f"{path}:{line}" for path in SOURCES for line in problems(path.read_text(), names_of(path))]
     assert not wrong, "\n".join(wrong)
 
 
@@ -81,9 +89,9 @@ def test_draft_is_speculation_and_sink_is_attention():
     speculation = ("infer", "serve", "cli/generation", "models/decoder", "validate")
     attention = ("kernels", "layers", "models", "checkpoint/megatron", "parallel/context", "estimate", "validate")
     wrong = []
-    for path in modules():
+    for path in SOURCES:
         room = path.relative_to(PACKAGE).as_posix()
-        for line, name in names(ast.parse(path.read_text())):
+        for line, name in names_of(path):
             if SPEAKS_OF_SPECULATION.search(name) and not room.startswith(speculation):
                 wrong.append(f"{path}:{line} {name}")
             if SPEAKS_OF_ATTENTION.search(name) and not room.startswith(attention):
@@ -106,9 +114,9 @@ def test_draft_is_speculation_and_sink_is_attention():
     ],
 )
 def test_such_words_are_noticed(line: str):
-    assert problems(line)
+    assert problems_of_text(line)
 
 
 @pytest.mark.parametrize("line", ["one_hot = 1", "found_steps = ()", "x = 'noise'", "own_rank = 0", "rowwise = 3"])
 def test_other_words_stay(line: str):
-    assert not problems(line)
+    assert not problems_of_text(line)

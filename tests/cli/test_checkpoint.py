@@ -30,6 +30,7 @@ from petatron.validate import load_config
 from tests.golden.make_checkpoint import FOLDER, MODEL, RUN, STEP
 from tests.golden.reader import read_checkpoint
 from tests.heard import heard
+from tests.longform import diagonal
 from tests.unit.checkpoint.rewriting import TABLE, rewrite_manifest, rewrite_table, tables
 
 STATE = "state/rank-00000.safetensors"
@@ -184,6 +185,7 @@ DAMAGE = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_one_error_with_file_and_remedy(
     name: str, folder: Path, state: TrainState, capsys: pytest.CaptureFixture[str]
@@ -344,7 +346,7 @@ def test_a_checkpoint_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_diff_across_layouts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr(diff_checkpoints, "_BATCH_ELEMENTS", 50)  # so that tensors are cut anywhere
+    monkeypatch.setattr(diff_checkpoints, "_BATCH_ELEMENTS", 400)  # so that tensors are cut anywhere
     tensors = read_checkpoint(folder / NEWEST)
     whole = _save_whole(tmp_path / "whole", tensors)
     code, out, _ = _ask(capsys, "diff", folder, whole)

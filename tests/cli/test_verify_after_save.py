@@ -11,6 +11,7 @@ from petatron.config.schema.model_identity import identity_differences, model_id
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.python_run import load
 from petatron.train.state.train_state import TrainState
+from tests.longform import diagonal
 
 TINY = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --seq-length 8 --max-position-embeddings 8 --vocab-size 32"
 RUN = "--mock-data --lr 1e-3 --train-iters 1 --device cpu --no-bf16 --no-fp16 --fp8-format none"
@@ -62,11 +63,13 @@ def _findings(folder: Path, flags: str, preset: str | None = None) -> list[str]:
     return [finding.text for finding in verify_checkpoint(find_checkpoint(folder)).findings]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_model_is_good(tmp_path: Path, kind: str):
     assert _findings(tmp_path / "run", KINDS[kind]) == []
 
 
+@diagonal(2)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_small_model_of_a_preset_is_good(tmp_path: Path, preset: str):
     experts = SMALL_EXPERTS if preset.startswith("mixtral") else ""

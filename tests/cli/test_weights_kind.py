@@ -61,6 +61,7 @@ def test_eval_measures_the_average_on_any_number_of_ranks(folder: Path):
     assert loss("run", "--weights", "ema", "--tp", "2") == pytest.approx(exported, rel=1e-6)
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_a_served_run_stays_with_the_average_when_it_is_reloaded(folder: Path):
     def answer(engine: CheckpointEngine | EngineProcess) -> Completion:
         request = engine.submit(list(b"Once"), SamplingParams(max_new_tokens=4, temperature=0.0, logprobs=1))

@@ -113,7 +113,7 @@ def check_moments(
 
 @pytest.mark.parametrize("name", DEFAULT)
 def test_main_moments(nursery: Nursery, tmp_path: Path, name: str):
-    check_moments(nursery, tmp_path, SCENARIOS[name], every=40, stride=5, every_life=5)
+    check_moments(nursery, tmp_path, SCENARIOS[name], every=40, stride=8, every_life=4)
 
 
 @pytest.mark.crash

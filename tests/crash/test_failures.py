@@ -8,6 +8,7 @@ import resource
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,8 @@ from tests.crash.training import Content, Events, check_folder, tiny_run, train
 ITERATIONS = 4
 WARNING = "WARNING: a checkpoint was not saved"
 KINDS = ("make_folder", "write", "rename", "sync_folder")
+IN_FOREGROUND = [(kind, "") for kind in KINDS]
+IN_BACKGROUND = [(kind, "--async-save") for kind in KINDS]
 ERRORS = {
     "make_folder": (errno.EROFS, errno.EACCES),
     "write": (errno.ENOSPC, errno.EDQUOT),
@@ -74,8 +77,14 @@ def _check_lost(folder: Path, disk: FailingDisk, messages: list[str], expected: 
     assert not [path.name for path in folder.iterdir() if path.suffix in (".tmp", ".replaced", ".pruned")]
 
 
-@pytest.mark.parametrize("saving", ["", "--async-save"])
-@pytest.mark.parametrize("kind", KINDS)
+def _but(default: tuple[int, ...], cases: list[tuple[str, str]]) -> list[Any]:
+    """Some of the cases in the default suite, the others in `make test-crash`."""
+    return [
+        case if number in default else pytest.param(*case, marks=pytest.mark.crash) for number, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "saving"), [*IN_FOREGROUND, *_but((1,), IN_BACKGROUND)])
 def test_one_operation_fails(tmp_path: Path, kind: str, saving: str, expected: Content, operations: Counter[str]):
     for number in range(operations[kind]) if not saving else (operations[kind] - 1,):
         folder = tmp_path / str(number)
@@ -84,8 +93,7 @@ def test_one_operation_fails(tmp_path: Path, kind: str, saving: str, expected: C
         _check_lost(folder, disk, train(_run(folder, saving), disk), expected, error, lost=2)
 
 
-@pytest.mark.parametrize("saving", ["", "--async-save"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "saving"), [*_but((0, 2), IN_FOREGROUND), *_but((1, 3), IN_BACKGROUND)])
 def test_the_last_save_must_succeed(
     tmp_path: Path, kind: str, saving: str, expected: Content, operations: Counter[str]
 ):

@@ -68,7 +68,9 @@ def _killed_until_done(
     return kills
 
 
-@pytest.mark.parametrize("flags", ["", "--async-save --bf16 --save-total-limit 2"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("", marks=pytest.mark.crash), "--async-save --bf16 --save-total-limit 2"]
+)
 def test_killed_again_and_again(nursery: Nursery, tmp_path: Path, flags: str):
     _check_kills(nursery, tmp_path, flags, iterations=10, seed=1)
 
@@ -119,7 +121,7 @@ def _check_rank_dies(nursery: Nursery, tmp_path: Path, rank: int, flags: str, mo
     assert check_folder(folder, expected) == 3
 
 
-@pytest.mark.parametrize(("rank", "flags"), [(0, ""), (1, "--async-save")])
+@pytest.mark.parametrize(("rank", "flags"), [pytest.param(0, "", marks=pytest.mark.crash), (1, "--async-save")])
 def test_a_rank_dies(nursery: Nursery, tmp_path: Path, rank: int, flags: str):
     _check_rank_dies(nursery, tmp_path, rank, flags, range(3, 90, 40))
 

@@ -11,7 +11,11 @@ import pytest
 import petatron
 
 ROOT = Path(petatron.__file__).parent.parent
-TEST_TOOLS = (*(ROOT / "tests" / "nccl_rules").glob("*.py"), ROOT / "tests" / "meta_device_rank.py")
+TEST_TOOLS = (
+    *(ROOT / "tests" / "nccl_rules").glob("*.py"),
+    ROOT / "tests" / "meta_device_rank.py",
+    ROOT / "tests" / "longform.py",
+)
 WITH_EXAMPLES = sorted(p for p in (*(ROOT / "petatron").rglob("*.py"), *TEST_TOOLS) if ">>> " in p.read_text())
 
 

@@ -27,6 +27,7 @@ from petatron.pretrained.run_model import Model
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
 from tests.hf.own_models import IDS, ROWS, opened, own_logits, own_model, padded
+from tests.longform import diagonal
 from tests.unit.infer.test_sample import MODEL, VOCAB
 
 
@@ -37,6 +38,7 @@ def test_logits_are_petatrons(saved: tuple[Model, Path]):
     torch.testing.assert_close(found, own_logits(model, IDS), rtol=0, atol=1e-12)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
 def test_padding_changes_nothing(saved: tuple[Model, Path], left: bool):
     model, folder = saved
@@ -47,6 +49,7 @@ def test_padding_changes_nothing(saved: tuple[Model, Path], left: bool):
         torch.testing.assert_close(logits[own], own_logits(model, torch.tensor([row]))[0], rtol=0, atol=1e-12)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
 def test_generation_is_petatrons(saved: tuple[Model, Path], left: bool, use_cache: bool):
@@ -66,6 +69,7 @@ def test_generation_is_petatrons(saved: tuple[Model, Path], left: bool, use_cach
     assert found[:, ids.shape[1] :].tolist() == wanted
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -24,7 +24,7 @@ from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec, spec_from_config
 from petatron.validate import load_config
 from tests.hf.ours import run_config
-from tests.hf.zoo import BUILDERS, truth
+from tests.hf.zoo import ZOO, truth
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -45,7 +45,7 @@ BLOOM: dict[str, Any] = {"model_type": "bloom", "n_layer": 2, "hidden_size": 64,
 MPT: dict[str, Any] = {"model_type": "mpt", "n_layers": 2, "d_model": 64, "n_heads": 4, "vocab_size": 100}
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ZOO)
 def test_there_and_back(name: str, tmp_path: Path):
     """Read, written and read again is the same, and so is what is written of that."""
     run = run_config(truth(name).config, tmp_path)

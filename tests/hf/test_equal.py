@@ -17,7 +17,7 @@ from petatron.models.registry import model_spec
 from tests.dist import RankPool
 from tests.hf.ours import assemble, compute, run_config, train_stages
 from tests.hf.zoo import DENSE, MIXED, NEW_TOKENS, PLAIN, Truth, truth
-from tests.longform import every_second, later
+from tests.longform import diagonal, every_second, later
 
 LAYOUTS = {"tp1": ("", 1), "tp2": ("--tp 2", 2), "tp2-sp": ("--tp 2 --sequence-parallel", 2)}
 FOUR = {"tp4": ("--tp 4", 4), "tp4-sp": ("--tp 4 --sequence-parallel", 4)}
@@ -53,6 +53,7 @@ def check_gradients(true: Truth, grads: Mapping[str, Tensor], spec: ModelSpec) -
 STAGES = ["kimi-linear-moe", "minimax-moe", "falcon-h1", later("falcon-h1-norm-then-gate"), "bloom", "mpt-clipped"]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_have_the_loss_and_gradients_of_transformers(ranks: RankPool, name: str, tmp_path: Path):
     true = truth(name)
@@ -74,6 +75,7 @@ MODELS = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("name", "layout"), MODELS)
 def test_equals_transformers(ranks: RankPool, name: str, layout: str, tmp_path: Path):
     check(ranks, name, *LAYOUTS[layout], tmp_path)
@@ -105,11 +107,13 @@ MIXTURES = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("name", "layout"), MIXTURES)
 def test_mixtures_equal_transformers(ranks: RankPool, name: str, layout: str, tmp_path: Path):
     check(ranks, name, *EXPERTS[layout], tmp_path)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("name", "layout"), every_second((n, layout) for n in ("llama-gqa", "qwen3-head-norm", "gpt2") for layout in FOUR)
 )
@@ -139,6 +143,7 @@ WRONG = [
 ]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("name", "change", "least"), WRONG, ids=[case[0] for case in WRONG])
 def test_a_wrong_setting_shows(name: str, change: dict, least: float, tmp_path: Path):
     """The equality above would notice: one setting read wrongly moves logits far beyond its bound."""

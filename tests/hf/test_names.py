@@ -29,14 +29,15 @@ from petatron.models.registry import model_spec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 from petatron.train.build_run import build_model
 from tests.hf.ours import run_config
-from tests.hf.zoo import BUILDERS, MIXED, SLOPES, build, truth
+from tests.hf.zoo import MIXED, SLOPES, ZOO, build, truth
+from tests.longform import diagonal
 
 
 def spec_of(name: str, folder: Path) -> ModelSpec:
     return model_spec(run_config(truth(name).config, folder))
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ZOO)
 def test_round_trip(name: str, tmp_path: Path):
     true, spec = truth(name), spec_of(name, tmp_path)
     family = family_name_of_config(true.config)
@@ -48,7 +49,7 @@ def test_round_trip(name: str, tmp_path: Path):
         assert torch.equal(back[key], value) and back[key].is_contiguous(), key
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ZOO)
 def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
     """A folder of our config.json and tensors makes transformers compute the same logits."""
     true, spec = truth(name), spec_of(name, tmp_path)
@@ -66,6 +67,7 @@ def test_transformers_opens_what_we_write(name: str, tmp_path: Path):
         torch.testing.assert_close(reread.eval()(true.tokens).logits, true.logits, rtol=0, atol=5e-5)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", MIXED)
 def test_a_model_in_memory_has_the_same_tensors(name: str, tmp_path: Path):
     """transformers joins experts when it loads a model; both kinds of names are read."""

@@ -23,7 +23,7 @@ from petatron.pretrained.open_weights import open_model_source
 from tests.dist import RankPool
 from tests.hf.ours import copy_model, logits_of, problem_of, run_config
 from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, continued, truth
-from tests.longform import later, one_in
+from tests.longform import diagonal, later, one_in
 
 BOUND = 1e-4
 
@@ -37,6 +37,7 @@ def their_folder(name: str, folder: Path) -> Path:
     return folder
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", one_in(3, [*ONE_EXPERT, *BUILDERS]))
 def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
     """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
@@ -89,6 +90,7 @@ def trained(name: str, folder: Path, flags: str = "") -> tuple[Any, Truth]:
     return model, true
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", one_in(3, BUILDERS))
 def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
     model, true = trained(name, tmp_path)

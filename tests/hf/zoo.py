@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.hf.variant_zoo import SHAPE as _SHAPE
 from tests.hf.variant_zoo import VARIANT_BUILDERS, VOCABULARY
+from tests.longform import later
 
 SEQUENCE, BATCH, NEW_TOKENS = 24, 2, 6
 # A short original context, so that the scaling is felt within the sequence.
@@ -152,6 +153,27 @@ PLAIN = tuple(BUILDERS)
 BUILDERS |= VARIANT_BUILDERS
 MIXED = [name for name in BUILDERS if any(word in name for word in ("moe", "mixtral", "gpt-oss", "deepseek", "llama4"))]
 DENSE = [name for name in BUILDERS if name not in MIXED]
+ONE_OF_EACH_FAMILY = (
+    *("gpt2", "llama-gqa", "mistral-window", "ministral-alternating", "smollm3", "qwen2-qkv-bias", "qwen3-head-norm"),
+    *("gemma", "gemma2", "gemma3", "olmo2", "olmo3", "granite", "phi3", "glm", "glm4", "starcoder2", "nemotron"),
+    *(
+        "gpt-neox",
+        "bloom",
+        "mpt",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+        "qwen3-next-moe",
+        "kimi-linear-moe",
+        "minimax-moe",
+        "olmoe-moe",
+    ),
+    *("granite-moe", "gpt-oss", "llama4-moe", "deepseek-v2-lite", "deepseek-v3", "glm4-moe", "mamba2", "bamba"),
+    *("nemotron-h-moe", "falcon-h1", "granite-hybrid"),
+)
+"""One of each family."""
+ZOO = [name if name in ONE_OF_EACH_FAMILY else later(name) for name in BUILDERS]
+"""One of each family in the default suite, their variants later."""
 
 
 @dataclass(frozen=True, slots=True)

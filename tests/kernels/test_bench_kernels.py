@@ -17,6 +17,7 @@ from petatron.bench.ops.cases import BenchContext, KernelCase, MicroBatchShape
 from petatron.bench.ops.operations import CASES
 from petatron.cli import bench
 from petatron.kernels.registry import OPERATIONS, KernelContext
+from tests.longform import diagonal
 
 CPU = torch.device("cpu")
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)
@@ -51,6 +52,7 @@ def test_every_group_has_a_name():
     assert set(CASES) == set(OPERATION_NAMES) - {"attention", "moe"}
 
 
+@diagonal(2)
 @needs_triton
 @pytest.mark.parametrize("name", [name for name in CASES if name != "weight-grad-gemm"])
 def test_twins_take_the_same_calls(name: str):

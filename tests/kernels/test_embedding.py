@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels import embedding_grad as embedding
+from tests.longform import diagonal
 
 ROWS = 40
 
@@ -57,6 +58,7 @@ def expected(ids: Tensor, grad: Tensor) -> Tensor:
     return table.grad[:ROWS]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("kind", "accumulate"),

@@ -15,7 +15,7 @@ from petatron.train.build_run import build_loader, build_model
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.outside import encoder_decoder  # noqa: F401  registers the model
 from tests.parity.harness import check_traces, tiny_run, train, train_recorded
 from tests.parity.state.resharding import Life, check_resume, live
@@ -50,6 +50,7 @@ def alone() -> list[StepTrace]:
     return train(two_stream_run())
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [

@@ -18,7 +18,7 @@ from petatron.train.build_run import build_model
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.outside.gated_linear_attention import GatedLinearAttentionSpec, decoder_spec
 from tests.parity.harness import check_traces, tiny_run, train, train_recorded
 from tests.parity.models.fp8_linears import check_fp8_linears
@@ -50,6 +50,7 @@ def alone():
     return train(hybrid_run())
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
@@ -82,6 +83,7 @@ def test_its_linears_run_in_fp8(ranks: RankPool, layout: str):
     check_fp8_linears(ranks, HYBRID, weights, layout=layout, train_rank=train_hybrid_steps)
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
     layout = "--pp 2 --dp 2 --use-distributed-optimizer"
     tensors = ("layers.1.gla.decay_bias",)

@@ -20,7 +20,7 @@ from petatron.train.state.train_state import TrainState
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_traces, tiny_run, train, train_recorded
 
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
@@ -50,6 +50,7 @@ def alone(distillation: str) -> dict[str, list[StepTrace]]:
     return {"z-loss": train(run_of(Z_LOSS)), "distillation": train(run_of(distillation))}
 
 
+@diagonal(3)
 @pytest.mark.parametrize("objective", ["z-loss", "distillation"])
 @pytest.mark.parametrize(
     ("layout", "world_size"),
@@ -263,6 +264,7 @@ def test_a_pass_of_the_model_itself_gives_probabilities_before_the_step():
     assert any(bool(grad.any()) for group in model.param_groups for grad in group.grads())
 
 
+@diagonal(2)
 @pytest.mark.parametrize("objective", ["late-tokens", "ratio"])
 @pytest.mark.parametrize(
     ("layout", "world_size"),

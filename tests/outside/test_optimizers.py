@@ -21,7 +21,7 @@ from petatron.validate import load_config
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.outside import update_rules
 from tests.parity.harness import check_traces, layout_run, reference, tiny_run, train_recorded
 from tests.parity.state.resharding import STOP, Life, live, whole
@@ -44,6 +44,7 @@ def live_rule(run: RunConfig) -> Life:
     return live(run)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("optimizer", FLAGS)
 @pytest.mark.parametrize(
     ("layout", "world_size"),

@@ -14,7 +14,7 @@ from petatron.train.build_run import build_loader, build_model
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.outside import padded_encoder  # noqa: F401  registers the models
 from tests.parity.harness import check_traces, tiny_run, train, train_recorded
 
@@ -57,6 +57,7 @@ def alone() -> dict[str, list[StepTrace]]:
     return {model: train(encoder_run(model)) for model in MODELS}
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [(model, layout) if layout in AT_ONCE[model] else later(model, layout) for model in MODELS for layout in LAYOUTS],

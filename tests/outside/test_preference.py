@@ -31,7 +31,7 @@ from petatron.train.report.record_text import format_record
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace, assemble_tensors
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_traces, tiny_run, train, train_recorded
 
 BOUNDS = Tolerances(loss=1e-9, gradient=1e-9, parameter=1e-9)
@@ -77,6 +77,7 @@ def alone(flags: str) -> list[StepTrace]:
     return train(run_of(f"{flags} --micro-batch-size 8"))
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [

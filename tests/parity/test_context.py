@@ -3,17 +3,19 @@
 import pytest
 
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout
 
 KINDS = [("p2p", 2), ("p2p", 4), ("all_gather", 2), ("all_gather", 4), ("a2a", 2), ("a2a", 4), ("a2a+p2p", 4)]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("kind", "cp"), [(kind, cp) if cp == 4 else later(kind, cp) for kind, cp in KINDS])
 def test_alone(ranks: RankPool, kind: str, cp: int):
     check_layout(ranks, f"--cp {cp} --cp-comm-type {kind}", world_size=cp)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "cp"), [("p2p", 4), later("all_gather", 2), later("a2a", 2), later("a2a+p2p", 4)])
 def test_single_precision(ranks: RankPool, kind: str, cp: int):
     sizes = "--hierarchical-context-parallel-sizes 2 2" if kind == "a2a+p2p" else ""
@@ -32,6 +34,7 @@ BOTH_WAYS = "documents-window-learned-positions"
 """The model that the exchange in two steps has by default too: it has documents and windows."""
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("kind", "cp", "model"),
     [
@@ -50,6 +53,7 @@ def test_one_key_value_head(ranks: RankPool, kind: str):
     check_layout(ranks, f"--cp 2 --cp-comm-type {kind}", model, world_size=2)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
 def test_with_tensor_and_sequence_parallel(ranks: RankPool, kind: str):
     layout = f"--tp 2 --sequence-parallel --cp 2 --cp-comm-type {kind} --micro-batch-size 4"

@@ -19,6 +19,7 @@ from petatron.verify.matrix_run import make_case
 from petatron.verify.random_model import random_model_flags
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import check_layout, check_order, train, train_recorded
 
 CORE = """
@@ -50,6 +51,7 @@ def _check(ranks: RankPool, found: MatrixEntry, *, steps: int, dtype: str, model
     assert verdict.agrees, f"{verdict.first_departure}\n{case.command}"
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", CORE)
 def test_core(ranks: RankPool, name: str):
     found = parse_entry(name)

@@ -18,7 +18,7 @@ from petatron.train.build_run import build_loader, build_model
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, tiny_run
 
 MODEL = "--num-layers 4 --train-iters 2 --lr-warmup-iters 1"
@@ -31,6 +31,7 @@ SCHEDULES = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("count", [1, later(2), 3, later(8)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_for_any_number_of_micro_batches(ranks: RankPool, name: str, count: int):
@@ -38,6 +39,7 @@ def test_every_schedule_for_any_number_of_micro_batches(ranks: RankPool, name: s
     check_layout(ranks, f"--pp 2 {SCHEDULES[name]}", model, world_size=2)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("tied", ["", "--no-untie-embeddings-and-output-weights"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_four_ranks(ranks: RankPool, name: str, tied: str):
@@ -47,12 +49,14 @@ def test_four_ranks(ranks: RankPool, name: str, tied: str):
 RECOMPUTED_MLP = "--recompute-granularity selective --recompute-modules mlp"
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
 def test_four_ranks_with_two_stages_each(ranks: RankPool, name: str):
     flags = "--num-layers 8 --train-iters 2 --no-untie-embeddings-and-output-weights --position-embedding-type learned_absolute"
     check_layout(ranks, f"--pp 4 {SCHEDULES[name]}", flags, world_size=4)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("name", "more"), [("zb-h1", RECOMPUTED_MLP), ("zb-v", ""), later("zb-h1", ""), later("zb-v", RECOMPUTED_MLP)]
 )
@@ -76,6 +80,7 @@ CUTS = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", CUTS)
 def test_stages_of_any_size(ranks: RankPool, name: str):
     model, layout = CUTS[name]
@@ -93,6 +98,7 @@ def _walk(run: RunConfig) -> tuple[list[Action], list[Action], bool]:
     return [action for batch in planned.action_batches() for action in batch], [t.action for t in timed], in_order
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_order_of_the_executor_is_the_list(ranks: RankPool, name: str):
     run = tiny_run(f"{MODEL} --pp 2 {SCHEDULES[name]} --global-batch-size 6", world_size=2)
@@ -107,6 +113,7 @@ def _evaluate(run: RunConfig) -> float:
     return float(total / tokens)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("layout", ["--pp 2", "--pp 2 --pipeline-schedule zb-v", "--pp 2 --cp 2 --tp 2"])
 def test_evaluation_on_every_rank_is_that_of_one(ranks: RankPool, layout: str):
     alone = _evaluate(tiny_run(MODEL, dtype="float64"))

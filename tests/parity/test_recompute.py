@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import RankPool
-from tests.longform import every_second
+from tests.longform import diagonal, every_second
 from tests.parity.harness import check_layout
 
 DENSE = "--num-query-groups 2"
@@ -37,6 +37,7 @@ LAYOUTS = {
 }
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", every_second(LAYOUTS))
 def test_recompute_in_a_layout(ranks: RankPool, name: str):
     model, layout = LAYOUTS[name]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from tests.dist import RankPool
-from tests.longform import later, one_in
+from tests.longform import diagonal, later, one_in
 from tests.parity.harness import check_layout
 
 LAYOUTS = [
@@ -30,11 +30,13 @@ def _in_turn(cases: Iterable[Sequence[tuple]]) -> list:
     ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("layout", "world_size"), _in_turn(LAYOUTS))
 def test_layout(ranks: RankPool, layout: str, world_size: int):
     check_layout(ranks, layout, world_size=world_size)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("layout", "world_size"), one_in(4, (of_four for _, of_four in LAYOUTS)))
 def test_layout_in_single_precision(ranks: RankPool, layout: str, world_size: int):
     check_layout(ranks, layout, "--train-iters 4", world_size=world_size, dtype="float32")
@@ -66,6 +68,7 @@ MODELS = {
 }
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("model", "layout"),
     _in_turn([(model, layout) for layout in ("--tp 4 --sequence-parallel", "--tp 2 --dp 2")] for model in MODELS),

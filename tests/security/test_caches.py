@@ -22,6 +22,7 @@ from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.validate import load_config
+from tests.longform import diagonal
 from tests.unit.data.conftest import fresh_logging
 
 __all__ = ["fresh_logging"]  # a fixture for all tests here
@@ -84,6 +85,7 @@ FORGERIES: dict[str, tuple[str, Callable[[NDArray], NDArray], str]] = {
 }
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forged_sample_index_is_built_again(
     indexed: IndexedDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
@@ -155,6 +157,7 @@ def test_a_link_in_a_cache_is_replaced_and_its_target_kept(indexed: IndexedDatas
     assert precious.read_text() == "mine" and not any(path.is_symlink() for path in folder.glob("*.npy"))
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("forged", "reason"),
     [

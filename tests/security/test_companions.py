@@ -17,6 +17,7 @@ from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.convert_model import ConversionOptions, convert
 from petatron.pretrained.open_weights import open_model_source
+from tests.longform import diagonal
 
 SECRET = "-----BEGIN PRIVATE KEY-----"
 FLAGS = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --vocab-size 300 --seq-length 8 --mock-data --lr 1e-3 --train-iters 1"
@@ -46,6 +47,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", COMPANION_FILES)
 def test_a_link_to_a_secret_is_not_copied(tmp_path: Path, model: Path, secret: Path, name: str):
     (model / name).unlink(missing_ok=True)

@@ -36,6 +36,7 @@ from petatron.quickstart import corpus
 from petatron.schedule.measured_timeline import read_measured
 from petatron.validate import load_config
 from petatron.validate.preflight import preflight
+from tests.longform import diagonal
 from tests.security.limits import limited
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
@@ -115,6 +116,7 @@ def _read_all(path: Path, limit: int) -> int:
     return sum(len(block.data) for block in read_line_blocks(path, max_line_bytes=limit))
 
 
+@diagonal(3)
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress, bytes], ids=["gzip", "zstd", "plain"])
 def test_a_line_that_has_no_end_is_given_up_in_bounded_memory(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     size = (16 if pack is bytes else 160) << 20
@@ -131,6 +133,7 @@ def test_a_line_that_has_no_end_is_given_up_in_bounded_memory(tmp_path: Path, pa
         tracemalloc.stop()
 
 
+@diagonal(2)
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress], ids=["gzip", "zstd"])
 def test_many_short_lines_do_not_fill_the_memory(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "bomb.jsonl"

@@ -28,6 +28,7 @@ from petatron.train.report.profiler import StepProfiler
 from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import lock_save_dir
 from petatron.verify.matrix_run import record_failure
+from tests.longform import diagonal
 
 WORDS = "what others keep here"
 FLAGS = "--num-layers 1 --mock-data --lr 1e-3 --train-iters 1 --eval-iters 0 --live off"
@@ -206,6 +207,7 @@ def _others(folder: Path) -> None:
         pass
 
 
+@diagonal(3)
 @pytest.mark.parametrize("mask", [0o077, 0o022, 0o002], ids=oct)
 @pytest.mark.parametrize("make", [_train, _convert, _cache, _data, _others])
 def test_the_umask_decides_who_may_read(tmp_path: Path, make: Callable[[Path], None], mask: int):

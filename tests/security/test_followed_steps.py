@@ -12,6 +12,7 @@ import pytest
 from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.serve.newest_step import newest_sound_step, step_properties
 from tests.heard import heard
+from tests.longform import diagonal
 from tests.unit.checkpoint.rewriting import rewrite_manifest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v4"
@@ -58,6 +59,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_facts_that_do_not_fit_the_step_are_refused(run: Path, name: str) -> None:
     change, words = WRONG[name]

@@ -15,6 +15,7 @@ from petatron.base.errors import ConfigError
 from petatron.checkpoint.files.manifest import _digest
 from petatron.cli.main import main
 from tests.cli.test_import import TINY, TRAINING, home, write_model  # noqa: F401  a home of its own
+from tests.longform import diagonal
 
 ATTACK = "import pathlib\npathlib.Path(__file__).with_name('owned').touch()\n"
 
@@ -44,6 +45,7 @@ def write_imports(folder: Path, imports: Any) -> None:
     manifest.write_text(json.dumps({**content, "digest": _digest(content)}))
 
 
+@diagonal(2)
 @pytest.mark.parametrize("kind", ["absolute path", "path in the folder", "dotted name", "package"])
 def test_a_stranger_cannot_make_us_import(plain_run: Path, tmp_path: Path, monkeypatch, capsys, kind: str):
     """The name of a file, of one beside the config, of a module in the working folder, of a package that runs on the way."""

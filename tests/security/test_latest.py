@@ -21,6 +21,7 @@ from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.save_and_load import has_weights
 from petatron.train.state.run_dirs import check_run_dirs
 from tests.golden.make_checkpoint import MODEL, RUN
+from tests.longform import diagonal
 from tests.security.limits import limited
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v3"
@@ -74,6 +75,7 @@ def test_a_run_says_what_is_wrong_and_which_step_it_takes(
     assert resolve_step(run, 3) == run / "step-00000003" and not caplog.records, "the step was said"
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", [*NAMES_NO_STEP, "a link to a name"])
 def test_verify_reports_it(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     make, words = NAMES_NO_STEP.get(name, (link_to_a_step, "is a symbolic link to"))

@@ -24,6 +24,7 @@ from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.run_training import run_training
 from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
 from petatron.validate import load_config
+from tests.longform import diagonal
 
 STEP = "step-00000010"
 WORDS = "what others keep here"
@@ -133,6 +134,7 @@ def names_written(folder: Path) -> list[str]:
     return around + [f"{STEP}{suffix}/{name}" for suffix in (".tmp", ".replaced") for name in inside]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("kind", ["file", "folder", "nowhere"])
 def test_a_save_follows_no_link_whatever_its_name(tmp_path: Path, victim: Path, kind: str):
     save(tmp_path / "like", 10)

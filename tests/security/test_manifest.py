@@ -21,6 +21,7 @@ from petatron.config import CheckpointConfig
 from petatron.config.schema.run import RunConfig
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_weights import open_model_source
+from tests.longform import diagonal
 from tests.security.limits import limited
 from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table
 
@@ -67,6 +68,7 @@ def file(value: Any) -> Callable[[dict[str, Any]], object]:
 BOX, TENSOR, FILE = f"a box of {KEY}", f"shape, dtype or boxes of {KEY}", f"size and digests of {WEIGHTS_FILE}"
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -211,6 +213,7 @@ FACTS: list[Any] = [
 ]  # fmt: skip
 
 
+@diagonal(3)
 @pytest.mark.parametrize("facts", FACTS)
 def test_facts_of_any_form(step: Path, facts: Any, capsys: pytest.CaptureFixture[str]):
     """They are not ours to judge: every subcommand does with them what it can, or refuses, and none raises anything else."""

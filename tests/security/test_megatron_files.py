@@ -22,6 +22,7 @@ from petatron.base.errors import CheckpointError, ConfigError, PetatronError
 from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.megatron.pickle_allowlist import load_dist_metadata, load_tensor_blob, load_torch_file
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject, PickleError, read_pickle
+from tests.longform import diagonal
 from tests.security.limits import limited
 from tests.unit.checkpoint.megatron.megatron_files import WIDTH, Case, DistFile, write_dist, write_legacy
 
@@ -99,6 +100,7 @@ def saved_file(data: bytes, **members: bytes) -> bytes:
     return made.getvalue()
 
 
+@diagonal(3)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_pickles_that_take_memory_or_time(tmp_path: Path, attack: str):
     """In all three places: refused, or harmless because nothing looks into what was made."""
@@ -168,6 +170,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.step
 
 
+@diagonal(3)
 @pytest.mark.parametrize("place", range(40))
 def test_damaged_pickles_are_one_error(sound: Path, tmp_path: Path, place: int):
     """Or none, where the change makes no difference to what is read."""
@@ -297,6 +300,7 @@ def old_file(value: bytes, keys: bytes = b"\x80\x02].", storages: bytes = b"", m
     return b"".join(pickle.dumps(part, protocol=2) for part in head) + value + keys + storages
 
 
+@diagonal(3)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_pickles_that_take_memory_or_time_in_old_files(tmp_path: Path, attack: str):
     path = tmp_path / "file"
@@ -331,6 +335,7 @@ def test_old_files_that_lie(tmp_path: Path):
             load_torch_file(path)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("place", range(60))
 def test_damaged_old_files_are_one_error(tmp_path: Path, place: int):
     made = io.BytesIO()
@@ -508,6 +513,7 @@ NAMES = (
 )  # fmt: skip
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_of_any_type(tmp_path: Path, name: str):
     """A model, or one error that is short enough to read."""

@@ -21,6 +21,7 @@ from petatron.pretrained.folder_kind import detect_format
 from petatron.pretrained.new_folder import check_not_inside_step
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_weights import open_model_source
+from tests.longform import diagonal
 from tests.security.limits import limited
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v3" / "step-00000003" / "model"
@@ -102,6 +103,7 @@ NINES = int("9" * 4000)
 MANY_NINES = b'{"dtype": "F32", "shape": [' + b",".join([b"9" * 4000] * 5000) + b'], "data_offsets": [0, 4]}'
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -247,6 +249,7 @@ KEYS = (
 )  # fmt: skip
 
 
+@diagonal(3)
 @pytest.mark.parametrize("key", KEYS)
 def test_settings_of_any_type(folder: Path, key: str):
     """A model, or one error: no TypeError, no OverflowError."""
@@ -267,6 +270,7 @@ ROPE = (
 )
 
 
+@diagonal(2)
 @pytest.mark.parametrize("key", ROPE)
 def test_rotary_settings_of_any_type(folder: Path, key: str):
     base = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 32,
@@ -310,6 +314,7 @@ def assert_not_converted(folder: Path, target: Path, key: str, capsys: pytest.Ca
     assert key in (told := capsys.readouterr().err) and "Traceback" not in told and not target.exists()
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "value", ["x", "1e6", "", True, [], {}, float("nan"), 1e999, NINES], ids=lambda value: repr(value)[:8]
 )

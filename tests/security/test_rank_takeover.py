@@ -22,6 +22,7 @@ from petatron.mesh.launch.local_launcher import run_ranks
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
 from tests.forked_python import run_forked
 from tests.load_deadline import Deadline, wait_until
+from tests.longform import diagonal
 from tests.security.test_strangers import listening
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,6 +168,7 @@ def test_a_stranger_reads_and_writes_nothing_of_two_machines(program: Path) -> N
     assert run.end() == [0, 0] and run.totals() == [TOTALS, TOTALS]
 
 
+@diagonal(2)
 @needs_root
 @needs_linux
 @pytest.mark.usefixtures("forked_ranks")

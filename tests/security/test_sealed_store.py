@@ -26,6 +26,7 @@ from petatron.mesh.launch.sealed_store import SealedStore
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
 from petatron.mesh.launch.store_server import StoreServerProcess, bind_listener
 from petatron.mesh.launch.store_table import Operation, encode_request
+from tests.longform import diagonal
 
 SECRET = "correct horse battery"
 LATE = timedelta(seconds=30)
@@ -128,6 +129,7 @@ def test_whoever_listens_reads_nothing(server: tuple[str, int]) -> None:
     between.listener.close()
 
 
+@diagonal(3)
 @pytest.mark.parametrize("is_up", [True, False], ids=["request", "answer"])
 @pytest.mark.parametrize("byte", [0, 20, 71, 75, 80, 95, -1])
 def test_a_changed_bit_ends_the_connection_and_not_the_run(server: tuple[str, int], is_up: bool, byte: int) -> None:
@@ -214,6 +216,7 @@ def test_a_frame_that_announces_too_much_is_not_waited_for() -> None:
         channel.receive(client._sealer.seal(bytes(MAX_FRAME_BYTES + 1))[:40])
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "message",
     [

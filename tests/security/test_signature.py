@@ -27,6 +27,7 @@ from petatron.checkpoint.files.signature import SIGNATURE_FILE, open_signer, rea
 from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.cli.main import main
 from petatron.validate import load_config
+from tests.longform import diagonal
 from tests.security.limits import limited
 from tests.unit.checkpoint.rewriting import rewrite_manifest
 
@@ -254,6 +255,7 @@ BAD_KEYS: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", BAD_KEYS)
 def test_a_key_that_cannot_be_used_is_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -354,6 +356,7 @@ BROKEN_SIGNATURES: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", BROKEN_SIGNATURES)
 def test_a_broken_signature_is_told_in_our_words(
     signed: tuple[Path, Path, Path], copy: Path, capsys: pytest.CaptureFixture[str], name: str

@@ -49,8 +49,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
+
 @pytest.fixture(scope="module")
-def elsewhere(run_folder: Path) -> Iterator[EngineProcess]:
+def elsewhere(run_folder: Path, forked_engines: None) -> Iterator[EngineProcess]:
     engine = EngineProcess(model_settings(run_folder / "step-00000001", options=OPTIONS))
     yield engine
     engine.close()

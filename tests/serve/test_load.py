@@ -36,7 +36,7 @@ from tests.serve.load import LoadClients, LoadReport, SerialAnswers, make_prompt
 
 ROOT = Path(__file__).parent.parent.parent
 TRAINING = ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--vocab-size", "257", "--num-layers", "2"]
-SHORT_S, LONG_S, MOST_MORE_S = 1.5, 300.0, 30.0
+SHORT_S, LONG_S, MOST_MORE_S = 0.5, 300.0, 30.0
 # Fewer than 64 clients need at once: some wait, some are preempted, some are refused.
 SIZES = [
     "--num-pages",
@@ -89,10 +89,10 @@ class ServerProcess:
     resident_bytes: list[tuple[float, int]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, folder: Path, scratch: Path, *flags: str) -> ServerProcess:
+    def start(cls, folder: Path, scratch: Path, *flags: str, program: str = "petatron serve") -> ServerProcess:
         log, template = scratch / "serve.log", scratch / "chat.jinja"
         template.write_text(TEMPLATE)
-        words = ["-m", "petatron", "serve", str(folder), "--port", "0", "--fp64", "--chat-template", str(template)]
+        words = ["-m", *program.split(), str(folder), "--port", "0", "--fp64", "--chat-template", str(template)]
         process = ForkedPython(
             [sys.executable, *words, *flags],
             stdout=log.open("wb"),
@@ -146,8 +146,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(run_folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    found = ServerProcess.start(run_folder, tmp_path, *SIZES)
+def server(run_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    """The long form has the processes that users have; in the short one the engine's is forked."""
+    program = "petatron serve" if request.node.get_closest_marker("slow") else "tests.security.server.forked_serve"
+    found = ServerProcess.start(run_folder, tmp_path, *SIZES, program=program)
     yield found
     code = found.stop()
     assert code == 0 and found.log.read_text().count("\n") == 1, found.log.read_text()
@@ -228,10 +230,10 @@ def test_a_swap_under_load_mixes_no_answer(run_folder: Path, tmp_path: Path):
         clients = LoadClients(server.url, models, num_clients=16)
 
         async def save_and_stop() -> None:
-            while clients.report.of_model[0] < 20:
+            while clients.report.of_model[0] < 8:
                 await asyncio.sleep(0.02)
             (folders[1] / "step-00000002").rename(folders[0] / "step-00000002")
-            while clients.report.of_model[1] < 20:
+            while clients.report.of_model[1] < 8:
                 await asyncio.sleep(0.02)
             clients.stop.set()
 

@@ -10,6 +10,7 @@ from petatron.bench.peers import build, problems
 from petatron.bench.peers.bench_model import bench_spec, make_batches
 from petatron.bench.peers.huggingface import TransformersContender
 from petatron.cli.bench import main
+from tests.longform import diagonal
 
 SMALL = (
     "--device cpu --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-query-groups 2 "
@@ -27,6 +28,7 @@ def largest_difference(ours: list[float], theirs: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / theirs[0]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "flags",
     ["", "--moe-z-loss-coeff 0.1", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.3"],

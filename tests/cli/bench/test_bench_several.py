@@ -25,6 +25,7 @@ from petatron.bench.peers.bf16 import without_fp8
 from petatron.cli import bench
 from petatron.models.batch import Batch
 from petatron.validate import load_config
+from tests.longform import diagonal
 
 SMALL = (
     "--preset tiny-llama --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 "
@@ -278,6 +279,7 @@ OTHERS = {
 }
 
 
+@diagonal(3)
 @pytest.mark.parametrize("words", OTHERS, ids=lambda words: words.partition(" ")[0])
 def test_so_it_is_in_other_benches(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(bench_news, "LOG_INTERVAL_S", 0.0)

@@ -32,6 +32,7 @@ from petatron.bench.peers.bench_model import bench_spec
 from petatron.cli.bench import main
 from petatron.validate import load_config
 from tests.load_deadline import scaled, wait_until
+from tests.longform import diagonal
 
 RESULTS = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 OURS = {"tokens_per_s": 2000.4, "mfu_full": 0.51234, "peak_bytes": 30_000_000_000, "breakdown": None}
@@ -66,6 +67,7 @@ def in_process(words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | N
 FAMILIES = ("llama-125m", "llama-8b-fp8", "mixtral-slice", "qwen3-30b-a3b", "qwen3-0.6b", "gemma3-1b", "gpt-125m")
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(entry.name, marks=() if entry.name in FAMILIES else pytest.mark.slow) for entry in ENTRIES],
@@ -240,8 +242,12 @@ def _has_ended(pid: int) -> bool:
 
 
 def test_a_child_that_fails_leaves_its_log(monkeypatch: pytest.MonkeyPatch):
+    script, popen = "import sys; print('cannot do', *sys.argv[1:], file=sys.stderr); sys.exit(2)", subprocess.Popen
+    monkeypatch.setattr(
+        suite.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", script, *command[1:]], **how)
+    )
     values, log = suite.run_child(["--no-such-flag", "1"], 60.0)
-    assert values is None and "--no-such-flag" in log
+    assert values is None and log.startswith("cannot do -m petatron bench train --json") and "--no-such-flag 1" in log
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from petatron.pretrained.open_weights import open_model_source
 from tests.hf.random_configs import families
 from tests.hf.random_configs.families import random_config
 from tests.hf.zoo import weights_of
-from tests.longform import later
+from tests.longform import diagonal, later
 
 LENGTH, PROMPT, NEW_TOKENS = 40, 8, 5
 BOUND = 1e-4
@@ -106,6 +106,7 @@ def check_round_trip(folder: Path, target: Path, config: dict[str, Any]) -> None
     assert from_hf_config(json.loads((target / "back" / "config.json").read_text())) == from_hf_config(config)
 
 
+@diagonal(4)
 @pytest.mark.parametrize(
     ("family", "number"),
     [case for family in families.FAMILIES for case in ((family, None), *(later(family, at) for at in range(CASES)))],

@@ -11,6 +11,7 @@ from torch import Tensor
 from petatron.kernels.attention import attention
 from petatron.kernels.attention.visibility import Visibility
 from tests import reference_attention as reference
+from tests.longform import diagonal
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 
@@ -30,6 +31,7 @@ def both(tensors: list[Tensor], window: int | None) -> tuple[list[Tensor], list[
     return results[0], results[1]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("window", [None, 1, 3, 12, 13, 100])

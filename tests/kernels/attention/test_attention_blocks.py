@@ -99,7 +99,7 @@ def blocks(draw: st.DrawFn) -> tuple[BlockMask, Tensor | None, int | None, int]:
     return mask, starts, window, length
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(blocks())
 def test_pieces_cover_what_is_seen_once(block):
     mask, starts, window, _ = block
@@ -117,7 +117,7 @@ def test_pieces_cover_what_is_seen_once(block):
     assert (covered[None].expand_as(wanted)[wanted] == 1).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(blocks())
 def test_tiles_mask_what_is_not_seen(block):
     mask, starts, window, _ = block

@@ -24,7 +24,7 @@ from petatron.kernels.attention.documents import (
 )
 from petatron.kernels.attention.padded import PaddedKernels, padded_attention
 from tests import reference_attention as reference
-from tests.longform import later
+from tests.longform import diagonal, later
 
 if importlib.util.find_spec("triton") is None:
     TWINS: list[ModuleType] = [rows]
@@ -248,6 +248,7 @@ def test_documents_of_one_length_are_a_larger_batch(order: str, length: int):
         torch.testing.assert_close(mine, true, rtol=0, atol=1e-11)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("twin", TWINS, ids=lambda module: module.__name__.split(".")[2])
 @pytest.mark.parametrize(
     ("heads", "width", "order"),

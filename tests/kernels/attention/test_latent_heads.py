@@ -6,10 +6,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from petatron.layers.ops.latent_heads import interleaved_rope, join_rope_key
 from torch import Tensor
 
 from petatron.kernels.attention import latent_heads as reference
-from petatron.layers.mla import interleaved_rope, join_rope_key
+from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3 if DEVICE == "cuda" else 8e-3}
@@ -77,6 +78,7 @@ def kernels() -> ModuleType:
     return latent_heads
 
 
+@diagonal(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

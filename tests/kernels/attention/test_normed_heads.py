@@ -15,6 +15,7 @@ from torch import Tensor
 
 from petatron.kernels import qk_norm_rope as plain
 from petatron.kernels.qk_norm_rope import QKNormSpec
+from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = torch.float64
@@ -163,6 +164,7 @@ EVERY_CASE += [(case, torch.float32, False, False) for case in CASES[1:5]]
 EVERY_CASE += [(case, torch.float16, True, True) for case in (*CASES[:2], CASES[5])]
 
 
+@diagonal(3)
 @needs_triton
 @pytest.mark.parametrize(("case", "dtype", "from_batch_major", "batch_first"), EVERY_CASE, ids=str)
 def test_twin(case: Heads, dtype: torch.dtype, from_batch_major: bool, batch_first: bool):
@@ -183,6 +185,7 @@ def test_twin(case: Heads, dtype: torch.dtype, from_batch_major: bool, batch_fir
         assert mine.dtype == torch.float32 and mine.isfinite().all() and far(mine, wanted) <= 2e-6
 
 
+@diagonal(2)
 @needs_triton
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_programs_take_several_tiles_each(programs: int, monkeypatch: pytest.MonkeyPatch):

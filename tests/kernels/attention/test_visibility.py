@@ -19,6 +19,7 @@ from petatron.kernels.attention.paged import KeyValue, PagedBatch, PromptChunk
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
 from tests import reference_attention as reference
+from tests.longform import diagonal
 
 S, B, HEADS, GROUPS, E = 18, 2, 4, 2, 4
 CPU = torch.device("cpu")
@@ -92,6 +93,7 @@ def seen(kind: str, packing: str, window: int | None, chunk: int | None, first_k
     return reference.visible(kind, segments, **sizes, in_prefix_BS=prefix_of(packing))
 
 
+@diagonal(3)
 @pytest.mark.parametrize("packing", LENGTHS)
 @pytest.mark.parametrize("kind", ["causal", "full", "prefix"])
 def test_every_combination_is_that_of_the_dense_mask(kind: VisibilityKind, packing: str):

@@ -16,6 +16,7 @@ from petatron.kernels.attention import attention
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.moe.grouped_gemm import GroupedGemm
 from petatron.kernels.optimizer.newton_schulz import newton_schulz, step_coefficients
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run, train
 
 HALF = torch.bfloat16
@@ -213,6 +214,7 @@ def half_gemms_of_a_step(flags: str) -> set[str]:
     return gemms.seen
 
 
+@diagonal(2)
 @pytest.mark.usefixtures("without")
 @pytest.mark.parametrize("flags", STEPS.values(), ids=STEPS)
 def test_no_gemm_of_a_training_step_is_in_half_precision(flags: str, capfd: pytest.CaptureFixture[str]):

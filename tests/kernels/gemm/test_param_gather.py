@@ -15,6 +15,7 @@ from torch import Tensor
 from petatron.kernels.fp8 import cast_and_gemm, param_gather
 from petatron.kernels.fp8.cast_and_gemm import BLOCK, E4M3, Fp8Matrix, dequantize, power_of_two_scale
 from petatron.kernels.fp8.param_gather import REFERENCE, SCALE_RUN_ELEMENTS, Fp8ParamGatherKernels
+from tests.longform import diagonal
 
 TENSORS = [(16, 16), (48, 144), (112, 32)]
 SQUARES = [(128, 128), (256, 384)]
@@ -191,6 +192,7 @@ def _triton() -> Fp8ParamGatherKernels:
 WIRE = {"plain": lambda: REFERENCE, "triton": _triton}
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("shape", "squares"), [((48, 144), False), ((256, 384), True), ((384, 128), True)])
 def test_triton_does_the_same(shape: tuple[int, int], squares: bool):
     """With numbers that are not rounded, as its interpreter rounds in a way of its own."""

@@ -10,6 +10,7 @@ from petatron.kernels import activation as plain
 
 pytest.importorskip("triton")
 from petatron.kernels.triton import activation
+from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3 if DEVICE == "cuda" else 6e-3}
@@ -34,6 +35,7 @@ def test_has_all():
     assert set(activation.NAMES) == set(plain.GATE_ACTIVATIONS)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("shape", "dtype", "name"), CASES, ids=str)
 def test_equals_plain(shape: tuple[int, int], dtype: torch.dtype, name: str):
     gate_up, grad = sample(*shape, dtype)
@@ -46,6 +48,7 @@ def test_equals_plain(shape: tuple[int, int], dtype: torch.dtype, name: str):
     assert far(grad_gate_up, true) <= BOUNDS[dtype]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("shape", [(7, 5), (30, 100), (9, 768), (2, 2500), (0, 64)], ids=str)
 def test_amax_of_what_is_written(shape: tuple[int, int]):
     """To the bit, and without changing the rest; a larger one stays."""

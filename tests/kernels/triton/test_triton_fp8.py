@@ -14,6 +14,7 @@ from torch import Tensor
 
 from petatron.kernels.fp8 import cast_and_gemm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Matrix, Fp8Operand, Orientation
+from tests.longform import diagonal
 
 pytest.importorskip("triton")
 twins = pytest.importorskip("petatron.kernels.triton.fp8.cast_and_gemm")
@@ -50,6 +51,7 @@ def assert_casts_same(ours: Fp8Matrix, wanted: Fp8Matrix) -> None:
     assert_same(ours.columns, wanted.columns)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", CASTS)
@@ -70,6 +72,7 @@ def test_one_orientation():
     assert_same(twins.cast_rowwise_operand(x, E4M3), cast_and_gemm.cast_rowwise_operand(x, E4M3))
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", CASTS)
 def test_a_cast_of_one_orientation_equals_that_half_of_both(name: str):
     x = representable((144, 272), E4M3, seed=3, spread=20)
@@ -117,6 +120,7 @@ def test_what_is_too_large_becomes_the_largest():
     assert torch.equal(cast.columns.values.float(), cast.rows.values.float().t())
 
 
+@diagonal(3)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("orientation", ["both", "rows", "columns"])
 @pytest.mark.parametrize("guess", ["right", 2.0**-9, 2.0**20, 0.0, float("nan")])

@@ -12,7 +12,7 @@ from petatron.kernels.attention import paged_latent as plain
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
 from petatron.kernels.attention.visibility import CAUSAL
-from tests.longform import later, one_in
+from tests.longform import diagonal, later, one_in
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged_latent, split_kv
@@ -86,6 +86,7 @@ KINDS = [(case, torch.float32) for case in CASES] + [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("case", "dtype"), KINDS, ids=str)
 def test_equals_the_gathered_one(case: Case, dtype: torch.dtype):
     q, q_rope, pages, batch = inputs_of(case, dtype)
@@ -94,6 +95,7 @@ def test_equals_the_gathered_one(case: Case, dtype: torch.dtype):
     assert far(found, truth(q, q_rope, pages, batch, case.window)) < BOUNDS[dtype]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("name", "splits"),
     [

@@ -12,6 +12,7 @@ from tests.kernels.loss_cases import Case, MainGrad, Ranks, distance
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.vocab_parallel_cross_entropy import TRITON
+from tests.longform import diagonal
 
 TOKENS = 3
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -45,6 +46,7 @@ def test_statistics(rows: int, padded: int, dtype: torch.dtype):
     torch.testing.assert_close(ours.double(), REFERENCE.statistics(logits.double(), targets, rows), rtol=1e-5, atol=0)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("rows", "padded", "dtype"), [case for case in CASES if case[0]])
 def test_losses_and_gradient(rows: int, padded: int, dtype: torch.dtype):
     logits, targets, weights = sample(rows, padded, dtype)

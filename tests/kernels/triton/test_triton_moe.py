@@ -12,6 +12,7 @@ from petatron.kernels.moe.permute import Permutation, build_permutation
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.moe import permute as twins
+from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter cuts off what bfloat16 cannot hold, where a device rounds.
@@ -55,6 +56,7 @@ def assert_close(ours: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert (ours.double() - wanted.double()).norm() <= BOUNDS[dtype] * wanted.double().norm()
 
 
+@diagonal(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 20), (torch.bfloat16, 64)])
 def test_rows(kind: str, dtype: torch.dtype, width: int):
@@ -99,6 +101,7 @@ def test_no_tokens_at_all(capacity: int | None):
     assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", GATE_ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (9, 256), (5, 300), (3, 1024), (0, 8)])
 @pytest.mark.parametrize("dtype", BOUNDS)

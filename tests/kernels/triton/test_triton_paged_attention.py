@@ -14,6 +14,7 @@ from petatron.kernels.attention.visibility import CAUSAL
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged, split_kv
+from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 4e-3} if DEVICE == "cuda" else {})
@@ -65,6 +66,7 @@ def batch_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Pa
     return q, k, v, batch
 
 
+@diagonal(3)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_plain_one(case: Case, dtype: torch.dtype):
@@ -75,6 +77,7 @@ def test_equals_the_plain_one(case: Case, dtype: torch.dtype):
     assert float((found.double() - true).norm() / true.norm()) < BOUNDS[dtype]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_new_token_is_stored_and_seen(case: Case):
     """Its row in the pages holds no number before."""

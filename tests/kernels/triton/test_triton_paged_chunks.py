@@ -14,6 +14,7 @@ from petatron.kernels.attention.visibility import Visibility
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.attention import paged
+from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 4e-3} if DEVICE == "cuda" else {})
@@ -71,6 +72,7 @@ def batch_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Pa
     return q, k, v, batch
 
 
+@diagonal(3)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_plain_one(case: Case, dtype: torch.dtype):

@@ -14,7 +14,7 @@ from petatron.kernels.ssm.decode import delta_step as plain_delta
 from petatron.kernels.ssm.decode import scan_step as plain_scan
 from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.decode.scan_step import ScanParams
-from tests.longform import later
+from tests.longform import diagonal, later
 
 pytest.importorskip("triton")
 import triton
@@ -114,6 +114,7 @@ def test_steps_of_the_scan(sizes: Sizes, dtype: torch.dtype):
     check_states(states, exact, before, slots)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize(("sizes", "dtype"), CASES, ids=str)
 def test_steps_of_the_delta_rule(sizes: Sizes, dtype: torch.dtype, by_channel: bool):
@@ -134,6 +135,7 @@ def test_steps_of_the_delta_rule(sizes: Sizes, dtype: torch.dtype, by_channel: b
     check_states(states, exact, before, slots)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(("count", "channels", "taps"), [(3, 20, 4), (1, 300, 2), (2, 5, 1)])

@@ -13,6 +13,7 @@ from petatron.kernels import rope as plain
 
 pytest.importorskip("triton")
 from petatron.kernels.triton import rope
+from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3 if DEVICE == "cuda" else 6e-3}
@@ -62,6 +63,7 @@ def product(case: Heads, dtype: torch.dtype, *, batch_first: bool) -> Tensor:
     return ordered(torch.randn(case.length, case.batch, columns, device=DEVICE).to(dtype), batch_first=batch_first)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.heads}-{case.groups}-{case.width}-{case.turned}")
 @pytest.mark.parametrize(
     ("dtype", "from_batch_first", "batch_first"),
@@ -89,6 +91,7 @@ def test_there_and_back(case: Heads, dtype: torch.dtype, from_batch_first: bool,
     )
 
 
+@diagonal(2)
 @pytest.mark.parametrize("kernels", [rope, plain], ids=["triton", "reference"])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_rows_are_tokens_in_memory_order(kernels: Any, batch_first: bool):

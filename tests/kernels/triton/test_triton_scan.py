@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.ssm import chunk_scan as plain
-from tests.longform import later
+from tests.longform import diagonal, later
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.ssm import chunk_scan as ours
@@ -59,6 +59,7 @@ def wide(tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [tensor.double() for tensor in tensors]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("packed", "with_state"), [(False, False), (True, True), later(False, True), later(True, False)]

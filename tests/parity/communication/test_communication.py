@@ -34,7 +34,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
 
 S, H, VOCABULARY, FFN = 16, 32, 131, 48
@@ -141,6 +141,7 @@ WHOLE = "--recompute-granularity full --recompute-method uniform --recompute-num
 CHOSEN = "--recompute-granularity selective --recompute-modules"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("flags", "gathers", "scatters"),
     [
@@ -215,6 +216,7 @@ def test_every_event_of_a_step(ranks: RankPool, sequence: bool, tied: bool):
     assert [(e.axis, e.op, e.elements) for e in found.update] == [("world", "all_reduce", 1)]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("bucket_size", [1, 3000, 10**9])
 @pytest.mark.parametrize("overlap", ["", "--no-overlap-grad-reduce"])
 def test_data_parallel_reduces_each_gradient_once(ranks: RankPool, bucket_size: int, overlap: str):

@@ -21,7 +21,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loader, build_model
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
 
 S, H, LAYERS, HEADS, GROUPS, WIDTH = 16, 32, 2, 4, 4, 8
@@ -57,6 +57,7 @@ def theory(kind: str, cp: int, *, key: int, q: int, times: int, itemsize: int) -
     return swaps if kind == "a2a" else swaps + shifts("cp%2", 6 * (cp // 2 - 1), key)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("kind", "cp"), [("p2p", 2), ("p2p", 4), ("all_gather", 4), ("a2a", 4), ("a2a+p2p", 4)])
 @pytest.mark.parametrize(("b", "model"), [(2, ""), later(4, "--window-size 3 --reset-attention-mask --bf16")])
 def test_every_exchange_of_a_step(ranks: RankPool, kind: str, cp: int, b: int, model: str):

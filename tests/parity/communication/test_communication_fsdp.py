@@ -24,7 +24,7 @@ from petatron.config import RunConfig
 from petatron.schedule.actions import COMPUTE_KINDS, ActionKind
 from petatron.schedule.pipeline_plan import pipeline_plan
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.communication.test_communication import second_step
 from tests.parity.harness import tiny_run
 
@@ -70,6 +70,7 @@ def unit(elements: int, gathers: int, scatters: int, *, gather: int = 4, reduce:
     )
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("dp", "batch", "m"), [(2, 12, 3), (3, 12, 2)], ids=["even", "uneven"])
 def test_zero3(ranks: RankPool, dp: int, batch: int, m: int):
     _, found = step(ranks, f"--dp {dp} {ZERO3}", world_size=dp, batch=batch)
@@ -115,6 +116,7 @@ def test_replicas_of_shards_add_up_once(ranks: RankPool):
     assert found == [expected] * 4
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("ep", "here"), [(2, 4), (1, 8)])
 def test_experts_travel_over_their_own_ranks(ranks: RankPool, ep: int, here: int):
     """8 experts on 4 ranks: with ep 2, two ranks share the same 4 experts."""
@@ -137,6 +139,7 @@ def test_few_experts_are_cut_inside(ranks: RankPool):
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("virtual", "recompute"), [(1, RECOMPUTE), (2, ""), later(1, ""), later(2, RECOMPUTE)])
 def test_every_stage_of_a_pipeline(ranks: RankPool, virtual: int, recompute: str):
     """8 layers on 2 ranks, 4 micro-batches in flight: no unit is gathered for a micro-batch that does not need it."""

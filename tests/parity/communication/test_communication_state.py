@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.communication.test_communication import H, S, StepEvents, all_step_events
 
 LAYERS = 4
@@ -24,6 +24,7 @@ def transfers(found: StepEvents) -> Counter[tuple[str, int]]:
     return Counter((e.op, e.elements) for e in found.forward_and_backward if e.axis == "pp")
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("flags", "virtual"),
     [
@@ -77,6 +78,7 @@ def test_a_tied_embedding_is_summed_over_both_ends_once(ranks: RankPool):
     assert not any(e.axis == "ends" for found in middle for e in found.forward_and_backward)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("bucket_size", "precision", "gather"),
     [

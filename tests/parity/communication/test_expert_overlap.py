@@ -7,7 +7,7 @@ import torch
 
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, tiny_run, train
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -62,6 +62,7 @@ FORMS = {
 SHORT = ("random numbers in a pipeline", "recompute")
 
 
+@diagonal(2)
 @pytest.mark.parametrize("form", [form if form in SHORT else later(form) for form in FORMS])
 def test_overlap_changes_no_bit(ranks: RankPool, form: str):
     """Forwards and backwards keep their order, so sums and random numbers do."""

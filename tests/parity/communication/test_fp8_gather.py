@@ -29,7 +29,7 @@ from petatron.train.build_run import build_loader, build_model
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
 from tests.parity.state.test_resume import trained
 
@@ -128,6 +128,7 @@ def gathered(outcome: Outcome) -> Counter[torch.dtype]:
     return found
 
 
+@diagonal(4)
 @pytest.mark.parametrize(
     ("flags", "world_size"),
     [

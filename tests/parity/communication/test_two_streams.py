@@ -18,6 +18,7 @@ from petatron.models.stage_inputs_outputs import LossSpec, ModelIO, StageOutput
 from petatron.schedule.pipeline_plan import PipelinePlan, pipeline_plan
 from petatron.train.build_run import build_loader, build_model
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.communication.two_streams import gradients, on_mesh, plain_objective, toy_batches, toy_model
 from tests.parity.harness import check_order, tiny_run
 
@@ -67,6 +68,7 @@ def _check(outcomes: list[Outcome]) -> None:
                 torch.testing.assert_close(one["hidden_states"], wanted, rtol=1e-12, atol=1e-12)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_two_streams_equal_plain_autograd(ranks: RankPool, name: str):
     world_size, flags = PIPELINES[name]
@@ -122,6 +124,7 @@ def _collected(run: RunConfig) -> list[dict[str, Tensor]]:
     return model.forward(batches, collect=["logits", "hidden_states"])
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(2, "--pp 2"), (2, "--pp 2 --pipeline-schedule zb-v"), (4, "--pp 2 --tp 2 --sequence-parallel")],

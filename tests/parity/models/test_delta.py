@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, check_part_of_model
 from tests.parity.models.fp8_linears import check_fp8_linears
 from tests.parity.state.resharding import check_resume
@@ -31,6 +31,7 @@ BOTH_SCANS = (
 PACKED = "--reset-attention-mask --reset-position-ids"
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "world_size", "model"),
     [
@@ -102,6 +103,7 @@ def test_gates_and_documents_are_part_of_the_model():
     check_part_of_model(HYBRID, f"{HYBRID} {PACKED}")
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
     model = f"{HYBRID} --attention-output-gate"
     tensors = ("layers.2.delta.conv_k.weight", "layers.3.attention.gate.weight")

@@ -7,7 +7,7 @@ from petatron.estimate.flops import parameter_count
 from petatron.models.registry import model_spec
 from petatron.validate import load_config
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.meta_device_rank import fake_rank, num_primary_elements
 from tests.parity.harness import check_layout
 
@@ -43,6 +43,7 @@ def _counts(name: str, more: str) -> list[int]:
     return counts
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("name", "more"), [*AT_ONCE, *(later(name, "") for name in TABLE if (name, "") not in AT_ONCE)]
 )

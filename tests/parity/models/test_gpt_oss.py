@@ -6,7 +6,7 @@ import pytest
 
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from tests.dist import RankPool
-from tests.longform import later, over_nccl
+from tests.longform import diagonal, later, over_nccl
 from tests.parity.harness import check_layout, check_part_of_model, reference
 
 MODEL = (
@@ -29,6 +29,7 @@ LAYOUTS = [
 ]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
 def test_layout(ranks: RankPool, layout: str, world_size: int):
     check_layout(ranks, layout, MODEL, world_size=world_size)
@@ -40,6 +41,7 @@ def test_experts_one_by_one_are_the_grouped_ones():
     assert compare_traces([reference(MODEL, "float64")], [looped], bounds).agrees
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "without",
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import RankPool
-from tests.longform import later, over_nccl
+from tests.longform import diagonal, later, over_nccl
 from tests.parity.harness import check_layout, check_part_of_model
 from tests.parity.state.resharding import check_resume
 
@@ -90,6 +90,7 @@ LAYOUTS = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
     check_layout(ranks, layout, model, world_size=world_size)

@@ -12,7 +12,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.decoder import Decoder
 from petatron.train.build_run import build_model
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, check_part_of_model, tiny_run
 
 MODELS = {
@@ -80,6 +80,7 @@ def flags_of(model: str, layout: str) -> tuple[str, str, int]:
     return f"{MODELS[model]} {documents}" if documents in flags else MODELS[model], flags, world_size
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -93,11 +94,13 @@ def test_every_layout_trains_the_same_model(ranks: RankPool, model: str, layout:
     check_layout(ranks, layout_flags, model_flags, world_size=world_size)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_variant_is_part_of_the_model(model: str):
     check_part_of_model(MODELS[model], PLAIN[model])
 
 
+@diagonal(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_of_the_cache_are_those_of_the_whole_pass(model: str):
     run = tiny_run(f"{MODELS[model]} --init-method-std 0.5", dtype="float64")

@@ -8,7 +8,7 @@ import pytest
 
 from petatron.base.errors import CheckpointError, ConfigError
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, check_part_of_model, tiny_run
 from tests.parity.models.fp8_linears import check_fp8_linears
 from tests.parity.state.resharding import END, STOP, check_resume, live
@@ -31,6 +31,7 @@ BIAS = f"{HYBRID} --add-bias-linear --normalization LayerNorm"
 PACKED = "--reset-attention-mask --reset-position-ids"
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "world_size", "model"),
     [
@@ -105,6 +106,7 @@ def test_the_norm_s_groups_and_documents_are_part_of_the_model():
     check_part_of_model(HYBRID, f"{HYBRID} {PACKED}")
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
     layout = "--cp 2 --dp 2 --use-distributed-optimizer"
     check_resume(ranks, tmp_path, HYBRID, layout, world_size=4, tensors=("layers.2.mamba.conv_B.weight",))

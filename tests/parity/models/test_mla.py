@@ -8,7 +8,7 @@ import pytest
 
 from petatron.base.errors import CheckpointError, ConfigError
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, check_part_of_model, tiny_run
 from tests.parity.models.fp8_linears import check_fp8_linears
 from tests.parity.state.resharding import END, STOP, check_resume, live
@@ -22,6 +22,7 @@ YARN = (
 EXPERTS = f"{MLA} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("layout", "world_size", "model"),
     [

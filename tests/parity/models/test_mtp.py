@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_layout
 
 MTP = "--mtp-num-layers 1"
@@ -53,6 +53,7 @@ LAYOUTS = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_size: int, model: str):
     check_layout(ranks, layout, model, world_size=world_size)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import check_layout
 
 MODEL = "--qk-layernorm --num-query-groups 2"
@@ -20,6 +21,7 @@ CASES = {
 }
 
 
+@diagonal(3)
 @pytest.mark.parametrize("case", CASES)
 def test_layout(ranks: RankPool, case: str):
     model, layout = CASES[case]

@@ -6,7 +6,7 @@ import pytest
 
 from petatron.verify.compare_traces import compare_traces
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import BOUNDS, check_layout, reference
 
 DECOUPLED = "--decoupled-lr 2e-2 --decoupled-min-lr 1e-3"
@@ -15,6 +15,7 @@ ZERO1 = "--use-distributed-optimizer"
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("layout", "model", "world_size"),
     [

@@ -27,7 +27,7 @@ from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placem
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from petatron.verify.trace import TracedShard, _traced_shards, assemble_tensors
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_order, tiny_run
 
 STEPS = 2
@@ -229,6 +229,7 @@ def check_data_parallel_costs(run: RunConfig, results: list[RankResult], trained
             assert gathered == (pytest.approx(STEPS * trained, rel=0.05) if sharded else 0)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("model", "freeze"),
     [
@@ -249,6 +250,7 @@ def test_one_process_equals_plain_torch(model: str, freeze: str):
     check([train_rank(run_of(model, freeze))], plain_torch(model, freeze))
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "model", "freeze"),
     [
@@ -294,6 +296,7 @@ def one_process(flags: str) -> RankResult:
     return train_rank(run_of(flags, LAST_TWO))
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("rule", "layout"),
     [

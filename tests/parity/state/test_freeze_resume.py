@@ -16,7 +16,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
 from tests.parity.state.test_resume import run_loop
 
@@ -46,6 +46,7 @@ def saved_keys(folder: Path) -> dict[str, int]:
     return found
 
 
+@diagonal(2)
 @pytest.mark.parametrize("layout", ["", later(ZERO1), ZERO3, "--pp 2"])
 def test_resumed_run_is_the_uninterrupted_one(ranks: RankPool, tmp_path: Path, layout: str):
     world_size = 2 if layout else 1
@@ -83,6 +84,7 @@ def resume(run: RunConfig) -> tuple[list[str], dict[str, float], dict[str, bool]
     return state.resume_changes, sizes, equal
 
 
+@diagonal(2)
 @pytest.mark.parametrize("layout", ["", ZERO3])
 def test_other_parameters_are_frozen_on_resume(ranks: RankPool, tmp_path: Path, layout: str):
     world_size = 2 if layout else 1

@@ -24,7 +24,7 @@ from petatron.train.build_run import build_loader, build_model, build_optimizer
 from petatron.verify.compare_traces import compare_traces
 from petatron.verify.trace import StepTrace, _traced_shards, assemble_tensors
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import BOUNDS, layout_run, tiny_run
 
 GPT = "--normalization LayerNorm --activation gelu --add-bias-linear --qk-layernorm"
@@ -129,6 +129,7 @@ def train_whole(model: str) -> Frozen:
     return train_frozen(tiny_run(f"{model} --train-iters {STEPS}", dtype="float64"), (), 0)
 
 
+@diagonal(3)
 @PATTERNS_AND_STEPS
 @pytest.mark.parametrize(
     "model",
@@ -157,6 +158,7 @@ def test_most_or_all_parameters_may_be_frozen(patterns: tuple[str, ...]):
     check_trained(frozen)
 
 
+@diagonal(2)
 @PATTERNS
 @pytest.mark.parametrize("flags", ["", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "--fp8-format hybrid"])
 def test_frozen_master_weights_stay(flags: str, patterns: tuple[str, ...]):
@@ -165,6 +167,7 @@ def test_frozen_master_weights_stay(flags: str, patterns: tuple[str, ...]):
     assert frozen.names and not frozen.changed
 
 
+@diagonal(3)
 @pytest.mark.parametrize("freeze_at", [later(0), 1], ids=["at first", "later"])
 @PATTERNS
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from petatron.sharding.logical_matrices import LogicalMatrix, matrix_shape
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.trace import StepTrace
 from tests.dist import RankFailure, RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import check_order, layout_run, reference, tiny_run, train, train_recorded
 from tests.parity.state.test_resume import trained
 
@@ -81,6 +81,7 @@ def test_a_rank_that_owns_a_matrix_asks_nobody_for_it(ranks: RankPool, bucket_si
     assert all(any(event.op == "all_to_all" for event in events) is exchanged for events in records)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [

@@ -14,6 +14,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.verify.trace import TracedShard
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 from tests.parity.state.resharding import END, STOP, live, parts_of, whole
 
@@ -53,6 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("layout", "world_size"), [("", 1), ("--tp 2", 2), ("--pp 2", 2), ("--dp 2 --use-distributed-optimizer", 2)]
 )

@@ -17,7 +17,7 @@ from petatron.train.build_run import build_loader
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
 
 SMALL = "--num-layers 1 --seq-length 8 --vocab-size 37 --global-batch-size 4 --micro-batch-size 1"
@@ -64,12 +64,14 @@ def _first_masters_are_first_weights(run: RunConfig) -> bool:
     )
 
 
+@diagonal(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_masters_begin_with_the_same_numbers_however_state_is_shared(ranks: RankPool, strategy: str):
     run = tiny_run(f"{SMALL} --bf16 --dp 2 --data-parallel-sharding-strategy {strategy}", world_size=2)
     assert ranks.run(_first_masters_are_first_weights, 2, run) == [True, True]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("layout", "world_size"), [("--tp 2", 2), ("--tp 2 --sequence-parallel", 2), ("--tp 2 --dp 2", 4)]
@@ -88,6 +90,7 @@ def test_layouts_stay_close(ranks: RankPool, dtype: torch.dtype, layout: str, wo
             assert ours.loss == pytest.approx(wide.loss, rel=2e-2)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_eight_bits_with_a_split_sequence(ranks: RankPool, recipe: str):
     """The same products as with a whole one; sums over ranks may be rounded otherwise."""
@@ -123,6 +126,7 @@ def expected_scales(overflows: list[bool], run: RunConfig) -> list[float]:
     return values
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("layout", "world_size"), [("", 1), ("--dp 2", 2), later("--tp 2 --dp 2", 4)])
 def test_dynamic_loss_scale_finds_its_level(ranks: RankPool, layout: str, world_size: int):
     """From 2^32 everything overflows; the scale halves, once patience is used up, until gradients fit."""

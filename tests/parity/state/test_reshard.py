@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from petatron.verify.matrix import MatrixEntry, parse_entry
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
 from tests.parity.state.resharding import END, SMALL_BATCH, STOP, Life, configured, layouts, live, whole
 
@@ -157,6 +157,7 @@ def test_masters_of_reduced_precision(ranks: RankPool, tmp_path: Path, saved_in:
         assert loss == pytest.approx(first[0].losses[iteration], rel=0.02)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("then", "now", "loaded_in"),
     [
@@ -196,6 +197,7 @@ def test_weights_alone(ranks: RankPool, tmp_path: Path):
 SCALED = "--fp16 --initial-loss-scale 1e6 --loss-scale-window 2 --hysteresis 1"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("flags", "world_size"),
     [

@@ -22,7 +22,7 @@ from petatron.train.loop import TrainLoop
 from petatron.train.state.train_state import TrainState
 from tests.checkpoint_chunks import checkpoint_chunks
 from tests.dist import RankFailure, RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
 
 ITERATIONS, STOP = 4, 2
@@ -67,6 +67,7 @@ def trained(ranks: RankPool, flags: str, world_size: int, dtype: str = "float32"
     return ranks.run(run_loop, world_size, run)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
@@ -119,6 +120,7 @@ def saved_by_two_ranks(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+@diagonal(2)
 @pytest.mark.parametrize("layout", ["--micro-batch-size 4", "--dp 2", "--tp 2 --dp 2 --micro-batch-size 1", "--tp 4"])
 def test_another_layout_continues_on_the_same_batches(ranks: RankPool, saved_by_two_ranks: Path, layout: str):
     whole = _losses_of_one_process(QUIET)
@@ -159,6 +161,7 @@ def test_state_moves_from_one_way_of_sharding_to_the_next(ranks: RankPool, tmp_p
     assert sorted(losses) == sorted(whole)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [("--bf16", ""), ("", "--bf16"), ("--bf16", "--fp16")])
 def test_another_precision_continues_from_the_master_weights(
     ranks: RankPool, tmp_path: Path, saved_in: str, loaded_in: str
@@ -252,6 +255,7 @@ _OTHERS = "those in the checkpoint are of other products, another format or anot
 _LAYOUT = "the checkpoint has none for this layout, where a rank sees other parts of the tensors"
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("saved_with", "loaded_with", "said"),
     [

@@ -13,7 +13,7 @@ import torch
 
 from petatron.verify.matrix import parse_entry
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.state.resharding import SMALL_BATCH, STOP, Life, configured, live, whole
 from tests.parity.state.test_muon import ZERO1, ZERO2, ZERO3, check
 from tests.parity.state.test_resume import ITERATIONS, trained
@@ -48,6 +48,7 @@ def cases(*layouts: tuple[str, int, str]) -> list[Any]:
     ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("rule", "layout", "world_size"),
     cases(
@@ -71,6 +72,7 @@ def test_dense(ranks: RankPool, rule: str, layout: str, world_size: int):
     check(ranks, layout, f"{RULES[rule]} {MODEL}", world_size)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("rule", "layout", "world_size"),
     cases(
@@ -86,6 +88,7 @@ def test_experts(ranks: RankPool, rule: str, layout: str, world_size: int):
     check(ranks, layout, f"{RULES[rule]} {EXPERTS}", world_size)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("rule", "layout", "world_size"),
     cases(
@@ -111,6 +114,7 @@ def test_resume_is_bitwise(ranks: RankPool, tmp_path: Path, rule: str, layout: s
             assert torch.equal(values, kept[key]), key
 
 
+@diagonal(4)
 @pytest.mark.parametrize(
     ("rule", "saved_in", "loaded_in"),
     [

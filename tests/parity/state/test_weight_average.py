@@ -30,7 +30,7 @@ from petatron.train.state.weight_average import WeightAverage
 from petatron.train.train_step import train_step
 from petatron.verify.trace import TracedShard, assemble_tensors
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
 
 DECAY, STEPS = 0.7, 4
@@ -146,6 +146,7 @@ def check(found: list[Outcome], model: str, start: int = 0, interval: int = 1) -
     assert found[0].averaged_loss == pytest.approx(loss, rel=1e-9) and found[0].loss != found[0].averaged_loss
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("layout", "model", "world_size"),
     [

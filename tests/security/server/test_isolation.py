@@ -21,6 +21,7 @@ from petatron.infer.sampling_params import Constraint
 from petatron.serve.isolation.limited_jobs import LimitedJobs
 from petatron.serve.isolation.limited_process import Isolation, LimitedPool, LimitedProcess
 from petatron.serve.serve_options import ServeLimits
+from tests.longform import diagonal
 from tests.security.limits import limited
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
@@ -75,6 +76,7 @@ def test_a_crash_is_an_error_of_its_job_alone():
         process.close()
 
 
+@diagonal(2)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_template_has_limits_of_time_memory_and_size(isolation: Isolation, template: str):
     with limited(seconds=20):

@@ -169,9 +169,12 @@ def _content(kind: str) -> bytes:
     return json.dumps(COSTLY[kind][1]).encode()
 
 
-def test_a_stream_goes_on_while_costly_requests_arrive(url: str):
+@pytest.mark.parametrize(
+    "kinds", [list(COSTLY)[::3], pytest.param(list(COSTLY), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_a_stream_goes_on_while_costly_requests_arrive(url: str, kinds: list[str]):
     """Within the pauses that it has alone, and those of this process meanwhile, which the machine's load decides."""
-    left = list(COSTLY)
+    left = kinds
     found: dict[str, tuple[float, float]] = {}
     for kind in left:
         _content(kind)

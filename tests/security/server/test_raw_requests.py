@@ -13,6 +13,7 @@ import pytest
 
 from petatron.serve.serve_options import ServeLimits
 from tests.load_deadline import Deadline, within
+from tests.longform import diagonal
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 
@@ -139,6 +140,7 @@ def test_bodies_in_the_smallest_chunks_are_read(server: LiveServer):
         assert _answer(raw).startswith(b"HTTP/1.1 200")
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "rest",
     [

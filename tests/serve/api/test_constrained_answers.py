@@ -18,6 +18,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.serve.model_card import ModelCard
 from petatron.serve.tool_calls import ToolCallFormat
+from tests.longform import diagonal
 from tests.serve.live_server import LiveServer, live_server
 from tests.unit.infer.test_sample import model_in
 
@@ -80,6 +81,7 @@ def is_compact_json(text: str) -> bool:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False) == text
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("extra", "holds"),
     [
@@ -140,6 +142,7 @@ def _calls(
     return [(one.function.name, json.loads(one.function.arguments)) for one in calls], content, str(reason)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_is_forced(client: openai.OpenAI, server: LiveServer, form: ToolCallFormat, stream: bool):
@@ -181,6 +184,7 @@ def test_a_forced_call_is_written_with_the_special_token(
     assert len(marker) == 1 and found.choices[0].token_ids[0] == marker[0]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("form", "begin"), [("hermes", "<tool_call>"), ("llama3", '{"name": "'), ("mistral", "[TOOL_CALLS]")]
 )

@@ -204,7 +204,7 @@ ANY_BODY = BODIES.map(_written) | st.binary(max_size=40)
 IN_ANY_TIME = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
-@settings(max_examples=40, **IN_ANY_TIME)
+@settings(max_examples=15, **IN_ANY_TIME)
 @given(body=ANY_BODY)
 def test_any_body_is_answered_with_json(server: LiveServer, body: bytes):
     _check_answer(server, body)

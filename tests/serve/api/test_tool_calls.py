@@ -9,6 +9,7 @@ import pytest
 
 from petatron.serve.model_card import ModelCard
 from petatron.serve.tool_calls import ToolCall, ToolCallFormat, ToolCallParser, template_format
+from tests.longform import diagonal
 from tests.serve.api.writing_engine import WritingEngine
 from tests.serve.live_server import live_server
 
@@ -104,6 +105,7 @@ def test_the_openai_client_reads_calls(stream: bool):
     assert content == "Well. " and len(calls) == 2 and reason == "tool_calls"
 
 
+@diagonal(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "given", [{"tools": []}, {"tool_choice": "none"}, {"tool_call_format": "none"}, {"template": "plain"}]

@@ -19,6 +19,7 @@ from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from tests.dist import RankPool
+from tests.longform import diagonal
 
 # Cut by rows, cut by columns, experts cut by both, one whole on the last rank, and an odd number of bytes.
 TENSORS = {"rows": (8, 6), "columns": (6, 8), "experts": (4, 4, 6), "bias": (7,), "q": (4, 6), "k": (4, 6)}
@@ -93,6 +94,7 @@ def _load(folder: str) -> bool:
     return all(torch.equal(a.tensor, b.tensor) for a, b in zip(found, wanted, strict=True))
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("round_bytes", "file_bytes"), [(1 << 20, 1 << 20), (100, 1 << 20), (16, 200)])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_entry_is_whole(ranks: RankPool, tmp_path: Path, world_size: int, round_bytes: int, file_bytes: int):
@@ -161,6 +163,7 @@ def _bounded(folder: str, round_bytes: int) -> tuple[int, int, int]:
     return made[0]._send_buffer.numel(), made[0]._recv_buffer.numel(), moved
 
 
+@diagonal(2)
 @pytest.mark.parametrize("round_bytes", [1000, 400, 136])
 def test_an_entry_larger_than_a_round_is_cut(ranks: RankPool, tmp_path: Path, round_bytes: int):
     """16 kB in rounds of a few rows, of one row, and of a part of a row."""

@@ -42,6 +42,7 @@ from petatron.pretrained.open_weights import ModelSource, open_model_source
 from petatron.train.state.run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
+from tests.longform import diagonal
 from tests.unit.checkpoint.megatron.megatron_files import Case, write_legacy
 
 SHAPE = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --vocab-size 37 --seq-length 8 --make-vocab-size-divisible-by 1"
@@ -101,6 +102,7 @@ def same(one: Path, other: Path) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
     run = saved(name, tmp_path / "run")
@@ -116,6 +118,7 @@ def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
     petatron.load_checkpoint(str(tmp_path / "again"), model=again)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("name", "by"), [(name, "petatron") for name in MODELS] + [("llama", "huggingface"), ("mixtral", "megatron")]
 )
@@ -160,6 +163,7 @@ def test_a_model_of_no_family_stays_ours(tmp_path: Path):
     assert petatron.from_pretrained(tmp_path / "again").spec.config.activation == "squared_relu"
 
 
+@diagonal(2)
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
@@ -179,6 +183,7 @@ def test_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == kept.read_bytes()
 
 
+@diagonal(2)
 @pytest.mark.parametrize("form", ["legacy", "torch_dist"])
 @pytest.mark.parametrize("name", OTHER_KINDS)
 def test_other_kinds_of_layers_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
@@ -355,6 +360,7 @@ class FailingDisk(Disk):
             raise self.error
 
 
+@diagonal(2)
 @pytest.mark.parametrize("to", ["huggingface", "petatron"])
 def test_what_is_there_is_complete(tmp_path: Path, to: Any):
     """Whenever it is stopped, there is nothing or everything; of the many writes it is every third."""

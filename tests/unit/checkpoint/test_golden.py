@@ -23,6 +23,7 @@ from tests.dist import RankPool
 from tests.golden.make_checkpoint import LAYOUT, MODEL, RUN, STEP
 from tests.golden.reader import digests, read_checkpoint
 from tests.heard import heard
+from tests.longform import diagonal
 
 VERSIONS = sorted((Path(__file__).parents[2] / "golden").glob("checkpoint-v*"))
 
@@ -77,6 +78,7 @@ def warnings_of_a_load(folder: str) -> list[str]:
     return messages
 
 
+@diagonal(3)
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda p: p.name)
 def test_damage_of_the_copy_that_no_rank_loads_is_told_by_the_first(folder: Path, ranks: RankPool, tmp_path: Path):
     assert ranks.run(warnings_of_a_load, 2, str(folder)) == [[], []]

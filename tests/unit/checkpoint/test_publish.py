@@ -15,6 +15,7 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
+from tests.longform import diagonal
 
 
 class Killed(BaseException):
@@ -71,6 +72,7 @@ def load(manager: CheckpointManager) -> tuple[int, float]:
     return result.step, result.metadata["value"]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("when", ["before", "halfway", "after"])
 @pytest.mark.parametrize("second_step", [10, 20], ids=["same step again", "next step"])
 def test_a_crash_at_any_boundary_leaves_a_checkpoint(tmp_path, second_step, when):

@@ -143,7 +143,7 @@ def test_dump_loads_back_to_the_same_config(tmp_path: Path):
     assert (wider.parallel.world_size, wider.parallel.data_parallel_size) == (8, 4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_any_config_survives_a_round_trip(data: st.DataObject):
     values = flatten_config(RawRunConfig())

@@ -9,6 +9,7 @@ import pytest
 from petatron.config import RunConfig
 from petatron.config.saved_config import path_fields, saved_yaml
 from petatron.validate import load_config
+from tests.longform import diagonal
 
 MOCK = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 4".split()
 
@@ -20,6 +21,7 @@ def reloaded(folder: Path, argv: list[str]) -> RunConfig:
     return load_config(files=[file], require_training=False).config
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", [info.name for info in path_fields() if "private" not in info.marks])
 def test_every_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.chdir(tmp_path)

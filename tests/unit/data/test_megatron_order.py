@@ -16,6 +16,7 @@ from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import normalize_once, samples_to_build
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_writer import IndexedWriter
+from tests.longform import diagonal
 
 from . import megatron_order
 
@@ -60,6 +61,7 @@ def taken(dataset: SampleDataset | None, size: int) -> list[list[int]]:
     return [np.asarray(dataset[index]).tolist() for index in range(size)]
 
 
+@diagonal(4)
 @pytest.mark.parametrize("number", range(60))
 def test_random_blend(files: list[TokenFile], number: int, tmp_path: Path):
     random = Random(number)

@@ -22,7 +22,7 @@ from petatron.models.registry import model_spec
 from petatron.train.build_run import build_model
 from tests.dist import RankPool
 from tests.hf.ours import run_config
-from tests.longform import over_nccl
+from tests.longform import diagonal, over_nccl
 from tests.parity.harness import tiny_run
 
 LENGTHS = (24, 3, 1, 9, 64, 2, 17)
@@ -79,6 +79,7 @@ LAYOUTS = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("layout", "model"), LAYOUTS)
 def test_layouts_agree(ranks: RankPool, layout: str, model: str):
     expected, greedy = score(tiny_run(model, dtype="float64"), ParallelMesh.single(), batch_tokens=64)

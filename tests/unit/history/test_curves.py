@@ -16,6 +16,7 @@ from petatron.history.draw.axes import compact, ticks
 from petatron.history.draw.braille import BrailleCanvas
 from petatron.history.draw.terminal import panel_lines
 from petatron.history.run_folder import RecordedRun, open_run
+from tests.longform import diagonal
 from tests.unit.history.run_files import START_S, event, finished_run, train, valid, write_run
 
 
@@ -69,6 +70,7 @@ def test_not_finite_values_are_marked_and_do_not_stretch_the_axis(tmp_path: Path
     assert "×" in drawn and "not finite" in drawn
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "records",
     [[train(7)], [train(7, math.nan)], [train(7), train(8, 2.0 + 5 / 7)], [valid(7, 3.0)], [train(1, 1e300), train(2, -1e300)]],

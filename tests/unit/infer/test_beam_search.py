@@ -15,7 +15,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.open_engine import model_settings, open_engine
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.unit.infer.test_recurrent import HYBRID
 from tests.unit.infer.test_sample import LATENT, model_in
 
@@ -106,6 +106,7 @@ def hf_engine(hf_model: tuple[object, Path]) -> Engine:
     return open_engine(model_settings(hf_model[1], options=OPTIONS), dtype="fp32").engine
 
 
+@diagonal(2)
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize(("width", "length_penalty"), [(2, 1.0), (4, 0.0), (4, 2.0), (5, -0.5)])
 def test_answers_and_scores_are_those_of_transformers(

@@ -26,6 +26,7 @@ from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 from tests.unit.infer.test_sample import model_in
 
@@ -125,6 +126,7 @@ PROMPT = list(range(16))
 """As many rows as an FP8 GEMM takes."""
 
 
+@diagonal(3)
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_a_model_that_trains_in_fp8_generates_with_the_weights_it_has_now(recipe: str):
     run = tiny_run(f"{FP8_RUN} {recipe}")

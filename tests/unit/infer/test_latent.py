@@ -18,7 +18,7 @@ from petatron.models.decoder import Decoder
 from petatron.models.registry import model_spec
 from petatron.validate import load_config
 from tests.dist import RankPool
-from tests.longform import later, over_nccl
+from tests.longform import diagonal, later, over_nccl
 from tests.unit.infer.layer_kind_checks import (
     PROMPTS,
     check_asked_twice,
@@ -56,6 +56,7 @@ def test_the_up_projections_are_absorbed_exactly():
     torch.testing.assert_close(up.values(mixed), torch.einsum("hts,shv->thv", weights, v), rtol=0, atol=1e-12)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
@@ -91,6 +92,7 @@ LAYOUTS = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_continues_alike(ranks: RankPool, layout: str, world_size: int, model: str):
     check_layout_answers(ranks, layout, world_size, model)

@@ -13,6 +13,7 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import ScheduledSequence, Scheduler
 from petatron.infer.sequence import Sequence
 from petatron.infer.text_stream import TextStream
+from tests.longform import diagonal
 
 PAGE = 4
 
@@ -131,6 +132,7 @@ def test_a_sequence_of_more_than_a_share_keeps_nobody_out():
     steps.steps_until(long)
 
 
+@diagonal(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_every_sequence_of_any_mixture_ends(seed: int):
     """And all pages and slots are free then, whatever was preempted."""

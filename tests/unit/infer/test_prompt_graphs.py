@@ -15,6 +15,7 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step import prompt_graphs
 from petatron.infer.step.graph_capture import GraphSizes
 from petatron.infer.step.prompt_graphs import GraphShape, PromptGraphs
+from tests.longform import diagonal
 from tests.unit.infer.test_recurrent import DELTA, MAMBA
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
 
@@ -74,6 +75,7 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
     return prompts
 
 
+@diagonal(2)
 @pytest.mark.parametrize("flags", ["", "--window-size 5", "--num-query-groups 2 --group-query-attention"])
 @pytest.mark.parametrize(
     "options", [{"max_sequences": 4, "max_step_tokens": 40}, {"max_sequences": 9, "max_step_tokens": 12}], ids=str

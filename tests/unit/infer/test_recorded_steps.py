@@ -21,6 +21,7 @@ from petatron.infer.step.packed_step import CacheLocations
 from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
 from petatron.infer.step.recorded_steps import RecordedSteps, padded_pages
 from petatron.kernels.attention.paged import PagedBatch
+from tests.longform import diagonal
 from tests.unit.infer.test_sample import model_in
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
@@ -35,6 +36,7 @@ def complete(flags: str, *, recorded: bool, num_layers: int = 2) -> list[Complet
     return [each for [*row] in zip(*engine.complete(PROMPTS, params), strict=True) for each in row]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("flags", ["--fp64", "--fp64 --window-size 5", "--fp64 --qk-layernorm", LEARNED_POSITIONS])
 def test_recorded_steps_compute_what_others_do(flags: str):
     """Sequences of several lengths end one after the other, so several shapes are recorded."""

@@ -14,7 +14,7 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step.layer_states import layer_states, page_bytes, slot_bytes
 from petatron.layers.spec.generation_state import PagedState, RecurrentState, StateTensor
 from tests.dist import RankPool
-from tests.longform import later, over_nccl
+from tests.longform import diagonal, later, over_nccl
 from tests.unit.infer.layer_kind_checks import (
     PROMPTS,
     check_asked_twice,
@@ -58,6 +58,7 @@ PARALLEL = HYBRID.replace("M-*M", "P-P-") + (
 ONE_NORM = f"{HYBRID} --mamba-norm-groups 1"
 
 
+@diagonal(3)
 @pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, NEXT, KIMI, PARALLEL, MINIMAX])
 @pytest.mark.parametrize(
     "options",
@@ -84,7 +85,7 @@ def free_slots(engine: Engine) -> int:
 prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=15), min_size=1, max_size=6)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     prompts=prompts,
     page_size=st.sampled_from([1, 3, 16]),
@@ -108,6 +109,7 @@ def test_nothing_but_the_request_decides_its_tokens(
     assert engine.stats.pages_used == 0 and free_slots(engine) == max_sequences
 
 
+@diagonal(2)
 @pytest.mark.parametrize("kind", [MAMBA, HYBRID, DELTA, GATED, KIMI, PARALLEL, LIGHTNING])
 def test_decode_steps_are_recorded(kind: str):
     check_recorded(kind)
@@ -153,6 +155,7 @@ LAYOUTS = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_continues_alike(ranks: RankPool, layout: str, world_size: int, model: str):
     check_layout_answers(ranks, layout, world_size, model)

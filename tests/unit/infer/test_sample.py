@@ -24,6 +24,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model
 from petatron.validate import load_config
 from tests.dist import RankPool
+from tests.longform import diagonal
 
 VOCAB, POSITIONS = 131, 24
 PROMPT = [5, 17, 90, 3, 3]
@@ -123,6 +124,7 @@ def test_the_end_of_document_stops(model: ParallelModel) -> None:
     assert stopped == free[: free.index(eod) + 1]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("layout", ["--tp 2", "--tp 2 --sequence-parallel", "--pp 2", "--dp 2"])
 def test_every_layout_draws_the_same(ranks: RankPool, layout: str) -> None:
     alone = continuations("", 1)

@@ -30,7 +30,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model, build_optimizer
 from petatron.validate import load_config
 from tests.dist import RankPool
-from tests.longform import every_second, later, over_nccl
+from tests.longform import diagonal, every_second, later, over_nccl
 from tests.unit.infer.test_sample import LATENT, MODEL, POSITIONS, VOCAB, model_in
 
 PROMPTS = [[5, 17, 90, 3, 3], [1], [2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4, 5, 6, 50]]
@@ -103,6 +103,7 @@ def without_drafts(kind: str) -> list[Completion]:
     return complete(trained_model(KINDS[kind]), PARAMS, page_size=4)[0]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("kind", ["attention", "latent", later("window"), "two depths"])
 @pytest.mark.parametrize("drafts", [later(1), 3])
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ def test_drafts_change_no_token(kind: str, drafts: int, options: dict[str, int])
     assert engine.stats.accepted_tokens > 0
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("drafts", "least"), [(1, 1.4), (3, 1.8)])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_trained_head_gives_several_tokens_per_step(drafts: int, least: float, params: SamplingParams):
@@ -138,7 +140,7 @@ def test_a_trained_head_gives_several_tokens_per_step(drafts: int, least: float,
 prompts = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     prompts=prompts,
     drafts=st.integers(1, 5),
@@ -185,6 +187,7 @@ def drafts_by_hand(model: ParallelModel, ids: list[int], count: int) -> list[int
     return found
 
 
+@diagonal(2)
 @pytest.mark.parametrize("kind", ["attention", "latent", "two depths"])
 @pytest.mark.parametrize("trained", [True, False], ids=["accepted", "rejected"])
 def test_drafts_are_those_of_the_whole_sequence(kind: str, trained: bool):
@@ -239,6 +242,7 @@ def test_ends_within_accepted_drafts():
         assert drafting.stats.pages_used == 0 and drafting.stats.generated_tokens == len(wanted.ids)
 
 
+@diagonal(2)
 @pytest.mark.parametrize("regex", every_second(["(ab|c)*d", "a{9}", "aaé", "a{3}", "[a-m]*", "[^q]{4,20}"]))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_constraint_is_kept(regex: str, temperature: float):
@@ -290,6 +294,7 @@ LAYOUTS = [
 ]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("layout", "world_size", "model"), LAYOUTS)
 def test_every_layout_drafts_alike(ranks: RankPool, layout: str, world_size: int, model: str):
     flags = f"--fp64 --mtp-num-layers 1 {model} --vocab-size 24"

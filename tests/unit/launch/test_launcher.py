@@ -16,6 +16,7 @@ import pytest
 from petatron.base.errors import LaunchError
 from petatron.mesh.launch.local_launcher import run_ranks
 from tests.load_deadline import scaled, wait_until, within
+from tests.longform import diagonal
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -187,6 +188,7 @@ open(f"{folder}/saved{{rank}}", "w").write(str(len(seen)))
 """
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("sent", "got"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM")])
 def test_a_signal_is_passed_on_once_and_ranks_end_cleanly(tmp_path: Path, sent: str, got: str) -> None:
     # The grace is shorter than the save: it must not apply to ranks that end because they were asked to.
@@ -252,6 +254,7 @@ def test_an_interactive_rank_reads_the_input_and_has_every_interrupt_to_itself(t
     assert launcher.returncode == 0, output
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_before_any_handler_is_not_a_failure_report(tmp_path: Path, name: str, code: int) -> None:
     body = f'open(f"{tmp_path}/up{{rank}}", "w").close()\ntime.sleep(60)'

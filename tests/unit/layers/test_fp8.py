@@ -21,6 +21,7 @@ from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory, is_fp
 from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling
 from petatron.layers.ops.linear_op import GemmOp
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
+from tests.longform import diagonal
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 
@@ -51,6 +52,7 @@ def counted() -> tuple[Fp8Kernels, Counter[str]]:
     return Fp8Kernels(**{field.name: counting(field.name) for field in dataclasses.fields(Fp8Kernels)}), calls
 
 
+@diagonal(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -413,6 +415,7 @@ def test_experts_of_sizes_the_hardware_does_not_take(rows: int):
     assert x_grad.shape == x.shape
 
 
+@diagonal(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_small_network_learns_as_well_as_in_full_precision(recipe: str):
     """Two layers that imitate two others, 120 steps."""

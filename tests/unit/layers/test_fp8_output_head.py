@@ -28,6 +28,7 @@ from petatron.validate import load_config
 from petatron.verify.compare_traces import Tolerances, compare_traces
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run, train
 
 TOKENS, WIDTH, IDS = 48, 32, 64
@@ -117,6 +118,7 @@ def one_process(*, output_grad: bool = True) -> list[StepTrace]:
     return train(fp8_run("", world_size=1, output_grad=output_grad))
 
 
+@diagonal(3)
 @pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2", "--dp 2 --use-torch-fsdp2"])
 def test_a_layout_trains_the_model_of_one_process(ranks: RankPool, layout: str):
     """A vocabulary shard has the numbers that one rank has; and the flag is part of the model."""

@@ -15,6 +15,7 @@ from petatron.layers.transformer_layer import TransformerLayer
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.stage_module import run_layers_sequentially
 from petatron.validate import load_config
+from tests.longform import diagonal
 
 FLAGS = (
     "--preset tiny-llama --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --vocab-size 67 --seq-length 6 "
@@ -60,6 +61,7 @@ def outcome(layers: list[TransformerLayer], x: Tensor, context: ForwardContext) 
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *weights])]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("batch", "batch_first"), [(1, False), (3, False), (3, True)])
 def test_rows_give_what_tokens_give(variant: str, batch: int, batch_first: bool):

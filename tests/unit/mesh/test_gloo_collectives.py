@@ -14,6 +14,7 @@ from petatron.mesh import collectives, gloo_collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool
+from tests.longform import diagonal
 
 SHAPES = [(), (1,), (7, 3), (5, 1, 3), (0, 4)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
@@ -68,6 +69,7 @@ def _all_cases() -> dict[str, Tensor]:
     return found
 
 
+@diagonal(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_collective_is_its_definition_and_the_same_bits_on_all_ranks(ranks: RankPool, size: int):
     found = ranks.run(_all_cases, size)

@@ -39,7 +39,7 @@ from petatron.parallel.tensor_parallel import (
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from petatron.validate import load_config
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.run_stage import run_stage
 from tests.unit.models.kept import kept_bytes
 
@@ -197,6 +197,7 @@ ALL_KINDS = ("gpt", "llama", "mla")
 FEW_KINDS = ("nothing", "mlp", "attention", "uniform-2")
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("kind", "kinds"),
     [
@@ -286,6 +287,7 @@ def _measured_mixture(model: Decoder, batch: Batch) -> int:
     return found - sum(report.nbytes for report in reports.values())
 
 
+@diagonal(3)
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_of_mixtures_up_to_what_routing_keeps(kind: str):
     """The formula leaves out indices, weights and scores: a few numbers per token, choice and expert."""
@@ -308,6 +310,7 @@ def test_of_mixtures_up_to_what_routing_keeps(kind: str):
     assert (found["layernorm"] == found["moe_act"]) == own_copy
 
 
+@diagonal(3)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_in_eight_bits(recipe: str, experts: bool):
@@ -349,6 +352,7 @@ def _measure_on_rank(flags: str, names: list[str]) -> dict[str, tuple[int, int]]
     return found
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("kind", "sequence"),
     [
@@ -364,6 +368,7 @@ def test_split_over_tensor_parallel_ranks(ranks: RankPool, kind: str, sequence: 
         _compare(found, without_effect="layernorm")
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("queries", "sequence"),
     [
@@ -423,6 +428,7 @@ def _measure_experts_on_rank(flags: str, asked: list[str]) -> list[int]:
     return more
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "layout",
     [

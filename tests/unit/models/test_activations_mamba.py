@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from petatron.config.schema.parallel import MemoryConfig
-from tests.longform import every_second
+from tests.longform import diagonal, every_second
 from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, recompute, run_of
 
 SIZES = "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-chunk-size 8"
@@ -55,6 +55,7 @@ RECOMPUTE = {
 }
 
 
+@diagonal(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", every_second(MODELS))
 def test_kept_bytes_are_those_of_the_formula(kind: str, dtype: torch.dtype):

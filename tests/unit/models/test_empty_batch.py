@@ -9,6 +9,7 @@ from torch import Tensor
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.train.build_run import build_model
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 
 MODELS = {
@@ -48,6 +49,7 @@ SHAPES = [(0, 16), (2, 0), (0, 0)]
 CASES = [(model, shape) for model in MODELS for shape in SHAPES if model != "recurrent" or shape[1] > 0]
 
 
+@diagonal(4)
 @pytest.mark.parametrize(("model", "shape"), CASES)
 def test_an_empty_micro_batch_changes_nothing(model: str, shape: tuple[int, int]):
     whole = batch_of(2, 16)

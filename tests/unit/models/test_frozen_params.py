@@ -21,6 +21,7 @@ from petatron.models.frozen_params import _find_frozen, describe_frozen, frozen_
 from petatron.models.registry import model_spec
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.train.build_run import build_loader, build_model, build_optimizer
+from tests.longform import diagonal
 from tests.meta_device_rank import fake_rank
 from tests.unit.models.kept import kept_bytes
 
@@ -111,6 +112,7 @@ def test_spec_may_declare_a_parameter_that_is_never_trained():
     assert frozen.names == {"layers.0.attention_norm.weight", "layers.0.mlp_norm.weight"}
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("flags", "world_size", "rank", "pipeline_rank"),
     [

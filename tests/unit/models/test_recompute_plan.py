@@ -30,6 +30,7 @@ from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from petatron.validate import load_config
+from tests.longform import diagonal
 from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, recompute, run_of
 
 STAGE = PipelineStage(tuple(range(6)), has_embedding=False, has_loss=False)
@@ -123,6 +124,7 @@ def test_norms_are_recomputed_only_where_it_frees_something():
     assert effective_modules(wide.moe_layer, wide.shape, ("layernorm",)) == frozenset()
 
 
+@diagonal(3)
 @pytest.mark.parametrize("precision", ["", "--bf16", "--fp64"])
 @pytest.mark.parametrize(
     "flags",

@@ -18,6 +18,7 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.pipeline_plan import pipeline_plan
 from petatron.sharding.flat_buffer import FlatParamGroup
+from tests.longform import diagonal
 from tests.meta_device_rank import fake_rank
 
 BASE = "--mock-data --lr 1e-3 --train-iters 1 --num-layers 4 --vocab-size 1000 --make-vocab-size-divisible-by 8"
@@ -40,6 +41,7 @@ def here(run: RunConfig, pipeline_rank: int) -> list[PipelineStage]:
     return [stage for number, stage in enumerate(every) if plan.rank_of(number) == pipeline_rank]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("flags", "world_size", "ranks"),
     [
@@ -115,6 +117,7 @@ def test_muon_has_one_moment_in_matrices_and_two_elsewhere(flags: str, world_siz
     assert {group.spec.rule for group in groups} == {"muon", "adam"}
 
 
+@diagonal(2)
 @pytest.mark.parametrize("optimizer", BUILT_IN_RULES)
 @pytest.mark.parametrize(
     ("flags", "world_size"),

@@ -12,6 +12,7 @@ from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim import tensor_update
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from tests.longform import diagonal
 from tests.unit.optim.test_muon import Block, fill_gradients, flatten
 
 STEPS = 50
@@ -34,6 +35,7 @@ def split_grads(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("relative", "scaled", "lr", "beta1"),
     [(False, False, 3e-3, 0.0), (False, True, 3e-2, 0.9), (True, True, 1e-2, 0.0), (True, False, 1e-2, 0.9)],

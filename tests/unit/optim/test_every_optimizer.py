@@ -16,11 +16,13 @@ from petatron.estimate.state_bytes import state_bytes
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.train.build_run import build_model, build_optimizer
+from tests.longform import diagonal
 from tests.unit.optim.test_muon import Block, fill_gradients, flatten
 
 EXPERTS = "--num-experts 4 --moe-layer-freq [0,1] --moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 16"
 
 
+@diagonal(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", BUILT_IN_RULES)
@@ -75,6 +77,7 @@ def test_a_frozen_parameter_keeps_its_state(name: str):
         assert same is (tensor == "layers.0.attention.out.weight"), (kind, tensor)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("flags", ["--bf16", "", f"--bf16 {EXPERTS}"])
 @pytest.mark.parametrize("name", BUILT_IN_RULES)
 def test_declared_bytes_are_those_allocated(name: str, flags: str):

@@ -13,6 +13,7 @@ from petatron.train.build_run import build_loader, build_model, build_optimizer
 from petatron.train.own_loop import save_checkpoint
 from petatron.validate import resolve_config
 from tests.checkpoint_chunks import checkpoint_chunks
+from tests.longform import diagonal
 from tests.parity.harness import TINY, tiny_run
 
 NARROW = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --train-iters 8"
@@ -45,6 +46,7 @@ def same(ours: dict[tuple, torch.Tensor], theirs: dict[tuple, torch.Tensor]) -> 
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("offload", ["", "--optimizer-cpu-offload --optimizer-offload-fraction 0.7", "disk"])
 def test_a_run_goes_on_from_a_checkpoint_of_narrow_moments(tmp_path: Path, offload: str):
     place = offload.replace("disk", f"--optimizer-nvme-offload {tmp_path / 'scratch'}")

@@ -8,6 +8,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 
 MODELS = {
@@ -31,6 +32,7 @@ def numbers(run: RunConfig, mesh: ParallelMesh) -> tuple[float, float, int]:
     return float(optimizer.step().grad_norm), weights, zeros
 
 
+@diagonal(2)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_layouts_agree(ranks: RankPool, model: str):
     grad, weight, zeros = _numbers(tiny_run(model, dtype="float64"))

@@ -24,6 +24,7 @@ from petatron.optim.state_storage import DiskStorage, describe_offload_target
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.heard import heard
+from tests.longform import diagonal
 from tests.optimizer_groups import groups_of
 
 
@@ -210,6 +211,7 @@ def trained(memory: MemoryConfig, dtype: torch.dtype, moments: str = "fp32", rul
     return found | {("weight", name): parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@diagonal(3)
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("fraction", [1.0, 0.6])
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
+from tests.longform import diagonal
 from tests.unit.optim.test_muon import Block, fill_gradients, flatten
 
 STEPS = 50
@@ -53,6 +54,7 @@ class PlainSoap:
                 self.bases[side] = torch.linalg.qr(turned).Q
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("frequency", "betas", "limit"),
     [(1, (0.95, 0.95), 100), (10, (0.9, 0.99), 100), (3, (0.95, 0.95), 5)],

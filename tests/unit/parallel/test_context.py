@@ -28,7 +28,7 @@ from petatron.parallel.context import apply_context_parallel, ring_attention, sp
 from petatron.parallel.context.zigzag import contiguous_positions, sorted_by_position, sorted_by_rank, zigzag_positions
 from tests import reference_attention as reference
 from tests.dist import RankFailure, RankPool
-from tests.longform import every_second, later, one_in
+from tests.longform import diagonal, every_second, later, one_in
 
 S, B, E = 48, 2, 4
 SCHEMES = {
@@ -176,6 +176,7 @@ def attend(comm_type: str, sizes: tuple[int, ...], case: tuple) -> dict[str, obj
     }
 
 
+@diagonal(3)
 @pytest.mark.parametrize("case", every_second(CASES))
 @pytest.mark.parametrize(("comm_type", "size"), SCHEMES)
 def test_equals_attention_over_the_whole_sequence(ranks: RankPool, comm_type: str, size: int, case: str):
@@ -271,6 +272,7 @@ def seen_alone(name: str) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("comm_type", "size"), one_in(3, SCHEMES))
 def test_every_visibility_is_that_of_the_whole_sequence(ranks: RankPool, comm_type: str, size: int):
     answers = ranks.run(attend_to_all_kinds, size, comm_type, SCHEMES[comm_type, size])
@@ -292,6 +294,7 @@ def test_heads_that_cannot_be_exchanged(ranks: RankPool):
         ranks.run(attend, 2, "a2a", (), (3, 1, None, None))
 
 
+@diagonal(2)
 @pytest.mark.parametrize("case", [later("grouped"), "documents and window"])
 @pytest.mark.parametrize(("comm_type", "size"), SCHEMES)
 def test_what_travels_is_what_theory_says(ranks: RankPool, comm_type: str, size: int, case: str):
@@ -344,6 +347,7 @@ def drop(comm_type: str, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return out.detach(), v.grad
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("comm_type", "size"), [("p2p", 4), ("all_gather", 2), ("a2a", 2), ("a2a+p2p", 4)])
 def test_dropout(ranks: RankPool, comm_type: str, size: int):
     """The mean stays, and the backward pass drops what the forward pass dropped: the sums over both sides agree."""

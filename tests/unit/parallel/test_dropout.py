@@ -17,6 +17,7 @@ from petatron.parallel.context.zigzag import zigzag_positions
 from petatron.train.build_run import build_loader, build_model
 from petatron.validate import load_config
 from tests.dist import RankPool
+from tests.longform import diagonal
 
 RATE, LENGTH = 0.3, 16
 FLAGS = (
@@ -60,6 +61,7 @@ def masks(layout: str) -> dict[str, Tensor]:
     return found
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "layout", ["--cp 2", "--cp 2 --cp-comm-type all_gather", "--cp 2 --cp-comm-type a2a", "--pp 2"]
 )

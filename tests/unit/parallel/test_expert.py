@@ -32,7 +32,7 @@ from petatron.parallel.expert_parallel_token_dispatcher import (
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.counted_rows import counted
 from tests.dist import RankPool
-from tests.longform import every_second, later
+from tests.longform import diagonal, every_second, later
 from tests.seen import Seen
 
 S, B, D, F, E = 8, 2, 6, 4, 8
@@ -214,6 +214,7 @@ EVERY_CASE = ("ep2 over cp", "etp2", "ep2 etp2", "etp4")
 MAIN_CASES = ("aux", "seq-aux", "pad")
 
 
+@diagonal(3)
 @pytest.mark.parametrize("layout", every_second(LAYOUTS))
 def test_layouts_equal_one_device(ranks: RankPool, layout: str):
     cases = tuple(CASES) if layout in EVERY_CASE else MAIN_CASES
@@ -227,6 +228,7 @@ EIGHT = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["ep4 etp2", later("ep8"), later("ep2 etp2 edp2")])
 def test_eight_ranks(ranks: RankPool, layout: str):
     ranks.run(_compare, 8, EIGHT[layout], ("alltoall", "allgather"), MAIN_CASES)
@@ -355,6 +357,7 @@ LOOKS = [
 ]
 
 
+@diagonal(2)
 @pytest.mark.parametrize(("dispatcher", "case", "ep", "etp"), LOOKS)
 def test_the_host_looks_only_where_rows_have_no_bound(ranks: RankPool, dispatcher: str, case: str, ep: int, etp: int):
     assert ranks.run(_looks, 2, Layout(dp_shard=2, ep=2), dispatcher, case) == [ep] * 2

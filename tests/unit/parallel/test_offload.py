@@ -20,6 +20,7 @@ from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.parallel import activation_offload
 from petatron.parallel.activation_offload import HostBufferPool, HostLink, apply_activation_offload
+from tests.longform import diagonal
 from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes, kept_bytes
 from tests.unit.models.test_activations import BASE, LLAMA, RECOMPUTE, batch_of, build, recompute, run_of
@@ -76,6 +77,7 @@ def _without_offload(model: str) -> Bits:
     return train(offloading(run, 0)[0], run)
 
 
+@diagonal(4)
 @pytest.mark.parametrize("recompute", ["nothing", "layernorm", "three", "all", "uniform-1", "uniform-2", "block-2"])
 @pytest.mark.parametrize("model", MODELS)
 def test_no_bit_changes(model: str, recompute: str):
@@ -94,6 +96,7 @@ def test_the_test_sees_a_tensor_that_comes_back_wrong(monkeypatch: pytest.Monkey
     assert differing(train(broken, run), wanted) != []
 
 
+@diagonal(3)
 @pytest.mark.parametrize("recompute", ["nothing", "layernorm", "uniform-1"])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_what_was_sent_is_free_on_the_device(number: int, recompute: str):

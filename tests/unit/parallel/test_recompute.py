@@ -32,7 +32,7 @@ from petatron.parallel.activation_recompute import RecomputeRegion, recomputed
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 from tests.dist import RankPool
-from tests.longform import later, one_in
+from tests.longform import diagonal, later, one_in
 from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes
 from tests.unit.models.test_activations import (
@@ -128,6 +128,7 @@ def _in_turn(first: int) -> list[Any]:
     return [*cases, *(later(model, False, 1 - half) for model, _, half in cases)]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("model", "shared", "half"), [*_in_turn(0), ("gpt", True, 0), ("moe", True, 0)])
 def test_no_bit_changes(model: str, shared: bool, half: int):
     run, wanted = run_of(MODELS[model]), _plain(model, shared)
@@ -136,6 +137,7 @@ def test_no_bit_changes(model: str, shared: bool, half: int):
         assert_same(train(run, memory, shared=shared), wanted)
 
 
+@diagonal(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_bit_changes_where_gradients_are_taken(model: str):
     run = run_of(MODELS[model])
@@ -165,6 +167,7 @@ def _flops(flags: str, memory: MemoryConfig) -> int:
     return counter.get_total_flops()
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", ["layernorm", "mlp", "core_attn", "attention", "all", "uniform-1", "uniform-2"])
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
@@ -195,6 +198,7 @@ def test_the_last_product_of_a_branch_is_not_repeated(model: str, name: str):
     assert more - last <= formula <= more + uncounted
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", ["layernorm", "moe_act", "moe_act layernorm shared_experts core_attn"])
 def test_norms_and_activations_repeat_no_product(name: str):
     flags = f"{LLAMA} {MIXTURE}"
@@ -205,6 +209,7 @@ def test_norms_and_activations_repeat_no_product(name: str):
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
 
 
+@diagonal(3)
 @pytest.mark.parametrize("name", ["moe", "uniform-1"])
 @pytest.mark.parametrize(
     "flags",
@@ -247,6 +252,7 @@ class _CountingNorm:
         return reference_norm.rms_norm_backward(grad_RD, *args, recompute_output=recompute_output, **options)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("model", "name", "more"),
     [
@@ -291,6 +297,7 @@ def test_hooks_of_a_product_run_before_it():
     assert order == ["hook", "product"]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("name", "taken"), one_in(3, ((name, taken) for taken in (False, True) for name in (*MIXED, *DENSE)))
 )
@@ -395,6 +402,7 @@ def _train_on_rank(flags: str, name: str) -> tuple[Bits, Counter[tuple[str, int]
     return {name: x.detach() for name, x in bits.items()}, sent
 
 
+@diagonal(2)
 @pytest.mark.parametrize("sequence", ["", "--sequence-parallel"])
 def test_communication_inside_is_repeated(ranks: RankPool, sequence: str):
     """Each of three layers has two scatters, or two sums; behind the last is the dropout of a whole layer.

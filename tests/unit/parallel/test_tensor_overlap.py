@@ -20,6 +20,7 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.parallel.tensor_parallel import AllGatherOverlap, ColumnParallelOp, ReduceScatterOverlap, RowParallelOp
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.unit.models.kept import kept_bytes
 
 S, B, D, OUT = 16, 3, 8, 12
@@ -153,6 +154,7 @@ def test_ranks_before_and_after_the_own_one_are_two_gemms(ranks: RankPool):
     case.check(found)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "case",
     [

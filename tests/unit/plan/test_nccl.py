@@ -9,6 +9,7 @@ import pytest
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
 from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule, forward_only
 from petatron.schedule.actions import Action
+from tests.longform import diagonal
 from tests.nccl_rules.nccl_program import simulate_program
 from tests.nccl_rules.pipeline_program import POLICIES, pipeline_program, unordered_makespan
 
@@ -52,6 +53,7 @@ def _check(schedules: Iterable[Schedule], policies: Iterable[str]) -> None:
             assert outcome.completes, (what, [str(wait) for wait in outcome.blocked_calls])
 
 
+@diagonal(3)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 16])
 def test_safe_policies_end(ranks: int):
     """A part of the range: fewer micro-batches than ranks (a batch ramp's first steps), as many, more, and many more."""
@@ -75,6 +77,7 @@ def test_safe_policies_end_in_the_whole_range(name: str, virtual: int, ranks: in
         _check(map(_evaluation, cases), SAFE)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -121,6 +124,7 @@ def test_connecting_lazily_would_be_safe_for_policies_that_are():
                 assert _ends(schedule, policy, lazy_connect=True)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("name", "virtual"), STAGES)
 def test_communicators_per_direction_cost_least(name: str, virtual: int):
     schedule = build_schedule(ScheduleShape(name, ranks=4, virtual=virtual, micro_batches=9))

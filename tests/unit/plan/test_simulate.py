@@ -13,6 +13,7 @@ from torch.distributed import pipelining
 from petatron.plan.pipeline_simulator import ActionCosts, Simulation, peak_activations, simulate, theoretical_bubble
 from petatron.schedule import Action, ActionKind, Schedule, ScheduleShape, build_schedule, forward_only, stage_rank
 from petatron.schedule.send_recv import insert_send_recv
+from tests.longform import diagonal
 
 KINDS = {
     "FORWARD": ActionKind.FORWARD,
@@ -113,6 +114,7 @@ def _torch_schedule(name: str, p: int, v: int, m: int) -> Schedule | None:
     return Schedule(name, p, p * v, m, insert_send_recv(orders, placement))
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("name", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
 )

@@ -13,6 +13,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 
 ON = "--hidden-dropout 0.3 --attention-dropout 0.3 --train-iters 3"
@@ -85,6 +86,7 @@ MODELS = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_replicas_stay_equal_to_the_last_bit(ranks: RankPool, model: str):
     """tp 2 x dp 2, ranks numbered tp fastest: 0 and 1 share a residual stream, 0 and 2 share all weights."""

@@ -20,6 +20,7 @@ from petatron.sharding import initial_values
 from petatron.train.state.train_state import TrainState
 from tests.checkpoint_chunks import checkpoint_chunks
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 
 
@@ -63,6 +64,7 @@ def assert_equal(one: TrainState, two: TrainState) -> None:
         assert torch.equal(tensor, right[key]), key
 
 
+@diagonal(2)
 @pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --num-experts 4"])
 def test_a_resumed_run_draws_nothing_and_has_every_bit(saved: Path, tmp_path: Path, drawn: list[str], flags: str):
     if flags:  # a checkpoint of this model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from petatron.bench.measure.host_time import HostCost, host_calls
+from tests.longform import diagonal
 
 TINY = (
     "--preset tiny-llama --hidden-size 64 --num-attention-heads 4 --num-query-groups 4 --vocab-size 256 --seq-length 16 "
@@ -19,6 +20,7 @@ CASES = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("case", CASES)
 def test_calls_per_layer_are_bounded(case: str):
     flags, forward, backward = CASES[case]

@@ -30,6 +30,7 @@ from petatron.verify.matrix_run import (
 )
 from petatron.verify.random_model import random_model_flags
 from petatron.verify.verify import plan_verification
+from tests.longform import diagonal
 
 AXES = ("tp+sp", "pp", "vpp", "cp", "ep", "dp+zero1", "fsdp")
 
@@ -184,6 +185,7 @@ def test_what_does_not_fit_is_refused():
         make_case(found, model_flags=found.model_flags, steps=1, dtype="float64", inject="layers.0.nothing")
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "name",
     ["dense:tp4-sp", "deep:pp4-vpp2", "moe:tp2-sp.pp2.cp2.ep4.etp1", "dense:cp4-a2a", "muon:tp2-sp.dp2-zero1.ep2"],

@@ -16,6 +16,7 @@ from petatron.checkpoint.files.disk import Disk
 from petatron.cli.main import main
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.mesh import ParallelMesh
+from tests.longform import diagonal
 
 FLAGS = (
     "--tokenizer-type ByteTokenizer --mock-data --num-layers 1 --hidden-size 32 --num-attention-heads 2 --num-query-groups 2 "
@@ -74,6 +75,7 @@ def test_a_loop_that_forgets_to_restore_is_told_once(saved: tuple[Path, torch.Te
     assert "optimizer state, loss scale and random states are not restored" in texts[1] and "--finetune" in texts[1]
 
 
+@diagonal(2)
 @pytest.mark.parametrize("how", ["restored", "finetune", "no optimizer", "weights only", "first start"])
 def test_nothing_is_said_where_nothing_was_forgotten(
     saved: tuple[Path, torch.Tensor], tmp_path: Path, caplog, how: str

@@ -13,7 +13,7 @@ from petatron.config.schema.fields import fields_by_name, flatten_config, unflat
 from petatron.config.yaml_file import dump_yaml
 from petatron.validate import resolve_config
 from petatron.validate.fp8 import check_fp8
-from tests.longform import later
+from tests.longform import diagonal, later
 
 BASE = shlex.split("--preset tiny-llama --mock-data --lr 1e-3 --train-iters 100 --bf16")
 
@@ -137,6 +137,7 @@ def test_settings_with_effect_are_not(flags: str):
     assert resolve_config([*BASE, *flags.split()])[0].notices == ()
 
 
+@diagonal(3)
 @pytest.mark.parametrize("multiple", [16, 128])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("samples", [1, later(2), 6, later(16)])

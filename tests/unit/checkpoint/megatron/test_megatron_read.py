@@ -16,6 +16,7 @@ import torch
 
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from tests.longform import diagonal
 from tests.unit.checkpoint.megatron.megatron_files import VOCAB, WIDTH, Case, truth, write_dist, write_legacy
 
 LLAMA = Case()
@@ -56,6 +57,7 @@ def assert_same_model(found: MegatronCheckpoint, case: Case) -> None:
     assert (MoEConfig(**found.moe).num_experts or 0) == case.experts
 
 
+@diagonal(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_legacy(tmp_path: Path, case: Case):
     write_legacy(tmp_path, case)
@@ -75,6 +77,7 @@ DIST = (
 )
 
 
+@diagonal(2)
 @pytest.mark.parametrize("name", DIST)
 @pytest.mark.parametrize("halves, per_layer", [(False, False), (True, True)])
 def test_torch_dist(tmp_path: Path, name: str, halves: bool, per_layer: bool):

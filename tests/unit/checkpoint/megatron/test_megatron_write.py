@@ -19,6 +19,7 @@ from petatron.checkpoint.megatron.weight_layouts import extract_logical, fuse_lo
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.registry import spec_from_config
+from tests.longform import diagonal
 from tests.unit.checkpoint.megatron.megatron_files import Case, rank_chunk, truth
 
 LLAMA = ModelConfig(
@@ -98,6 +99,7 @@ def values_of(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Tensor]:
     return {name: value if "expert_bias" in name else value.bfloat16() for name, value in made.items()}
 
 
+@diagonal(3)
 @pytest.mark.parametrize("format, tp, pp", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip(tmp_path: Path, name: str, format: Literal["legacy", "torch_dist"], tp: int, pp: int):

@@ -20,6 +20,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.registry import model_spec
 from petatron.validate import load_config
 from petatron.verify.trace import record_steps
+from tests.longform import diagonal
 
 TRAIN = "--mock-data --train-iters 2 --lr 1e-3".split()
 # One of each structure; the others differ from these in sizes and factors alone.
@@ -48,6 +49,7 @@ def train(preset: str, *, steps: int, flags: tuple[str, ...] = ()) -> list[float
     return [step.loss for step in record_steps(run, ParallelMesh.single(), keep_tensors=lambda _: False)]
 
 
+@diagonal(4)
 @pytest.mark.parametrize("preset", FAMILIES)
 def test_a_toy_trains_on_a_laptop(preset: str):
     (loss,) = train(preset, steps=1, flags=("--seq-length", "16", "--hidden-size", "64", "--vocab-size", "128"))

@@ -21,6 +21,7 @@ from petatron.layers.moe.router import Routing
 from petatron.models.branch_specs import moe_spec
 from petatron.parallel.select_kernels import select_kernels
 from tests.counted_rows import counted
+from tests.longform import diagonal
 from tests.seen import Seen
 
 S, B, D, F, E = 6, 2, 8, 5, 4
@@ -99,6 +100,7 @@ VARIANTS = {
 }
 
 
+@diagonal(2)
 @pytest.mark.parametrize("model", [GATED_MODEL, PLAIN_MODEL], ids=["gated", "plain-bias"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_outputs_and_gradients_equal_a_naive_loop(variant: str, model: ModelConfig):
@@ -114,6 +116,7 @@ def test_outputs_and_gradients_equal_a_naive_loop(variant: str, model: ModelConf
 DROPS = [variant for variant in VARIANTS if variant.startswith("drop")]
 
 
+@diagonal(3)
 @pytest.mark.parametrize("model", [GATED_MODEL, PLAIN_MODEL], ids=["gated", "plain-bias"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_may_lie_in_memory_either_way(variant: str, model: ModelConfig):

@@ -43,7 +43,7 @@ from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement
 from petatron.validate import load_config
 from tests.dist import RankPool
-from tests.longform import later
+from tests.longform import diagonal, later
 from tests.run_stage import run_stage
 
 MODEL = (
@@ -254,6 +254,7 @@ def check(ranks: RankPool, case: Case, *, gradient: float = 1e-11, weight: float
             assert float((seen.logits - reference.logits).abs().max()) < 100 * weight
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("strategy", "flags"),
     [
@@ -278,6 +279,7 @@ def test_parts_of_tensor_parallel_parts_equal_one_process(ranks: RankPool, flags
     check(ranks, Case(Layout(dp_shard=2, tp=2), flags=flags))
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("strategy", "cut"),
     [
@@ -301,11 +303,13 @@ def test_uneven_parts(ranks: RankPool):
     check(ranks, Case(Layout(dp_shard=3), flags=LEARNED))
 
 
+@diagonal(2)
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp_outer=2)], ids=["tp", "dp_outer"])
 def test_nobody_to_share_with(ranks: RankPool, layout: Layout):
     check(ranks, Case(layout))
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "layout",
     [

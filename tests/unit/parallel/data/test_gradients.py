@@ -16,6 +16,7 @@ from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.optimizer_groups import groups_of
 
 WIDTH, LAYERS = 4, 5
@@ -107,6 +108,7 @@ def expected_sum(case: Case, world_size: int) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
 
 
+@diagonal(3)
 @pytest.mark.parametrize("bucket_size", [1, 30, 10**9])
 @pytest.mark.parametrize("reversed_on", [None, 1])
 def test_sum_over_ranks_for_any_bucket_size(ranks: RankPool, bucket_size: int, reversed_on: int | None):
@@ -322,6 +324,7 @@ def _scatter(case: Sharded) -> dict[str, Any]:
     return {"grads": found, "owners": owners, "padded": padded, "events": events}
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "case", [Sharded(1), Sharded(30), Sharded(10**9), Sharded(30, outer=2), Sharded(30, bf16=True)]
 )

@@ -30,6 +30,7 @@ from petatron.train.build_run import build_model, build_optimizer
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 from tests.unit.parallel.pipeline.test_graph import FakeCuda, StandIn, Trained, batches, same
 
@@ -216,6 +217,7 @@ def decided(caplog: pytest.LogCaptureFixture, flags: str, options: Options) -> t
     return line, found.calls
 
 
+@diagonal(2)
 @pytest.mark.parametrize("flags", ["", "--no-overlap-grad-reduce"])
 def test_it_captures_where_the_device_was_idle(caplog: pytest.LogCaptureFixture, flags: str):
     line, calls = decided(caplog, flags, Options())
@@ -228,6 +230,7 @@ def test_random_numbers_of_the_host_are_noticed(caplog: pytest.LogCaptureFixture
     assert line == "CUDA graphs: off: the host draws random numbers in a step"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -254,6 +257,7 @@ def test_a_capture_that_gains_little_is_dropped(caplog: pytest.LogCaptureFixture
     assert decided(caplog, "", Options(replay_s=1.5))[0] == "CUDA graphs: off: the device was idle 0 % of a step"
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     "flags",
     [

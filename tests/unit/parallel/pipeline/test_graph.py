@@ -41,6 +41,7 @@ from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
 from petatron.train.build_run import build_model, build_optimizer
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 
 Notes = tuple[list[bool], list[tuple[int, list[Handle]]], list[bool]]
@@ -180,6 +181,7 @@ def gathered_losses(flags: str, recorded: bool) -> list[float]:
     return losses
 
 
+@diagonal(3)
 @pytest.mark.parametrize("flags", ["--overlap-param-gather", "", "--no-overlap-grad-reduce"])
 def test_gathers_that_overlap_a_step_are_part_of_it(ranks: RankPool, flags: str):
     """A replay gathers the weights itself; an evaluation after the update does so before it."""
@@ -207,6 +209,7 @@ MODELS = {
 }
 
 
+@diagonal(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_recorded_run_is_the_same_run(model: str):
     counts = [2] * 7

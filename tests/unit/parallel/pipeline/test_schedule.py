@@ -24,6 +24,7 @@ from petatron.schedule.actions import COMPUTE_KINDS, needed_by, produced_by
 from petatron.schedule.gpipe_and_1f1b import micro_batch_groups
 from petatron.schedule.pipeline_plan import PipelinePlan
 from petatron.schedule.send_recv import insert_send_recv
+from tests.longform import diagonal
 
 
 @st.composite
@@ -351,6 +352,7 @@ def test_combined_passes_cost_no_bubble(ranks: int, virtual: int, micro_batches:
     assert simulate(combined, costs).bubble == pytest.approx(simulate(plain, costs).bubble, abs=1e-9)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     ("name", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
 )

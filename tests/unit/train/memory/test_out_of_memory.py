@@ -28,6 +28,7 @@ from petatron.train.report.out_of_memory import (
 )
 from petatron.train.run_training import run_training
 from petatron.validate import load_config
+from tests.longform import diagonal
 
 BASE = "--mock-data --lr 1e-4 --train-iters 1 --bf16"
 SEVEN = f"{BASE} --vocab-size 32000 --seq-length 4096"
@@ -54,6 +55,7 @@ CASES = [
 ]
 
 
+@diagonal(3)
 @pytest.mark.parametrize(("preset", "flags", "world_size", "share"), CASES)
 def test_every_change_is_allowed_fits_and_is_priced(preset: str, flags: str, world_size: int, share: float):
     run = load(preset, flags, world_size)
@@ -222,6 +224,7 @@ class Failing:
         raise torch.OutOfMemoryError(MESSAGE)
 
 
+@diagonal(2)
 @pytest.mark.parametrize(
     ("module", "name", "when"),
     [

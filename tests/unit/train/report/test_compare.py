@@ -9,6 +9,7 @@ from torch import Tensor
 from petatron.mesh.mesh import ParallelMesh
 from petatron.verify.compare_traces import TOLERANCES, Tolerances, compare_traces
 from petatron.verify.trace import Injection, StepTrace, TracedShard, assemble_tensors, record_steps
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 
 TIGHT = Tolerances(loss=1e-9, gradient=1e-8, parameter=1e-7)
@@ -104,6 +105,7 @@ def test_other_shape():
     assert found.first_departure is not None and "gradient b differs by inf" in found.first_departure
 
 
+@diagonal(3)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["reference", "candidate", "both"])
 @pytest.mark.parametrize("what", ["loss", "gradient", "parameter"])

@@ -23,6 +23,7 @@ from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config, resolve_config
 from petatron.validate.preflight import preflight
 from tests.dist import RankPool
+from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 from tests.unit.train.test_loop import SMALL, Memory, weights
 
@@ -62,6 +63,7 @@ def test_samples_change_nothing(prompts: Path, temperature: str):
     assert all(len(text.split()) == 3 or text == "" for _, texts in samples for text in texts)
 
 
+@diagonal(3)
 @pytest.mark.parametrize(
     "layout",
     [
