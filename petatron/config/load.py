@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, PetatronError, Problem
 from petatron.config.adapt.adapt_model import AdaptedModel, adapt_model
 from petatron.config.checkpoint_settings import (
     WEIGHTS_PATH,
@@ -25,6 +25,7 @@ from petatron.config.checkpoint_settings import (
     apply_from_folder,
     hf_load_settings,
     shape_of_folder,
+    unknown_settings,
     weights_folder,
 )
 from petatron.config.declared_rules import unused_flag_notices
@@ -100,7 +101,7 @@ def parse_config(
     values, origins, adapted = _merge_sources(documents, flags, read_checkpoint)
     problems += adapted.problems
     suspects |= {info.flag for info in all_fields()} if adapted.problems else set()
-    stored = _settings_of_model(flags, SourcedValues(values, origins), read_checkpoint)
+    stored = _settings_of_model(flags, SourcedValues(values, origins), read_checkpoint, other_problems=bool(problems))
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
     if flags.from_folder is not None and not flags.toy:
@@ -123,7 +124,7 @@ def parse_config(
     is_on = config.parallel.sequence_parallel and switch.kind == "derived"
     switches = [f"sequence parallelism is on: {switch.detail}"] if is_on else []
     notices = (
-        *flags.notices,
+        *flags.all_notices,
         *adapted.notices,
         *stored.notices,
         *switches,
@@ -168,14 +169,25 @@ def _merge_sources(
 
 
 def _settings_of_model(
-    flags: ParsedFlags, given: SourcedValues, read_checkpoint: ReadCheckpointSettings | None
+    flags: ParsedFlags, given: SourcedValues, read_checkpoint: ReadCheckpointSettings | None, *, other_problems: bool
 ) -> AppliedSettings:
-    """Returns what the model that a run starts from says about itself, if the run asks for it."""
+    """Returns what the model that a run starts from says about itself, if the run asks for it.
+
+    With `other_problems`, a model that cannot be read is one more of them; else the error of reading it says all.
+    """
     config = unflatten_config(given.values)
-    if flags.from_folder is not None and not flags.toy:
-        return apply_from_folder(flags.from_folder, config, given, read_checkpoint)
-    if config.checkpoint.use_checkpoint_args:
-        return apply_checkpoint_settings(config, given, read_checkpoint)
+    from_folder = None if flags.toy else flags.from_folder
+    try:
+        if from_folder is not None:
+            return apply_from_folder(from_folder, config, given, read_checkpoint)
+        if config.checkpoint.use_checkpoint_args:
+            return apply_checkpoint_settings(config, given, read_checkpoint)
+    except PetatronError as error:
+        if not other_problems:
+            raise
+        where, folder = (FROM_FLAG, from_folder) if from_folder is not None else ("--load", config.checkpoint.load)
+        unread = Problem(where, str(folder), f"cannot be read: {str(error).rstrip('.')}", "")
+        return unknown_settings(*(error.problems if isinstance(error, ConfigError) else (unread,)))
     return hf_load_settings(config)
 
 

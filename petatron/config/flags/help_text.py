@@ -74,7 +74,7 @@ def _meaning(info: FieldInfo) -> str:
 
 def _entry(usage: str, meaning: str) -> list[str]:
     body = textwrap.wrap(meaning, _WIDTH - _COLUMN)
-    head = f"  {usage}"
-    if len(head) < _COLUMN - 1:
-        return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
-    return [head, *(" " * _COLUMN + line for line in body)]
+    head = textwrap.wrap(usage, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    if len(head[0]) < _COLUMN - 1:
+        return [head[0].ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
+    return [*head, *(" " * _COLUMN + line for line in body)]
