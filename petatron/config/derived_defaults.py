@@ -121,6 +121,8 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
         values.fill("nproc_per_node", _exact_quotient(values["world_size"], values["nnodes"]), "world size / nodes")
     tp = _exact_quotient(values["tensor_model_parallel_size"], 1)
     values.fill("expert_tensor_parallel_size", tp, "the tensor-parallel size")
+    if values["num_experts"] is None and tp is not None and values["expert_tensor_parallel_size"] != tp:
+        values.set("expert_tensor_parallel_size", tp, "there are no experts")
     if values["data_parallel_size"]:
         bucket = max(MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"])
         values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")

@@ -118,6 +118,7 @@ def parse_config(
     if "--fp8-format" not in suspects:
         problems += _recipe_without_format(raw, origins)
     config, derived = derive_defaults(raw, chosen_paths=given, world_size=world_size)
+    typed = {path: origins[path] for path in given}
     origins |= derived
     # A switch that nobody set but derivation turned on: someone comparing with another system needs to know.
     switch = origins["parallel.sequence_parallel"]
@@ -128,7 +129,7 @@ def parse_config(
         *adapted.notices,
         *stored.notices,
         *switches,
-        *unused_flag_notices(config, origins),
+        *unused_flag_notices(config, origins | typed),
     )
     return ParsedConfig(RawLoadedConfig(config, origins, notices), problems, suspects)
 

@@ -23,11 +23,13 @@ from petatron.config.flags.megatron_table import MegatronFlag, megatron_flags
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
+    all_fields,
     closest_matches,
     fields_by_name,
     fields_by_path,
     join_with_or,
 )
+from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting, ValueOrigin
 
 PRESET_FLAG, FILE_FLAG, FROM_FLAG = "--preset", "--config", "--from"
@@ -114,6 +116,7 @@ def parse_flags(argv: Sequence[str], *, presets: Collection[str] | None = None) 
     _drop_overridden_shorthands(parsed)
     _check_contradictions(parsed)
     _apply_latent_rotation(parsed)
+    _split_hybrid_stages(parsed)
     return parsed
 
 
@@ -286,6 +289,8 @@ def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed
             parsed.doubtful_flags.add(info.flag)
     if len(values) == len(texts) and values:
         parsed.add_setting(info, tuple(values) if info.is_list else values[0], token.typed)  # type: ignore[arg-type]
+    elif info.name == "tokenizer_type":  # what another tokenizer would need is unknown
+        parsed.doubtful_flags.update(other.flag for other in all_fields() if other.section == info.section)
 
 
 def _apply_valueless(token: _FlagToken, parsed: ParsedFlags, apply: Callable[[], None]) -> Sequence[str]:
@@ -393,6 +398,18 @@ def _apply_latent_rotation(parsed: ParsedFlags) -> None:
             f"{factor.origin.detail} {factor.value:g} with {latent.origin.detail} is YaRN, as in Megatron; "
             f"{spellings.ROPE_TYPE} rope asks for plain rotary positions"
         )
+
+
+def _split_hybrid_stages(parsed: ParsedFlags) -> None:
+    """Bars in Megatron's hybrid patterns end pipeline stages: they become the layout of the pipeline."""
+    path = fields_by_name()["hybrid_layer_pattern"].path
+    for index, setting in enumerate(parsed.settings):
+        if setting.path == path and STAGE_BOUNDARY in str(setting.value):
+            stages = str(setting.value).split(STAGE_BOUNDARY)
+            parsed.settings[index] = replace(setting, value="".join(stages))
+            layout = STAGE_BOUNDARY.join("t" * len(stage) for stage in stages)
+            info = fields_by_name()["pipeline_model_parallel_layout"]
+            parsed.add_setting(info, f"E{layout}L", setting.origin.detail)
 
 
 def _check_contradictions(parsed: ParsedFlags) -> None:

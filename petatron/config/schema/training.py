@@ -270,7 +270,7 @@ class CheckpointConfig:
     pretrained_checkpoint: FilePath | None = None
     """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
     Hugging Face model."""
-    save_interval: Annotated[IterationCount, "at least 1", "training"] | None = None
+    save_interval: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
     """Iterations between saves; the last state is always saved when `--save` is given."""
     ckpt_step: Annotated[IterationCount, "at least 0", "one load"] | None = None
     """Resume from this iteration instead of the newest."""
@@ -298,8 +298,8 @@ class CheckpointConfig:
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
     save_total_limit: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
     """Keep only this many of the newest checkpoints; unset keeps all."""
-    save_retain_interval: Annotated[IterationCount, "at least 1", "training"] | None = None
-    """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
+    save_retain_interval: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
+    """Keep the checkpoints whose iteration is a multiple of this, and the newest: one, or those of `--save-total-limit`."""
     sign_key: PrivateKeyPath | None = None
     """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
     load_fallback: Annotated[bool, "training", _LOADS] = False

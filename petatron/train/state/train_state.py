@@ -344,6 +344,9 @@ def _build_checkpoint_manager(config: CheckpointConfig, mesh: ParallelMesh) -> C
         world_axis=mesh.world,
         device=mesh.device,
         async_axis=mesh.background_control_axis() if config.async_save else None,
-        retention=Retention(config.save_total_limit, config.save_retain_interval),
+        retention=Retention(
+            config.save_total_limit or (1 if config.save_retain_interval is not None else None),
+            config.save_retain_interval,
+        ),
         sign=open_signer(Path(config.sign_key)) if config.sign_key is not None else None,
     )
