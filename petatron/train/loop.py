@@ -22,6 +22,9 @@ from petatron.models.frozen_params import frozen_params
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
 from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_record
+from petatron.train.hooks.build_hooks import build_hooks
+from petatron.train.hooks.step_hook import StepHooks
+from petatron.train.hooks.step_timers import StepTimers
 from petatron.train.report.closing_summary import Activity, RunTotals
 from petatron.train.report.metrics import (
     IntervalMeter,
@@ -88,15 +91,16 @@ class TrainLoop:
         self._device_kind: DeviceKind = device.kind
         self._memory_logged = False
         self._first_nonfinite_iteration = torch.full((), -1, dtype=torch.int64, device=state.mesh.device)
+        flops_per_token = model_flops_per_token(
+            state.model.spec, tp_size=self._run.parallel.tensor_model_parallel_size, frozen=frozen_params(self._run)
+        )
+        self._timers = StepTimers(self._run.log, state.mesh)
+        self._hooks = StepHooks([self._timers, *build_hooks(state, flops_per_token=flops_per_token)])
         self._meter = IntervalMeter(
             train_iters=self._run_length.iterations,
             train_samples=self._run.train.train_samples,
             num_devices=state.mesh.world.size,
-            flops_per_token=model_flops_per_token(
-                state.model.spec,
-                tp_size=self._run.parallel.tensor_model_parallel_size,
-                frozen=frozen_params(self._run),
-            ),
+            flops_per_token=flops_per_token,
             peak_flops=device.peak(str(compute_dtype(self._run.precision))[6:]),
             consumed_tokens=state.progress.consumed_tokens,
             read_memory_bytes=lambda: peak_memory_bytes(device.kind),
@@ -119,6 +123,12 @@ class TrainLoop:
             except Exception:  # ranks may be gone; the original failure is the one to report
                 _log.exception("a checkpoint that was being written was lost")
             raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends what hooks have begun."""
+        self._hooks.close()
 
     def train_interval(self, last_iteration: int) -> str | None:
         """Trains to the next log point, at most to an iteration, for a caller that iterates; returns why to stop early, if so.
@@ -169,7 +179,11 @@ class TrainLoop:
         """Runs one step, and what is due after it: log line, evaluation, samples, checkpoint. Returns why to stop early, if so."""
         state, config = self._state, self._run
         self._profiler.begin(state.progress.iteration + 1)
-        metrics = train_step(state, self._next_batches())
+        self._hooks.before_step(state.progress.iteration + 1)
+        with self._timers.phase("batch-generator"):
+            batches = self._next_batches()
+        metrics = train_step(state, batches, self._hooks, self._timers)
+        self._hooks.after_step(metrics)
         self._profiler.end(metrics.iteration)
         self._record_step(metrics)
         iteration, stopped = metrics.iteration, None
@@ -245,6 +259,8 @@ class TrainLoop:
         record = self._meter.report()
         self.totals.add_log_point(record)
         self._write_record(record.as_record())
+        for hook_record in self._hooks.records(record.iteration):
+            self._write_record(hook_record)
         self._check_finite()
         if not self._memory_logged:
             self._memory_logged = True
@@ -294,8 +310,14 @@ class TrainLoop:
         dataset: str | None = None,
     ) -> float | str:
         """Reports and returns the loss of a split; returns why to stop, if a stop came first, and then reports nothing."""
-        with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
+        self._hooks.around_evaluation()
+        with (
+            self._not_training("evaluation"),
+            self._timers.phase("evaluate"),
+            stopping.evaluation_stop_check(will_save=will_save) as watch,
+        ):
             result = evaluate(self._state, loader, watch)
+        self._hooks.around_evaluation()
         if isinstance(result, InterruptedEvaluation):
             total = self._run.train.eval_iters * (1 + len(self._state.alternative_weights()))
             batches = f"{result.completed_batches:,} of {total:,} batches"
@@ -340,7 +362,8 @@ class TrainLoop:
             try:
                 self._finish_save_or_log()
                 if self._last_saved_iteration != iteration:
-                    self._state.save(wait=not self._run.checkpoint.async_save)
+                    with self._timers.phase("save-checkpoint"):
+                        self._state.save(wait=not self._run.checkpoint.async_save)
                     self._pending_save_iteration = iteration
                 if last or not self._run.checkpoint.async_save:
                     self._wait_for_save()
@@ -371,6 +394,7 @@ class TrainLoop:
         saver.drain()
         self._last_saved_iteration = self.totals.saved_iteration = saving
         self._log_event(f"saved checkpoint of iteration {saving} to {self._run.checkpoint.save}")
+        self._hooks.after_save(saving)
         if saver.pruned:
             plural = "s" if len(saver.pruned) > 1 else ""
             self._log_event(f"removed the checkpoint{plural} of iteration{plural} {', '.join(map(str, saver.pruned))}")

@@ -69,6 +69,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--enable-cuda-graph": Shorthand("cuda_graphs", "on"),
     "--external-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--fake-process-group": Shorthand("distributed_backend", "fake"),
+    "--disable-manual-gc-eval": Shorthand("manual_gc_eval", False),
     "--disable-use-tokenizer-model-from-checkpoint-args": Shorthand("use_tokenizer_model_from_checkpoint_args", False),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),
     "--moe-layer-recompute": Shorthand(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, RunSettings, UsedWhen, used_with
+from petatron.config.schema.metadata import Feature, NotWith, RunSettings, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     DecayRate,
@@ -51,7 +51,12 @@ _SAVES = used_with("checkpoint.save", reason="there is no --save")
 _PRETRAINED = "checkpoint.pretrained_checkpoint"
 _STARTS = used_with("checkpoint.load", _PRETRAINED, reason="there is no model to start from")
 _FROM = used_with("checkpoint.use_checkpoint_args", _PRETRAINED, reason="it is for --use-checkpoint-args and --from")
+_NO_OVERRIDE = NotWith(
+    "override_opt_param_scheduler",
+    rule="takes the checkpoint's schedule, and --override-opt-param-scheduler this run's",
+)
 _SAMPLES, _PROFILES = used_with("log.sample_prompts"), used_with("log.profile")
+_WANDB, _STRAGGLERS = used_with("log.wandb_project"), used_with("log.log_straggler")
 _AVERAGES = used_with("train.ema_decay")
 _ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes")
 _ONE_PATH = UsedWhen(
@@ -68,6 +73,10 @@ def _compiles_functions(run: RunSettings) -> bool:
     return recurrent or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
 
 
+_COLLECTS = used_with("train.manual_gc")
+_TIMES = UsedWhen(
+    lambda run: run.log.timing_log_level > 0, "--timing-log-level 0 times iterations alone, which are always logged"
+)
 _COMPILES = UsedWhen(_compiles_functions, "nothing of this model is compiled: on GPUs it has kernels of its own")
 
 
@@ -98,6 +107,8 @@ class OptimizerConfig(AdamSettings, SgdSettings, MuonSettings, LionSettings, Ada
     """How weight decay moves from start to end."""
     clip_grad: Factor = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Weight decay on the weights of q/k norms too, which other one-dimensional parameters never have (Qwen3-Next)."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated; bf16 takes half the memory and loses small contributions."""
 
@@ -189,6 +200,16 @@ class RawTrainConfig:
     """Seconds after SIGTERM within which the step must end; then the run exits (code 143) without saving. 0 means no limit."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
+    check_weight_hash_across_dp_replicas_interval: Annotated[IterationCount, "at least 1"] | None = None
+    """Iterations between checks that ranks that hold the same weights hold the same bits; a difference stops the run."""
+    manual_gc: bool = False
+    """Let Python collect garbage every `--manual-gc-interval` iterations on all ranks at once, instead of whenever it likes."""
+    manual_gc_interval: Annotated[IterationCount, _COLLECTS] = 0
+    """Iterations between collections of `--manual-gc`; 0 means none in training."""
+    manual_gc_eval: Annotated[bool, _COLLECTS] = True
+    """With `--manual-gc`, collect before and after every evaluation too."""
+    empty_unused_memory_level: Annotated[SmallCount, "below 3", _ON_DEVICE] = 0
+    """Return unused memory to the device in every iteration: 1 before the update, 2 also after it; 0 never. Costs speed."""
     seed: Annotated[Seed, "at least 0", "runtime"] = 1234
     """Seed of initial weights, dropout and data order."""
     deterministic_mode: Annotated[bool, "runtime"] = False
@@ -294,6 +315,8 @@ class CheckpointConfig:
     """With `--use-checkpoint-args` or `--from`, use the tokenizer found there unless another one is given."""
     override_opt_param_scheduler: NotSavedFlag = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
+    use_checkpoint_opt_param_scheduler: Annotated[NotSavedFlag, _LOADS, _NO_OVERRIDE] = False
+    """On resume take the schedules of learning rate and weight decay from the checkpoint, whatever this run's flags say."""
     async_save: Annotated[bool, "training", _SAVES] = False
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
     save_total_limit: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
@@ -329,6 +352,29 @@ class LogConfig:
     """Send metrics to this Weights & Biases project (extra: log)."""
     wandb_exp_name: str | None = None
     """Name of the W&B run."""
+    wandb_entity: Annotated[str, _WANDB] | None = None
+    """User or team of the W&B run; unset means the account's default."""
+    wandb_save_dir: Annotated[FilePath, _WANDB] | None = None
+    """Folder for W&B's own files; unset means the log folder."""
+    log_progress: Annotated[bool, _SAVES] = False
+    """Keep progress.txt in the `--save` folder: a line for each start and each checkpoint, with throughput and tokens so far."""
+    timing_log_level: Annotated[SmallCount, "below 3"] = 0
+    """Time the phases of a step and log them at every log line: 1 batches, passes, update, evaluation and saving; 2 also forward and
+    backward. Waits for the device around each phase, which costs speed; 0 times nothing but iterations."""
+    timing_log_option: Annotated[Literal["max", "minmax", "all"], _TIMES] = "minmax"
+    """What `--timing-log-level` logs of the times of all ranks: the largest, the smallest and the largest, or each."""
+    log_timers_to_tensorboard: Annotated[bool, _TIMES] = False
+    """Send the largest of the times of `--timing-log-level` to TensorBoard and W&B too."""
+    log_straggler: bool = False
+    """Log at every log line which ranks compute slowest and fastest. Waits for the device after each pass, which costs speed."""
+    straggler_minmax_count: Annotated[SmallCount, "at least 1", _STRAGGLERS] = 1
+    """How many of the slowest and of the fastest ranks `--log-straggler` names."""
+    log_energy: Annotated[bool, _ON_DEVICE] = False
+    """Log the energy per iteration and the power of the GPUs, measured by NVML (pip install nvidia-ml-py)."""
+    record_memory_history: Annotated[bool, _ON_DEVICE] = False
+    """Record every allocation of the device, and write `--memory-snapshot-path` at every log line, for pytorch.org/memory_viz."""
+    memory_snapshot_path: Annotated[FilePath, used_with("log.record_memory_history")] = "snapshot.pickle"
+    """File that `--record-memory-history` writes, on rank 0."""
     sample_prompts: FilePath | None = None
     """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
     sample_interval: Annotated[IterationCount, "at least 1"] | None = None
