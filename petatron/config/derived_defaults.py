@@ -19,6 +19,7 @@ from typing import Any
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
+from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
@@ -232,6 +233,12 @@ def _derive_data_parallel(values: _DerivedValues) -> None:
         values.fill(strategy, "optim", "--use-distributed-optimizer is set")
     else:
         values.fill(strategy, "no_shard", "--use-distributed-optimizer is not set")
+    if values["step_batch_size_schedule"] is not None:
+        try:
+            steps = parse_batch_size_steps(values["step_batch_size_schedule"], values["seq_length"])
+            values.fill("global_batch_size", steps[-1][1], "the last of --step-batch-size-schedule")
+        except BatchSizeStepsError:
+            pass
     replicas, micro = values["data_parallel_size"], values["micro_batch_size"]
     if replicas and micro > 0:
         values.fill("global_batch_size", micro * replicas, "micro batch x data parallel")

@@ -28,15 +28,16 @@ from petatron.config.checkpoint_settings import (
     unknown_settings,
     weights_folder,
 )
-from petatron.config.declared_rules import unused_flag_notices
+from petatron.config.declared_rules import unused_flag_notices, unused_settings
 from petatron.config.derived_defaults import derive_defaults
-from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
 from petatron.config.presets import preset_names, read_preset
-from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
+from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
+from petatron.config.split_data_file import read_split_data
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
@@ -92,6 +93,11 @@ def parse_config(
 ) -> ParsedConfig:
     """Reads all sources (`ConfigSources`) and derives what they leave open."""
     flags = parse_flags(argv, presets=None if preset or files else preset_names())
+    if flags.split_data_file is not None:
+        settings, unread = read_split_data(flags.split_data_file)
+        flags.settings += settings
+        flags.problems += unread
+        flags.doubtful_flags |= {"--data-path", "--train-data-path"} if unread else set()
     name = flags.preset or preset
     documents = [read_preset(name)] if name else []
     documents += [read_yaml_file(path) for path in [*files, *flags.files]]
@@ -129,6 +135,7 @@ def parse_config(
         *adapted.notices,
         *stored.notices,
         *switches,
+        *_default_notice(config, origins),
         *unused_flag_notices(config, origins | typed),
     )
     return ParsedConfig(RawLoadedConfig(config, origins, notices), problems, suspects)
@@ -157,6 +164,8 @@ def _merge_sources(
     """Returns the values of preset, files and flags with their origins, the model adapted to the flags."""
     values = {path: info.default for path, info in fields_by_path().items()}
     origins = dict.fromkeys(values, ValueOrigin("default"))
+    if flags.megatron_defaults:
+        _apply(values, origins, megatron_defaults())
     _apply(values, origins, [setting for document in documents for setting in document.settings])
     typed, unread = {setting.path: setting for setting in flags.settings}, list[Problem]()
     if flags.toy and flags.from_folder is not None:
@@ -190,6 +199,23 @@ def _settings_of_model(
         unread = Problem(where, str(folder), f"cannot be read: {str(error).rstrip('.')}", "")
         return unknown_settings(*(error.problems if isinstance(error, ConfigError) else (unread,)))
     return hf_load_settings(config)
+
+
+def megatron_defaults() -> list[Setting]:
+    """Returns the defaults of Megatron's that change numbers, where ours are others."""
+    origin = ValueOrigin("default", "of Megatron")
+    return [Setting(fields_by_name()[name].path, value, origin) for name, value in MEGATRON_DEFAULTS.items()]
+
+
+def _default_notice(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> list[str]:
+    """Names the defaults of Megatron's that this run uses in the place of ours."""
+    unused = unused_settings(config)
+    used = [
+        f"{fields_by_path()[setting.path].flag} {setting.value}"
+        for setting in megatron_defaults()
+        if origins[setting.path] == setting.origin and setting.path not in unused
+    ]
+    return [f"defaults of Megatron take the place of ours: {', '.join(used)}"] if used else []
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:

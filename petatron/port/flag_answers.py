@@ -128,7 +128,7 @@ def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> FlagAnswer
         why = " ".join(f"{problem.rule}. {problem.fix}" for problem in parsed.problems)
         doubtful = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
         return replace(answer, kind="blocking", why=why, problems=tuple(parsed.problems), fields=doubtful)
-    if parsed.preset or parsed.files or parsed.from_folder or parsed.toy:
+    if parsed.preset or parsed.files or parsed.from_folder or parsed.toy or parsed.split_data_file:
         why = "names another source of settings, which a file cannot do. Type it after `petatron train`."
         return replace(answer, kind="blocking", why=why)
     if not parsed.settings:

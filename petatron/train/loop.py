@@ -13,7 +13,6 @@ import torch
 from petatron.base.device import DeviceInfo, DeviceKind, peak_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.log import get_logger
-from petatron.base.text import count_with_noun
 from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line
@@ -21,11 +20,9 @@ from petatron.models.batch import Batch
 from petatron.models.frozen_params import frozen_params
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
-from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_record
-from petatron.train.hooks.build_hooks import build_hooks
-from petatron.train.hooks.step_hook import StepHooks
-from petatron.train.hooks.step_timers import StepTimers
-from petatron.train.report.closing_summary import Activity, RunTotals
+from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_is_due, evaluation_record
+from petatron.train.hooks.build_hooks import build_instruments
+from petatron.train.report.closing_summary import Activity, RunTotals, forced_end_text
 from petatron.train.report.metrics import (
     IntervalMeter,
     MetricRecord,
@@ -94,8 +91,8 @@ class TrainLoop:
         flops_per_token = model_flops_per_token(
             state.model.spec, tp_size=self._run.parallel.tensor_model_parallel_size, frozen=frozen_params(self._run)
         )
-        self._timers = StepTimers(self._run.log, state.mesh)
-        self._hooks = StepHooks([self._timers, *build_hooks(state, flops_per_token=flops_per_token)])
+        self._instruments = build_instruments(state, flops_per_token=flops_per_token)
+        self._hooks, self._timers = self._instruments.hooks, self._instruments.timers
         self._meter = IntervalMeter(
             train_iters=self._run_length.iterations,
             train_samples=self._run.train.train_samples,
@@ -110,7 +107,6 @@ class TrainLoop:
 
     @property
     def train_iters(self) -> int:
-        """Iterations of the whole run."""
         return self._run_length.iterations
 
     def run(self) -> TrainingResult:
@@ -127,7 +123,6 @@ class TrainLoop:
             self.close()
 
     def close(self) -> None:
-        """Ends what hooks have begun."""
         self._hooks.close()
 
     def train_interval(self, last_iteration: int) -> str | None:
@@ -163,17 +158,8 @@ class TrainLoop:
         )
 
     def _log_forced_end(self, reason: str) -> None:
-        """Says, from another thread, that the run ends within a step, and what is lost; the state is that of the last finished one."""
-        iteration, first = self._state.progress.iteration, self.totals.first_iteration
-        saved = self.totals.saved_iteration
-        folder = self._run.checkpoint.load if saved is None else self._run.checkpoint.save
-        last = first if saved is None else saved
-        lost = count_with_noun(iteration - last, "finished step")
-        where = f"The last checkpoint is that of iteration {last} in {folder}" if last else "No checkpoint was saved"
-        self._log_event(
-            f"stopping at iteration {iteration}: {reason}, and iteration {iteration + 1} is not finished. {where}: {lost} "
-            f"and the one under way are lost"
-        )
+        """Says, from another thread, that the run ends within a step; the state is that of the last finished one."""
+        self._log_event(forced_end_text(self._run, self.totals, self._state.progress.iteration, reason))
 
     def _run_iteration(self, stopping: StopMonitor) -> str | None:
         """Runs one step, and what is due after it: log line, evaluation, samples, checkpoint. Returns why to stop early, if so."""
@@ -182,7 +168,7 @@ class TrainLoop:
         self._hooks.before_step(state.progress.iteration + 1)
         with self._timers.phase("batch-generator"):
             batches = self._next_batches()
-        metrics = train_step(state, batches, self._hooks, self._timers)
+        metrics = train_step(state, batches, self._instruments)
         self._hooks.after_step(metrics)
         self._profiler.end(metrics.iteration)
         self._record_step(metrics)
@@ -190,7 +176,7 @@ class TrainLoop:
         if iteration == 1 or iteration % config.log.log_interval == 0 or iteration == self._run_length.iterations:
             self._log_metrics()
         saves = state.checkpoint_manager is not None
-        if config.train.eval_interval and iteration % config.train.eval_interval == 0:
+        if evaluation_is_due(config.train, iteration):
             stopped = self._validate(stopping, will_save=saves)
         stopped = stopped or self._evaluate_tasks(stopping, will_save=saves)
         if self._sampler is not None and self._sampler.is_due(iteration):

@@ -15,7 +15,7 @@ from petatron.optim.loss_scaler import DynamicLossScaler
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
 from petatron.schedule.measured_timeline import timed_action_from_json, timed_action_to_json, write_measured
-from petatron.train.hooks.step_hook import StepHook
+from petatron.train.hooks.build_hooks import StepInstruments, build_instruments
 from petatron.train.hooks.step_timers import StepTimers
 from petatron.train.report.metrics import StepMetrics
 from petatron.train.state.train_state import TrainState
@@ -23,22 +23,24 @@ from petatron.train.state.train_state import TrainState
 _log = get_logger(__name__)
 
 
-def train_step(
-    state: TrainState, batches: Sequence[Batch], hooks: StepHook | None = None, timers: StepTimers | None = None
-) -> StepMetrics:
+def train_step(state: TrainState, batches: Sequence[Batch], instruments: StepInstruments | None = None) -> StepMetrics:
     """Runs forward, backward, reduction, clipping and update; advances the state's progress.
 
-    Nothing here waits for the device, except for one number per step under dynamic loss scaling, and for what `timers` time.
+    Nothing here waits for the device, except for one number per step under dynamic loss scaling, and for what instruments read.
     """
     run, progress, settings = state.run, state.progress, state.update_settings()
-    timers = timers or StepTimers(run.log, state.mesh)
+    instruments, iteration = instruments or build_instruments(state), progress.iteration + 1
+    timers, validation = instruments.timers, instruments.validation
+    passes = partial(
+        state.model.train_step,
+        batches,
+        loss_scale=settings["loss_scale"],
+        timeline=_timeline_writer(state, timers),
+    )
     with timers.phase("forward-backward"):
-        loss = state.model.train_step(
-            batches, loss_scale=settings["loss_scale"], timeline=_timeline_writer(state, timers)
-        )
+        loss = validation.run(iteration, passes)
     zeros = state.optimizer.count_zero_grads() if run.log.log_num_zeros_in_grad else None
-    if hooks is not None:
-        hooks.before_update(progress.iteration + 1)
+    instruments.hooks.before_update(iteration)
     with timers.phase("optimizer"):
         result = state.optimizer.step(**settings)
     size = state.advance(batches, result)

@@ -48,6 +48,7 @@ ALIASES: Mapping[str, str] = {
     "--mscale-all-dim": "yarn_mscale_all_dim",
     "--muon-use-nesterov": "muon_nesterov",
     "--persistent-save-interval": "save_interval",
+    "--pytorch-profiler-collect-shapes": "record_shapes",
     "--rope-theta": "rotary_base",
     "--rotary-scaling-factor": "rope_scaling_factor",
     "--yarn-original-max-position-embeddings": "original_max_position_embeddings",
@@ -83,6 +84,10 @@ SHORTHANDS: Mapping[str, Shorthand] = {
 
 # A flag whose every value maps to one of a field's.
 CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
+    "--no-weight-decay-cond-type": {
+        "qwen3_next": Shorthand("apply_wd_to_qk_layernorm", True),
+        "apply_wd_to_qk_layernorm": Shorthand("apply_wd_to_qk_layernorm", True),
+    },
     "--cuda-graph-impl": {
         "none": Shorthand("cuda_graphs", "off"),
         "local": Shorthand("cuda_graphs", "auto"),
@@ -127,6 +132,10 @@ def own_value(field: str, text: str) -> OtherValue | None:
         return OtherValue(str(int(pair[1]) + 1), "")
     return OTHER_VALUES.get(field, {}).get(text)
 
+
+MEGATRON_DEFAULTS_FLAG = "--megatron-defaults"
+MEGATRON_DEFAULTS: Mapping[str, FieldValue] = {"fp8_recipe": "delayed", "muon_momentum": 0.9}
+"""Defaults of Megatron's that change numbers where ours differ, by field. Its scripts and those of its names use them."""
 
 ROPE_TYPE = "--rope-type"
 """How latent attention rotates, whatever --position-embedding-type says; YaRN where it is not given."""

@@ -12,73 +12,34 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from petatron.base.errors import Problem
 from petatron.config.flags import foreign_names
 from petatron.config.flags import megatron_flags as spellings
+from petatron.config.flags.combined_flags import apply_combined_rules
 from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature, alternative
 from petatron.config.flags.megatron_table import MegatronFlag, megatron_flags
+from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
     all_fields,
     closest_matches,
     fields_by_name,
-    fields_by_path,
     join_with_or,
 )
-from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
-from petatron.config.value_origins import Setting, ValueOrigin
 
 PRESET_FLAG, FILE_FLAG, FROM_FLAG = "--preset", "--config", "--from"
-TOY_FLAG = "--toy"
+TOY_FLAG, SPLIT_DATA_FLAG = "--toy", "--per-split-data-args-path"
 _BINARY_DIGITS = {"1": "on", "0": "off"}
-_SOURCES = {PRESET_FLAG: "a preset's name", FILE_FLAG: "a YAML file", FROM_FLAG: "the folder of a model or of a run"}
-
-
-@dataclass(frozen=True, slots=True)
-class ImpliedFlag:
-    """A flag with its value, as typed, that is accepted and changes nothing, and why."""
-
-    text: str
-    reason: str
-
-
-@dataclass(slots=True)
-class ParsedFlags:
-    """The settings of argv. `doubtful_flags` are flags whose value is in doubt, so that rules about them are skipped."""
-
-    settings: list[Setting] = field(default_factory=list)
-    preset: str | None = None
-    files: list[str] = field(default_factory=list)
-    from_folder: str | None = None
-    notices: list[str] = field(default_factory=list)
-    implied: list[ImpliedFlag] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    doubtful_flags: set[str] = field(default_factory=set)
-    drops_learned_positions: bool = False
-    rope_type: str | None = None
-    toy: bool = False
-
-    @property
-    def all_notices(self) -> list[str]:
-        """Returns the notices, and one for all flags that are accepted and change nothing."""
-        by_reason: dict[str, list[str]] = {}
-        for flag in self.implied:
-            by_reason.setdefault(flag.reason, []).append(flag.text)
-        listed = "; ".join(f"{', '.join(dict.fromkeys(texts))} ({reason})" for reason, texts in by_reason.items())
-        return [f"accepted, and nothing changes: {listed}", *self.notices] if listed else self.notices
-
-    def add_setting(self, info: FieldInfo, value: FieldValue, spelling: str) -> None:
-        """The last of several wins; a flag that may be repeated takes the values of all."""
-        if "repeatable" in info.marks and isinstance(value, tuple):
-            before = [
-                given.value for given in self.settings if given.path == info.path and isinstance(given.value, tuple)
-            ]
-            value = tuple(dict.fromkeys(map(str, (*(before[-1] if before else ()), *value))))
-        self.settings.append(Setting(info.path, value, ValueOrigin("flag", spelling)))
+_MODEL_SOURCES = {
+    PRESET_FLAG: "a preset's name",
+    FILE_FLAG: "a YAML file",
+    FROM_FLAG: "the folder of a model or of a run",
+}
+_SOURCES = _MODEL_SOURCES | {SPLIT_DATA_FLAG: "a JSON file with the lists train, valid and test"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +74,7 @@ def parse_flags(argv: Sequence[str], *, presets: Collection[str] | None = None) 
     for token in _without_swallowed_model(_tokenize(argv, parsed), parsed, presets):
         surplus = _apply_flag(token, parsed)
         parsed.problems += [_stray_word(text) for text in surplus]
-    _drop_overridden_shorthands(parsed)
-    _check_contradictions(parsed)
-    _apply_latent_rotation(parsed)
-    _split_hybrid_stages(parsed)
+    apply_combined_rules(parsed)
     return parsed
 
 
@@ -126,7 +84,7 @@ def known_flags() -> list[str]:
     negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if _needs_no_value(info)]
     others = [*spellings.ALIASES, *spellings.SHORTHANDS, *spellings.CHOICE_FLAGS, spellings.ROPE_TYPE]
     accepted = [flag for flag, answer in megatron_flags().items() if answer.kind == "always so"]
-    return [*of_fields, *negated, *others, *accepted, *_SOURCES, TOY_FLAG]
+    return [*of_fields, *negated, *others, *accepted, *_SOURCES, TOY_FLAG, spellings.MEGATRON_DEFAULTS_FLAG]
 
 
 def unsupported_problem(where: str, value: str, feature: str, fix: str = "Leave it out") -> Problem:
@@ -175,7 +133,7 @@ def _without_swallowed_model(
 
     `--freeze PATTERN tiny-llama` would be two patterns, and a model without any size.
     """
-    if presets is None or any(token.flag in _SOURCES for token in tokens):
+    if presets is None or any(token.flag in _MODEL_SOURCES for token in tokens):
         return tokens
     kept: list[_FlagToken] = []
     for token in tokens:
@@ -210,6 +168,8 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
         return _apply_valueless(token, parsed, lambda: parsed.add_setting(negated, negated.off_value, token.typed))
     if flag in _SOURCES:
         return _apply_source(token, parsed)
+    if flag == spellings.MEGATRON_DEFAULTS_FLAG:
+        return _apply_valueless(token, parsed, lambda: setattr(parsed, "megatron_defaults", True))
     if flag == TOY_FLAG:
         return _apply_valueless(token, parsed, lambda: setattr(parsed, "toy", True))
     if (shorthand := spellings.SHORTHANDS.get(flag)) is not None:
@@ -334,6 +294,8 @@ def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
         parsed.preset = token.value
     elif token.flag == FROM_FLAG:
         parsed.from_folder = token.value
+    elif token.flag == SPLIT_DATA_FLAG:
+        parsed.split_data_file = token.value
     else:
         parsed.files.append(token.value)
     return token.words_after_value
@@ -360,80 +322,6 @@ def _unknown_flag_problem(token: _FlagToken, answer: MegatronFlag | None, parsed
     # A misspelt --num-layers should not also be reported as a missing --num-layers; what a model's folder or a preset would have
     # set is unknown, so that every value is in doubt.
     flags = foreign_names.suggested_flags(meant)
-    parsed.doubtful_flags.update(flags if _SOURCES.keys().isdisjoint(flags) else known_flags())
+    parsed.doubtful_flags.update(flags if _MODEL_SOURCES.keys().isdisjoint(flags) else known_flags())
     fix = f"Did you mean {meant}?" if meant else "See `petatron train --help` for all flags."
     return Problem(typed, "", "is not a known flag", fix)
-
-
-def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:
-    """`--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp`: the field's own flag wins in either order."""
-
-    def yields(setting: Setting) -> bool:
-        shorthand = spellings.SHORTHANDS.get(setting.origin.detail.replace("_", "-"))
-        return shorthand is not None and shorthand.is_overridable
-
-    named = {setting.path for setting in parsed.settings if not yields(setting)}
-    parsed.settings = [setting for setting in parsed.settings if not (yields(setting) and setting.path in named)]
-
-
-def _apply_latent_rotation(parsed: ParsedFlags) -> None:
-    """Latent attention with a scaling factor has YaRN, as in Megatron, unless `--rope-type` says otherwise."""
-    given = {setting.path.partition(".")[2]: setting for setting in parsed.settings}
-    latent, factor = given.get("multi_latent_attention"), given.get("rope_scaling_factor")
-    positions = given.get("position_embedding_type")
-    if latent is None or not latent.value:
-        if parsed.rope_type is not None:
-            parsed.implied.append(
-                ImpliedFlag(f"{spellings.ROPE_TYPE} {parsed.rope_type}", "it is for latent attention")
-            )
-        return
-    if parsed.rope_type == "rope":
-        parsed.add_setting(fields_by_name()["position_embedding_type"], "rope", spellings.ROPE_TYPE)
-    elif factor is not None and factor.value != 1 and (positions is None or positions.value == "rope"):
-        parsed.add_setting(fields_by_name()["position_embedding_type"], "yarn", factor.origin.detail)
-        if "original_max_position_embeddings" not in given:
-            context = fields_by_name()["original_max_position_embeddings"]
-            parsed.add_setting(context, spellings.LATENT_ORIGINAL_CONTEXT, factor.origin.detail)
-        parsed.notices.append(
-            f"{factor.origin.detail} {factor.value:g} with {latent.origin.detail} is YaRN, as in Megatron; "
-            f"{spellings.ROPE_TYPE} rope asks for plain rotary positions"
-        )
-
-
-def _split_hybrid_stages(parsed: ParsedFlags) -> None:
-    """Bars in Megatron's hybrid patterns end pipeline stages: they become the layout of the pipeline."""
-    path = fields_by_name()["hybrid_layer_pattern"].path
-    for index, setting in enumerate(parsed.settings):
-        if setting.path == path and STAGE_BOUNDARY in str(setting.value):
-            stages = str(setting.value).split(STAGE_BOUNDARY)
-            parsed.settings[index] = replace(setting, value="".join(stages))
-            layout = STAGE_BOUNDARY.join("t" * len(stage) for stage in stages)
-            info = fields_by_name()["pipeline_model_parallel_layout"]
-            parsed.add_setting(info, f"E{layout}L", setting.origin.detail)
-
-
-def _check_contradictions(parsed: ParsedFlags) -> None:
-    """`--swiglu --squared-relu`, `--fp8-format e4m3 --fp8-hybrid`: each names a whole choice, so neither can quietly win.
-
-    The same flag twice is no contradiction, the last one wins; nor is a `none` or `--no-x` that reverts an earlier one,
-    nor a field's own flag that refines a model whose base was given in shorthands. Of two names of one field (`--tp 2
-    --tensor-model-parallel-size 4`) the last wins too, as scripts that add flags expect; a notice says so.
-    """
-    before: dict[str, Setting] = {}
-    for setting in parsed.settings:
-        earlier, info = before.get(setting.path), fields_by_path()[setting.path]
-        before[setting.path] = setting
-        if earlier is None or earlier.value == setting.value:
-            continue
-        first, last = (given.origin.detail.replace("_", "-") for given in (earlier, setting))
-        if first != last and {first, last} <= {info.flag, *spellings.ALIASES}:
-            rule = f"both set {info.flag}, and the last one wins"
-            parsed.notices.append(f"{last} {setting.value} takes the place of {first} {earlier.value}: {rule}")
-            continue
-        if setting.value in (None, info.off_value):
-            continue
-        short = [flag in spellings.SHORTHANDS or flag in spellings.CHOICE_FLAGS for flag in (first, last)]
-        if first != last and (all(short) or (any(short) and info.section != "model")):
-            names_field = info.flag in (first, last)
-            rule = f"contradicts {earlier.origin.detail}" + ("" if names_field else f"; both set {info.flag}")
-            parsed.problems.append(Problem(setting.origin.detail, "", rule, "Keep one of them."))

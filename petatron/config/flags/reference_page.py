@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from petatron.config.flags.help_text import FROM_DOC, TOY_DOC, flag_aliases
+from petatron.config.flags.help_text import DEFAULTS_DOC, FROM_DOC, TOY_DOC, flag_aliases
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, TOY_FLAG
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import FieldInfo, all_fields, sections
@@ -21,6 +22,8 @@ What is still unset is derived. `petatron config show` prints every value with i
 `{FROM_FLAG} FOLDER`: {FROM_DOC[0].lower()}{FROM_DOC[1:]} A flag that makes another model of it is an error.
 
 `{TOY_FLAG}`: {TOY_DOC[0].lower()}{TOY_DOC[1:]}
+
+`{MEGATRON_DEFAULTS_FLAG}`: {DEFAULTS_DOC[0].lower()}{DEFAULTS_DOC[1:]}
 
 Booleans are `--x`, `--no-x` or `--x=false`. The word `none` unsets a field that may be unset. Fields marked `...` take
 several values. Underscores in a flag count as dashes.

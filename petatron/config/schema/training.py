@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from petatron.config.schema.instruments import StepCheckSettings, StepLogSettings
 from petatron.config.schema.metadata import Feature, NotWith, RunSettings, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
@@ -56,7 +57,7 @@ _NO_OVERRIDE = NotWith(
     rule="takes the checkpoint's schedule, and --override-opt-param-scheduler this run's",
 )
 _SAMPLES, _PROFILES = used_with("log.sample_prompts"), used_with("log.profile")
-_WANDB, _STRAGGLERS = used_with("log.wandb_project"), used_with("log.log_straggler")
+_WANDB = used_with("log.wandb_project")
 _AVERAGES = used_with("train.ema_decay")
 _ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes")
 _ONE_PATH = UsedWhen(
@@ -73,10 +74,6 @@ def _compiles_functions(run: RunSettings) -> bool:
     return recurrent or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
 
 
-_COLLECTS = used_with("train.manual_gc")
-_TIMES = UsedWhen(
-    lambda run: run.log.timing_log_level > 0, "--timing-log-level 0 times iterations alone, which are always logged"
-)
 _COMPILES = UsedWhen(_compiles_functions, "nothing of this model is compiled: on GPUs it has kernels of its own")
 
 
@@ -149,7 +146,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawTrainConfig:
+class RawTrainConfig(StepCheckSettings):
     """How long, how much at a time, when to look and when to stop."""
 
     feature: ClassVar = Feature("training", role="training")
@@ -174,6 +171,9 @@ class RawTrainConfig:
     """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
     rampup_batch_size: tuple[SampleCount, ...] = ()
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
+    step_batch_size_schedule: str | None = None
+    """Global batch sizes, each from a number of tokens on: `0:16 2.4B:320`, with K, M, B and T for 10^3 to 10^12. The last one is
+    `--global-batch-size`."""
     train_iters: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations of the whole run, restarts included."""
     train_samples: Annotated[SampleCount, "at least 1"] | None = None
@@ -182,6 +182,12 @@ class RawTrainConfig:
     """Iterations between evaluations on the validation split; unset means none until the end."""
     eval_iters: Annotated[IterationCount, "at least 0"] = 100
     """Batches per evaluation; 0 means no evaluation."""
+    eval_global_batch_size: Annotated[BatchSize, "at least 1"] | None = None
+    """Samples per batch of an evaluation over all ranks; unset means `--global-batch-size`."""
+    eval_micro_batch_size: Annotated[BatchSize, "at least 1"] | None = None
+    """Samples per forward pass of an evaluation on one rank; unset means `--micro-batch-size`."""
+    start_eval_at_iter: Annotated[IterationCount, "at least 0"] | None = None
+    """Iteration before which `--eval-interval` evaluates nothing."""
     eval_tasks: FilePath | None = None
     """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
     eval_tasks_interval: Annotated[IterationCount, "at least 1"] | None = None
@@ -200,16 +206,6 @@ class RawTrainConfig:
     """Seconds after SIGTERM within which the step must end; then the run exits (code 143) without saving. 0 means no limit."""
     check_for_nan_in_loss_and_grad: bool = True
     """Stop when the loss or a gradient is not finite (weights are never updated with such gradients)."""
-    check_weight_hash_across_dp_replicas_interval: Annotated[IterationCount, "at least 1"] | None = None
-    """Iterations between checks that ranks that hold the same weights hold the same bits; a difference stops the run."""
-    manual_gc: bool = False
-    """Let Python collect garbage every `--manual-gc-interval` iterations on all ranks at once, instead of whenever it likes."""
-    manual_gc_interval: Annotated[IterationCount, _COLLECTS] = 0
-    """Iterations between collections of `--manual-gc`; 0 means none in training."""
-    manual_gc_eval: Annotated[bool, _COLLECTS] = True
-    """With `--manual-gc`, collect before and after every evaluation too."""
-    empty_unused_memory_level: Annotated[SmallCount, "below 3", _ON_DEVICE] = 0
-    """Return unused memory to the device in every iteration: 1 before the update, 2 also after it; 0 never. Costs speed."""
     seed: Annotated[Seed, "at least 0", "runtime"] = 1234
     """Seed of initial weights, dropout and data order."""
     deterministic_mode: Annotated[bool, "runtime"] = False
@@ -332,7 +328,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig:
+class LogConfig(StepLogSettings):
     """What a run tells."""
 
     feature: ClassVar = Feature("log", role="training")
@@ -356,25 +352,6 @@ class LogConfig:
     """User or team of the W&B run; unset means the account's default."""
     wandb_save_dir: Annotated[FilePath, _WANDB] | None = None
     """Folder for W&B's own files; unset means the log folder."""
-    log_progress: Annotated[bool, _SAVES] = False
-    """Keep progress.txt in the `--save` folder: a line for each start and each checkpoint, with throughput and tokens so far."""
-    timing_log_level: Annotated[SmallCount, "below 3"] = 0
-    """Time the phases of a step and log them at every log line: 1 batches, passes, update, evaluation and saving; 2 also forward and
-    backward. Waits for the device around each phase, which costs speed; 0 times nothing but iterations."""
-    timing_log_option: Annotated[Literal["max", "minmax", "all"], _TIMES] = "minmax"
-    """What `--timing-log-level` logs of the times of all ranks: the largest, the smallest and the largest, or each."""
-    log_timers_to_tensorboard: Annotated[bool, _TIMES] = False
-    """Send the largest of the times of `--timing-log-level` to TensorBoard and W&B too."""
-    log_straggler: bool = False
-    """Log at every log line which ranks compute slowest and fastest. Waits for the device after each pass, which costs speed."""
-    straggler_minmax_count: Annotated[SmallCount, "at least 1", _STRAGGLERS] = 1
-    """How many of the slowest and of the fastest ranks `--log-straggler` names."""
-    log_energy: Annotated[bool, _ON_DEVICE] = False
-    """Log the energy per iteration and the power of the GPUs, measured by NVML (pip install nvidia-ml-py)."""
-    record_memory_history: Annotated[bool, _ON_DEVICE] = False
-    """Record every allocation of the device, and write `--memory-snapshot-path` at every log line, for pytorch.org/memory_viz."""
-    memory_snapshot_path: Annotated[FilePath, used_with("log.record_memory_history")] = "snapshot.pickle"
-    """File that `--record-memory-history` writes, on rank 0."""
     sample_prompts: FilePath | None = None
     """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
     sample_interval: Annotated[IterationCount, "at least 1"] | None = None

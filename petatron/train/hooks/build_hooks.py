@@ -1,18 +1,37 @@
-"""Builds the hooks that a run's settings ask for."""
+"""Builds what a run's settings ask for beside its steps."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.train.hooks.energy import EnergyMeter, open_energy_counter
 from petatron.train.hooks.memory_hooks import GarbageCollection, MemoryHistory, UnusedMemory
 from petatron.train.hooks.progress_file import ProgressFile
 from petatron.train.hooks.replica_check import ReplicaCheck
-from petatron.train.hooks.step_hook import StepHook
+from petatron.train.hooks.result_validation import ResultValidation
+from petatron.train.hooks.step_hook import StepHook, StepHooks
+from petatron.train.hooks.step_timers import StepTimers
 from petatron.train.state.train_state import TrainState
 
 
-def build_hooks(state: TrainState, *, flops_per_token: float) -> list[StepHook]:
+@dataclass(frozen=True, slots=True)
+class StepInstruments:
+    """The hooks of a step, and the two among them that a step itself calls."""
+
+    hooks: StepHooks
+    timers: StepTimers
+    validation: ResultValidation
+
+
+def build_instruments(state: TrainState, *, flops_per_token: float | None = None) -> StepInstruments:
+    """Returns the instruments of this rank; without `flops_per_token` those that a step alone calls."""
+    timers, validation = StepTimers(state.run.log, state.mesh), ResultValidation(state.run.train, state.model)
+    others = [] if flops_per_token is None else _build_hooks(state, flops_per_token=flops_per_token)
+    return StepInstruments(StepHooks([timers, validation, *others]), timers, validation)
+
+
+def _build_hooks(state: TrainState, *, flops_per_token: float) -> list[StepHook]:
     """Returns the hooks of this rank, in the order in which they are called."""
     run, mesh, hooks = state.run, state.mesh, list[StepHook]()
     on_gpu = mesh.device.type == "cuda"

@@ -24,6 +24,7 @@ _SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
         "train.global_batch_size",
         "train.micro_batch_size",
         "train.rampup_batch_size",
+        "train.step_batch_size_schedule",
     ),
     "weights, optimizer state and data order continue; random states (dropout) start anew": ("parallel",),
     "weights continue from the widest precision that was saved": ("precision.fp16", "precision.bf16", "precision.fp64"),

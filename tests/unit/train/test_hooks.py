@@ -18,6 +18,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.train.hooks.energy import EnergyMeter
 from petatron.train.hooks.memory_hooks import MemoryHistory, UnusedMemory
 from petatron.train.hooks.replica_check import ReplicaCheck
+from petatron.train.hooks.result_validation import ResultValidation
 from petatron.train.hooks.step_hook import StepHook
 from petatron.train.loop import TrainingResult
 from petatron.train.report.metric_writers import tagged_scalars
@@ -156,3 +157,46 @@ def test_memory_history_is_written_at_log_points(monkeypatch: pytest.MonkeyPatch
 def test_a_hook_that_does_nothing_is_one():
     hook: StepHook = StepHook()
     assert isinstance(hook.records(1), Iterator) and list(hook.records(1)) == []
+
+
+RERUN = "--train-iters 4 --rerun-mode validate_results --error-injection-rate 1 --error-injection-type"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("transient_error", "another result on rank 0 when it ran again: a transient error. The second result is used"),
+        ("persistent_error", "and the same when it ran again"),
+        ("correct_result", "and the same when it ran again"),
+    ],
+)
+def test_a_suspicious_iteration_runs_again(kind: str, told: str):
+    plain, _, before = finish("--train-iters 4 --hidden-dropout 0.1")
+    reran, _, after = finish(f"{RERUN} {kind} --hidden-dropout 0.1")
+    torch.testing.assert_close(weights(reran), weights(plain), rtol=0, atol=0)
+    assert after.column("lm_loss") == before.column("lm_loss")
+    events = [text for text in after.column("message", "event") if f"an injected {kind} on rank 0" in text]
+    assert len(events) == 4 and all(told in text for text in events)
+
+
+def test_every_iteration_runs_twice_for_statistics():
+    _, _, writer = finish("--train-iters 2 --rerun-mode report_stats")
+    assert [record["reran"] for record in writer.records if "reran" in record] == [1, 1]
+    assert [record["differing"] for record in writer.records if "reran" in record] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "result", "what"),
+    [
+        ("--check-for-spiky-loss", (11.0, 1.0), "a loss of 1.1"),
+        ("--check-for-large-grads", (1.0, 11.0), "gradients with a norm of 11.000"),
+        ("--check-for-nan-in-loss-and-grad", (float("nan"), 1.0), "not finite"),
+    ],
+)
+def test_checks_say_what_is_suspicious(flag: str, result: tuple[float, float], what: str):
+    run = tiny_run(f"--rerun-mode validate_results {flag}")
+    validation = ResultValidation(run.train, TrainState.build(run, ParallelMesh.single()).model)
+    assert validation._suspicion((1.0, 1.0), 1) == ""
+    validation._remember((1.0, 1.0))
+    assert what in validation._suspicion(result, 1)
+    assert validation._suspicion((9.0, 9.0), 1) == ""
