@@ -1,6 +1,7 @@
-"""Entry point with the name Megatron users' scripts call: `pretrain_mamba.py FLAGS` is `petatron train --is-hybrid-model FLAGS`."""
+"""Entry point with the name Megatron users' scripts call: `pretrain_mamba.py FLAGS` is `petatron train --is-hybrid-model FLAGS`, with
+Megatron's defaults."""
 
 from petatron.cli.main import entry
 
 if __name__ == "__main__":
-    entry("train", "--is-hybrid-model")
+    entry("train", "--megatron-defaults", "--is-hybrid-model")

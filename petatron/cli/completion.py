@@ -31,6 +31,7 @@ from petatron.cli import (
 from petatron.cli.generation import chat, generate
 from petatron.cli.subcommands import lm_eval_starter
 from petatron.config.flags import megatron_flags
+from petatron.config.flags.megatron_table import megatron_flags as megatron_table
 from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG, known_flags
 from petatron.config.presets import preset_names
 from petatron.config.schema.fields import FieldInfo, fields_by_name
@@ -120,7 +121,7 @@ def run_flags() -> dict[str, FlagValue]:
     flags |= {info.flag: _field_value(info) for info in fields_by_name().values()}
     flags |= {flag: _field_value(fields_by_name()[name]) for flag, name in megatron_flags.ALIASES.items()}
     flags |= {flag: tuple(choices) for flag, choices in megatron_flags.CHOICE_FLAGS.items()}
-    flags |= {flag: "text" for flag, no_op in megatron_flags.NO_OP_FLAGS.items() if no_op.takes_value}
+    flags |= {flag: "text" for flag, answer in megatron_table().items() if answer.takes_value and flag in flags}
     return flags | {PRESET_FLAG: preset_names(), FILE_FLAG: "path", "--help": "none"}
 
 

@@ -10,6 +10,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.format_text import count_with_noun
 from petatron.base.output_file import writable_problems
 from petatron.cli.train import read_settings_alone
+from petatron.config.flags.megatron_page import megatron_page
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.load import ConfigSources, RawLoadedConfig
 from petatron.config.presets import preset_names, preset_summary
@@ -31,8 +32,9 @@ _USAGE = """usage:
       fields that differ; each of A and B is a preset, a file or a folder, like X
   petatron config presets
       the model shapes that --preset knows
-  petatron config reference [--out FILE]
-      the page of all flags, as Markdown"""
+  petatron config reference [--megatron] [--out FILE]
+      the page of all flags, as Markdown
+      --megatron  the page of Megatron-LM's flags instead, and what becomes of each"""
 
 
 def main(argv: list[str]) -> int:
@@ -150,12 +152,14 @@ def _presets(argv: list[str]) -> int:
 
 
 def _reference(argv: list[str]) -> int:
-    if not argv:
-        print(reference_page(), end="")
+    text = megatron_page() if argv[:1] == ["--megatron"] else reference_page()
+    options = argv[1:] if argv[:1] == ["--megatron"] else argv
+    if not options:
+        print(text, end="")
         return 0
-    if len(argv) != 2 or argv[0] != "--out":
-        raise ConfigError([Problem(argv[0], "", "is not how to write the page", "Give --out FILE, or nothing.")])
-    if wrong := writable_problems("--out", Path(argv[1])):
+    if len(options) != 2 or options[0] != "--out":
+        raise ConfigError([Problem(options[0], "", "is not how to write the page", "Give --out FILE, or nothing.")])
+    if wrong := writable_problems("--out", Path(options[1])):
         raise ConfigError(wrong)
-    Path(argv[1]).write_text(reference_page(), encoding="utf-8")
+    Path(options[1]).write_text(text, encoding="utf-8")
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from petatron.base.errors import Problem
 from petatron.config.optimizers import unused_optimizer_settings
-from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_name, flag_name, join_with_or
+from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name, join_with_or
 from petatron.config.schema.metadata import NotWith
 from petatron.config.schema.model_identity import MODEL_SECTIONS
 from petatron.config.schema.run import RawRunConfig
@@ -127,11 +127,9 @@ def unused_flag_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]
     for info in all_fields():
         value, origin = getattr(getattr(config, info.section), info.name), origins[info.path]
         if origin.kind in ("flag", "file") and value != info.default and info.path in reasons:
-            yield f"{_as_given(info, value, origin)} has no effect: {reasons[info.path]}"
+            yield f"{_as_given(info, origin)} has no effect: {reasons[info.path]}"
 
 
-def _as_given(info: FieldInfo, value: FieldValue, origin: ValueOrigin) -> str:
+def _as_given(info: FieldInfo, origin: ValueOrigin) -> str:
     """Returns a setting as its source spells it: nobody typed a flag for what a file says."""
-    if origin.kind == "file":
-        return f"{info.name} ({origin.detail})"
-    return f"--no-{info.flag[2:]}" if value is False or (info.is_switch and value == info.off_value) else info.flag
+    return f"{info.name} ({origin.detail})" if origin.kind == "file" else origin.detail

@@ -19,6 +19,7 @@ from typing import Any
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
+from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.data_blend import BlendError, parse_blend
 from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
@@ -121,6 +122,8 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
         values.fill("nproc_per_node", _exact_quotient(values["world_size"], values["nnodes"]), "world size / nodes")
     tp = _exact_quotient(values["tensor_model_parallel_size"], 1)
     values.fill("expert_tensor_parallel_size", tp, "the tensor-parallel size")
+    if values["num_experts"] is None and tp is not None and values["expert_tensor_parallel_size"] != tp:
+        values.set("expert_tensor_parallel_size", tp, "there are no experts")
     if values["data_parallel_size"]:
         bucket = max(MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"])
         values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")
@@ -230,6 +233,12 @@ def _derive_data_parallel(values: _DerivedValues) -> None:
         values.fill(strategy, "optim", "--use-distributed-optimizer is set")
     else:
         values.fill(strategy, "no_shard", "--use-distributed-optimizer is not set")
+    if values["step_batch_size_schedule"] is not None:
+        try:
+            steps = parse_batch_size_steps(values["step_batch_size_schedule"], values["seq_length"])
+            values.fill("global_batch_size", steps[-1][1], "the last of --step-batch-size-schedule")
+        except BatchSizeStepsError:
+            pass
     replicas, micro = values["data_parallel_size"], values["micro_batch_size"]
     if replicas and micro > 0:
         values.fill("global_batch_size", micro * replicas, "micro batch x data parallel")

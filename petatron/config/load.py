@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, PetatronError, Problem
 from petatron.config.adapt.adapt_model import AdaptedModel, adapt_model
 from petatron.config.checkpoint_settings import (
     WEIGHTS_PATH,
@@ -25,17 +25,19 @@ from petatron.config.checkpoint_settings import (
     apply_from_folder,
     hf_load_settings,
     shape_of_folder,
+    unknown_settings,
     weights_folder,
 )
-from petatron.config.declared_rules import unused_flag_notices
+from petatron.config.declared_rules import unused_flag_notices, unused_settings
 from petatron.config.derived_defaults import derive_defaults
-from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
 from petatron.config.presets import preset_names, read_preset
-from petatron.config.schema.fields import FieldValue, all_fields, fields_by_path, unflatten_config
+from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name, fields_by_path, unflatten_config
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
+from petatron.config.split_data_file import read_split_data
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
@@ -91,6 +93,11 @@ def parse_config(
 ) -> ParsedConfig:
     """Reads all sources (`ConfigSources`) and derives what they leave open."""
     flags = parse_flags(argv, presets=None if preset or files else preset_names())
+    if flags.split_data_file is not None:
+        settings, unread = read_split_data(flags.split_data_file)
+        flags.settings += settings
+        flags.problems += unread
+        flags.doubtful_flags |= {"--data-path", "--train-data-path"} if unread else set()
     name = flags.preset or preset
     documents = [read_preset(name)] if name else []
     documents += [read_yaml_file(path) for path in [*files, *flags.files]]
@@ -100,7 +107,7 @@ def parse_config(
     values, origins, adapted = _merge_sources(documents, flags, read_checkpoint)
     problems += adapted.problems
     suspects |= {info.flag for info in all_fields()} if adapted.problems else set()
-    stored = _settings_of_model(flags, SourcedValues(values, origins), read_checkpoint)
+    stored = _settings_of_model(flags, SourcedValues(values, origins), read_checkpoint, other_problems=bool(problems))
     values |= stored.values
     origins |= dict.fromkeys(stored.values, stored.origin)
     if flags.from_folder is not None and not flags.toy:
@@ -117,17 +124,19 @@ def parse_config(
     if "--fp8-format" not in suspects:
         problems += _recipe_without_format(raw, origins)
     config, derived = derive_defaults(raw, chosen_paths=given, world_size=world_size)
+    typed = {path: origins[path] for path in given}
     origins |= derived
     # A switch that nobody set but derivation turned on: someone comparing with another system needs to know.
     switch = origins["parallel.sequence_parallel"]
     is_on = config.parallel.sequence_parallel and switch.kind == "derived"
     switches = [f"sequence parallelism is on: {switch.detail}"] if is_on else []
     notices = (
-        *flags.notices,
+        *flags.all_notices,
         *adapted.notices,
         *stored.notices,
         *switches,
-        *unused_flag_notices(config, origins),
+        *_default_notice(config, origins),
+        *unused_flag_notices(config, origins | typed),
     )
     return ParsedConfig(RawLoadedConfig(config, origins, notices), problems, suspects)
 
@@ -155,6 +164,8 @@ def _merge_sources(
     """Returns the values of preset, files and flags with their origins, the model adapted to the flags."""
     values = {path: info.default for path, info in fields_by_path().items()}
     origins = dict.fromkeys(values, ValueOrigin("default"))
+    if flags.megatron_defaults:
+        _apply(values, origins, megatron_defaults())
     _apply(values, origins, [setting for document in documents for setting in document.settings])
     typed, unread = {setting.path: setting for setting in flags.settings}, list[Problem]()
     if flags.toy and flags.from_folder is not None:
@@ -168,15 +179,43 @@ def _merge_sources(
 
 
 def _settings_of_model(
-    flags: ParsedFlags, given: SourcedValues, read_checkpoint: ReadCheckpointSettings | None
+    flags: ParsedFlags, given: SourcedValues, read_checkpoint: ReadCheckpointSettings | None, *, other_problems: bool
 ) -> AppliedSettings:
-    """Returns what the model that a run starts from says about itself, if the run asks for it."""
+    """Returns what the model that a run starts from says about itself, if the run asks for it.
+
+    With `other_problems`, a model that cannot be read is one more of them; else the error of reading it says all.
+    """
     config = unflatten_config(given.values)
-    if flags.from_folder is not None and not flags.toy:
-        return apply_from_folder(flags.from_folder, config, given, read_checkpoint)
-    if config.checkpoint.use_checkpoint_args:
-        return apply_checkpoint_settings(config, given, read_checkpoint)
+    from_folder = None if flags.toy else flags.from_folder
+    try:
+        if from_folder is not None:
+            return apply_from_folder(from_folder, config, given, read_checkpoint)
+        if config.checkpoint.use_checkpoint_args:
+            return apply_checkpoint_settings(config, given, read_checkpoint)
+    except PetatronError as error:
+        if not other_problems:
+            raise
+        where, folder = (FROM_FLAG, from_folder) if from_folder is not None else ("--load", config.checkpoint.load)
+        unread = Problem(where, str(folder), f"cannot be read: {str(error).rstrip('.')}", "")
+        return unknown_settings(*(error.problems if isinstance(error, ConfigError) else (unread,)))
     return hf_load_settings(config)
+
+
+def megatron_defaults() -> list[Setting]:
+    """Returns the defaults of Megatron's that change numbers, where ours are others."""
+    origin = ValueOrigin("default", "of Megatron")
+    return [Setting(fields_by_name()[name].path, value, origin) for name, value in MEGATRON_DEFAULTS.items()]
+
+
+def _default_notice(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> list[str]:
+    """Names the defaults of Megatron's that this run uses in the place of ours."""
+    unused = unused_settings(config)
+    used = [
+        f"{fields_by_path()[setting.path].flag} {setting.value}"
+        for setting in megatron_defaults()
+        if origins[setting.path] == setting.origin and setting.path not in unused
+    ]
+    return [f"defaults of Megatron take the place of ours: {', '.join(used)}"] if used else []
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:

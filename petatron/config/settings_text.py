@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.format_text import count_with_noun
-from petatron.config.schema.parallel import PrecisionConfig
+from petatron.config.schema.parallel import PrecisionConfig, weights_are_replicated
+from petatron.config.schema.run import RunConfig
 
 _SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -33,12 +34,13 @@ def precision_name(precision: PrecisionConfig) -> str:
     return next((name for name in ("bf16", "fp16", "fp64") if getattr(precision, name)), "fp32")
 
 
-def precision_text(precision: PrecisionConfig) -> str:
+def precision_text(run: RunConfig) -> str:
     """Describes the precision of a run, with all that is in FP8.
 
-    >>> precision_text(PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_output_head_backward=True))
+    >>> precision_text(RunConfig(precision=PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_output_head_backward=True)))
     "bf16, fp32 master weights, GEMMs in FP8 hybrid (tensorwise), those of the output head's backward too"
     """
+    precision = run.precision
     name = precision_name(precision)
     parts = [name] if name in ("fp32", "fp64") else [name, "fp32 master weights"]
     if precision.fp8_format is not None:
@@ -47,5 +49,6 @@ def precision_text(precision: PrecisionConfig) -> str:
         if precision.first_last_layers_bf16:
             first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
             parts.append(f"not in the first {first} and last {count_with_noun(last, 'layer')}")
-        parts += ["weights all-gathered in FP8"] if precision.fp8_param_gather else []
+        gathers = precision.fp8_param_gather and weights_are_replicated(run)
+        parts += ["weights all-gathered in FP8"] if gathers else []
     return ", ".join(parts)

@@ -1,9 +1,9 @@
 """The layout of ranks: pure integers, no process groups.
 
-Ranks are numbered with tp fastest, then cp, then data parallel, then pp: Megatron's `tp-cp-ep-dp-pp` order. Data parallel
-is `dp_outer x dp_shard` (replicas of shards; dp_outer is 1 unless hybrid sharding is on). Experts factor the same ranks a
-second time as `pp x edp x ep x etp`, with the same pp, and with dp_outer as the slowest part of edp. Any set of dimensions
-of one factorization is an axis: its groups are the ranks that agree on all the other dimensions.
+Ranks are numbered with tp fastest, then cp, then data parallel, then pp: Megatron's `tp-cp-ep-dp-pp` order; with `pp_before_dp` pp comes
+before data parallel, its `tp-cp-ep-pp-dp`. Data parallel is `dp_outer x dp_shard` (replicas of shards; dp_outer is 1 unless hybrid
+sharding is on). Experts factor the same ranks a second time as `pp x edp x ep x etp`, with the same pp, and with dp_outer as the slowest
+part of edp. Any set of dimensions of one factorization is an axis: its groups are the ranks that agree on all the other dimensions.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    pp_before_dp: bool = False
 
     def __post_init__(self) -> None:
         ranks = self.dp_shard * self.cp * self.tp
@@ -67,6 +68,7 @@ class Layout:
             tp=config.tensor_model_parallel_size,
             ep=config.expert_model_parallel_size,
             etp=config.expert_tensor_parallel_size,
+            pp_before_dp=config.use_tp_pp_dp_mapping,
         )
 
     @property
@@ -92,17 +94,20 @@ class Layout:
         """Returns every group of an axis, each in axis order; together they have every rank once."""
         dims, order, grid = self._grid(axis)
         moved = np.moveaxis(grid, [order.index(dim) for dim in dims], range(-len(dims), 0))
-        return [tuple(row) for row in moved.reshape(-1, self.size(axis)).tolist()]
+        return [tuple(sorted(row)) for row in moved.reshape(-1, self.size(axis)).tolist()]
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """Returns the group of an axis that a rank belongs to."""
         dims, order, grid = self._grid(axis)
         index = np.unravel_index(rank, grid.shape)
         selection = tuple(slice(None) if dim in dims else coordinate for dim, coordinate in zip(order, index))
-        return tuple(grid[selection].reshape(-1).tolist())
+        return tuple(sorted(grid[selection].reshape(-1).tolist()))
 
     def _grid(self, axis: str) -> tuple[tuple[str, ...], tuple[str, ...], np.ndarray]:
         """Returns the dimensions of an axis, those of its factorization, and all ranks by these."""
         dims = AXES[axis]
         order = DENSE_DIMS if set(dims) <= set(DENSE_DIMS) else EXPERT_DIMS
+        if self.pp_before_dp:
+            replicas = [dim for dim in order if dim in ("dp_outer", "dp_shard", "edp_shard")]
+            order = (*replicas, *(dim for dim in order if dim not in replicas))
         return dims, order, np.arange(self.world_size).reshape([getattr(self, dim) for dim in order])

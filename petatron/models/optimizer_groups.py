@@ -24,10 +24,11 @@ def optimizer_group(optim: OptimizerConfig, name: str, param: ParamSpec) -> Grou
         rule = rule_spec(optim, rule.scalar_optimizer)
     is_qkv = {"q", "k", "v"} <= {section.name for section in param.shard.sections}
     fused = rule.unit == "matrix" and is_qkv and rule.fuses_qkv
+    decays_qk_norm = optim.apply_wd_to_qk_layernorm and name.endswith(("q_norm.weight", "k_norm.weight"))
     element_state = tuple(state.kind for state in rule.element_state(matrix_or_vector_shape(param)))
     return GroupSpec(
         rule=rule.name,
-        weight_decay=1.0 if param.weight_decay else 0.0,
+        weight_decay=1.0 if param.weight_decay or decays_qk_norm else 0.0,
         decoupled_lr=optim.decoupled_lr is not None and param.role == "vocabulary",
         unit="fused_matrix" if fused else rule.unit,
         element_state=element_state if rule.unit == "tensor" else None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from petatron.base.errors import Problem
-from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING, own_value_text
+from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING, own_value
 from petatron.config.flags.parse import ParsedFlags, known_flags, parse_flags
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
@@ -128,32 +128,25 @@ def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> FlagAnswer
         why = " ".join(f"{problem.rule}. {problem.fix}" for problem in parsed.problems)
         doubtful = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
         return replace(answer, kind="blocking", why=why, problems=tuple(parsed.problems), fields=doubtful)
-    if parsed.preset or parsed.files or parsed.from_folder or parsed.toy:
+    if parsed.preset or parsed.files or parsed.from_folder or parsed.toy or parsed.split_data_file:
         why = "names another source of settings, which a file cannot do. Type it after `petatron train`."
         return replace(answer, kind="blocking", why=why)
     if not parsed.settings:
-        why = "; ".join(notice.partition(": ")[2] or notice for notice in parsed.notices)
+        why = "; ".join(flag.reason for flag in parsed.implied)
         is_position = spelled(flag.text) == NO_POSITION_EMBEDDING
         return replace(answer, kind="implied", why="the type of positions decides" if is_position else why)
     infos = [fields_by_path()[setting.path] for setting in parsed.settings]
     same_name = spelled(flag.text) in [info.flag for info in infos]
     texts = [value.text for value in values] or [flag.text.partition("=")[2]]
-    if (
-        same_name
-        and all(own_value_text(info.name, text) == text for info in infos for text in texts)
-        and not parsed.notices
-    ):
+    if same_name and all(own_value(info.name, text) is None for info in infos for text in texts) and not parsed.notices:
         return answer
     return replace(answer, kind="translated", why="; ".join(parsed.notices))
 
 
 def _maker(setting: Setting, accepted: Sequence[FlagAnswer]) -> FlagAnswer:
-    """Returns the answer whose flag made a setting: the last one with its spelling."""
-    return next(
-        answer
-        for answer in reversed(accepted)
-        if answer.flag.text.partition("=")[0] == setting.origin.detail and setting.path in answer.fields
-    )
+    """Returns the answer whose flag made a setting: the last one with its spelling, which may make it beside others alone."""
+    spelling = [answer for answer in reversed(accepted) if answer.flag.text.partition("=")[0] == setting.origin.detail]
+    return next((answer for answer in spelling if setting.path in answer.fields), spelling[0])
 
 
 def _marked_if_replaced(answer: FlagAnswer, makers: dict[str, FlagAnswer]) -> FlagAnswer:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from petatron.base.errors import ConfigError, DataError, PetatronError, Problem
 from petatron.base.format_text import abbreviate_names, count_with_noun
 from petatron.base.untrusted_files import read_limited_bytes
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS
+from petatron.config.flags.parse import parse_flags
 from petatron.config.load import RawLoadedConfig
+from petatron.config.schema.fields import flag_name
 from petatron.config.value_origins import Setting
 from petatron.port.flag_answers import AnsweredFlags, FlagAnswer, answer_flags, spelled, unquoted
 from petatron.port.launch_command import (
@@ -130,6 +133,7 @@ def port_file(
     removed = {spelled(name if name.startswith("-") else f"--{name}") for name in left_out}
     implied = [ShellText(flag, launch.line) for flag in implied_flags(launch.script)]
     typed = [unquoted(text) for text in launch.flags]
+    implied += [ShellText(word, launch.line) for word in _default_flags([text.text for text in typed])]
     notes += [
         ScriptNote(text.line, f"the quotes in {text.text} would be part of the value; they are removed")
         for text, plain in zip(launch.flags, typed)
@@ -158,6 +162,18 @@ def port_file(
         script_problem(launch.script),
         size,
     )
+
+
+def _default_flags(argv: Sequence[str]) -> list[str]:
+    """Returns Megatron's defaults that a script relies on, where ours are others."""
+    given = {setting.path.partition(".")[2]: setting.value for setting in parse_flags(argv).settings}
+    relied_on = {"fp8_recipe": bool(given.get("fp8_format")), "muon_momentum": given.get("optimizer") == "muon"}
+    return [
+        word
+        for name, value in MEGATRON_DEFAULTS.items()
+        if relied_on[name] and name not in given
+        for word in (flag_name(name), str(value))
+    ]
 
 
 def _read(source: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -162,13 +162,20 @@ def build_loaders(
     )
     # What a model takes that is not text it makes of samples itself; else the kind of dataset knows what they are.
     collate = model_spec(run).collate or chosen_kind(run).collate
-    make = partial(BatchLoader, options=options, collate=collate, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
+    make = partial(BatchLoader, collate=collate, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
+    micro_batch_size = run.train.eval_micro_batch_size or run.train.micro_batch_size
+    make_evaluated = partial(make, options=replace(options, micro_batch_size=micro_batch_size))
     return DataLoaders(
-        train=make(datasets.train),
-        valid={name: make(dataset) for name, dataset in datasets.valid_sets.items()},
-        test=make(datasets.test) if datasets.test is not None else None,
+        train=make(datasets.train, options=options),
+        valid={name: make_evaluated(dataset) for name, dataset in datasets.valid_sets.items()},
+        test=make_evaluated(datasets.test) if datasets.test is not None else None,
         warnings=datasets.warnings,
     )
+
+
+def evaluation_batch_size(run: RunConfig) -> int:
+    """Returns the samples of one batch of an evaluation, over all ranks."""
+    return run.train.eval_global_batch_size or run.train.global_batch_size
 
 
 def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
@@ -177,7 +184,7 @@ def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
     As many validation samples as Megatron builds, enough for other ones in every evaluation of the run. Here all evaluate the first
     ones, but how many are shuffled together decides which those are.
     """
-    samples = run.train.eval_iters * run.train.global_batch_size
+    samples = run.train.eval_iters * evaluation_batch_size(run)
     interval = run.train.eval_interval
     evaluations = RunLength.from_config(run).iterations // interval + 1 if interval else 1
     shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import torch
 
+from petatron.config.schema.training import TrainConfig
 from petatron.data.batch_loader import BatchLoader
 from petatron.models.objective import names_losses
+from petatron.train.build_run import evaluation_batch_size
 from petatron.train.report.metrics import validation_record
 from petatron.train.signals import EvaluationStopCheck
 from petatron.train.state.train_state import TrainState
@@ -33,6 +35,12 @@ class EvaluatedLosses:
     named_losses: dict[str, float]
     metrics: dict[str, float]
     loss_by_weights: dict[str, float] = field(default_factory=dict)
+
+
+def evaluation_is_due(train: TrainConfig, iteration: int) -> bool:
+    """Whether a run evaluates after an iteration that is not its last."""
+    begins = train.start_eval_at_iter or 0
+    return train.eval_interval is not None and iteration % train.eval_interval == 0 and iteration >= begins
 
 
 def evaluate(
@@ -59,7 +67,7 @@ def _evaluate_weights(
     state: TrainState, loader: BatchLoader, stop_check: EvaluationStopCheck | None, *, first_batch: int
 ) -> EvaluatedLosses | InterruptedEvaluation:
     """Evaluates the weights that the model has now; `first_batch` counts the batches of other weights before."""
-    size, model, objective = state.run.train.global_batch_size, state.model, state.model.objective
+    size, model, objective = evaluation_batch_size(state.run), state.model, state.model.objective
     names = [spec.name for spec in (*objective.losses, *objective.metric_specs)]
     total = torch.zeros(len(names), dtype=torch.float64, device=state.mesh.device)
     counts = torch.zeros_like(total)

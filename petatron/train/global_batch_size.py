@@ -4,6 +4,8 @@
 span k the batch has START + k x INCREMENT samples, afterwards the final size. A batch has the size in effect where
 it begins. The size is therefore constant on each of n + 1 spans, and counting needs one division per span, not a loop
 over iterations. All of it is integer arithmetic: span k begins at the smallest c with c x n >= k x SAMPLES.
+
+`--step-batch-size-schedule` gives the spans themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from petatron.config.schema.batch_size_steps import parse_batch_size_steps
 from petatron.config.schema.run import RunConfig
 
 
@@ -31,11 +34,16 @@ class BatchSizeSchedule:
     start: int
     increment: int = 1
     ramp_samples: int = 0
+    steps: tuple[tuple[int, int], ...] = ()
+    """Samples consumed and the size from there on, in order; none for a ramp or one size."""
 
     @classmethod
     def from_config(cls, run: RunConfig) -> BatchSizeSchedule:
         """Builds the schedule of a derived and checked configuration."""
         final = run.train.global_batch_size
+        if run.train.step_batch_size_schedule is not None:
+            steps = parse_batch_size_steps(run.train.step_batch_size_schedule, run.model.seq_length)
+            return cls(final=final, start=final, steps=steps)
         if not run.train.rampup_batch_size:
             return cls(final=final, start=final)
         start, increment, samples = run.train.rampup_batch_size
@@ -51,6 +59,8 @@ class BatchSizeSchedule:
 
     def at(self, consumed_samples: int) -> int:
         """Returns the size of the batch that begins after this many samples."""
+        if self.steps:
+            return [size for begin, size in self.steps if begin <= consumed_samples][-1]
         if consumed_samples >= self.ramp_samples:
             return self.final
         return self.start + consumed_samples * self._num_increments // self.ramp_samples * self.increment
@@ -73,12 +83,23 @@ class BatchSizeSchedule:
             num_batches = fitting if batches is None else min(fitting, batches)
             iterations += num_batches
             samples -= num_batches * batch
-            if num_batches == fitting:  # the remaining samples fit no more batch of this size, nor of a larger one
+            if (
+                num_batches == fitting and num_batches != batches
+            ):  # the remaining samples fit no more batch of this size
                 break
         return iterations
 
     def _constant_size_spans(self, consumed: int) -> Iterator[tuple[int, int | None]]:
         """Yields (batch size, number of consecutive batches of that size) from a position on; None: unlimited."""
+        for begin, _ in self.steps[1:]:
+            if begin > consumed:
+                batch = self.at(consumed)
+                batches = -(-(begin - consumed) // batch)
+                yield batch, batches
+                consumed += batches * batch
+        if self.steps:
+            yield self.final, None
+            return
         while (batch := self.at(consumed)) < self.final:
             next_span = (batch - self.start) // self.increment + 1
             span_end = -(-next_span * self.ramp_samples // self._num_increments)

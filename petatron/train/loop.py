@@ -14,7 +14,6 @@ from petatron.base.device import DeviceInfo, DeviceKind, peak_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import get_logger
-from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line
@@ -22,8 +21,9 @@ from petatron.models.batch import Batch
 from petatron.models.frozen_params import frozen_params
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
-from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_record
-from petatron.train.report.closing_summary import Activity, RunTotals
+from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_is_due, evaluation_record
+from petatron.train.hooks.build_hooks import build_instruments
+from petatron.train.report.closing_summary import Activity, RunTotals, forced_end_text
 from petatron.train.report.metrics import (
     IntervalMeter,
     MetricRecord,
@@ -89,15 +89,16 @@ class TrainLoop:
         self._device_kind: DeviceKind = device.kind
         self._memory_logged = False
         self._first_nonfinite_iteration = torch.full((), -1, dtype=torch.int64, device=state.mesh.device)
+        flops_per_token = model_flops_per_token(
+            state.model.spec, tp_size=self._run.parallel.tensor_model_parallel_size, frozen=frozen_params(self._run)
+        )
+        self._instruments = build_instruments(state, flops_per_token=flops_per_token)
+        self._hooks, self._timers = self._instruments.hooks, self._instruments.timers
         self._meter = IntervalMeter(
             train_iters=self._run_length.iterations,
             train_samples=self._run.train.train_samples,
             num_devices=state.mesh.world.size,
-            flops_per_token=model_flops_per_token(
-                state.model.spec,
-                tp_size=self._run.parallel.tensor_model_parallel_size,
-                frozen=frozen_params(self._run),
-            ),
+            flops_per_token=flops_per_token,
             peak_flops=device.peak(str(compute_dtype(self._run.precision))[6:]),
             consumed_tokens=state.progress.consumed_tokens,
             read_memory_bytes=lambda: peak_memory_bytes(device.kind),
@@ -107,7 +108,6 @@ class TrainLoop:
 
     @property
     def train_iters(self) -> int:
-        """Iterations of the whole run."""
         return self._run_length.iterations
 
     def run(self) -> TrainingResult:
@@ -120,6 +120,11 @@ class TrainLoop:
             except Exception:  # ranks may be gone; the original failure is the one to report
                 _log.exception("a checkpoint that was being written was lost")
             raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._hooks.close()
 
     def train_interval(self, last_iteration: int) -> str | None:
         """Trains to the next log point, at most to an iteration, for a caller that iterates; returns why to stop early, if so.
@@ -154,30 +159,25 @@ class TrainLoop:
         )
 
     def _log_forced_end(self, reason: str) -> None:
-        """Says, from another thread, that the run ends within a step, and what is lost; the state is that of the last finished one."""
-        iteration, first = self._state.progress.iteration, self.totals.first_iteration
-        saved = self.totals.saved_iteration
-        folder = self._run.checkpoint.load if saved is None else self._run.checkpoint.save
-        last = first if saved is None else saved
-        lost = count_with_noun(iteration - last, "finished step")
-        where = f"The last checkpoint is that of iteration {last} in {folder}" if last else "No checkpoint was saved"
-        self._log_event(
-            f"stopping at iteration {iteration}: {reason}, and iteration {iteration + 1} is not finished. {where}: {lost} "
-            f"and the one under way are lost"
-        )
+        """Says, from another thread, that the run ends within a step; the state is that of the last finished one."""
+        self._log_event(forced_end_text(self._run, self.totals, self._state.progress.iteration, reason))
 
     def _run_iteration(self, stopping: StopMonitor) -> str | None:
         """Runs one step, and what is due after it: log line, evaluation, samples, checkpoint. Returns why to stop early, if so."""
         state, config = self._state, self._run
         self._profiler.begin(state.progress.iteration + 1)
-        metrics = train_step(state, self._next_batches())
+        self._hooks.before_step(state.progress.iteration + 1)
+        with self._timers.phase("batch-generator"):
+            batches = self._next_batches()
+        metrics = train_step(state, batches, self._instruments)
+        self._hooks.after_step(metrics)
         self._profiler.end(metrics.iteration)
         self._record_step(metrics)
         iteration, stopped = metrics.iteration, None
         if iteration == 1 or iteration % config.log.log_interval == 0 or iteration == self._run_length.iterations:
             self._log_metrics()
         saves = state.checkpoint_manager is not None
-        if config.train.eval_interval and iteration % config.train.eval_interval == 0:
+        if evaluation_is_due(config.train, iteration):
             stopped = self._validate(stopping, will_save=saves)
         stopped = stopped or self._evaluate_tasks(stopping, will_save=saves)
         if self._sampler is not None and self._sampler.is_due(iteration):
@@ -246,6 +246,8 @@ class TrainLoop:
         record = self._meter.report()
         self.totals.add_log_point(record)
         self._write_record(record.as_record())
+        for hook_record in self._hooks.records(record.iteration):
+            self._write_record(hook_record)
         self._check_finite()
         if not self._memory_logged:
             self._memory_logged = True
@@ -295,8 +297,14 @@ class TrainLoop:
         dataset: str | None = None,
     ) -> float | str:
         """Reports and returns the loss of a split; returns why to stop, if a stop came first, and then reports nothing."""
-        with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
+        self._hooks.around_evaluation()
+        with (
+            self._not_training("evaluation"),
+            self._timers.phase("evaluate"),
+            stopping.evaluation_stop_check(will_save=will_save) as watch,
+        ):
             result = evaluate(self._state, loader, watch)
+        self._hooks.around_evaluation()
         if isinstance(result, InterruptedEvaluation):
             total = self._run.train.eval_iters * (1 + len(self._state.alternative_weights()))
             batches = f"{result.completed_batches:,} of {total:,} batches"
@@ -341,7 +349,8 @@ class TrainLoop:
             try:
                 self._finish_save_or_log()
                 if self._last_saved_iteration != iteration:
-                    self._state.save(wait=not self._run.checkpoint.async_save)
+                    with self._timers.phase("save-checkpoint"):
+                        self._state.save(wait=not self._run.checkpoint.async_save)
                     self._pending_save_iteration = iteration
                 if last or not self._run.checkpoint.async_save:
                     self._wait_for_save()
@@ -372,6 +381,7 @@ class TrainLoop:
         saver.drain()
         self._last_saved_iteration = self.totals.saved_iteration = saving
         self._log_event(f"saved checkpoint of iteration {saving} to {self._run.checkpoint.save}")
+        self._hooks.after_save(saving)
         if saver.pruned:
             plural = "s" if len(saver.pruned) > 1 else ""
             self._log_event(f"removed the checkpoint{plural} of iteration{plural} {', '.join(map(str, saver.pruned))}")

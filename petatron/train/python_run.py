@@ -103,7 +103,9 @@ class Run:
         if log.log_dir or self.config.checkpoint.save or log.tensorboard_dir or log.wandb_project:
             writers += open_writers(self._start, self._opened, log_directory(self.config), console=False)
         self._close = weakref.finalize(self, close_writers, writers)  # also when the process ends
-        return self._opened.build_loop(writers)
+        loop = self._opened.build_loop(writers)
+        weakref.finalize(self, loop.close)
+        return loop
 
     def train(self, steps: int | None = None) -> Iterator[MetricRecord]:
         """Trains this number of steps, or to the end of the run, and yields the metrics of each log interval as it ends.

@@ -15,21 +15,34 @@ from petatron.optim.loss_scaler import DynamicLossScaler
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
 from petatron.schedule.measured_timeline import timed_action_from_json, timed_action_to_json, write_measured
+from petatron.train.hooks.build_hooks import StepInstruments, build_instruments
+from petatron.train.hooks.step_timers import StepTimers
 from petatron.train.report.metrics import StepMetrics
 from petatron.train.state.train_state import TrainState
 
 _log = get_logger(__name__)
 
 
-def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
+def train_step(state: TrainState, batches: Sequence[Batch], instruments: StepInstruments | None = None) -> StepMetrics:
     """Runs forward, backward, reduction, clipping and update; advances the state's progress.
 
-    Nothing here waits for the device, except for one number per step under dynamic loss scaling.
+    Nothing here waits for the device, except for one number per step under dynamic loss scaling, and for what instruments read.
     """
     run, progress, settings = state.run, state.progress, state.update_settings()
-    loss = state.model.train_step(batches, loss_scale=settings["loss_scale"], timeline=_timeline_writer(state))
+    instruments, iteration = instruments or build_instruments(state), progress.iteration + 1
+    timers, validation = instruments.timers, instruments.validation
+    passes = partial(
+        state.model.train_step,
+        batches,
+        loss_scale=settings["loss_scale"],
+        timeline=_timeline_writer(state, timers),
+    )
+    with timers.phase("forward-backward"):
+        loss = validation.run(iteration, passes)
     zeros = state.optimizer.count_zero_grads() if run.log.log_num_zeros_in_grad else None
-    result = state.optimizer.step(**settings)
+    instruments.hooks.before_update(iteration)
+    with timers.phase("optimizer"):
+        result = state.optimizer.step(**settings)
     size = state.advance(batches, result)
     dynamic = isinstance(state.scaler, DynamicLossScaler)
     return StepMetrics(
@@ -52,11 +65,11 @@ def train_step(state: TrainState, batches: Sequence[Batch]) -> StepMetrics:
     )
 
 
-def _timeline_writer(state: TrainState) -> Callable[[list[TimedAction]], None] | None:
-    """Returns the writer of this step's measured timeline, if this step is measured."""
+def _timeline_writer(state: TrainState, timers: StepTimers) -> Callable[[list[TimedAction]], None] | None:
+    """Returns what receives this step's measured timeline, if this step is measured."""
     log, next_iteration = state.run.log, state.progress.iteration + 1
     if log.pipeline_timeline is None or next_iteration != log.pipeline_timeline_step:
-        return None
+        return timers.add_passes if timers.times_passes else None
     return partial(_write_timeline, Path(log.pipeline_timeline), state.model)
 
 

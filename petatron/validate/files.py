@@ -18,13 +18,7 @@ _BOTH = "Give both, or leave this out."
 _LOADS = ("load", "needs --load, the folder to load from", _LEAVE_OUT)
 # Setting -> the other that it needs, the rule and the fix.
 _NEEDS: Mapping[str, tuple[str, str, str]] = {
-    "save_interval": ("save", "needs --save, the folder to save in", "Give it, or leave the interval out."),
     "sign_key": ("save", "needs --save: only checkpoints are signed", "Give it, or leave the key out."),
-    "save_retain_interval": (
-        "save_total_limit",
-        "needs --save-total-limit; without one every checkpoint is kept",
-        "Give --save-total-limit, or leave this out.",
-    ),
     "use_mp_args_from_checkpoint_args": ("use_checkpoint_args", f"needs {CHECKPOINT_ARGS_FLAG}", _BOTH),
     **dict.fromkeys(("ckpt_step", "finetune", "exit_on_missing_checkpoint"), _LOADS),
     "sample_interval": ("sample_prompts", "needs --sample-prompts, the file of prompts", _BOTH),

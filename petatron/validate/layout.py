@@ -118,7 +118,7 @@ def _sequence(config: RawRunConfig) -> Iterator[Problem]:
 
 def _tp_comm_overlap(config: RawRunConfig) -> Iterator[Problem]:
     """Requirements of the tensor-parallel overlap in the forward; at tp 1 it has no effect."""
-    parallel, precision = config.parallel, config.precision
+    parallel = config.parallel
     if parallel.tp_comm_overlap_chunks is not None and parallel.tp_comm_overlap_chunks < 2:
         rule = "leaves no chunk to communicate beside the GEMM of another"
         yield Problem(f"{_OVERLAP}-chunks", str(parallel.tp_comm_overlap_chunks), rule, "Use 2 or more.")
@@ -127,9 +127,6 @@ def _tp_comm_overlap(config: RawRunConfig) -> Iterator[Problem]:
     if not parallel.sequence_parallel:
         rule = "overlaps the all-gathers and reduce-scatters of --sequence-parallel, which is off"
         yield Problem(_OVERLAP, "", rule, "Add --sequence-parallel, or leave it out.")
-    if precision.fp8_format is not None:
-        rule = f"cannot be combined with --fp8-format {precision.fp8_format}, whose scales are those of the whole gathered input"
-        yield Problem(_OVERLAP, "", rule, "Leave one of them out.")
 
 
 def _context(config: RawRunConfig) -> Iterator[Problem]:
@@ -179,10 +176,7 @@ def _expert(config: RawRunConfig) -> Iterator[Problem]:
     elif experts is not None and experts > 0 and experts % ep:
         rule = f"does not divide --num-experts {experts}"
         yield Problem("--expert-model-parallel-size", str(ep), rule, f"Use {divisors(experts)}.")
-    if experts is None and etp is not None and etp != parallel.tensor_model_parallel_size:
-        rule = "splits experts, but --num-experts is not set"
-        yield Problem("--expert-tensor-parallel-size", str(etp), rule, "Leave it out.")
-    elif experts is not None and world is not None and etp is not None and world % (etp * ep * pp):
+    if experts is not None and world is not None and etp is not None and world % (etp * ep * pp):
         rule = f"x etp {etp} x pp {pp} = {etp * ep * pp} does not divide the world size {world}"
         yield Problem("--expert-model-parallel-size", str(ep), rule, _more_ranks(config, etp * ep * pp))
     if experts is not None and etp is not None:

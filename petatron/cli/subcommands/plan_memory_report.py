@@ -39,7 +39,7 @@ def report(loaded: LoadedConfig, capacity: int | None, host_bytes: int | None) -
     plans = recompute_plans(run, device="cuda")
     forecasts = forecast_memory(run, device="cuda", plans=plans)
     unasked = ", since no --bf16 or --fp16 is given" if precision_name(run.precision) == "fp32" else ""
-    print(f"planned for {precision_text(run.precision)}{unasked}\n{batch}")
+    print(f"planned for {precision_text(run)}{unasked}\n{batch}")
     print(_table(forecasts))
     assumed = host_bytes is None and not here
     host = HostMemory(

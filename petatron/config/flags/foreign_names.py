@@ -106,7 +106,7 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
     "--tensor-model-parallel-size": "--tensor-parallel-degree --tensor-parallel-size",
     "--use-distributed-optimizer (ZeRO-1) or --data-parallel-sharding-strategy (ZeRO-2 and 3)": "--zero --zero-stage",
     # Data, checkpoints and logs
-    "--async-save": "--async-mode",
+    "--async-save": "--checkpoint.async-mode",
     "--save-interval": "--checkpoint-interval --checkpoint.interval --save-every --save-freq --save-steps",
     "--save": "--checkpoint.folder --output-dir",
     "--data-path (files of `petatron data preprocess`)": "--data-dir --dataset --dataset-path --train-file",

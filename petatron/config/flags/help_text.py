@@ -21,13 +21,19 @@ TOY_DOC = (
     "attention, windows and the like stay, with small widths and few layers. Flags win. With `--from` the folder gives the structure "
     "alone: weights are random."
 )
+DEFAULTS_DOC = (
+    "Use Megatron's defaults where they change numbers and ours are others: "
+    + ", ".join(f"{name} {value}" for name, value in megatron_flags.MEGATRON_DEFAULTS.items())
+    + ". The scripts of Megatron's names (pretrain_gpt.py) give it."
+)
 
 
 def flag_help() -> str:
     """Returns every flag with its documentation, by section."""
     lines = ["Sources, later wins:", *_entry("--preset NAME", "A published model shape; `petatron config presets`.")]
     lines += [*_entry("--config FILE", "YAML with the same fields; may be given several times.")]
-    lines += [*_entry(f"{FROM_FLAG} FOLDER", FROM_DOC), *_entry(TOY_FLAG, TOY_DOC), ""]
+    lines += [*_entry(f"{FROM_FLAG} FOLDER", FROM_DOC), *_entry(TOY_FLAG, TOY_DOC)]
+    lines += [*_entry(megatron_flags.MEGATRON_DEFAULTS_FLAG, DEFAULTS_DOC), ""]
     other_names = flag_aliases()
     for section, section_class in sections().items():
         title = (section_class.__doc__ or "").strip()
@@ -74,7 +80,7 @@ def _meaning(info: FieldInfo) -> str:
 
 def _entry(usage: str, meaning: str) -> list[str]:
     body = textwrap.wrap(meaning, _WIDTH - _COLUMN)
-    head = f"  {usage}"
-    if len(head) < _COLUMN - 1:
-        return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
-    return [head, *(" " * _COLUMN + line for line in body)]
+    head = textwrap.wrap(usage, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    if len(head[0]) < _COLUMN - 1:
+        return [head[0].ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
+    return [*head, *(" " * _COLUMN + line for line in body)]

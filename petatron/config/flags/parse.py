@@ -12,50 +12,34 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from petatron.base.errors import Problem
-from petatron.config.flags import foreign_names, megatron_flags
+from petatron.config.flags import foreign_names
+from petatron.config.flags import megatron_flags as spellings
+from petatron.config.flags.combined_flags import apply_combined_rules
 from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature, alternative
+from petatron.config.flags.megatron_table import MegatronFlag, megatron_flags
+from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
+    all_fields,
     closest_matches,
     fields_by_name,
-    fields_by_path,
     join_with_or,
 )
-from petatron.config.value_origins import Setting, ValueOrigin
 
 PRESET_FLAG, FILE_FLAG, FROM_FLAG = "--preset", "--config", "--from"
-TOY_FLAG = "--toy"
+TOY_FLAG, SPLIT_DATA_FLAG = "--toy", "--per-split-data-args-path"
 _BINARY_DIGITS = {"1": "on", "0": "off"}
-_SOURCES = {PRESET_FLAG: "a preset's name", FILE_FLAG: "a YAML file", FROM_FLAG: "the folder of a model or of a run"}
-
-
-@dataclass(slots=True)
-class ParsedFlags:
-    """The settings of argv. `doubtful_flags` are flags whose value is in doubt, so that rules about them are skipped."""
-
-    settings: list[Setting] = field(default_factory=list)
-    preset: str | None = None
-    files: list[str] = field(default_factory=list)
-    from_folder: str | None = None
-    notices: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    doubtful_flags: set[str] = field(default_factory=set)
-    drops_learned_positions: bool = False
-    toy: bool = False
-
-    def add_setting(self, info: FieldInfo, value: FieldValue, spelling: str) -> None:
-        """The last of several wins; a flag that may be repeated takes the values of all."""
-        if "repeatable" in info.marks and isinstance(value, tuple):
-            before = [
-                given.value for given in self.settings if given.path == info.path and isinstance(given.value, tuple)
-            ]
-            value = tuple(dict.fromkeys(map(str, (*(before[-1] if before else ()), *value))))
-        self.settings.append(Setting(info.path, value, ValueOrigin("flag", spelling)))
+_MODEL_SOURCES = {
+    PRESET_FLAG: "a preset's name",
+    FILE_FLAG: "a YAML file",
+    FROM_FLAG: "the folder of a model or of a run",
+}
+_SOURCES = _MODEL_SOURCES | {SPLIT_DATA_FLAG: "a JSON file with the lists train, valid and test"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +57,10 @@ class _FlagToken:
         return next(iter(self.following_words), "") if self.inline_value is None else self.inline_value
 
     @property
+    def all_values(self) -> str:
+        return " ".join(self.following_words) if self.inline_value is None else self.inline_value
+
+    @property
     def words_after_value(self) -> tuple[str, ...]:
         return self.following_words[1:] if self.inline_value is None else self.following_words
 
@@ -86,8 +74,7 @@ def parse_flags(argv: Sequence[str], *, presets: Collection[str] | None = None) 
     for token in _without_swallowed_model(_tokenize(argv, parsed), parsed, presets):
         surplus = _apply_flag(token, parsed)
         parsed.problems += [_stray_word(text) for text in surplus]
-    _drop_overridden_shorthands(parsed)
-    _check_contradictions(parsed)
+    apply_combined_rules(parsed)
     return parsed
 
 
@@ -95,8 +82,9 @@ def known_flags() -> list[str]:
     """Returns every accepted spelling, for suggestions."""
     of_fields = [info.flag for info in fields_by_name().values()]
     negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if _needs_no_value(info)]
-    others = [*megatron_flags.ALIASES, *megatron_flags.SHORTHANDS, *megatron_flags.CHOICE_FLAGS]
-    return [*of_fields, *negated, *others, *megatron_flags.NO_OP_FLAGS, *_SOURCES, TOY_FLAG]
+    others = [*spellings.ALIASES, *spellings.SHORTHANDS, *spellings.CHOICE_FLAGS, spellings.ROPE_TYPE]
+    accepted = [flag for flag, answer in megatron_flags().items() if answer.kind == "always so"]
+    return [*of_fields, *negated, *others, *accepted, *_SOURCES, TOY_FLAG, spellings.MEGATRON_DEFAULTS_FLAG]
 
 
 def unsupported_problem(where: str, value: str, feature: str, fix: str = "Leave it out") -> Problem:
@@ -106,13 +94,13 @@ def unsupported_problem(where: str, value: str, feature: str, fix: str = "Leave 
 
 def check_supported(info: FieldInfo, text: str) -> None:
     """Raises `ValueError` for a word that Megatron has and this version has not; choices and numbers are refused by their parser."""
-    if info.kind == "str" and text in megatron_flags.UNSUPPORTED_VALUES.get(info.name, {}):
+    if info.kind == "str" and text in spellings.UNSUPPORTED_VALUES.get(info.name, {}):
         raise ValueError("is not in this version")
 
 
 def value_problem(info: FieldInfo, where: str, text: str, reason: str) -> Problem:
     """The problem of a value that does not fit its field; `where` is how the user named the field."""
-    feature = megatron_flags.UNSUPPORTED_VALUES.get(info.name, {}).get(text)
+    feature = spellings.UNSUPPORTED_VALUES.get(info.name, {}).get(text)
     if feature is not None:
         return unsupported_problem(where, text, feature, ALTERNATIVES.get(feature, f"Use {join_with_or(info.choices)}"))
     meant = _BINARY_DIGITS.get(text, text) if info.is_switch else text
@@ -145,7 +133,7 @@ def _without_swallowed_model(
 
     `--freeze PATTERN tiny-llama` would be two patterns, and a model without any size.
     """
-    if presets is None or any(token.flag in _SOURCES for token in tokens):
+    if presets is None or any(token.flag in _MODEL_SOURCES for token in tokens):
         return tokens
     kept: list[_FlagToken] = []
     for token in tokens:
@@ -180,24 +168,46 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
         return _apply_valueless(token, parsed, lambda: parsed.add_setting(negated, negated.off_value, token.typed))
     if flag in _SOURCES:
         return _apply_source(token, parsed)
+    if flag == spellings.MEGATRON_DEFAULTS_FLAG:
+        return _apply_valueless(token, parsed, lambda: setattr(parsed, "megatron_defaults", True))
     if flag == TOY_FLAG:
         return _apply_valueless(token, parsed, lambda: setattr(parsed, "toy", True))
-    if (shorthand := megatron_flags.SHORTHANDS.get(flag)) is not None:
-        target = fields_by_name()[shorthand.field]
-        return _apply_valueless(token, parsed, lambda: parsed.add_setting(target, shorthand.value, token.typed))
-    if (choices := megatron_flags.CHOICE_FLAGS.get(flag)) is not None:
+    if (shorthand := spellings.SHORTHANDS.get(flag)) is not None:
+        return _apply_valueless(token, parsed, lambda: _add_shorthand(shorthand, token, parsed))
+    if (choices := spellings.CHOICE_FLAGS.get(flag)) is not None:
         return _apply_choice(choices, token, parsed)
-    if flag == megatron_flags.NO_POSITION_EMBEDDING:
+    if flag == spellings.ROPE_TYPE:
+        return _apply_rope_type(token, parsed)
+    if flag == spellings.NO_POSITION_EMBEDDING:
         parsed.drops_learned_positions = True
         return token.following_words
-    if (implied := megatron_flags.NO_OP_FLAGS.get(flag)) is not None:
-        return _apply_no_op(implied, token, parsed)
-    parsed.problems.append(_unknown_flag_problem(token, parsed))
+    answer = megatron_flags().get(flag)
+    if answer is not None and answer.kind == "always so":
+        return _apply_always_so(answer, token, parsed)
+    if answer is not None and answer.asks_for_nothing(token.all_values):
+        parsed.implied.append(ImpliedFlag(f"{token.typed} {token.all_values}", "that is what happens anyway"))
+        return ()
+    parsed.problems.append(_unknown_flag_problem(token, answer, parsed))
     return ()
 
 
+def _add_shorthand(shorthand: spellings.Shorthand, token: _FlagToken, parsed: ParsedFlags) -> None:
+    for name, value in ((shorthand.field, shorthand.value), *shorthand.also):
+        parsed.add_setting(fields_by_name()[name], value, token.typed)
+
+
+def _apply_rope_type(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
+    if token.value in spellings.ROPE_TYPES:
+        parsed.rope_type = token.value
+    else:
+        choices = join_with_or(spellings.ROPE_TYPES)
+        rule = f"is not one of {choices}" if token.value else "needs a value"
+        parsed.problems.append(Problem(token.typed, token.value, rule, f"Use {choices}."))
+    return token.words_after_value
+
+
 def _field(flag: str) -> FieldInfo | None:
-    return fields_by_name().get(megatron_flags.ALIASES.get(flag, flag[2:].replace("-", "_")))
+    return fields_by_name().get(spellings.ALIASES.get(flag, flag[2:].replace("-", "_")))
 
 
 def _needs_no_value(info: FieldInfo) -> bool:
@@ -226,15 +236,21 @@ def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed
     if not texts:
         parsed.problems.append(Problem(token.typed, "", "needs a value", info.meaning))
         parsed.doubtful_flags.add(info.flag)
-    for text in texts:
+    for typed in texts:
+        ours = spellings.own_value(info.name, typed)
+        text = typed if ours is None else ours.value
+        if ours is not None and ours.reason:
+            parsed.notices.append(f"{token.typed} {typed} is {text} here: {ours.reason}")
         try:
             check_supported(info, text)
-            values.append(info.parse(megatron_flags.own_value_text(info.name, text)))
+            values.append(info.parse(text))
         except ValueError as error:
             parsed.problems.append(value_problem(info, token.typed, text, str(error)))
             parsed.doubtful_flags.add(info.flag)
     if len(values) == len(texts) and values:
         parsed.add_setting(info, tuple(values) if info.is_list else values[0], token.typed)  # type: ignore[arg-type]
+    elif info.name == "tokenizer_type":  # what another tokenizer would need is unknown
+        parsed.doubtful_flags.update(other.flag for other in all_fields() if other.section == info.section)
 
 
 def _apply_valueless(token: _FlagToken, parsed: ParsedFlags, apply: Callable[[], None]) -> Sequence[str]:
@@ -249,9 +265,7 @@ def _apply_valueless(token: _FlagToken, parsed: ParsedFlags, apply: Callable[[],
     return token.following_words
 
 
-def _apply_choice(
-    choices: Mapping[str, megatron_flags.Shorthand], token: _FlagToken, parsed: ParsedFlags
-) -> Sequence[str]:
+def _apply_choice(choices: Mapping[str, spellings.Shorthand], token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
     text = token.value
     meant = choices.get(text)
     if meant is not None:
@@ -264,12 +278,13 @@ def _apply_choice(
     return token.words_after_value
 
 
-def _apply_no_op(no_op: megatron_flags.NoOpFlag, token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
-    notice = f"{token.typed} is accepted and changes nothing: {no_op.reason}"
-    if not no_op.takes_value:
-        return _apply_valueless(token, parsed, lambda: parsed.notices.append(notice))
-    parsed.notices.append(notice)
-    return token.words_after_value
+def _apply_always_so(answer: MegatronFlag, token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
+    if not answer.takes_value:
+        implied = ImpliedFlag(token.typed, answer.text)
+        return _apply_valueless(token, parsed, lambda: parsed.implied.append(implied))
+    value = token.all_values if answer.takes_several else token.value
+    parsed.implied.append(ImpliedFlag(f"{token.typed} {value}".strip(), answer.text))
+    return () if answer.takes_several else token.words_after_value
 
 
 def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
@@ -279,66 +294,34 @@ def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
         parsed.preset = token.value
     elif token.flag == FROM_FLAG:
         parsed.from_folder = token.value
+    elif token.flag == SPLIT_DATA_FLAG:
+        parsed.split_data_file = token.value
     else:
         parsed.files.append(token.value)
     return token.words_after_value
 
 
-def _unknown_flag_problem(token: _FlagToken, parsed: ParsedFlags) -> Problem:
+def _unknown_flag_problem(token: _FlagToken, answer: MegatronFlag | None, parsed: ParsedFlags) -> Problem:
     flag, typed = token.flag, token.typed
-    value = token.inline_value if token.inline_value is not None else " ".join(token.following_words)
-    feature = megatron_flags.UNSUPPORTED_FLAGS.get(flag) or absent_feature(foreign_names.without_section(flag))
-    if feature is not None:
-        return unsupported_problem(typed, value, feature, alternative(feature))
-    if (renamed := megatron_flags.RENAMED_FLAGS.get(flag)) is not None:
-        parsed.doubtful_flags.update(foreign_names.suggested_flags(renamed))
-        return Problem(typed, "", "is an old name", f"Use {renamed}.")
-    if flag in megatron_flags.OTHER_COMMAND_FLAGS:
-        fix = f"It is a flag of `{megatron_flags.OTHER_COMMAND_FLAGS[flag]}`."
-        return Problem(typed, "", "does not belong to this command", fix)
+    if answer is not None and answer.kind == "gone":
+        parsed.doubtful_flags.update(foreign_names.suggested_flags(answer.text))
+        fix = (
+            f"Use {answer.text}."
+            if answer.text.startswith("--")
+            else "Leave it out: Megatron has no such flag any more."
+        )
+        return Problem(typed, "", "is an old name", fix)
+    if answer is not None and answer.command:
+        return Problem(typed, "", "does not belong to this command", f"It is for `{answer.command}`.")
+    feature = answer.text if answer is not None else absent_feature(foreign_names.without_section(flag))
+    if feature:
+        remedy = answer.remedy if answer is not None else ""
+        return unsupported_problem(typed, token.all_values, feature, remedy or alternative(feature))
     close = closest_matches(foreign_names.without_section(flag), known_flags())
     meant = foreign_names.suggestion(flag) or (join_with_or(close) if close else "")
     # A misspelt --num-layers should not also be reported as a missing --num-layers; what a model's folder or a preset would have
     # set is unknown, so that every value is in doubt.
     flags = foreign_names.suggested_flags(meant)
-    parsed.doubtful_flags.update(flags if _SOURCES.keys().isdisjoint(flags) else known_flags())
+    parsed.doubtful_flags.update(flags if _MODEL_SOURCES.keys().isdisjoint(flags) else known_flags())
     fix = f"Did you mean {meant}?" if meant else "See `petatron train --help` for all flags."
     return Problem(typed, "", "is not a known flag", fix)
-
-
-def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:
-    """`--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp`: the field's own flag wins in either order."""
-
-    def yields(setting: Setting) -> bool:
-        shorthand = megatron_flags.SHORTHANDS.get(setting.origin.detail.replace("_", "-"))
-        return shorthand is not None and shorthand.is_overridable
-
-    named = {setting.path for setting in parsed.settings if not yields(setting)}
-    parsed.settings = [setting for setting in parsed.settings if not (yields(setting) and setting.path in named)]
-
-
-def _check_contradictions(parsed: ParsedFlags) -> None:
-    """`--swiglu --squared-relu`, `--fp8-format e4m3 --fp8-hybrid`: each names a whole choice, so neither can quietly win.
-
-    The same flag twice is no contradiction, the last one wins; nor is a `none` or `--no-x` that reverts an earlier one,
-    nor a field's own flag that refines a model whose base was given in shorthands. Of two names of one field (`--tp 2
-    --tensor-model-parallel-size 4`) the last wins too, as scripts that add flags expect; a notice says so.
-    """
-    before: dict[str, Setting] = {}
-    for setting in parsed.settings:
-        earlier, info = before.get(setting.path), fields_by_path()[setting.path]
-        before[setting.path] = setting
-        if earlier is None or earlier.value == setting.value:
-            continue
-        first, last = (given.origin.detail.replace("_", "-") for given in (earlier, setting))
-        if first != last and {first, last} <= {info.flag, *megatron_flags.ALIASES}:
-            rule = f"both set {info.flag}, and the last one wins"
-            parsed.notices.append(f"{last} {setting.value} takes the place of {first} {earlier.value}: {rule}")
-            continue
-        if setting.value in (None, info.off_value):
-            continue
-        short = [flag in megatron_flags.SHORTHANDS or flag in megatron_flags.CHOICE_FLAGS for flag in (first, last)]
-        if first != last and (all(short) or (any(short) and info.section != "model")):
-            names_field = info.flag in (first, last)
-            rule = f"contradicts {earlier.origin.detail}" + ("" if names_field else f"; both set {info.flag}")
-            parsed.problems.append(Problem(setting.origin.detail, "", rule, "Keep one of them."))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from petatron.config.flags import megatron_flags
-from petatron.config.flags.help_text import FROM_DOC, TOY_DOC, flag_aliases
+from petatron.config.flags.help_text import DEFAULTS_DOC, FROM_DOC, TOY_DOC, flag_aliases
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, TOY_FLAG
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import FieldInfo, all_fields, sections
@@ -23,6 +23,8 @@ What is still unset is derived. `petatron config show` prints every value with i
 
 `{TOY_FLAG}`: {TOY_DOC[0].lower()}{TOY_DOC[1:]}
 
+`{MEGATRON_DEFAULTS_FLAG}`: {DEFAULTS_DOC[0].lower()}{DEFAULTS_DOC[1:]}
+
 Booleans are `--x`, `--no-x` or `--x=false`. The word `none` unsets a field that may be unset. Fields marked `...` take
 several values. Underscores in a flag count as dashes.
 """
@@ -40,10 +42,15 @@ def reference_page() -> str:
             reasons = [item.reason for item in infos[0].feature.used_when if item.reason and "{" not in item.reason]
             notice = "".join(f"Notice where they have no effect: {reason}.\n\n" for reason in reasons)
             heading = f"### {name}\n\n{notice}" if len(features) > 1 else ""
-            parts.append(heading + _table(("Flag", "Type", "Default", "Meaning"), [_row(info) for info in infos]))
+            parts.append(
+                heading + markdown_table(("Flag", "Type", "Default", "Meaning"), [_row(info) for info in infos])
+            )
     presets = [(f"`{name}`", preset_summary(name)) for name in preset_names()]
-    parts.append("## Presets\n\n" + _table(("Name", "What it is"), presets))
-    return "\n".join([*parts, _accepted(), _refused()])
+    parts.append("## Presets\n\n" + markdown_table(("Name", "What it is"), presets))
+    parts.append(
+        "## Megatron's other flags\n\nWhat becomes of each flag of Megatron-LM's: [megatron.md](megatron.md).\n"
+    )
+    return "\n".join(parts)
 
 
 def _row(info: FieldInfo) -> tuple[str, ...]:
@@ -54,27 +61,8 @@ def _row(info: FieldInfo) -> tuple[str, ...]:
     return "<br>".join(names), f"`{info.type_name}`", f"`{default}`", info.doc
 
 
-def _accepted() -> str:
-    rows = [(f"`{flag}`", implied.reason) for flag, implied in sorted(megatron_flags.NO_OP_FLAGS.items())]
-    rows.append(
-        (f"`{megatron_flags.NO_POSITION_EMBEDDING}`", "with rotary positions there is no learned table to remove")
-    )
-    text = "These flags of Megatron's ask for what is always so. They are accepted with a notice.\n\n"
-    return "## Accepted, and always so\n\n" + text + _table(("Flag", "Because"), rows)
-
-
-def _refused() -> str:
-    renamed = [(f"`{old}`", f"`{new}`") for old, new in sorted(megatron_flags.RENAMED_FLAGS.items())]
-    later = [(f"`{flag}`", feature) for flag, feature in sorted(megatron_flags.UNSUPPORTED_FLAGS.items())]
-    return (
-        "## Refused\n\nOld names:\n\n"
-        + _table(("Flag", "Use"), renamed)
-        + "\nFeatures that are not in this version:\n\n"
-        + _table(("Flag", "Feature"), later)
-    )
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Returns a table as Markdown."""
     lines = [head, tuple("---" for _ in head), *rows]
     # A bar inside a cell would start a new one.
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

@@ -65,6 +65,10 @@ _FIRST_LAST = used_with("precision.first_last_layers_bf16")
 _SELECTIVE = used_with("memory.recompute_granularity", value="selective")
 _OFFLOADS = used_with("memory.optimizer_cpu_offload", "memory.optimizer_nvme_offload")
 _ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes, and its memory is the host's")
+_NOT_FP8 = UsedWhen(
+    lambda run: run.precision.fp8_format is None,
+    "scales of FP8 are those of the whole gathered input, not of its chunks",
+)
 _OVERLAPS = UsedWhen(
     lambda run: run.parallel.tp_comm_overlap and _TENSOR_PARALLEL.holds(run), "it is for --tp-comm-overlap"
 )
@@ -90,7 +94,7 @@ class RawParallelConfig:
     """Ranks that split each layer's matrices (tp)."""
     sequence_parallel: Annotated[bool, _TENSOR_PARALLEL] = False
     """Split the activations between the matrices along the sequence over the tensor-parallel ranks; no effect at tp 1."""
-    tp_comm_overlap: Annotated[bool, _TENSOR_PARALLEL] = False
+    tp_comm_overlap: Annotated[bool, _TENSOR_PARALLEL, _NOT_FP8] = False
     """Overlap the all-gathers and reduce-scatters of the forward pass with the GEMMs of column- and row-parallel linears, chunk by
     chunk; needs `--sequence-parallel`. (Those of the backward pass overlap without it.) No effect at tp 1."""
     tp_comm_overlap_chunks: Annotated[SmallCount, _OVERLAPS] | None = None
@@ -154,6 +158,8 @@ class RawParallelConfig:
     """Gather updated parameters while the next forward pass runs; needs the distributed optimizer."""
     ddp_bucket_size: Annotated[BucketElements, _REPLICAS, _BUCKETS] | None = None
     """Elements per gradient bucket. Derived: max(40 million, 1 million x dp)."""
+    use_tp_pp_dp_mapping: bool = False
+    """Number the ranks with pipeline stages next to each other before replicas (tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp)."""
     distributed_backend: Literal["gloo", "nccl", "fake"] | None = None
     """Communication library. Derived: nccl on CUDA devices, else gloo; fake sends nothing and is for planning."""
     distributed_timeout_minutes: Annotated[Minutes, "above 0"] = 10.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, RunSettings, UsedWhen, used_with
+from petatron.config.schema.instruments import StepCheckSettings, StepLogSettings
+from petatron.config.schema.metadata import Feature, NotWith, RunSettings, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     DecayRate,
@@ -51,7 +52,12 @@ _SAVES = used_with("checkpoint.save", reason="there is no --save")
 _PRETRAINED = "checkpoint.pretrained_checkpoint"
 _STARTS = used_with("checkpoint.load", _PRETRAINED, reason="there is no model to start from")
 _FROM = used_with("checkpoint.use_checkpoint_args", _PRETRAINED, reason="it is for --use-checkpoint-args and --from")
+_NO_OVERRIDE = NotWith(
+    "override_opt_param_scheduler",
+    rule="takes the checkpoint's schedule, and --override-opt-param-scheduler this run's",
+)
 _SAMPLES, _PROFILES = used_with("log.sample_prompts"), used_with("log.profile")
+_WANDB = used_with("log.wandb_project")
 _AVERAGES = used_with("train.ema_decay")
 _ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes")
 _ONE_PATH = UsedWhen(
@@ -98,6 +104,8 @@ class OptimizerConfig(AdamSettings, SgdSettings, MuonSettings, LionSettings, Ada
     """How weight decay moves from start to end."""
     clip_grad: Factor = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Weight decay on the weights of q/k norms too, which other one-dimensional parameters never have (Qwen3-Next)."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated; bf16 takes half the memory and loses small contributions."""
 
@@ -138,7 +146,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawTrainConfig:
+class RawTrainConfig(StepCheckSettings):
     """How long, how much at a time, when to look and when to stop."""
 
     feature: ClassVar = Feature("training", role="training")
@@ -163,6 +171,9 @@ class RawTrainConfig:
     """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
     rampup_batch_size: tuple[SampleCount, ...] = ()
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
+    step_batch_size_schedule: str | None = None
+    """Global batch sizes, each from a number of tokens on: `0:16 2.4B:320`, with K, M, B and T for 10^3 to 10^12. The last one is
+    `--global-batch-size`."""
     train_iters: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations of the whole run, restarts included."""
     train_samples: Annotated[SampleCount, "at least 1"] | None = None
@@ -171,6 +182,12 @@ class RawTrainConfig:
     """Iterations between evaluations on the validation split; unset means none until the end."""
     eval_iters: Annotated[IterationCount, "at least 0"] = 100
     """Batches per evaluation; 0 means no evaluation."""
+    eval_global_batch_size: Annotated[BatchSize, "at least 1"] | None = None
+    """Samples per batch of an evaluation over all ranks; unset means `--global-batch-size`."""
+    eval_micro_batch_size: Annotated[BatchSize, "at least 1"] | None = None
+    """Samples per forward pass of an evaluation on one rank; unset means `--micro-batch-size`."""
+    start_eval_at_iter: Annotated[IterationCount, "at least 0"] | None = None
+    """Iteration before which `--eval-interval` evaluates nothing."""
     eval_tasks: FilePath | None = None
     """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
     eval_tasks_interval: Annotated[IterationCount, "at least 1"] | None = None
@@ -270,7 +287,7 @@ class CheckpointConfig:
     pretrained_checkpoint: FilePath | None = None
     """Folder to take the first weights from when `--load` is not given or holds no checkpoint yet: of checkpoints, or of a
     Hugging Face model."""
-    save_interval: Annotated[IterationCount, "at least 1", "training"] | None = None
+    save_interval: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
     """Iterations between saves; the last state is always saved when `--save` is given."""
     ckpt_step: Annotated[IterationCount, "at least 0", "one load"] | None = None
     """Resume from this iteration instead of the newest."""
@@ -294,12 +311,14 @@ class CheckpointConfig:
     """With `--use-checkpoint-args` or `--from`, use the tokenizer found there unless another one is given."""
     override_opt_param_scheduler: NotSavedFlag = False
     """On resume take the learning-rate schedule from this run's flags even if the checkpoint's differs."""
+    use_checkpoint_opt_param_scheduler: Annotated[NotSavedFlag, _LOADS, _NO_OVERRIDE] = False
+    """On resume take the schedules of learning rate and weight decay from the checkpoint, whatever this run's flags say."""
     async_save: Annotated[bool, "training", _SAVES] = False
     """Write checkpoints in the background: the run goes on as soon as the state is copied to host memory."""
     save_total_limit: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
     """Keep only this many of the newest checkpoints; unset keeps all."""
-    save_retain_interval: Annotated[IterationCount, "at least 1", "training"] | None = None
-    """With `--save-total-limit`, also keep every checkpoint whose iteration is a multiple of this."""
+    save_retain_interval: Annotated[IterationCount, "at least 1", "training", _SAVES] | None = None
+    """Keep the checkpoints whose iteration is a multiple of this, and the newest: one, or those of `--save-total-limit`."""
     sign_key: PrivateKeyPath | None = None
     """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
     load_fallback: Annotated[bool, "training", _LOADS] = False
@@ -309,7 +328,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig:
+class LogConfig(StepLogSettings):
     """What a run tells."""
 
     feature: ClassVar = Feature("log", role="training")
@@ -329,6 +348,10 @@ class LogConfig:
     """Send metrics to this Weights & Biases project (extra: log)."""
     wandb_exp_name: str | None = None
     """Name of the W&B run."""
+    wandb_entity: Annotated[str, _WANDB] | None = None
+    """User or team of the W&B run; unset means the account's default."""
+    wandb_save_dir: Annotated[FilePath, _WANDB] | None = None
+    """Folder for W&B's own files; unset means the log folder."""
     sample_prompts: FilePath | None = None
     """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
     sample_interval: Annotated[IterationCount, "at least 1"] | None = None

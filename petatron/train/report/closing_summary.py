@@ -189,3 +189,16 @@ def _speed(record: MetricRecord) -> str:
         return ""
     mfu = "" if record["mfu"] is None else f", MFU {format_percent(record['mfu'])}"
     return f"{record['tokens_per_second']:,.0f} tokens/s{mfu}"
+
+
+def forced_end_text(run: RunConfig, totals: RunTotals, iteration: int, reason: str) -> str:
+    """Says that a run ends within a step, and what is lost."""
+    saved = totals.saved_iteration
+    folder = run.checkpoint.load if saved is None else run.checkpoint.save
+    last = totals.first_iteration if saved is None else saved
+    lost = count_with_noun(iteration - last, "finished step")
+    where = f"The last checkpoint is that of iteration {last} in {folder}" if last else "No checkpoint was saved"
+    return (
+        f"stopping at iteration {iteration}: {reason}, and iteration {iteration + 1} is not finished. {where}: {lost} and the one under "
+        "way are lost"
+    )

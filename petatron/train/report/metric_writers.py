@@ -72,8 +72,16 @@ def build_writers(
     if config.tensorboard_dir is not None:
         writers.append(TensorBoardWriter(config.tensorboard_dir, config_values=config_values))
     if config.wandb_project is not None:
-        project, name = config.wandb_project, config.wandb_exp_name
-        writers.append(WandbWriter(project, name=name, directory=directory, config_values=config_values))
+        folder = directory if config.wandb_save_dir is None else Path(config.wandb_save_dir)
+        writers.append(
+            WandbWriter(
+                config.wandb_project,
+                name=config.wandb_exp_name,
+                entity=config.wandb_entity,
+                directory=folder,
+                config_values=config_values,
+            )
+        )
     if not console:
         return writers
     # Last: a live view takes over the terminal, and errors of the other writers should still be readable there.
@@ -148,6 +156,8 @@ def tagged_scalars(record: MetricRecord) -> dict[str, float]:
         values |= {f"loss with {title}": loss for title, loss in record.get("loss_by_weights", {}).items()}
         tagged = {f"{name} {split}": float(value) for name, value in values.items() if value is not None}
         return tagged if named else tagged | {f"{LM_LOSS} {split} ppl": float(record["lm_loss_ppl"])}
+    if record["kind"] == "event":
+        return dict(record.get("scalars", {}))
     if record["kind"] == "eval":
         return {f"eval/{record['task']}/{name}": float(metric["value"]) for name, metric in record["metrics"].items()}
     return {}
@@ -199,15 +209,22 @@ class WandbWriter:
     """A W&B run: steps are iterations, hyper-parameters its config, the closing summary its summary."""
 
     def __init__(
-        self, project: str, *, name: str | None, directory: Path, config_values: Mapping[str, Any] | None = None
+        self,
+        project: str,
+        *,
+        name: str | None,
+        directory: Path,
+        entity: str | None = None,
+        config_values: Mapping[str, Any] | None = None,
     ) -> None:
         try:
             import wandb
         except ImportError as error:
             raise _missing_library("--wandb-project", project, "wandb") from error
         self._wandb = wandb
+        values = dict(config_values or {})
         with raw_output():
-            self._run = wandb.init(project=project, name=name, dir=str(directory), config=dict(config_values or {}))
+            self._run = wandb.init(project=project, entity=entity, name=name, dir=str(directory), config=values)
 
     def write(self, record: MetricRecord) -> None:
         values: dict[str, Any] = dict(tagged_scalars(record))

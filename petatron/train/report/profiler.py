@@ -43,6 +43,7 @@ class StepProfiler:
         """`log_event` is called on rank 0 with where traces will go and where its own was written; `iterations` is the run's length."""
         log = run.log
         self._enabled = log.profile and rank in log.profile_ranks
+        self._options = {"record_shapes": log.record_shapes, "with_stack": log.pytorch_profiler_collect_callstack}
         self._plan_unlogged = log.profile and rank == 0
         self._ranks = ", ".join(str(rank) for rank in log.profile_ranks)
         self._first_iteration, self._stop_iteration = log.profile_step_start, min(log.profile_step_end, iterations + 1)
@@ -69,7 +70,7 @@ class StepProfiler:
             return
         self._synchronize()
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-        profiler = profile(activities=activities)
+        profiler = profile(activities=activities, **self._options)
         profiler.start()
         self._profiler, self._first_iteration, self._last_iteration = profiler, iteration, iteration
 

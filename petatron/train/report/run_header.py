@@ -46,7 +46,7 @@ class RunHeader:
             "data": _data(self._run, tokenizer),
             "length": _length(self._run, length),
             "layout": _layout(self._run, self._device),
-            "precision": precision_text(self._run.precision),
+            "precision": precision_text(self._run),
             "memory": self._memory(),
         }
         if frozen := frozen_params(self._run):

@@ -14,7 +14,7 @@ from typing import Any
 from petatron.config import RunConfig
 from petatron.config.declared_rules import unused_settings
 from petatron.config.saved_config import absolute_value, with_absolute_paths, without_private_paths
-from petatron.config.schema.fields import fields_by_path
+from petatron.config.schema.fields import all_fields, fields_by_path
 
 _SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
     "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen "
@@ -24,6 +24,7 @@ _SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
         "train.global_batch_size",
         "train.micro_batch_size",
         "train.rampup_batch_size",
+        "train.step_batch_size_schedule",
     ),
     "weights, optimizer state and data order continue; random states (dropout) start anew": ("parallel",),
     "weights continue from the widest precision that was saved": ("precision.fp16", "precision.bf16", "precision.fp64"),
@@ -40,6 +41,15 @@ _SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
 }
 _EFFECTS = {setting: effect for effect, settings in _SETTINGS_BY_EFFECT.items() for setting in settings}
 """The effect of a changed setting, by its path, by the name of its feature, or by its section; the first of them that is there counts."""
+_RATES = (
+    "lr",
+    "decoupled_lr",
+    "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+)
+"""Settings of the optimizer that belong to a schedule."""
 _IGNORED_SETTINGS = (
     "checkpoint",
     "log",
@@ -52,6 +62,11 @@ _IGNORED_SETTINGS = (
     "train.exit_interval",
     "train.exit_duration_in_mins",
     "train.exit_signal_grace_s",
+    "train.check_weight_hash_across_dp_replicas_interval",
+    "train.manual_gc",
+    "train.manual_gc_interval",
+    "train.manual_gc_eval",
+    "train.empty_unused_memory_level",
 )
 
 
@@ -63,11 +78,16 @@ def config_for_checkpoint(run: RunConfig) -> dict[str, Any]:
 
 
 def resume_changes(
-    saved_config: Mapping[str, Any], run: RunConfig, *, iteration: int, consumed_samples: int
+    saved_config: Mapping[str, Any],
+    run: RunConfig,
+    *,
+    iteration: int,
+    consumed_samples: int,
+    with_schedule: bool = True,
 ) -> list[str]:
     """Returns one line per kind of effect: which settings differ from the checkpoint's, and what that means.
 
-    Settings that have no effect in this run are left out.
+    Settings that have no effect in this run are left out, and without `with_schedule` those of a schedule that it does not follow.
 
     >>> from petatron.validate import load_config
     >>> flags = "--mock-data --lr 1e-3 --train-iters".split()
@@ -76,6 +96,8 @@ def resume_changes(
     'train_iters 10 -> 20: the run now ends there; it continues at iteration 5'
     """
     now, unused = config_for_checkpoint(run), unused_settings(run)
+    if not with_schedule:
+        unused |= {info.path for info in all_fields() if info.section == "schedule" or info.name in _RATES}
     by_effect: dict[str, list[str]] = {}
     for section in sorted(saved_config.keys() & now.keys()):
         for name in sorted(saved_config[section].keys() | now[section].keys()):

@@ -43,11 +43,14 @@ class TrainProgress:
         return cls(steps, samples, samples * run.model.seq_length, steps, samples)
 
 
-def run_settings(run: RunConfig) -> dict[str, Any]:
-    """Returns the settings of a run in its metadata, which a resumed run is compared with; components record the rest."""
+def run_settings(run: RunConfig, schedules: RunSchedules | None = None) -> dict[str, Any]:
+    """Returns the settings of a run in its metadata, which a resumed run is compared with; components record the rest.
+
+    schedules: those that the run follows, where they are not the config's.
+    """
     return {
         "model": model_identity(run.model, run.moe),
-        "schedule": schedule_settings(run),
+        "schedule": schedule_settings(run) if schedules is None else schedules.as_settings(),
         "config": config_for_checkpoint(run),
     }
 
@@ -68,12 +71,15 @@ def check_resumable(run: RunConfig, metadata: Mapping[str, Any], folder: str) ->
             "or say --no-load-optim to go on with the weights and a new state."
         )
     changed = _differences(metadata["schedule"], schedule_settings(run))
-    if changed and not run.checkpoint.override_opt_param_scheduler:
+    if changed and not (
+        run.checkpoint.override_opt_param_scheduler or run.checkpoint.use_checkpoint_opt_param_scheduler
+    ):
         lasts = any(text.startswith("lr.decay:") for text in changed)
         decay = " lr.decay is --lr-decay-iters, which is --train-iters unless it is given." if lasts else ""
         raise CheckpointError(
             f"The checkpoint in {folder} was trained with another schedule ({'; '.join(changed)}).{decay} Restore those "
-            "values, or say --override-opt-param-scheduler to go on with the new ones."
+            "values, or say --override-opt-param-scheduler to go on with the new ones, or --use-checkpoint-opt-param-scheduler to "
+            "go on with the checkpoint's."
         )
 
 
@@ -96,19 +102,51 @@ def model_differences(run: RunConfig, saved: Mapping[str, Any]) -> list[str]:
     return [f"{name}: {then[name]} then, {now[name]} now" for name in identity_differences(then, now)]
 
 
+@dataclass(frozen=True, slots=True)
+class RunSchedules:
+    """The schedules of a run."""
+
+    lr: LearningRateSchedule
+    decoupled_lr: LearningRateSchedule | None
+    weight_decay: WeightDecaySchedule
+
+    @classmethod
+    def from_config(cls, run: RunConfig) -> RunSchedules:
+        return cls(
+            LearningRateSchedule.from_config(run),
+            LearningRateSchedule.decoupled_from_config(run),
+            WeightDecaySchedule.from_config(run),
+        )
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> RunSchedules:
+        """Returns the schedules that a checkpoint recorded; any error means that it is damaged."""
+        rates, decoupled, decays = (
+            {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
+            for section in ("lr", "decoupled_lr", "weight_decay")
+        )
+        return cls(
+            LearningRateSchedule(**rates),
+            LearningRateSchedule(**decoupled) if decoupled else None,
+            WeightDecaySchedule(**{"length": 0, **decays}),
+        )
+
+    def as_settings(self) -> dict[str, Any]:
+        """Returns the settings that would change the course of a run on resume."""
+        rates, decays = asdict(self.lr), asdict(self.weight_decay)
+        decoupled = {} if self.decoupled_lr is None else asdict(self.decoupled_lr)
+        for values in (rates, decoupled):
+            if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
+                del values["samples_per_iteration"]
+        if self.weight_decay.start == self.weight_decay.end:  # without a ramp its length does not matter
+            del decays["length"]
+        sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
+        return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+
 def schedule_settings(run: RunConfig) -> dict[str, Any]:
-    """Returns the settings that would change the course of a run on resume."""
-    weight_decay = WeightDecaySchedule.from_config(run)
-    decoupled_schedule = LearningRateSchedule.decoupled_from_config(run)
-    rates, decays = asdict(LearningRateSchedule.from_config(run)), asdict(weight_decay)
-    decoupled = {} if decoupled_schedule is None else asdict(decoupled_schedule)
-    for values in (rates, decoupled):
-        if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
-            del values["samples_per_iteration"]
-    if weight_decay.start == weight_decay.end:  # without a ramp its length does not matter
-        del decays["length"]
-    sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
-    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    """Returns the schedules of a config as a checkpoint records them."""
+    return RunSchedules.from_config(run).as_settings()
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,13 @@ from petatron.train.state.components import AlternativeWeights, DataOrder, DataO
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.resume_diff import resume_changes
 from petatron.train.state.run_components import build_components
-from petatron.train.state.run_metadata import TrainProgress, check_resumable, model_differences, run_settings
+from petatron.train.state.run_metadata import (
+    RunSchedules,
+    TrainProgress,
+    check_resumable,
+    model_differences,
+    run_settings,
+)
 
 _log = get_logger(__name__)
 
@@ -237,7 +243,9 @@ class TrainState:
             self.components(moments=not config.no_save_optim, random_states=not config.no_save_rng),
             step=self.progress.iteration,
             model=self.model,
-            metadata=run_settings(self.run),
+            metadata=run_settings(
+                self.run, RunSchedules(self.lr_schedule, self.decoupled_lr_schedule, self.weight_decay_schedule)
+            ),
             tokenizer=self.tokenizer,
             wait=wait,
         )
@@ -250,8 +258,13 @@ class TrainState:
         def approve(metadata: Mapping[str, Any]) -> None:
             if config.finetune:
                 differing[:] = model_differences(self.run, metadata["model"]) if "model" in metadata else ()
-            else:
-                check_resumable(self.run, metadata, folder)
+                return
+            check_resumable(self.run, metadata, folder)
+            if config.use_checkpoint_opt_param_scheduler:
+                with reading_untrusted(Path(folder), damaged_error):
+                    schedules = RunSchedules.from_settings(metadata["schedule"])
+                self.lr_schedule, self.decoupled_lr_schedule = schedules.lr, schedules.decoupled_lr
+                self.weight_decay_schedule = schedules.weight_decay
 
         try:
             with naming_step_flag("--ckpt-step"):
@@ -317,7 +330,12 @@ class TrainState:
             self.run,
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
+            with_schedule=not checkpoint.use_checkpoint_opt_param_scheduler,
         )
+        if checkpoint.use_checkpoint_opt_param_scheduler:
+            changes.append(
+                "--use-checkpoint-opt-param-scheduler: learning rate and weight decay follow the checkpoint's schedule"
+            )
         # A changed layout says already that random states start anew.
         changes += [note for note in loaded.notes if not any(note.partition(":")[0] in said for said in changes)]
         if loaded.is_signed and checkpoint.save is not None and checkpoint.sign_key is None:
@@ -344,6 +362,9 @@ def _build_checkpoint_manager(config: CheckpointConfig, mesh: ParallelMesh) -> C
         world_axis=mesh.world,
         device=mesh.device,
         async_axis=mesh.background_control_axis() if config.async_save else None,
-        retention=Retention(config.save_total_limit, config.save_retain_interval),
+        retention=Retention(
+            config.save_total_limit or (1 if config.save_retain_interval is not None else None),
+            config.save_retain_interval,
+        ),
         sign=open_signer(Path(config.sign_key)) if config.sign_key is not None else None,
     )

@@ -15,6 +15,7 @@ from petatron.base.version import __version__
 from petatron.cli import main as cli
 from petatron.config import dump_yaml, preset_names
 from petatron.config.flags.help_text import flag_help
+from petatron.config.flags.megatron_table import megatron_flags
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.validate import load_config
@@ -105,7 +106,7 @@ def test_show_prints_values_with_origins(capsys: pytest.CaptureFixture[str]):
     assert rows["rotary_base"] == ["10000", "default"]
     assert rows["vocab_size"] == ["unset", "default"]
     assert set(rows) == set(fields_by_name())
-    assert err.startswith("note: --use-flash-attn is accepted")
+    assert err.startswith("note: accepted, and nothing changes: --use-flash-attn (")
 
 
 def test_show_changed_leaves_out_defaults(capsys: pytest.CaptureFixture[str]):
@@ -223,6 +224,14 @@ def test_reference_page_is_up_to_date(capsys: pytest.CaptureFixture[str], tmp_pa
     assert page.read_text() == reference_page()
     committed = (ROOT / "docs" / "flags.md").read_text()
     assert committed == reference_page(), "run `petatron config reference --out docs/flags.md`"
+
+
+def test_page_of_megatrons_flags_is_up_to_date(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    page = tmp_path / "megatron.md"
+    assert run(capsys, "config", "reference", "--megatron", "--out", str(page))[0] == 0
+    committed = (ROOT / "docs" / "megatron.md").read_text()
+    assert committed == page.read_text(), "run `petatron config reference --megatron --out docs/megatron.md`"
+    assert all(f"`{flag}`" in committed for flag in megatron_flags())
 
 
 def test_help_and_reference_document_every_field():

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.base.errors import ConfigError
+from petatron.base.errors import CheckpointError, ConfigError
 from petatron.cli.main import SUBCOMMANDS
+from petatron.cli.train import read_checkpoint
 from petatron.config.flags import foreign_names, megatron_flags
 from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature
+from petatron.config.flags.megatron_table import megatron_flags as megatron_table
 from petatron.config.flags.parse import known_flags, parse_flags
 from petatron.config.schema.fields import all_fields, fields_by_name, flag_name
 from petatron.validate import load_config, resolve_config
@@ -65,7 +67,7 @@ def problems(text: str) -> list[str]:
         ("--disable-bias-linear", {"add_bias_linear": False}),
         ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
         ("--fp8-hybrid", {"fp8_format": "hybrid"}),
-        ("--cuda-graph-impl local --bf16", {"cuda_graphs": "on", "bf16": True}),
+        ("--cuda-graph-impl local --bf16", {"cuda_graphs": "auto", "bf16": True}),
         ("--cuda_graph_impl=full_iteration", {"cuda_graphs": "on"}),
         ("--cuda-graphs --cuda-graph-impl none", {"cuda_graphs": "off"}),
         ("--enable-cuda-graph", {"cuda_graphs": "on"}),
@@ -74,6 +76,8 @@ def problems(text: str) -> list[str]:
         ("--cuda-graphs=off", {"cuda_graphs": "off"}),
         ("--cuda-graphs false", {"cuda_graphs": "off"}),
         ("--cuda-graphs on --no-cuda-graphs", {"cuda_graphs": "off"}),
+        ("--moe-layer-recompute", {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")}),
+        ("--encoder-seq-length 64", {"seq_length": 64}),
         ("--cpu-optimizer", {"optimizer_cpu_offload": True}),
         ("--layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
         ("--rope-theta 5e5", {"rotary_base": 5e5}),
@@ -111,16 +115,17 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--seed=", "--seed '' is not a whole number. It is: Seed of initial weights, dropout and data order."),
         ("--normalization rmsnorm", "--normalization rmsnorm is not one of LayerNorm or RMSNorm. Did you mean RMSNorm?"),
         ("--rampup-batch-size 1 x", "--rampup-batch-size x is not a whole number. It is: START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."),
-        ("--ckpt-format torch_dist", "--ckpt-format torch_dist needs saving in another format while training, which is not in this version. Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) writes another; with --to petatron it reads what Megatron saved."),
-        ("--port 5000", "--port does not belong to this command. It is a flag of `petatron serve`."),
+        ("--ckpt-format huggingface", "--ckpt-format huggingface needs saving in another format while training, which is not in this version. Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) writes another; with --to petatron it reads what Megatron saved."),
+        ("--port 5000", "--port does not belong to this command. It is for `petatron serve`."),
         ("--optimizer adaptive_muon", "--optimizer adaptive_muon needs the adaptive Muon optimizer, which is not in this version. Use adam, sgd, muon, lion, adafactor or soap."),
         ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer or NullTokenizer."),
         ("--use-mup", "--use-mup needs muP, which is not in this version. Leave it out."),
-        ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Leave it out."),
-        ("--cuda-graph-scope=attn", "--cuda-graph-scope attn needs CUDA graphs of single modules (--cuda-graphs records a whole step), which is not in this version. Leave it out."),
-        ("--cuda-graph-impl locl", "--cuda-graph-impl locl is not one of none, local or full_iteration. Did you mean local?"),
-        ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl transformer_engine is not one of none, local or full_iteration. Use none, local or full_iteration."),
-        ("--cuda-graph-impl --bf16", "--cuda-graph-impl needs a value. Use none, local or full_iteration."),
+        ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Use `petatron.register_model` and --model-type NAME (docs/models.md)."),
+        ("--fp8-margin 1", "--fp8-margin 1 needs this option of FP8 training, which is not in this version. Leave it out."),
+        ("--temperature 1", "--temperature does not belong to this command. It is for `petatron generate`."),
+        ("--DDP-impl local", "--DDP-impl is an old name. Leave it out: Megatron has no such flag any more."),
+        ("--cuda-graph-impl locl", "--cuda-graph-impl locl is not one of none, local, transformer_engine or full_iteration. Did you mean local?"),
+        ("--cuda-graph-impl --bf16", "--cuda-graph-impl needs a value. Use none, local, transformer_engine or full_iteration."),
         ("--cuda-graph-impl none 3", "'3' is not a flag and follows no flag that takes it. Flags start with two dashes."),
         ("--moe-extended-tp", "--moe-extended-tp is an old name. Use --expert-tensor-parallel-size."),
         ("--cp-comm-type allgather", "--cp-comm-type allgather is not one of p2p, all_gather, a2a or a2a+p2p. Did you mean all_gather?"),
@@ -133,7 +138,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--warmup 0.1", "--warmup is an old name. Use --lr-warmup-fraction."),
         ("--model-parallel-size 4", "--model-parallel-size is an old name. Use --tensor-model-parallel-size."),
         ("--checkpoint-activations", "--checkpoint-activations is an old name. Use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1."),
-        ("--append-eod", "--append-eod does not belong to this command. It is a flag of `petatron data preprocess`."),
+        ("--append-eod", "--append-eod does not belong to this command. It is for `petatron data preprocess`."),
         ("--swiglu --squared-relu", "--squared-relu contradicts --swiglu; both set --activation. Keep one of them."),
         ("--fp8-format e4m3 --fp8-hybrid", "--fp8-hybrid contradicts --fp8-format. Keep one of them."),
         ("--fp8_hybrid --fp8-format=e4m3", "--fp8-format contradicts --fp8_hybrid. Keep one of them."),
@@ -188,12 +193,12 @@ def test_a_name_of_another_program_is_answered_with_ours(text: str, meant: str):
 
 def test_what_a_name_of_another_program_sets_is_not_missing_too():
     """Neither the field itself, nor all that a model's folder would have set."""
-    flags = "--num-hidden-layers 2 --hidden-size 8 --num-attention-heads 2 --encoder-seq-length 8 --vocab-size 64 --mock-data"
+    flags = "--num-hidden-layers 2 --hidden-size 8 --num-attention-heads 2 --batch-size 8 --seq-length 8 --vocab-size 64 --mock-data"
     with pytest.raises(ConfigError) as found:
         load_config([*flags.split(), "--learning-rate", "1", "--train-iters", "2"])
     assert [str(problem).split()[0] for problem in found.value.problems] == [
         "--num-hidden-layers",
-        "--encoder-seq-length",
+        "--batch-size",
         "--learning-rate",
     ]
     with pytest.raises(ConfigError) as found:
@@ -261,15 +266,18 @@ def test_two_names_of_one_setting_with_unlike_values_are_told():
     assert parse_flags("--tp 2 --tp 4 --tensor-model-parallel-size 4 --sp --no-sequence-parallel".split()).notices == []
 
 
-def test_flags_that_only_select_an_implementation_give_a_notice():
-    parsed = parse_flags(shlex.split("--use-mcore-models --transformer-impl local --attention-backend=flash --bf16"))
+def test_flags_that_change_nothing_give_one_notice_with_the_spelling_that_was_typed():
+    typed = "--use-mcore-models --transformer-impl local --attention_backend=flash --bf16 --fp8-margin 0 --cuda-graph-modules attn mlp"
+    parsed = parse_flags(shlex.split(typed))
     assert parsed.problems == []
     assert [setting.path for setting in parsed.settings] == ["precision.bf16"]
-    assert [notice.split()[0] for notice in parsed.notices] == [
-        "--use-mcore-models",
-        "--transformer-impl",
-        "--attention-backend",
-    ]
+    [notice] = parsed.all_notices
+    assert notice.startswith(
+        "accepted, and nothing changes: --use-mcore-models, --transformer-impl local (there is one model"
+    )
+    assert all(
+        text in notice for text in ("--attention_backend flash", "--fp8-margin 0", "--cuda-graph-modules attn mlp")
+    )
 
 
 def test_residuals_of_normed_streams_are_a_norm_placement():
@@ -290,10 +298,7 @@ def test_each_spelling_stands_in_one_table_only():
         megatron_flags.ALIASES,
         megatron_flags.SHORTHANDS,
         megatron_flags.CHOICE_FLAGS,
-        megatron_flags.NO_OP_FLAGS,
-        megatron_flags.RENAMED_FLAGS,
-        megatron_flags.OTHER_COMMAND_FLAGS,
-        megatron_flags.UNSUPPORTED_FLAGS,
+        {flag for flag, answer in megatron_table().items() if answer.kind != "works"},
         foreign_names.SUGGESTIONS,
     ]
     seen = set(own)
@@ -383,3 +388,89 @@ def test_words_of_a_flag_with_several_values_are_no_model_where_another_source_n
     assert parse_flags("--train-data-path a tiny-llama".split(), presets=("tiny-llama",)).problems == [], (
         "it is a dataset here"
     )
+
+
+def test_every_flag_of_megatron_has_an_answer():
+    rows = (Path(__file__).parent / "megatron_flag_names.tsv").read_text().splitlines()[1:]
+    names = [line.split("\t")[0] for line in rows]
+    assert len(names) > 900
+    assert {name.replace("_", "-") for name in names} <= set(megatron_table())
+    for name in names:
+        told = " ".join(map(str, parse_flags([name, "1"]).problems))
+        assert "is not a known flag" not in told, name
+
+
+def test_flags_that_the_table_says_work_are_spellings_of_fields():
+    others = {flag for flag, answer in megatron_table().items() if answer.kind == "always so"}
+    accepted = {*known_flags(), megatron_flags.NO_POSITION_EMBEDDING} - others
+    works = {flag for flag, answer in megatron_table().items() if answer.kind == "works"}
+    assert works - accepted == set()
+
+
+def test_the_table_names_flags_and_commands_that_exist():
+    for flag, answer in megatron_table().items():
+        named = set(foreign_names.suggested_flags(f"{answer.text} {answer.remedy}"))
+        assert named <= {*known_flags(), "--config", "--to"}, flag
+        commands = re.findall(r"`petatron ([^`]+)`", f"{answer.text} {answer.remedy} `{answer.command}`")
+        assert {words.split()[0] for words in commands} <= set(SUBCOMMANDS), flag
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--timing-log-level 0",
+        "--rerun-mode disabled",
+        "--main-params-dtype fp32",
+        "--fp8-margin 0",
+        "--outer-dp-sharding-strategy no_shard",
+        "--megatron-fsdp-grad-comm-dtype fp32",
+        "--spec local",
+        "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+    ],
+)
+def test_a_value_that_asks_for_nothing_is_accepted(text: str):
+    assert problems(text) == []
+
+
+def test_values_of_megatron_that_are_one_of_ours_are_told():
+    parsed = parse_flags("--ckpt-format torch_dist --moe-token-dispatcher-type flex".split())
+    assert {setting.path: setting.value for setting in parsed.settings} == {
+        "checkpoint.ckpt_format": "petatron",
+        "moe.moe_token_dispatcher_type": "alltoall",
+    }
+    assert [notice.split(":")[0] for notice in parsed.notices] == [
+        "--ckpt-format torch_dist is petatron here",
+        "--moe-token-dispatcher-type flex is alltoall here",
+    ]
+
+
+LATENT = "--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 40"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (LATENT, "yarn"),
+        (f"{LATENT} --rope-type yarn", "yarn"),
+        (f"{LATENT} --rope-type rope", "rope"),
+        ("--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 1.0", "rope"),
+        ("--position-embedding-type rope --rotary-scaling-factor 40", "rope"),
+    ],
+)
+def test_latent_attention_with_a_scaling_factor_is_yarn(text: str, kind: str):
+    assert values(text)["position_embedding_type"] == kind
+
+
+def test_yarn_of_latent_attention_has_megatrons_original_context():
+    assert values(LATENT)["original_max_position_embeddings"] == 4096
+    assert values(f"{LATENT} --yarn-original-max-position-embeddings 64")["original_max_position_embeddings"] == 64
+    assert "is YaRN, as in Megatron" in " ".join(parse_flags(LATENT.split()).notices)
+
+
+def test_all_problems_are_told_where_there_is_no_checkpoint_either(tmp_path: Path):
+    argv = ["--use-mup", "--zzz", "--use-checkpoint-args", "--load", str(tmp_path / "none"), "--mock-data"]
+    with pytest.raises(ConfigError) as error:
+        load_config(argv, read_checkpoint=read_checkpoint)
+    assert [problem.where for problem in error.value.problems] == ["--use-mup", "--zzz", "--load"]
+    with pytest.raises(CheckpointError):
+        load_config(argv[2:], read_checkpoint=read_checkpoint)

@@ -267,7 +267,7 @@ def test_settings_without_effect_are_said_aloud():
         "--fp8-recipe has no effect: it is for --fp8-format",
         "--rotary-base has no effect: positions are learned_absolute",
         "--sgd-momentum has no effect: the optimizer is adam",
-        "--sequence-parallel has no effect: the tensor-parallel size is 1",
+        "--sp has no effect: the tensor-parallel size is 1",
         "--no-moe-grouped-gemm has no effect: the model has no experts",
         "--split has no effect: there is no --data-path to split",
     }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+
+import pytest
 
 from petatron.config.flags.parse import parse_flags
 from petatron.config.pipeline_stages import pipeline_stages
@@ -64,7 +67,8 @@ def test_llama_70b_on_64_ranks():
     assert (config.parallel.data_parallel_size, config.tokenizer.tokenizer_type) == (4, "GPT2BPETokenizer")
     assert (config.model.ffn_hidden_size, config.schedule.lr_decay_iters) == (32768, 100000)
     assert [len(stage.layer_indices) for stage in pipeline_stages(config)] == [20, 20, 20, 20]
-    assert [notice.split()[0] for notice in loaded.notices] == ["--use-mcore-models", "--transformer-impl"]
+    [notice] = loaded.notices
+    assert notice.startswith("accepted, and nothing changes: --use-mcore-models, --transformer-impl")
 
 
 LACKING = {
@@ -130,14 +134,17 @@ def test_a_modern_mixture_of_experts_listing():
     assert problems == []
     assert loaded.config.data.reset_attention_mask
     assert {notice.split()[0] for notice in loaded.notices} == {
+        "accepted,",
+        "--recompute-modules",
+        "sequence",  # parallelism is on, which experts need
+    }
+    assert set(re.findall(r"--[a-z-]+", loaded.notices[0])) == {
         "--use-mcore-models",
         "--moe-permute-fusion",
         "--moe-per-layer-logging",
         "--moe-router-fusion",
-        "--no-overlap-p2p-communication",
-        "--recompute-modules",
+        "--no-overlap-p",
         "--init-model-with-meta-device",
-        "sequence",  # parallelism is on, which experts need
     }
 
 
@@ -149,8 +156,48 @@ def test_launcher_flags_parse():
 
 def test_flags_of_other_commands_name_them():
     assert {str(problem) for problem in parse_flags(EVALUATION).problems} == {
-        "--task does not belong to this command. It is a flag of `python tasks/main.py`.",
-        "--valid-data does not belong to this command. It is a flag of `python tasks/main.py`.",
-        "--strict-lambada does not belong to this command. It is a flag of `petatron eval`.",
-        "--port does not belong to this command. It is a flag of `petatron serve`.",
+        "--task does not belong to this command. It is for `python tasks/main.py`.",
+        "--valid-data does not belong to this command. It is for `python tasks/main.py`.",
+        "--strict-lambada does not belong to this command. It is for `petatron eval`.",
+        "--port does not belong to this command. It is for `petatron serve`.",
     }
+
+
+TOY = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 10".split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "notice"),
+    [
+        ("--save-interval 5", "--save-interval has no effect: there is no --save"),
+        ("--expert-tensor-parallel-size 1 --tp 2", "--expert-tensor-parallel-size has no effect: the model has no experts"),
+        (
+            "--tp 2 --sp --tp-comm-overlap --bf16 --fp8-format hybrid",
+            "--tp-comm-overlap has no effect: scales of FP8 are those of the whole gathered input",
+        ),
+        (
+            "--rotary-scaling-factor 40 --mscale-all-dim 1.0",
+            "--mscale-all-dim has no effect: it is for --position-embedding-type yarn",
+        ),
+    ],
+)
+def test_what_megatron_allows_without_effect_is_a_notice(flags: str, notice: str):
+    loaded, problems = resolve_config([*TOY, *flags.split()])
+    assert problems == []
+    assert any(text.startswith(notice) for text in loaded.notices), loaded.notices
+
+
+def test_bars_of_a_hybrid_pattern_are_pipeline_stages():
+    base = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 64 --mock-data --lr 1 --train-iters 2"
+    argv = [*base.split(), "--hybrid-layer-pattern", "M-M*-|M-M-M|M*|M-", "--mamba-num-groups", "1"]
+    loaded, problems = resolve_config([*argv, "--pp", "2"])
+    assert problems == []
+    config = loaded.config
+    assert (config.model.hybrid_layer_pattern, config.model.num_layers) == ("M-M*-M-M-MM*M-", 14)
+    assert [len(stage.layer_indices) for stage in pipeline_stages(config)] == [5, 5, 2, 2]
+    assert config.parallel.num_virtual_stages_per_pipeline_rank == 2
+
+
+def test_a_tokenizer_that_is_not_here_asks_for_no_files_of_another():
+    argv = [*TOY, "--no-mock-data", "--data-path", "a", "--vocab-file", "v", "--tokenizer-type", "BertWordPieceCase"]
+    assert [problem.where for problem in resolve_config(argv)[1]] == ["--tokenizer-type"]

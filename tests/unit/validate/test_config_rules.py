@@ -143,7 +143,6 @@ ONE_PROBLEM = [
         "--world-size 8 --tp 2 --dp 3",
         "--data-parallel-size 3 x tp 2 x pp 1 x cp 1 is 6, but there are 8 ranks. Use 4, or leave it out.",
     ),
-    ("--etp 2", "--expert-tensor-parallel-size 2 splits experts, but --num-experts is not set. Leave it out."),
     ("--ddp-bucket-size 0", "--ddp-bucket-size 0 is below 1. Use 1 or more."),
     ("--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0 is not above 0. Use a number above 0."),
     ("--nnodes 0", "--nnodes 0 is below 1. Use 1 or more."),
@@ -346,10 +345,6 @@ ONE_PROBLEM = [
     ("--log-interval 0", "--log-interval 0 is below 1. Use 1 or more."),
     ("--wandb-exp-name x", "--wandb-exp-name x needs --wandb-project. Give the project too."),
     ("--save s --save-interval 0", "--save-interval 0 is below 1. Use 1 or more."),
-    (
-        "--save-interval 5",
-        "--save-interval 5 needs --save, the folder to save in. Give it, or leave the interval out.",
-    ),
     ("--ckpt-step 5", "--ckpt-step 5 needs --load, the folder to load from. Give it, or leave this out."),
     ("--finetune", "--finetune needs --load, the folder to load from. Give it, or leave this out."),
 ]

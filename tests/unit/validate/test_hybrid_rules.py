@@ -90,9 +90,7 @@ ONE_PROBLEM = [
     ),
     (
         f"{PATTERN} M*|M-",
-        "--hybrid-layer-pattern M*|M- has a '|', which marks pipeline stages, which are set with --pipeline-model-parallel-layout "
-        "here. Write one of M G * - E P (Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel) "
-        "for each layer.",
+        "--pipeline-model-parallel-layout Ett|ttL needs --pipeline-model-parallel-size above 1. Leave it out.",
     ),
     (
         f"{PATTERN} MM/M*",

@@ -164,12 +164,25 @@ def test_wandb(tmp_path: Path, wandb_runs: list[FakeRun]) -> None:
     writer.write({"kind": "summary", "iteration": 100, "steps": 100, "mfu": None, "next_commands": []})
     writer.close()
     (run,) = wandb_runs
-    assert run.options == {"project": "project", "name": "first", "dir": str(tmp_path), "config": {"num_layers": 2}}
+    assert run.options == {
+        "project": "project",
+        "entity": None,
+        "name": "first",
+        "dir": str(tmp_path),
+        "config": {"num_layers": 2},
+    }
     (at, values), (_, sampled) = run.logged
     assert at == 100 and values["lm loss"] == 6.123456
     assert sampled["samples"] == {"columns": ["iteration", "prompt", "text"], "data": [[100, "Once", " upon"]]}
     assert run.summary == {"run/iteration": 100, "run/steps": 100}
     assert run.finished
+
+
+def test_wandb_entity_and_folder_of_its_own(tmp_path: Path, wandb_runs: list[FakeRun]) -> None:
+    config = LogConfig(wandb_project="p", wandb_entity="team", wandb_save_dir=str(tmp_path / "w"), live="off")
+    for writer in build_writers(config, tmp_path, rank=0, console=False):
+        writer.close()
+    assert (wandb_runs[0].options["entity"], wandb_runs[0].options["dir"]) == ("team", str(tmp_path / "w"))
 
 
 def test_all_writers_at_once(tmp_path: Path, wandb_runs: list[FakeRun], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,94 @@
+"""Rules about flags together: which of two wins, which contradict each other, and what several mean only as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from petatron.base.errors import Problem
+from petatron.config.flags import megatron_flags as spellings
+from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
+from petatron.config.schema.fields import fields_by_name, fields_by_path
+from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
+from petatron.config.value_origins import Setting
+
+
+def apply_combined_rules(parsed: ParsedFlags) -> None:
+    """Applies the rules to all settings of a command line."""
+    _drop_overridden_shorthands(parsed)
+    _check_contradictions(parsed)
+    _apply_latent_rotation(parsed)
+    _split_hybrid_stages(parsed)
+
+
+def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:
+    """`--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp`: the field's own flag wins in either order."""
+
+    def yields(setting: Setting) -> bool:
+        shorthand = spellings.SHORTHANDS.get(setting.origin.detail.replace("_", "-"))
+        return shorthand is not None and shorthand.is_overridable
+
+    named = {setting.path for setting in parsed.settings if not yields(setting)}
+    parsed.settings = [setting for setting in parsed.settings if not (yields(setting) and setting.path in named)]
+
+
+def _apply_latent_rotation(parsed: ParsedFlags) -> None:
+    """Latent attention with a scaling factor has YaRN, as in Megatron, unless `--rope-type` says otherwise."""
+    given = {setting.path.partition(".")[2]: setting for setting in parsed.settings}
+    latent, factor = given.get("multi_latent_attention"), given.get("rope_scaling_factor")
+    positions = given.get("position_embedding_type")
+    if latent is None or not latent.value:
+        if parsed.rope_type is not None:
+            parsed.implied.append(
+                ImpliedFlag(f"{spellings.ROPE_TYPE} {parsed.rope_type}", "it is for latent attention")
+            )
+        return
+    if parsed.rope_type == "rope":
+        parsed.add_setting(fields_by_name()["position_embedding_type"], "rope", spellings.ROPE_TYPE)
+    elif factor is not None and factor.value != 1 and (positions is None or positions.value == "rope"):
+        parsed.add_setting(fields_by_name()["position_embedding_type"], "yarn", factor.origin.detail)
+        if "original_max_position_embeddings" not in given:
+            context = fields_by_name()["original_max_position_embeddings"]
+            parsed.add_setting(context, spellings.LATENT_ORIGINAL_CONTEXT, factor.origin.detail)
+        parsed.notices.append(
+            f"{factor.origin.detail} {factor.value:g} with {latent.origin.detail} is YaRN, as in Megatron; "
+            f"{spellings.ROPE_TYPE} rope asks for plain rotary positions"
+        )
+
+
+def _split_hybrid_stages(parsed: ParsedFlags) -> None:
+    """Bars in Megatron's hybrid patterns end pipeline stages: they become the layout of the pipeline."""
+    path = fields_by_name()["hybrid_layer_pattern"].path
+    for index, setting in enumerate(parsed.settings):
+        if setting.path == path and STAGE_BOUNDARY in str(setting.value):
+            stages = str(setting.value).split(STAGE_BOUNDARY)
+            parsed.settings[index] = replace(setting, value="".join(stages))
+            layout = STAGE_BOUNDARY.join("t" * len(stage) for stage in stages)
+            info = fields_by_name()["pipeline_model_parallel_layout"]
+            parsed.add_setting(info, f"E{layout}L", setting.origin.detail)
+
+
+def _check_contradictions(parsed: ParsedFlags) -> None:
+    """`--swiglu --squared-relu`, `--fp8-format e4m3 --fp8-hybrid`: each names a whole choice, so neither can quietly win.
+
+    The same flag twice is no contradiction, the last one wins; nor is a `none` or `--no-x` that reverts an earlier one,
+    nor a field's own flag that refines a model whose base was given in shorthands. Of two names of one field (`--tp 2
+    --tensor-model-parallel-size 4`) the last wins too, as scripts that add flags expect; a notice says so.
+    """
+    before: dict[str, Setting] = {}
+    for setting in parsed.settings:
+        earlier, info = before.get(setting.path), fields_by_path()[setting.path]
+        before[setting.path] = setting
+        if earlier is None or earlier.value == setting.value:
+            continue
+        first, last = (given.origin.detail.replace("_", "-") for given in (earlier, setting))
+        if first != last and {first, last} <= {info.flag, *spellings.ALIASES}:
+            rule = f"both set {info.flag}, and the last one wins"
+            parsed.notices.append(f"{last} {setting.value} takes the place of {first} {earlier.value}: {rule}")
+            continue
+        if setting.value in (None, info.off_value):
+            continue
+        short = [flag in spellings.SHORTHANDS or flag in spellings.CHOICE_FLAGS for flag in (first, last)]
+        if first != last and (all(short) or (any(short) and info.section != "model")):
+            names_field = info.flag in (first, last)
+            rule = f"contradicts {earlier.origin.detail}" + ("" if names_field else f"; both set {info.flag}")
+            parsed.problems.append(Problem(setting.origin.detail, "", rule, "Keep one of them."))

@@ -1,0 +1,59 @@
+"""Builds what a run's settings ask for beside its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from petatron.train.hooks.energy import EnergyMeter, open_energy_counter
+from petatron.train.hooks.memory_hooks import GarbageCollection, MemoryHistory, UnusedMemory
+from petatron.train.hooks.progress_file import ProgressFile
+from petatron.train.hooks.replica_check import ReplicaCheck
+from petatron.train.hooks.result_validation import ResultValidation
+from petatron.train.hooks.step_hook import StepHook, StepHooks
+from petatron.train.hooks.step_timers import StepTimers
+from petatron.train.state.train_state import TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class StepInstruments:
+    """The hooks of a step, and the two among them that a step itself calls."""
+
+    hooks: StepHooks
+    timers: StepTimers
+    validation: ResultValidation
+
+
+def build_instruments(state: TrainState, *, flops_per_token: float | None = None) -> StepInstruments:
+    """Returns the instruments of this rank; without `flops_per_token` those that a step alone calls."""
+    timers, validation = StepTimers(state.run.log, state.mesh), ResultValidation(state.run.train, state.model)
+    others = [] if flops_per_token is None else _build_hooks(state, flops_per_token=flops_per_token)
+    return StepInstruments(StepHooks([timers, validation, *others]), timers, validation)
+
+
+def _build_hooks(state: TrainState, *, flops_per_token: float) -> list[StepHook]:
+    """Returns the hooks of this rank, in the order in which they are called."""
+    run, mesh, hooks = state.run, state.mesh, list[StepHook]()
+    on_gpu = mesh.device.type == "cuda"
+    if run.train.check_weight_hash_across_dp_replicas_interval is not None:
+        hooks.append(ReplicaCheck(state.model, run.train.check_weight_hash_across_dp_replicas_interval))
+    if run.train.empty_unused_memory_level and on_gpu:
+        hooks.append(UnusedMemory(run.train.empty_unused_memory_level))
+    if run.log.log_progress and run.checkpoint.save is not None and mesh.rank == 0:
+        hooks.append(
+            ProgressFile(
+                Path(run.checkpoint.save),
+                state.progress,
+                num_devices=mesh.world.size,
+                flops_per_token=flops_per_token,
+            )
+        )
+    if run.log.log_energy and on_gpu:
+        hooks.append(EnergyMeter(open_energy_counter(mesh.device), mesh.control))
+    if run.log.record_memory_history and on_gpu and mesh.rank == 0:
+        hooks.append(MemoryHistory(Path(run.log.memory_snapshot_path)))
+    if run.train.manual_gc:
+        hooks.append(
+            GarbageCollection(run.train.manual_gc_interval, collects_around_evaluation=run.train.manual_gc_eval)
+        )
+    return hooks
