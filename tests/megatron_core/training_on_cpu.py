@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.megatron_core.core_on_cpu import Job, build, rank_folder, stored_arguments
-from tests.megatron_core.models import POSITIONS, TRAINING
+from tests.megatron_core.models import PADDED, POSITIONS, TRAINING
 
 
 def _set_state(self: DistributedOptimizer, param: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -114,6 +114,7 @@ class Trainer:
         step.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         arguments = argparse.Namespace(**vars(stored_arguments(job)) | TRAINING | {"bf16": job.bf16})
+        arguments.vocab_size = PADDED  # its loss is over the padding too
         arguments.consumed_train_samples = self.iteration * _GLOBAL_BATCH
         arguments.use_distributed_optimizer = job.optimizer == "distributed"
         common: dict[str, Any] = {"args": arguments, "checkpoint_version": 3.0, "iteration": self.iteration}

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.config.schema.fields import fields_by_name
 from petatron.config.schema.model_identity import identity_differences, model_identity
-from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
+from petatron.optim.lr_schedule import schedule_settings
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.resume_diff import config_for_checkpoint
 
@@ -94,21 +94,6 @@ def model_differences(run: RunConfig, saved: Mapping[str, Any]) -> list[str]:
     then = {**{name: fields_by_name()[name].default for name in now}, **saved}
     now = dict.fromkeys(then) | now
     return [f"{name}: {then[name]} then, {now[name]} now" for name in identity_differences(then, now)]
-
-
-def schedule_settings(run: RunConfig) -> dict[str, Any]:
-    """Returns the settings that would change the course of a run on resume."""
-    weight_decay = WeightDecaySchedule.from_config(run)
-    decoupled_schedule = LearningRateSchedule.decoupled_from_config(run)
-    rates, decays = asdict(LearningRateSchedule.from_config(run)), asdict(weight_decay)
-    decoupled = {} if decoupled_schedule is None else asdict(decoupled_schedule)
-    for values in (rates, decoupled):
-        if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
-            del values["samples_per_iteration"]
-    if weight_decay.start == weight_decay.end:  # without a ramp its length does not matter
-        del decays["length"]
-    sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
-    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
