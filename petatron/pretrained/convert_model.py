@@ -31,7 +31,7 @@ from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, serialize_te
 from petatron.checkpoint.megatron import OptimizerForm, TrainingExport, write_megatron
 from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, entry_bytes, file_table_entries, plan_files
 from petatron.checkpoint.save.rank_writer import weight_index_file
-from petatron.checkpoint.state import ROUTER_PREFIX, Chunk, folder_tensor_key
+from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
 from petatron.pretrained.config_sections import config_yaml_text
@@ -203,8 +203,11 @@ class _ConversionWriter:
         return sum(weight.num_bytes for weight in (*self._weights.values(), *self._state_specs().values()))
 
     def _state_specs(self) -> dict[str, WeightSpec]:
-        """Returns the tensors of the optimizer, by key."""
-        shapes = {} if self._training is None else self._training.shapes
+        """Returns the tensors of the optimizer, by key; the distributed one of Megatron has master weights also of weights in float32."""
+        shapes = {} if self._training is None else dict(self._training.shapes)
+        if shapes and self._options.target_format == "megatron" and self._options.megatron.optimizer == "distributed":
+            moments = [key for key in shapes if key.startswith("exp_avg/")]
+            shapes |= {key.replace("exp_avg/", MASTER_PREFIX, 1): shapes[key] for key in moments}
         return {key: WeightSpec(shape, torch.float32) for key, shape in shapes.items()}
 
     def write_model_folder(self, folder: Path, prefix: str = "") -> RankTable:

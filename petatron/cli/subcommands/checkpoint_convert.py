@@ -177,7 +177,7 @@ def _progress() -> StderrProgress:
     started = time.monotonic()
 
     def describe(now: ConversionProgress) -> str:
-        left = int((time.monotonic() - started) * (now.total_bytes / max(now.done_bytes, 1) - 1))
+        left = max(0, int((time.monotonic() - started) * (now.total_bytes / max(now.done_bytes, 1) - 1)))
         done = f"{now.done_bytes / 1e9:.1f} of {now.total_bytes / 1e9:.1f} GB"
         return f"{done}, {left // 60}:{left % 60:02d} left, at {now.name}"
 
