@@ -136,7 +136,7 @@ def _open_training(
         contents.arguments,
         tuple(weight for weight in weights if not weight.name.endswith(".expert_bias")),
     )
-    sections = training_sections(arguments, contents.scheduler, updates=optimizer.step)
+    sections = training_sections(arguments, contents.scheduler, iteration=contents.iteration)
     narrow = sections["precision"].get("bf16") or sections["precision"].get("fp16")
     stored = dict(optimizer.tensors)
     if narrow:  # a weight that is float32 in the model is its own master weight
@@ -146,13 +146,14 @@ def _open_training(
     batch, iteration = sections["train"]["global_batch_size"], contents.iteration
     consumed = arguments.get("consumed_train_samples")
     consumed = consumed if is_count(consumed) else iteration * batch
-    in_updates = contents.scheduler.get("num_steps")
+    done = contents.scheduler.get("num_steps")  # samples of updates that were not skipped
+    done = min(done, consumed) if is_count(done) else min(optimizer.step * batch, consumed)
     progress = {
         "iteration": iteration,
         "consumed_samples": consumed,
         "consumed_tokens": consumed * (arguments.get("seq_length") or 0),
-        "updates": min(optimizer.step, iteration),
-        "update_samples": min(in_updates, consumed) if is_count(in_updates) else consumed,
+        "updates": min(done // batch, iteration),
+        "update_samples": done,
     }
     return MegatronTraining(tensors, optimizer.step, sections, progress, optimizer.grad_scaler)
 

@@ -27,17 +27,17 @@ _LENGTHS = {"lr_warmup_steps": "lr_warmup", "lr_decay_steps": "lr_decay"}
 _FIX = "Convert the weights alone with --no-optim."
 
 
-def training_sections(arguments: Mapping[str, Any], scheduler: Mapping[str, Any], *, updates: int) -> Sections:
+def training_sections(arguments: Mapping[str, Any], scheduler: Mapping[str, Any], *, iteration: int) -> Sections:
     """Returns the sections `optim`, `schedule`, `train` and `precision` of a run; `ConfigError` with all that is missing or strange.
 
-    The state of the schedule is what counts, where the arguments say otherwise. updates: what the optimizer has made so far.
+    The state of the schedule is what counts, where the arguments say otherwise. iteration: how many the run has made so far.
     """
     values = {name: arguments.get(name) for names in _FIELDS.values() for name in names}
     in_samples = values["train_samples"] is not None
     batch = values["global_batch_size"]
-    if not in_samples and is_count(batch, 1) and scheduler and not _counts_iterations(scheduler, batch, updates):
+    if not in_samples and is_count(batch, 1) and scheduler and not _counts_iterations(scheduler, batch, iteration):
         in_samples = True
-        values["train_samples"] = _remaining_samples(arguments, batch)
+        values["train_samples"] = _samples_at_the_end(arguments, batch, iteration)
     _drop_unused(values, in_samples)
     _apply_scheduler(values, scheduler, 1 if in_samples else batch or 1, in_samples)
     problems: list[Problem] = []
@@ -59,16 +59,17 @@ def _unit(in_samples: bool) -> str:
     return "samples" if in_samples else "iters"
 
 
-def _counts_iterations(scheduler: Mapping[str, Any], batch: int, updates: int) -> bool:
-    lengths = [scheduler.get(name) for name in (*_LENGTHS, "wd_incr_steps") if scheduler.get(name) is not None]
+def _counts_iterations(scheduler: Mapping[str, Any], batch: int, iteration: int) -> bool:
+    """Whether iterations of this batch size say the same as the schedule's samples: those done so far, and all lengths."""
+    lengths = [scheduler[name] for name in (*_LENGTHS, "wd_incr_steps", "num_steps") if scheduler.get(name) is not None]
     # A warm-up by --lr-warmup-fraction need not be a whole number of iterations.
-    whole = all(isinstance(length, float) or (is_count(length) and length % batch == 0) for length in lengths)
-    return whole and scheduler.get("num_steps", updates * batch) == updates * batch
+    divisible = all(isinstance(length, float) or (is_count(length) and length % batch == 0) for length in lengths)
+    return divisible and int(scheduler.get("num_steps") or 0) // batch <= iteration
 
 
-def _remaining_samples(arguments: Mapping[str, Any], batch: int) -> int:
-    done, iterations = arguments.get("consumed_train_samples") or 0, arguments.get("train_iters") or 0
-    return done + max(iterations - (arguments.get("iteration") or 0), 1) * batch
+def _samples_at_the_end(arguments: Mapping[str, Any], batch: int, iteration: int) -> int:
+    iterations = arguments.get("train_iters") or 0
+    return (arguments.get("consumed_train_samples") or 0) + max(iterations - iteration, 1) * batch
 
 
 def _drop_unused(values: dict[str, Any], in_samples: bool) -> None:

@@ -200,10 +200,10 @@ def test_a_changed_batch_size_continues_in_samples():
         "lr_warmup_steps": 80,
     }
     arguments = {**TRAINING, "iteration": 20, "consumed_train_samples": 100, "global_batch_size": 8, "train_iters": 100}
-    sections = training_sections(arguments, {**scheduler, "num_steps": 100}, updates=20)
+    sections = training_sections(arguments, {**scheduler, "num_steps": 100}, iteration=20)
     assert sections["schedule"]["lr_decay_samples"] == 800 and sections["schedule"]["lr_warmup_samples"] == 80
     assert sections["train"]["train_samples"] == 100 + 80 * 8 and "train_iters" not in sections["train"]
-    steady = training_sections(arguments, {**scheduler, "num_steps": 160}, updates=20)
+    steady = training_sections(arguments, {**scheduler, "num_steps": 160}, iteration=20)
     assert steady["schedule"]["lr_decay_iters"] == 100 and steady["schedule"]["lr_warmup_iters"] == 10
     back = megatron_scheduler(megatron_arguments(steady), update_samples=160)
     assert scheduler.items() <= back.items() and back["num_steps"] == 160
