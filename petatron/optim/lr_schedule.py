@@ -18,7 +18,8 @@ With t the progress, W the warm-up, N the decay length and r = (t - W) / (N - W)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from petatron.config.required_settings import required
 from petatron.config.schema.run import RunConfig
@@ -152,3 +153,18 @@ class WeightDecaySchedule:
         if self.style == "constant" or step >= self.length:
             return self.end
         return self.end - _decay_curve(self.style, step / self.length) * (self.end - self.start)
+
+
+def schedule_settings(run: RunConfig) -> dict[str, Any]:
+    """Returns the settings that would change the course of a run on resume."""
+    weight_decay = WeightDecaySchedule.from_config(run)
+    decoupled_schedule = LearningRateSchedule.decoupled_from_config(run)
+    rates, decays = asdict(LearningRateSchedule.from_config(run)), asdict(weight_decay)
+    decoupled = {} if decoupled_schedule is None else asdict(decoupled_schedule)
+    for values in (rates, decoupled):
+        if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
+            del values["samples_per_iteration"]
+    if weight_decay.start == weight_decay.end:  # without a ramp its length does not matter
+        del decays["length"]
+    sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
+    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}

@@ -27,12 +27,12 @@ from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.safe_files import remove_tree
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.disk import Disk, free_bytes
-from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable
-from petatron.checkpoint.files.safetensors_file import serialize_tensors
-from petatron.checkpoint.megatron import write_megatron
+from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable, StoredBox, StoredTensor
+from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, serialize_tensors
+from petatron.checkpoint.megatron import OptimizerForm, TrainingExport, write_megatron
 from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, entry_bytes, file_table_entries, plan_files
 from petatron.checkpoint.save.rank_writer import weight_index_file
-from petatron.checkpoint.state import ROUTER_PREFIX, Chunk, folder_tensor_key
+from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
 from petatron.pretrained.config_sections import config_yaml_text
@@ -40,9 +40,12 @@ from petatron.pretrained.export_hf_folder import json_bytes
 from petatron.pretrained.folder_kind import ModelFormat
 from petatron.pretrained.new_folder import create_tmp_folder
 from petatron.pretrained.open_weights import ModelSource
+from petatron.pretrained.training_state import OPTIMIZER_STATE, TrainingState, fetch_float32
+from petatron.sharding.boxes import Box
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 CONFIG_YAML_FILE = "config.yaml"
+_TRAINING_STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", OPTIMIZER_STATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,15 @@ class MegatronLayout:
     pp: int = 1
     ep: int = 1
     layer_spec: Literal["te", "local"] = "te"
+    optimizer: OptimizerForm = "distributed"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a conversion did: whether the state of the run went along, and what of the source stays behind."""
+
+    has_training: bool
+    left_behind: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +90,14 @@ class ConversionOptions:
     """What to convert a source to.
 
     dtype: of the weights; None keeps that of each tensor. Where a checkpoint has master weights too, a wide dtype is read from these.
+    training: whether the state of the run goes along, where source and target are programs that train on.
     """
 
     target_format: ModelFormat
     dtype: torch.dtype | None = None
     tokenizer: TokenizerFiles | None = None
     megatron: MegatronLayout = field(default_factory=MegatronLayout)
+    training: bool = True
 
 
 def convert(
@@ -93,16 +107,18 @@ def convert(
     *,
     disk: Disk | None = None,
     on_progress: Callable[[ConversionProgress], None] = lambda progress: None,
-) -> None:
+) -> Conversion:
     """Writes a source to a folder that does not exist yet, or is empty.
 
-    `petatron` writes a folder of one step, from which a run starts with `--load --finetune`, and a config.yaml of the model's
-    settings; `huggingface` a model folder; `megatron` one that a Megatron-LM run loads.
+    `petatron` writes a folder of one step, and a config.yaml of its settings: a run resumes from it with `--load`, if the source is a
+    Megatron run with the state of its optimizer, and else starts from it with `--from`. `huggingface` writes a model folder, `megatron`
+    one that a Megatron-LM run loads.
     """
     disk = disk or Disk()
     if options.target_format == "huggingface":
         _check_hf_family(source)
-    writer = _ConversionWriter(source, options, disk, on_progress)
+    training = source.open_training() if _takes_training(source, options) and source.open_training else None
+    writer = _ConversionWriter(source, options, disk, on_progress, training)
     with _atomic_folder(target, disk) as tmp_folder:
         free = free_bytes(tmp_folder)
         if free < writer.total_bytes:
@@ -116,6 +132,17 @@ def convert(
             writer.write_step(tmp_folder)
         else:
             writer.write_megatron(tmp_folder)
+    taken = () if training is None else _TRAINING_STATE
+    return Conversion(training is not None, tuple(name for name in source.other_state if name not in taken))
+
+
+def _takes_training(source: ModelSource, options: ConversionOptions) -> bool:
+    """Whether the state of a run goes along: from one program that trains to another, by weight."""
+    if not options.training or options.target_format == "huggingface" or source.step == 0:
+        return False
+    if options.target_format == "megatron":
+        return options.megatron.format == "torch_dist"
+    return source.format == "megatron"
 
 
 def _check_hf_family(source: ModelSource) -> None:
@@ -160,8 +187,10 @@ class _ConversionWriter:
         options: ConversionOptions,
         disk: Disk,
         on_progress: Callable[[ConversionProgress], None],
+        training: TrainingState | None,
     ) -> None:
         self._source, self._options, self._disk, self._on_progress = source, options, disk, on_progress
+        self._training = training
         # A folder keeps its config.json, so its tensors keep the names of the family that it names.
         model_type = None if source.config_json is None else str(source.config_json.get("model_type"))
         self._entries = folder_entries(source.spec, model_type)
@@ -172,7 +201,15 @@ class _ConversionWriter:
 
     @property
     def total_bytes(self) -> int:
-        return sum(weight.num_bytes for weight in self._weights.values())
+        return sum(weight.num_bytes for weight in (*self._weights.values(), *self._state_specs().values()))
+
+    def _state_specs(self) -> dict[str, WeightSpec]:
+        """Returns the tensors of the optimizer, by key; the distributed one of Megatron has master weights also of weights in float32."""
+        shapes = {} if self._training is None else dict(self._training.shapes)
+        if shapes and self._options.target_format == "megatron" and self._options.megatron.optimizer == "distributed":
+            moments = [key for key in shapes if key.startswith("exp_avg/")]
+            shapes |= {key.replace("exp_avg/", MASTER_PREFIX, 1): shapes[key] for key in moments}
+        return {key: WeightSpec(shape, torch.float32) for key, shape in shapes.items()}
 
     def write_model_folder(self, folder: Path, prefix: str = "") -> RankTable:
         """Writes a model folder; `prefix` is the path of its files in a manifest."""
@@ -192,11 +229,43 @@ class _ConversionWriter:
         step_folder.begin_step(folder, source.step, disk)
         tmp_step = step_folder.make_tmp_step(folder, source.step, disk)
         table = self.write_model_folder(tmp_step / step_folder.MODEL_FOLDER, f"{step_folder.MODEL_FOLDER}/")
-        model = model_identity(source.spec.config, source.spec.moe)
-        metadata = {"optimizer": None, METADATA_KEY: {"converted_from": source.format, "model": model}}
+        sections = source.config_sections
+        if self._training is None:
+            model = model_identity(source.spec.config, source.spec.moe)
+            document = {"optimizer": None, METADATA_KEY: {"converted_from": source.format, "model": model}}
+        else:
+            table = self._write_state(tmp_step, table)
+            document = self._training.document(source.format)
+            sections = {**sections, **self._training.given}
         written = step_folder.write_table(tmp_step, 0, table, disk)
-        step_folder.publish_step(folder, source.step, [written], metadata=metadata, layout="", disk=disk)
-        disk.write(folder / CONFIG_YAML_FILE, [config_yaml_text(source.config_sections).encode()])
+        step_folder.publish_step(folder, source.step, [written], metadata=document, layout="", disk=disk)
+        disk.write(folder / CONFIG_YAML_FILE, [config_yaml_text(sections).encode()])
+
+    def _write_state(self, tmp_step: Path, table: RankTable) -> RankTable:
+        """Writes the tensors of the optimizer into one file, one after another, and adds them to the table."""
+        path, specs = step_folder.rank_file_path(0), self._state_specs()
+        stored = self._disk.write(tmp_step / path, self._state_bytes(specs))
+        rows = [
+            (
+                key,
+                StoredTensor(
+                    spec.shape, DTYPE_CODES[spec.dtype], (StoredBox(path, key, Box(start, spec.shape), start),)
+                ),
+            )
+            for key, spec in specs.items()
+            for start in [(0,) * len(spec.shape)]
+        ]
+        return RankTable({**table.files, path: stored}, (*table.entries, *rows), {})
+
+    def _state_bytes(self, specs: Mapping[str, WeightSpec]) -> Iterator[bytes | memoryview]:
+        assert self._training is not None, "only the state of a run has such tensors"
+        like = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in specs.items()}
+        yield next(serialize_tensors(like))  # the header, for which shapes are enough
+        for key, spec in specs.items():
+            self._report_progress(key, spec.num_bytes)
+            tensor = torch.empty(spec.shape, dtype=spec.dtype)
+            self._training.fill([Chunk(key, spec.shape, (0,) * len(spec.shape), tensor)])
+            yield memoryview(tensor.flatten().view(torch.uint8).numpy())
 
     def write_megatron(self, folder: Path) -> None:
         """Writes a folder that a Megatron-LM run loads."""
@@ -212,10 +281,26 @@ class _ConversionWriter:
                 ep=layout.ep,
                 format=layout.format,
                 layer_spec=layout.layer_spec,
+                training=None if self._training is None else self._training_export(self._training),
             )
         except CheckpointException as error:  # torch wraps whatever `_fetch` raises, an interrupt included
             cause, _ = next(iter(error.failures.values()))
             raise cause from None
+
+    def _training_export(self, state: TrainingState) -> TrainingExport:
+        def fetch(kind: str, name: str) -> Tensor:
+            shape = self._weights[name].shape
+            self._report_progress(f"{kind}/{name}", math.prod(shape) * 4)
+            return fetch_float32(state, self._source.fill, kind, name, shape)
+
+        return TrainingExport(
+            fetch=fetch,
+            updates=state.updates,
+            sections=state.sections,
+            progress=state.progress,
+            loss_scale=state.loss_scale,
+            form=self._options.megatron.optimizer,
+        )
 
     def _fetch(self, name: str) -> Tensor:
         """Reads a logical tensor into its own memory."""

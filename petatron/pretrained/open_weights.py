@@ -40,6 +40,13 @@ from petatron.models.registry import model_spec
 from petatron.pretrained.config_sections import config_sections, load_config_sections
 from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights, weights_kind_problems
 from petatron.pretrained.open_step import open_step
+from petatron.pretrained.training_state import (
+    TrainingState,
+    has_training_state,
+    manifest_training_state,
+    megatron_training_state,
+    state_besides_weights,
+)
 from petatron.sharding.shard_spec import Shape
 
 
@@ -49,7 +56,8 @@ class ModelSource:
 
     config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: files
     copied along with it, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and router state. fill: reads
-    chunks with such keys. left_behind: the state that it has besides, which is not read.
+    chunks with such keys. other_state: names what it has besides. open_training: opens the state of its run, and raises if a conversion
+    cannot take that along; None if there is none.
     """
 
     format: ModelFormat
@@ -62,7 +70,8 @@ class ModelSource:
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
     fill: Callable[[Sequence[Chunk]], None]
-    left_behind: tuple[str, ...] = ()
+    other_state: tuple[str, ...] = ()
+    open_training: Callable[[], TrainingState] | None = None
 
 
 def open_model_source(
@@ -127,7 +136,14 @@ def _open_petatron(step: Path, weights: str | None) -> ModelSource:
     with folder.naming_config():
         values, spec = _resolve_spec(*settings)
     _check_weights(step, manifest, spec)
-    return _manifest_source("petatron", step, folder, manifest, values, spec)
+    source = _manifest_source("petatron", step, folder, manifest, values, spec)
+    trains = weights is None and has_training_state(manifest)
+    names = [key.removeprefix(WEIGHT_PREFIX) for key in source.shapes if key.startswith(WEIGHT_PREFIX)]
+    return replace(
+        source,
+        other_state=tuple(state_besides_weights(manifest)),
+        open_training=(lambda: manifest_training_state(step, manifest, names, source.fill)) if trains else None,
+    )
 
 
 def _check_weights(step: Path, manifest: Manifest, spec: ModelSpec) -> None:
@@ -179,6 +195,7 @@ def _manifest_source(
 def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
     checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocab_size(path, vocab_size)
     values, spec = _resolve_spec(checkpoint.model, checkpoint.moe)
+    opener = checkpoint.open_training
     keys = {folder_tensor_key(name): tensor for name, tensor in checkpoint.tensors.items()}
     # The experts of a layer are parts of one tensor, and requested one after the other.
     last: dict[str, Tensor] = {}
@@ -201,7 +218,8 @@ def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
         shapes={key: tensor.shape for key, tensor in keys.items()},
         dtypes={key: tensor.dtype for key, tensor in keys.items()},
         fill=fill,
-        left_behind=checkpoint.other_state,
+        other_state=checkpoint.other_state,
+        open_training=None if opener is None else lambda: megatron_training_state(opener(), values),
     )
 
 

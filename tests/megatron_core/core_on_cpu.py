@@ -42,6 +42,11 @@ class Job(argparse.Namespace):
     format: str = "torch_dist"
     newer: bool = False  # as version 0.20 stores its arguments: as an object of the checkpoint, with an enum that 0.16 does not have
     strict: str = "assume_ok_unexpected"
+    optimizer: str = "plain"  # of the tasks that train: plain, or distributed
+    bf16: bool = False
+    steps: int = 3  # before the checkpoint
+    more_steps: int = 20  # after it
+    tokens: str = "tokens.safetensors"  # [step, sample, position], one id more than the model reads
 
 
 def pretend_cuda() -> None:
@@ -50,6 +55,11 @@ def pretend_cuda() -> None:
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.empty_cache = lambda: None
     torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.cuda.FloatTensor = torch.FloatTensor
+    plain_type = torch.Tensor.type
+    torch.Tensor.type = lambda self, *a: (
+        plain_type(self, *a) if a else plain_type(self).replace("torch.", "torch.cuda.")
+    )
     for name in ("tensor", "zeros", "empty", "ones", "full"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
@@ -105,6 +115,8 @@ def build(job: Job, seed: int) -> Any:
         tensor_model_parallel_size=job.tp,
         pipeline_model_parallel_size=job.pp,
         expert_model_parallel_size=job.ep,
+        bf16=job.bf16,
+        params_dtype=torch.bfloat16 if job.bf16 else torch.float32,
     )
     spec = get_gpt_layer_local_spec(
         num_experts=values.get("num_moe_experts"),
@@ -122,7 +134,7 @@ def build(job: Job, seed: int) -> Any:
         transformer_layer_spec=spec,
         pre_process=stage == 0,
         post_process=stage == job.pp - 1,
-        parallel_output=False,
+        parallel_output=job.task in ("train", "resume"),  # the loss is computed of shards of the vocabulary
         **model_settings(job.kind),
     )
     torch.manual_seed(seed + 10 + stage)  # what every tensor-parallel rank has must be the same on all of them
@@ -243,8 +255,10 @@ def main() -> None:
     start(jobs[0])
     from megatron.core import parallel_state
 
+    from tests.megatron_core.training_on_cpu import resume, train
+
     for job in jobs:
-        result = {"save": save, "load": load}[job.task](job)
+        result = {"save": save, "load": load, "train": train, "resume": resume}[job.task](job)
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             print(json.dumps(result), flush=True)
     dist.barrier()

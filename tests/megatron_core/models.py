@@ -5,6 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 VOCAB, PADDED, POSITIONS = 60, 64, 16
+TRAINING: dict[str, Any] = {
+    "optimizer": "adam",
+    "lr": 2e-3,
+    "min_lr": 1e-4,
+    "lr_decay_style": "cosine",
+    "lr_decay_iters": 30,
+    "lr_warmup_iters": 2,
+    "lr_warmup_init": 0.0,
+    "weight_decay": 0.1,
+    "start_weight_decay": 0.1,
+    "end_weight_decay": 0.1,
+    "weight_decay_incr_style": "constant",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-8,
+    "clip_grad": 1.0,
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+    "train_iters": 30,
+    "train_samples": None,
+    "seed": 1234,
+}
+"""The part of the arguments that says how a run trains."""
 _LLAMA = {"num_query_groups": 2, "gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}
 _EXPERTS = {
     "num_moe_experts": 4,

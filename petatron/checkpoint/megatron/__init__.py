@@ -5,6 +5,15 @@ write_megatron(folder, iteration=..., spec=..., fetch=..., tp=2, pp=1)
 """
 
 from petatron.checkpoint.megatron.legacy_writer import write_megatron
-from petatron.checkpoint.megatron.open_checkpoint import LazyTensor, MegatronCheckpoint, open_megatron
+from petatron.checkpoint.megatron.open_checkpoint import LazyTensor, MegatronCheckpoint, MegatronTraining, open_megatron
+from petatron.checkpoint.megatron.training_writer import OptimizerForm, TrainingExport
 
-__all__ = ["LazyTensor", "MegatronCheckpoint", "open_megatron", "write_megatron"]
+__all__ = [
+    "LazyTensor",
+    "MegatronCheckpoint",
+    "MegatronTraining",
+    "OptimizerForm",
+    "TrainingExport",
+    "open_megatron",
+    "write_megatron",
+]

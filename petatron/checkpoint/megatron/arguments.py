@@ -142,7 +142,8 @@ def config_from_arguments(
         padded = arguments.get("padded_vocab_size")
         rule = f"is not in the checkpoint's arguments; its embedding is padded to {padded} rows"
         problems.append(Problem("--vocab-size", "", rule, "Give the number of token ids of your tokenizer."))
-    model, moe = _parse_values(model, problems), _parse_values(_moe_values(arguments, model, problems), problems)
+    moe = _moe_values(arguments, model, problems)
+    model, moe = parse_values(model, problems, _FIX), parse_values(moe, problems, _FIX)
     if not problems:
         run = RawRunConfig(model=RawModelConfig(**model), moe=MoEConfig(**moe))
         alone = RawRunConfig(model=run.model)
@@ -151,14 +152,18 @@ def config_from_arguments(
     return model, moe, problems
 
 
-def _parse_values(values: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+def parse_values(values: Mapping[str, Any], problems: list[Problem], fix: str) -> dict[str, Any]:
     """Converts values to the schema's types: a checkpoint may have an integer for a float, or anything."""
     typed: dict[str, Any] = {}
     for name, value in values.items():
+        field = fields_by_name()[name]
         try:
-            typed[name] = None if value is None else fields_by_name()[name].parse(str(value))
-        except ValueError as error:
-            problems.append(Problem(flag_name(name), _short_text(value), str(error), _FIX))
+            if field.is_list:
+                typed[name] = [field.parse(str(part)) for part in value]
+            else:
+                typed[name] = None if value is None else field.parse(str(value))
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(flag_name(name), _short_text(value), str(error), fix))
     return typed
 
 

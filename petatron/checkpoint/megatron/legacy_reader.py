@@ -8,9 +8,10 @@ uneven stages need no rule of their own. Everything but experts is the same on a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,17 @@ from petatron.base.errors import CheckpointError
 from petatron.base.format_text import abbreviate_names
 from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
-from petatron.checkpoint.megatron.lazy_weight import LazyWeight, MegatronContents, other_state
+from petatron.checkpoint.megatron.lazy_weight import (
+    STATE_KINDS,
+    LazyWeight,
+    MegatronContents,
+    StateKind,
+    StoredOptimizer,
+    other_state,
+    stored_scheduler,
+)
+from petatron.checkpoint.megatron.legacy_optimizer import DISTRIBUTED_FILE, rank_optimizer_state
+from petatron.checkpoint.megatron.optimizer_state import check_readable, optimizer_parts, read_grad_scaler, read_step
 from petatron.checkpoint.megatron.pickle_allowlist import load_torch_file
 from petatron.checkpoint.megatron.weight_layouts import stored_layout, unshard, unsharded_shape
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, is_weight, layer_index, mcore_name, with_layer
@@ -82,10 +93,53 @@ def read_legacy(step: Path) -> MegatronContents:
     ranks = _RankFiles(step, sizes, files, experts)
     num_weights = sum(_num_weights(chunk, experts) for chunks in files.values() for chunk in chunks)
     iteration = int(head.get("iteration") or 0)
-    others = other_state([*head, *(["optimizer"] if any(step.glob("mp_rank_*/distrib_optim.pt")) else [])])
+    others = other_state([*head, *(["optimizer"] if any(step.glob(f"mp_rank_*/{DISTRIBUTED_FILE}")) else [])])
+
+    def optimizer(expected: Mapping[str, MegatronWeight]) -> StoredOptimizer:
+        return _read_optimizer(
+            step, sizes, arguments, partial(_translate, version=version, heads=local_heads), expected
+        )
+
     return MegatronContents(
-        arguments, iteration, num_weights, others, lambda kinds: dict(_unsharded_weights(ranks, kinds))
+        arguments=arguments,
+        iteration=iteration,
+        num_weights=num_weights,
+        other_state=others,
+        lazy_weights=lambda expected: dict(_unsharded_weights(ranks, expected)),
+        scheduler=stored_scheduler(head),
+        optimizer=optimizer if "optimizer" in others else None,
     )
+
+
+def _read_optimizer(
+    step: Path,
+    sizes: _ParallelSizes,
+    arguments: Mapping[str, Any],
+    translate: Callable[[list[dict[str, Any]], Path], list[dict[str, Tensor]]],
+    expected: Mapping[str, MegatronWeight],
+) -> StoredOptimizer:
+    """Opens the state of an optimizer: what each rank has of it is named, unsharded and checked like its weights."""
+    files: dict[StateKind, dict[tuple[int, int, int], list[dict[str, Tensor]]]] = {kind: {} for kind in STATE_KINDS}
+    scalars: list[tuple[int, dict[str, Any]]] = []
+    for pp, tp, ep in product(range(sizes.pp), range(sizes.tp), range(sizes.ep)):
+        path = step / sizes.folder(tp, pp, ep) / _FILE
+        content = load_torch_file(path)
+        parts = optimizer_parts(content.get("optimizer"), path)
+        check_readable(parts, arguments, path)
+        chunks = [dict(_flat_tensors(content[key], path)) for key in _chunk_keys(content, path)]
+        for kind, state in rank_optimizer_state(parts, chunks, path, arguments, pp=pp).items():
+            files[kind][tp, pp, ep] = translate(list(state), path)
+        scalars.append((read_step(parts, path), read_grad_scaler(parts)))
+    if any(other != scalars[0] for other in scalars):
+        raise CheckpointError(
+            f"The optimizers of the ranks in {step} are at different steps. Copy the folders of one step."
+        )
+    experts = int(arguments.get("num_experts") or 0) // sizes.ep
+    tensors = {
+        kind: dict(_unsharded_weights(_RankFiles(step, sizes, ranks, experts), expected))
+        for kind, ranks in files.items()
+    }
+    return StoredOptimizer(tensors, *scalars[0])
 
 
 def _arguments_from_shapes(step: Path, weights: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -165,30 +219,50 @@ def _model_chunks(path: Path, version: float, heads: int) -> list[dict[str, Tens
     heads: of a rank, to reorder the queries, keys and values of old versions by.
     """
     content = load_torch_file(path)
+    keys = _chunk_keys(content, path)
+    if version < _INTERLEAVED_VERSION and any(
+        str(name).startswith("decoder.") for key in keys for name in content[key]
+    ):
+        raise CheckpointError(
+            f"{path} has names of Megatron-Core and checkpoint version {version:g}, which is older. Save it with "
+            "checkpoint_version 3.0, if its queries, keys and values are in today's order."
+        )
+    return _translate([content[key] for key in keys], path, version=version, heads=heads)
+
+
+def _chunk_keys(content: Mapping[str, Any], path: Path) -> list[str]:
+    """Returns the keys of a rank's models, one per virtual stage."""
     keys = ["model"] if "model" in content else sorted(
         (key for key in content if re.fullmatch(r"model\d+", key)), key=lambda key: int(key[5:])
     )  # fmt: skip
     if not keys:
         raise CheckpointError(f"{path} has neither `model` nor `model0`. Is it a file of the optimizer alone?")
-    chunks = [dict(_flatten(content[key], path)) for key in keys]
+    return keys
+
+
+def _translate(chunks: list[dict[str, Any]], path: Path, *, version: float, heads: int) -> list[dict[str, Tensor]]:
+    """Gives the tensors of each virtual stage mcore names, and queries, keys and values today's order."""
+    translated = [
+        {
+            expert_name: tensor
+            for name, stored in _flat_tensors(chunk, path)
+            for expert_name, tensor in _per_expert_names(mcore_name(name), stored)
+        }
+        for chunk in chunks
+    ]
     if version >= _INTERLEAVED_VERSION:
-        return chunks
-    if any(str(name).startswith("decoder.") for key in keys for name in content[key]):
-        raise CheckpointError(
-            f"{path} has names of Megatron-Core and checkpoint version {version:g}, which is older. Save it with "
-            "checkpoint_version 3.0, if its queries, keys and values are in today's order."
-        )
+        return translated
     return [
         {
             name: _interleaved_qkv(tensor, version, heads, path) if ".linear_qkv." in name else tensor
             for name, tensor in chunk.items()
         }
-        for chunk in chunks
+        for chunk in translated
     ]
 
 
-def _flatten(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Flattens nested dictionaries, as before Megatron-Core, into dotted names."""
+def _flat_tensors(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Flattens nested dictionaries, as before Megatron-Core, into dotted names; yields weights alone, in their order."""
     if not isinstance(tree, Mapping):
         raise CheckpointError(
             f"{path} has a {type(tree).__name__} where the model's weights should be. Is it Megatron's?"
@@ -196,11 +270,11 @@ def _flatten(tree: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, Ten
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _flatten(value, path, f"{name}.")
+            yield from _flat_tensors(value, path, f"{name}.")
         elif isinstance(value, Tensor) and is_weight(name):
             if value.numel() * value.dtype.itemsize > value.untyped_storage().nbytes():
                 raise CheckpointError(f"{path}: {name} has more values than the file has bytes for. Copy it again.")
-            yield from _per_expert_names(mcore_name(name), value)
+            yield name, value
 
 
 def _per_expert_names(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Writes a Megatron checkpoint from logical tensors: weights and arguments, no optimizer.
+"""Writes a Megatron checkpoint from logical tensors: weights and arguments; in the distributed format the state of a run, too.
 
 Legacy files contain a rank's whole share, which must fit in memory; every rank fetches its tensors anew. The distributed format is
 written weight by weight. The tracker is written last, so a failed write leaves nothing that Megatron would load.
@@ -12,6 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from petatron.checkpoint.megatron.arguments import arguments_from_config
 from petatron.checkpoint.megatron.layer_kind_arguments import has_attention
 from petatron.checkpoint.megatron.open_checkpoint import TRACKER_FILE
 from petatron.checkpoint.megatron.torch_dist_writer import GlobalTensor, LazyChunk, write_dist_tensors
+from petatron.checkpoint.megatron.training_writer import TrainingExport
 from petatron.checkpoint.megatron.weight_layouts import fuse_logical, shard_weight
 from petatron.checkpoint.megatron.weight_names import (
     LayerSpec,
@@ -98,12 +100,17 @@ def write_megatron(
     ep: int = 1,
     format: Literal["legacy", "torch_dist"] = "torch_dist",
     layer_spec: LayerSpec = "te",
+    training: TrainingExport | None = None,
 ) -> Path:
     """Writes a step into a folder, updates the tracker, and returns the step's own folder.
 
     `fetch` returns whole logical tensors by name; tp, pp and ep are the parallel sizes of legacy files; `layer_spec` is the implementation
-    whose names the weights get. Iteration 0 is written as a release, since Megatron has no step 0.
+    whose names the weights get. Iteration 0 is written as a release, since Megatron has no step 0. training: what a run continues with,
+    which the distributed format has a place for.
     """
+    assert training is None or (format == "torch_dist" and iteration > 0), (
+        "legacy files tell the owner of state by order alone"
+    )
     model, moe = spec.config, spec.moe
     if problems := _layout_problems(model, moe, (tp, pp, ep), format, layer_spec):
         raise ConfigError(problems)
@@ -120,10 +127,13 @@ def write_megatron(
             replace(weight, layout="column") if weight.layout == "whole_or_column" else weight for weight in weights
         )
     job = _MegatronExport(spec, weights, _FetchCache(fetch), tp, pp, ep, rows, layer_spec)
-    common = {"args": arguments, "checkpoint_version": 3.0, "iteration": iteration}
+    common: dict[str, Any] = {"args": arguments, "checkpoint_version": 3.0, "iteration": iteration}
+    if training is not None:
+        vars(arguments).update(training.arguments())
+        common |= training.common_state(_trained(weights), layer_spec, ep=ep)
     try:
         step.mkdir(parents=True, exist_ok=True)
-        _write_legacy(step, job, common) if format == "legacy" else _write_torch_dist(step, job, common)
+        _write_legacy(step, job, common) if format == "legacy" else _write_torch_dist(step, job, common, training)
         write_atomic(folder / TRACKER_FILE, "release" if iteration == 0 else str(iteration))
     except OSError as error:
         raise CheckpointError(f"{step} cannot be written: {error}. Make room, or write to another folder.") from error
@@ -246,8 +256,20 @@ def _local_expert_name(export: _MegatronExport, name: str, expert: int | None) -
     )
 
 
-def _write_torch_dist(step: Path, export: _MegatronExport, common: dict[str, Any]) -> None:
-    write_dist_tensors(step, *_global_state(export))
+def _trained(weights: tuple[MegatronWeight, ...]) -> tuple[MegatronWeight, ...]:
+    """Returns the weights that an optimizer updates."""
+    return tuple(weight for weight in weights if not weight.name.endswith(".expert_bias"))
+
+
+def _write_torch_dist(
+    step: Path, export: _MegatronExport, common: dict[str, Any], training: TrainingExport | None
+) -> None:
+    tensors, objects = _global_state(export)
+    for kind, name in ({} if training is None else training.tensor_names).items():
+        fetch = _FetchCache(partial(training.fetch, kind))
+        of_kind, _ = _global_state(replace(export, weights=_trained(export.weights), fetch=fetch))
+        tensors += [replace(tensor, name=f"optimizer.state.{name}.{tensor.name}") for tensor in of_kind]
+    write_dist_tensors(step, tensors, objects)
     torch.save(common, step / "common.pt")
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}

@@ -18,9 +18,16 @@ from petatron.base.model_folder_names import TRACKER_FILE
 from petatron.base.untrusted_files import is_count, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.megatron.arguments import config_from_arguments
 from petatron.checkpoint.megatron.layer_kind_arguments import moe_layer_freq
-from petatron.checkpoint.megatron.lazy_weight import LazyWeight
+from petatron.checkpoint.megatron.lazy_weight import (
+    STATE_KINDS,
+    LazyWeight,
+    MegatronContents,
+    StateKind,
+    StoredOptimizer,
+)
 from petatron.checkpoint.megatron.legacy_reader import read_legacy
 from petatron.checkpoint.megatron.pickle_allowlist import megatron_file_error
+from petatron.checkpoint.megatron.run_arguments import Sections, training_sections
 from petatron.checkpoint.megatron.torch_dist_reader import read_torch_dist
 from petatron.checkpoint.megatron.weight_layouts import extract_logical
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
@@ -43,10 +50,26 @@ class LazyTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class MegatronTraining:
+    """How far a run is: its optimizer's tensors of each kind by logical name, the updates that it has made, and what else continues.
+
+    Master weights are there where the model's have 16 bits. sections: of our configuration, how the run trains. progress, loss_scale: as
+    checkpoints of ours record them.
+    """
+
+    tensors: Mapping[StateKind, Mapping[str, LazyTensor]]
+    updates: int
+    sections: Sections
+    progress: dict[str, int]
+    loss_scale: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class MegatronCheckpoint:
     """An opened checkpoint. `model` and `moe` are values for ModelConfig and MoEConfig; `moe` is empty without experts.
 
-    `iteration` is 0 for a release. `other_state` names what the checkpoint has besides weights, which is not read.
+    `iteration` is 0 for a release. `other_state` names what the checkpoint has besides weights. `open_training` opens the optimizer's state
+    and the position of the run, and raises if the state is of a kind that is not read; None if there is none.
     """
 
     iteration: int
@@ -54,6 +77,7 @@ class MegatronCheckpoint:
     moe: dict[str, Any]
     tensors: Mapping[str, LazyTensor]
     other_state: tuple[str, ...]
+    open_training: Callable[[], MegatronTraining] | None = None
 
 
 def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronCheckpoint:
@@ -77,17 +101,61 @@ def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
     model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
     spec = spec_from_config(model, moe)
     weights = megatron_weights(spec)
-    stored = dict(contents.lazy_weights({weight.name: weight for weight in weights}))
-    if not model.untie_embeddings_and_output_weights:
-        stored.pop(_OUTPUT_LAYER_WEIGHT, None)  # the last pipeline stage's copy of the embedding
-    _check_weights(step, weights, stored)
+    expected = {weight.name: weight for weight in weights}
+
+    def logical(stored: Mapping[str, LazyWeight], weights: tuple[MegatronWeight, ...]) -> dict[str, LazyTensor]:
+        if not model.untie_embeddings_and_output_weights:  # the last pipeline stage has a copy of the embedding
+            stored = {name: weight for name, weight in stored.items() if name != _OUTPUT_LAYER_WEIGHT}
+        _check_weights(step, weights, stored)
+        return _lazy_tensors(weights, stored, shapes, model)
+
+    def open_training() -> MegatronTraining:
+        assert contents.optimizer is not None, "asked of a checkpoint without an optimizer"
+        with reading_untrusted(step, megatron_file_error):
+            return _open_training(contents, contents.optimizer(expected), weights, logical)
+
     shapes = logical_shapes_with_router_bias(spec)
+    tensors = logical(contents.lazy_weights(expected), weights)
     iteration = 0 if step.name == "release" else contents.iteration
     if not is_count(iteration):
         raise megatron_file_error(step, f"says that it is of iteration {iteration}")
+    trains = contents.optimizer is not None and iteration > 0
     return MegatronCheckpoint(
-        iteration, values, experts, _lazy_tensors(weights, stored, shapes, model), contents.other_state
+        iteration, values, experts, tensors, contents.other_state, open_training if trains else None
     )
+
+
+def _open_training(
+    contents: MegatronContents,
+    optimizer: StoredOptimizer,
+    weights: tuple[MegatronWeight, ...],
+    logical: Callable[[Mapping[str, LazyWeight], tuple[MegatronWeight, ...]], dict[str, LazyTensor]],
+) -> MegatronTraining:
+    """Puts together what a run continues with; `logical` checks tensors of weights, and makes them logical ones."""
+    arguments, trained = (
+        contents.arguments,
+        tuple(weight for weight in weights if not weight.name.endswith(".expert_bias")),
+    )
+    sections = training_sections(arguments, contents.scheduler, iteration=contents.iteration)
+    narrow = sections["precision"].get("bf16") or sections["precision"].get("fp16")
+    stored = dict(optimizer.tensors)
+    if narrow:  # a weight that is float32 in the model is its own master weight
+        stored["master"] = {**contents.lazy_weights({weight.name: weight for weight in weights}), **stored["master"]}
+        stored["master"] = {name: kept for name, kept in stored["master"].items() if not name.endswith(".expert_bias")}
+    tensors = {kind: logical(stored[kind], trained) for kind in STATE_KINDS if kind != "master" or narrow}
+    batch, iteration = sections["train"]["global_batch_size"], contents.iteration
+    consumed = arguments.get("consumed_train_samples")
+    consumed = consumed if is_count(consumed) else iteration * batch
+    done = contents.scheduler.get("num_steps")  # samples of updates that were not skipped
+    done = min(done, consumed) if is_count(done) else min(optimizer.step * batch, consumed)
+    progress = {
+        "iteration": iteration,
+        "consumed_samples": consumed,
+        "consumed_tokens": consumed * (arguments.get("seq_length") or 0),
+        "updates": min(done // batch, iteration),
+        "update_samples": done,
+    }
+    return MegatronTraining(tensors, optimizer.step, sections, progress, optimizer.grad_scaler)
 
 
 def find_step(folder: Path) -> Path:

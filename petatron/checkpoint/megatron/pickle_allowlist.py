@@ -114,13 +114,19 @@ def megatron_file_error(path: Path, why: str) -> CheckpointError:
 
 def load_torch_file(path: Path) -> dict[str, Any]:
     """Loads a `torch.save` file that contains a dictionary; its tensors are memory-mapped."""
+    content = load_torch_object(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dictionary. Is it Megatron's?")
+    return content
+
+
+def load_torch_object(path: Path) -> Any:
+    """Loads a `torch.save` file; its tensors are memory-mapped."""
     with _allowlisted(path) as name, open_regular_file(path) as file:
         # Private pages: nothing is written to the file, but torch needs writable memory.
         memory = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, access=mmap.ACCESS_COPY)
         content = read_torch_save(torch.frombuffer(memory, dtype=torch.uint8), name)
         name.accept_opaque_arguments(content)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dictionary. Is it Megatron's?")
     return content
 
 

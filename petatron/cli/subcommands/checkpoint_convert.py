@@ -15,12 +15,12 @@ from petatron.cli.subcommands.handled_signals import sigterm_raises
 from petatron.cli.subcommands.progress import StderrProgress
 
 if TYPE_CHECKING:
-    from petatron.pretrained.convert_model import ConversionProgress, TokenizerFiles
+    from petatron.pretrained.convert_model import Conversion, ConversionProgress, TokenizerFiles
     from petatron.pretrained.open_weights import ModelSource
 
 FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_MEGATRON_ONLY = ("megatron_format", "megatron_spec", "tp", "pp", "ep")
+_MEGATRON_ONLY = ("megatron_format", "megatron_spec", "megatron_optimizer", "tp", "pp", "ep")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("te", "local"),
         help="for Megatron with Transformer Engine or its own layers (default: te)",
     )
+    add(
+        "--megatron-optimizer",
+        choices=("distributed", "plain"),
+        help="for a Megatron run with or without --use-distributed-optimizer (default: distributed)",
+    )
+    add("--no-optim", action="store_true", help="convert the weights alone: no optimizer state, schedule and progress")
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks of the Megatron files (default: 1)")
     add("--pp", type=int, metavar="N", help="pipeline ranks of the Megatron files (default: 1)")
     add("--ep", type=int, metavar="N", help="expert-parallel ranks of the Megatron files (default: 1)")
@@ -78,21 +84,40 @@ def run(options: argparse.Namespace) -> int:
             pp=options.pp or 1,
             ep=options.ep or 1,
             layer_spec=options.megatron_spec or "te",
+            optimizer=options.megatron_optimizer or "distributed",
         ),
+        training=not options.no_optim,
     )
     with sigterm_raises(), _progress() as on_progress:
-        convert(source, options.target, conversion, on_progress=on_progress)
+        result = convert(source, options.target, conversion, on_progress=on_progress)
     averaged = f", the mean of {options.average_last} steps to" if options.average_last is not None else ","
     print(f"{options.source} ({source.format}{averaged} step {source.step}) is now {options.target} ({options.to})")
-    if options.to == "petatron":
+    if options.to == "petatron" and result.has_training:
+        print(f"resume from it: petatron train --config {options.target}/config.yaml --load {options.target} ...")
+    elif options.to == "petatron":
         print(f"start from it: petatron train --from {options.target} ...")
-    if source.left_behind:
+    if result.has_training:
+        print("optimizer state, schedule and progress went along")
+    if result.left_behind:
         print(
-            f"note: {', '.join(source.left_behind)} of {options.source} stay behind: weights are converted, and nothing else."
+            f"note: {', '.join(result.left_behind)} of {options.source} stay behind{_why_behind(options, source, result)}"
         )
     for note in _megatron_notes(options, source) if options.to == "megatron" else ():
         print(f"note: {note}")
     return 0
+
+
+def _why_behind(options: argparse.Namespace, source: ModelSource, result: Conversion) -> str:
+    if result.has_training:
+        return ": the other program has no use for them."
+    if (
+        options.to == "megatron"
+        and options.megatron_format == "legacy"
+        and source.open_training
+        and not options.no_optim
+    ):
+        return ": legacy files tell the owner of optimizer state by order alone. --megatron-format torch_dist takes it along."
+    return ": weights are converted, and nothing else."
 
 
 def _megatron_notes(options: argparse.Namespace, source: ModelSource) -> Iterator[str]:
@@ -152,7 +177,7 @@ def _progress() -> StderrProgress:
     started = time.monotonic()
 
     def describe(now: ConversionProgress) -> str:
-        left = int((time.monotonic() - started) * (now.total_bytes / max(now.done_bytes, 1) - 1))
+        left = max(0, int((time.monotonic() - started) * (now.total_bytes / max(now.done_bytes, 1) - 1)))
         done = f"{now.done_bytes / 1e9:.1f} of {now.total_bytes / 1e9:.1f} GB"
         return f"{done}, {left // 60}:{left % 60:02d} left, at {now.name}"
 

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.config.schema.fields import fields_by_name
 from petatron.config.schema.model_identity import identity_differences, model_identity
-from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
+from petatron.optim.lr_schedule import schedule_settings
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.resume_diff import config_for_checkpoint
 
@@ -100,53 +100,6 @@ def model_differences(run: RunConfig, saved: Mapping[str, Any]) -> list[str]:
     then = {**{name: fields_by_name()[name].default for name in now}, **saved}
     now = dict.fromkeys(then) | now
     return [f"{name}: {then[name]} then, {now[name]} now" for name in identity_differences(then, now)]
-
-
-@dataclass(frozen=True, slots=True)
-class RunSchedules:
-    """The schedules of a run."""
-
-    lr: LearningRateSchedule
-    decoupled_lr: LearningRateSchedule | None
-    weight_decay: WeightDecaySchedule
-
-    @classmethod
-    def from_config(cls, run: RunConfig) -> RunSchedules:
-        return cls(
-            LearningRateSchedule.from_config(run),
-            LearningRateSchedule.decoupled_from_config(run),
-            WeightDecaySchedule.from_config(run),
-        )
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> RunSchedules:
-        """Returns the schedules that a checkpoint recorded; any error means that it is damaged."""
-        rates, decoupled, decays = (
-            {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
-            for section in ("lr", "decoupled_lr", "weight_decay")
-        )
-        return cls(
-            LearningRateSchedule(**rates),
-            LearningRateSchedule(**decoupled) if decoupled else None,
-            WeightDecaySchedule(**{"length": 0, **decays}),
-        )
-
-    def as_settings(self) -> dict[str, Any]:
-        """Returns the settings that would change the course of a run on resume."""
-        rates, decays = asdict(self.lr), asdict(self.weight_decay)
-        decoupled = {} if self.decoupled_lr is None else asdict(self.decoupled_lr)
-        for values in (rates, decoupled):
-            if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
-                del values["samples_per_iteration"]
-        if self.weight_decay.start == self.weight_decay.end:  # without a ramp its length does not matter
-            del decays["length"]
-        sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
-        return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
-
-
-def schedule_settings(run: RunConfig) -> dict[str, Any]:
-    """Returns the schedules of a config as a checkpoint records them."""
-    return RunSchedules.from_config(run).as_settings()
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
