@@ -27,8 +27,8 @@ quickstart: $(VENV)/core  ## install, then train a small model on this machine w
 test: $(VENV)/dev  ## the whole default suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash and not nccl and not docs and not megatron'
 
-test-docs: $(VENV)/dev  ## every command of the README and the guides runs as it stands there
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m docs tests/docs tests/cli/train/test_mixtral_listing.py
+test-docs: $(VENV)/dev  ## every command of the README and the guides runs as it stands there, every example as a toy
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m docs tests/docs tests/examples tests/cli/train/test_mixtral_listing.py
 
 test-slow: $(VENV)/dev  ## the long forms; installs what runs the example notebook
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebook]'
