@@ -18,6 +18,7 @@ With t the progress, W the warm-up, N the decay length and r = (t - W) / (N - W)
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -155,16 +156,48 @@ class WeightDecaySchedule:
         return self.end - _decay_curve(self.style, step / self.length) * (self.end - self.start)
 
 
+@dataclass(frozen=True, slots=True)
+class RunSchedules:
+    """The schedules of a run."""
+
+    lr: LearningRateSchedule
+    decoupled_lr: LearningRateSchedule | None
+    weight_decay: WeightDecaySchedule
+
+    @classmethod
+    def from_config(cls, run: RunConfig) -> RunSchedules:
+        return cls(
+            LearningRateSchedule.from_config(run),
+            LearningRateSchedule.decoupled_from_config(run),
+            WeightDecaySchedule.from_config(run),
+        )
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> RunSchedules:
+        """Returns the schedules that a checkpoint recorded; any error means that it is damaged."""
+        rates, decoupled, decays = (
+            {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
+            for section in ("lr", "decoupled_lr", "weight_decay")
+        )
+        return cls(
+            LearningRateSchedule(**rates),
+            LearningRateSchedule(**decoupled) if decoupled else None,
+            WeightDecaySchedule(**{"length": 0, **decays}),
+        )
+
+    def as_settings(self) -> dict[str, Any]:
+        """Returns the settings that would change the course of a run on resume."""
+        rates, decays = asdict(self.lr), asdict(self.weight_decay)
+        decoupled = {} if self.decoupled_lr is None else asdict(self.decoupled_lr)
+        for values in (rates, decoupled):
+            if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
+                del values["samples_per_iteration"]
+        if self.weight_decay.start == self.weight_decay.end:  # without a ramp its length does not matter
+            del decays["length"]
+        sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
+        return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+
+
 def schedule_settings(run: RunConfig) -> dict[str, Any]:
-    """Returns the settings that would change the course of a run on resume."""
-    weight_decay = WeightDecaySchedule.from_config(run)
-    decoupled_schedule = LearningRateSchedule.decoupled_from_config(run)
-    rates, decays = asdict(LearningRateSchedule.from_config(run)), asdict(weight_decay)
-    decoupled = {} if decoupled_schedule is None else asdict(decoupled_schedule)
-    for values in (rates, decoupled):
-        if values.get("samples_per_iteration") == 1:  # checkpoints of earlier releases do not have it
-            del values["samples_per_iteration"]
-    if weight_decay.start == weight_decay.end:  # without a ramp its length does not matter
-        del decays["length"]
-    sections = {"lr": rates, "decoupled_lr": decoupled, "weight_decay": decays}
-    return {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    """Returns the schedules of a config as a checkpoint records them."""
+    return RunSchedules.from_config(run).as_settings()

@@ -209,10 +209,10 @@ def _shard_stage(
 ) -> dict[str, Placement]:
     sequence = run.parallel.sequence_parallel and mesh.tp.size > 1
     coordinate = ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=sequence)
-    placements = shard_params(stage, params, coordinate)
+    placements = tensor_parallel.shard_params(stage, params, coordinate)
     chunked = sequence and run.parallel.tp_comm_overlap and run.precision.fp8_format is None
     overlap = run.parallel.tp_comm_overlap_chunks if chunked else None
-    apply_tensor_parallel(
+    tensor_parallel.apply_tensor_parallel(
         stage,
         params,
         mesh.tp,

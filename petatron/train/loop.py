@@ -12,8 +12,8 @@ import torch
 
 from petatron.base.device import DeviceInfo, DeviceKind, peak_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
-from petatron.base.format_text import count_with_noun
 from petatron.base.log import get_logger
+from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line

@@ -13,7 +13,7 @@ from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.config.schema.fields import fields_by_name
 from petatron.config.schema.model_identity import identity_differences, model_identity
-from petatron.optim.lr_schedule import schedule_settings
+from petatron.optim.lr_schedule import RunSchedules, schedule_settings
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.resume_diff import config_for_checkpoint
 

@@ -20,7 +20,7 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.optim.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler
-from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
+from petatron.optim.lr_schedule import LearningRateSchedule, RunSchedules, WeightDecaySchedule
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer, UpdateResult
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.requested_cuda_graphs import enable_auto_cuda_graphs
@@ -35,7 +35,6 @@ from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.resume_diff import resume_changes
 from petatron.train.state.run_components import build_components
 from petatron.train.state.run_metadata import (
-    RunSchedules,
     TrainProgress,
     check_resumable,
     model_differences,

@@ -6,10 +6,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from petatron.layers.ops.latent_heads import interleaved_rope, join_rope_key
 from torch import Tensor
 
 from petatron.kernels.attention import latent_heads as reference
+from petatron.layers.mla import interleaved_rope, join_rope_key
 from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
