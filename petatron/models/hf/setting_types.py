@@ -31,11 +31,11 @@ STAND_INS: Mapping[SettingType, tuple[Any, Any]] = {
     "ids": (0, 1),
 }
 """Two values of a type, for keys of which the value is not known."""
-_WHOLE = ("num_hidden_layers", "original_max_position_embeddings", "sliding_window_pattern", "sliding_window")
-_NUMBERS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "router_aux_loss_coef")
+_COUNT_KEYS = ("num_hidden_layers", "original_max_position_embeddings", "sliding_window_pattern", "sliding_window")
+_NUMBER_KEYS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "router_aux_loss_coef")
 COMMON: Mapping[str, SettingType] = {
-    **dict.fromkeys((*_WHOLE, "pretraining_tp", "n_ctx"), "whole"),
-    **dict.fromkeys((*_NUMBERS, "summary_first_dropout"), "number"),
+    **dict.fromkeys((*_COUNT_KEYS, "pretraining_tp", "n_ctx"), "whole"),
+    **dict.fromkeys((*_NUMBER_KEYS, "summary_first_dropout"), "number"),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), "ids"),
 }
 """Keys that families have in common and no field or default says the type of."""

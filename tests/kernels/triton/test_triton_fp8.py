@@ -146,7 +146,7 @@ def test_a_right_guess_is_not_cast_again(monkeypatch: pytest.MonkeyPatch):
     last = cast_and_gemm.cast_tensor(x, E4M3).rows.scale.clone()
 
     def spoiling(kernel: Any, tensors: Any, *args: Any, **options: Any) -> None:
-        if kernel is twins.redo_cast_if_scale_differs:
+        if kernel is twins.cast_tiles.redo_cast_if_scale_differs:
             tensors[1].zero_()
         launch(kernel, tensors, *args, **options)
 
