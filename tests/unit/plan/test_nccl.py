@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
-from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule, forward_only
-from petatron.schedule.actions import Action
+from petatron.schedule import Schedule, ScheduleShape, build_schedule, forward_only
+from petatron.schedule.actions import Action, ActionKind
 from tests.nccl_rules.nccl_program import simulate_program
 from tests.nccl_rules.pipeline_program import POLICIES, pipeline_program, unordered_makespan
 
