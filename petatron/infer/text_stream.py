@@ -7,8 +7,10 @@ decoding a few ids before it together with it adds. Text that may be the beginni
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from petatron.data.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from petatron.data.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_IDS = 16
@@ -78,15 +80,12 @@ class TextStream:
             position, self.stop = min(matches, key=lambda match: (match[0], len(match[1])))
             certain, self._held = pending[: position + len(self.stop) * self._keep_stop], ""
         else:
-            kept = 0 if final else self._longest_beginning_of_a_stop(pending)
+            kept = 0 if final else max(num_held(pending, stop) for stop in self._stop_strings)
             certain, self._held = pending[: len(pending) - kept], pending[len(pending) - kept :]
         self.text += certain
         return certain
 
-    def _longest_beginning_of_a_stop(self, text: str) -> int:
-        longest = max(len(stop) for stop in self._stop_strings) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            ending = text[len(text) - length :]
-            if any(stop.startswith(ending) for stop in self._stop_strings):
-                return length
-        return 0
+
+def num_held(text: str, tag: str) -> int:
+    """Returns how many last characters of a text may be the beginning of a tag."""
+    return next(size for size in range(len(tag) - 1, -1, -1) if text.endswith(tag[:size]))

@@ -20,7 +20,7 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
-    from petatron.infer.sampling_defaults import SamplingDefaults
+    from petatron.infer.sampling_params import SamplingDefaults
     from petatron.serve.engine_process import EngineProcess
     from petatron.serve.open_engine import ModelSettings
 
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(args: argparse.Namespace, settings: ModelSettings, options: ServeOptions) -> int:
     """Runs on every rank: the first one listens, the others follow it."""
-    from petatron.serve.checkpoint_engine import CheckpointEngine
     from petatron.serve.engine_process import EngineProcess
     from petatron.serve.http.server import open_listener
+    from petatron.serve.open_engine import CheckpointEngine
 
     if read_environment().rank:
         for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and then ends this one
@@ -104,7 +104,7 @@ def _answer(
 
 def _sampling_defaults(args: argparse.Namespace, checkpoint: Path) -> SamplingDefaults:
     """Those of the model that is opened; the steps of a run that is followed have one generation_config.json."""
-    from petatron.infer.sampling_defaults import NO_DEFAULTS, read_sampling_defaults
+    from petatron.infer.sampling_params import NO_DEFAULTS, read_sampling_defaults
     from petatron.pretrained.folder_kind import find_model, model_files
 
     if args.generation_config == "off":
