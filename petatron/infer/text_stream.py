@@ -6,11 +6,11 @@ decoding a few ids before it together with it adds. Text that may be the beginni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from petatron.data.tokenizer import Tokenizer
+    from petatron.infer.sampling_params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_IDS = 16
@@ -21,25 +21,18 @@ class TextStream:
     """Without a tokenizer the text stays empty.
 
     >>> from petatron.data.tokenizer import ByteTokenizer
-    >>> stream = TextStream(ByteTokenizer(), stop_strings=("end",))
+    >>> from petatron.infer.sampling_params import SamplingParams
+    >>> stream = TextStream(ByteTokenizer(), SamplingParams(stop_strings=("end",)))
     >>> [stream.add(byte) for byte in "hé e".encode()]
     ['h', '', 'é', ' ', '']
     >>> [stream.add(byte) for byte in b"nd"], stream.stop
     (['', ''], 'end')
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        stop_strings: Sequence[str] = (),
-        keep_stop: bool = False,
-        hidden_ids: Sequence[int] = (),
-    ) -> None:
-        """keep_stop: a stop text is the end of the text, instead of cut off. hidden_ids: are left out of the text."""
-        self._tokenizer = tokenizer
-        self._keep_stop, self._hidden_ids = keep_stop, frozenset(hidden_ids)
-        self._stop_strings = tuple(stop_strings)
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        """params: say which texts stop it, whether such a text is its end or cut off, and which ids are left out of it."""
+        self._tokenizer, self._stop_strings = tokenizer, params.stop_strings
+        self._keep_stop, self._hidden_ids = params.keep_stop, frozenset(params.hidden_ids)
         self._ids: list[int] = []
         self._context, self._read = 0, 0  # ids from the first on are decoded; before the second their text is known
         self._held = ""

@@ -45,11 +45,7 @@ class EngineThread:
     """Owns an engine from `start` to `close`. All methods are called from the event loop."""
 
     def __init__(
-        self,
-        engine: ServedEngine,
-        *,
-        max_open: int,
-        on_finish: Callable[[Generation, Completion], None] | None = None,
+        self, engine: ServedEngine, *, max_open: int, on_finish: Callable[[Generation, Completion], None]
     ) -> None:
         self.stats: EngineStats = engine.stats
         self.failure: str | None = None
@@ -159,7 +155,7 @@ class EngineThread:
             generation.finish(outcome)
             if isinstance(outcome, Exception) and generation.inbox is not None:
                 generation.inbox.fail(outcome)
-            if self._on_finish is not None and isinstance(outcome, Completion):
+            if isinstance(outcome, Completion):
                 self._on_finish(generation, outcome)
 
     # In the thread.

@@ -77,7 +77,7 @@ def _answer(
 ) -> None:
     from petatron.serve.http.app import build_app
     from petatron.serve.http.follow_run import follow_run
-    from petatron.serve.http.server import address_of, run_server
+    from petatron.serve.http.server import address_of, build_server
     from petatron.serve.model_card import ModelCard
 
     name = options.served_model_name or checkpoint.resolve().name
@@ -99,7 +99,7 @@ def _answer(
     step = "" if engine.step_number is None else f", step {engine.step_number}"
     ready = f"serving {name}{step} at {address_of(listener)} (Ctrl-C finishes what is open, and ends)"
     gc.freeze()  # a collection need not look through what was imported: streams would wait for it
-    run_server(app, listener, on_ready=lambda: print(ready, flush=True))
+    build_server(app, on_ready=lambda: print(ready, flush=True)).run(sockets=[listener])
 
 
 def _sampling_defaults(args: argparse.Namespace, checkpoint: Path) -> SamplingDefaults:

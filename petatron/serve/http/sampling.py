@@ -17,8 +17,8 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from petatron.base.errors import DataError
 from petatron.infer.grammar import ANY_WHITESPACE
@@ -48,8 +48,7 @@ _LONG_TEXT_CHARS = 4096
 """Longer texts are encoded beside the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
+class EncodedPrompt(NamedTuple):
     """A prompt's ids, and its text if it came as text."""
 
     ids: Sequence[int]
@@ -63,14 +62,15 @@ async def encode_prompts(
     limits: ServeLimits,
     *,
     param: str,
-    add_prefix: bool | None = None,
+    prefix: Sequence[int] | None = None,
 ) -> list[EncodedPrompt]:
     """Returns one or several prompts of text or of token ids, truncated as the body says.
 
-    add_prefix: a text begins with the ids that the tokenizer puts before one; by default as the body says.
+    prefix: ids before a text; by default those that the tokenizer puts before one, unless the body says otherwise.
     """
     truncate = body.truncate_prompt_tokens
-    add_prefix = body.add_special_tokens is not False if add_prefix is None else add_prefix
+    if prefix is None:
+        prefix = () if body.add_special_tokens is False else model.prefix_ids
     many = not isinstance(given, str) and not isinstance(given[0], int)
     prompts: Sequence[str | Sequence[int]] = given if many else [given]  # type: ignore[assignment]
     if len(prompts) > limits.max_batch:
@@ -80,8 +80,7 @@ async def encode_prompts(
     for prompt in prompts:
         if isinstance(prompt, str) and truncate is None:
             check_text(prompt, model, limits, param=param)
-        before = model.prefix_ids if add_prefix else ()
-        ids = [*before, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
+        ids = [*prefix, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
         ids = truncated(ids, body, model)
         check_prompt(ids, model, limits, param=param)
         encoded.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None))
@@ -200,7 +199,7 @@ def sampling_params(
         seed=secrets.randbits(63) if body.seed is None else body.seed & MAX_SEED,
         stop_ids=tuple(sorted({*(() if body.ignore_eos else model.stop_ids), *extra_ids})),
         stop_strings=tuple(dict.fromkeys(stops)),
-        keep_stop=body.keeps_stop,
+        keep_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         hidden_ids=() if body.skip_special_tokens is False else _hidden_ids(model, stops),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

@@ -24,14 +24,7 @@ from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
 from petatron.serve.http.routes.completions import answer_request, check_batch, check_samples, continuous_usage
 from petatron.serve.http.run_generations import TokenStream
-from petatron.serve.http.sampling import (
-    check_prompt,
-    check_text,
-    encode_text,
-    new_tokens,
-    sampling_params,
-    truncated,
-)
+from petatron.serve.http.sampling import encode_prompts, new_tokens, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import RunningUsage, reasoning_tokens_of, usage
 from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
@@ -49,10 +42,7 @@ async def post_chat_completion(request: Request) -> Response:
     check_batch(body.n or 1, state)
     chat = await prepare_chat(body, state)
     ignore_fields(request, unread_template_values(body, model))
-    last = body.messages[-1]
-    echoed = message_text(last) or "" if body.echo and last.role == "assistant" else ""
-    answer = ChatAnswer(body, model, chat, echoed=echoed, continuous_usage=continuous_usage(body))
-    return await answer_request(request, body, answer, [chat.ids], chat.params)
+    return await answer_request(request, body, ChatAnswer(body, model, chat), [chat.ids], chat.params)
 
 
 async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> PreparedChat:
@@ -63,11 +53,8 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
     model, limits = state.model, state.options.limits
     tools = choose_tools(body, state.options.tool_format(model.chat_template.tool_source))
     prompt = await chat_prompt(body.messages, body, model, tools=tools.offered)
-    if body.truncate_prompt_tokens is None:
-        check_text(prompt, model, limits, param="messages")
-    ids = await encode_chat(prompt, model, add_prefix=bool(body.add_special_tokens))
-    ids = truncated(ids, body, model)
-    check_prompt(ids, model, limits, param="messages")
+    prefix = model.prefix_ids if body.add_special_tokens else model.chat_prefix_ids  # which a template writes itself
+    [(ids, _)] = await encode_prompts(prompt, body, model, limits, param="messages", prefix=prefix)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = min(new_tokens(asked, model.max_length, [ids], model, limits), model.max_length - len(ids))
     params = sampling_params(
@@ -166,12 +153,6 @@ def unread_template_values(body: ChatPromptFields, model: ModelCard) -> list[str
     return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in source]
 
 
-async def encode_chat(text: str, model: ModelCard, *, add_prefix: bool = False) -> list[int]:
-    """Returns the ids of rendered messages. add_prefix: those that the tokenizer puts before a text, even if a template writes them."""
-    before = model.prefix_ids if add_prefix else model.chat_prefix_ids
-    return [*before, *await encode_text(text, model)]
-
-
 def _plain(message: ChatMessage) -> dict[str, Any]:
     """Returns a message as templates read it. Its reasoning has two names, and a content that is absent would be written as None."""
     extra, content = message.model_extra or {}, message_text(message)
@@ -213,21 +194,14 @@ class PreparedChat:
 
 
 class ChatAnswer:
-    """Of one request. echoed: text before each answer. continuous_usage: every event of a stream tells the counts so far."""
+    """Of one request. The text of an assistant's last message is echoed before each answer, where the request asks for it."""
 
-    def __init__(
-        self,
-        body: ChatCompletionRequest,
-        model: ModelCard,
-        chat: PreparedChat,
-        *,
-        echoed: str = "",
-        continuous_usage: bool = False,
-    ) -> None:
+    def __init__(self, body: ChatCompletionRequest, model: ModelCard, chat: PreparedChat) -> None:
         self._body, self._model, self._prompt_ids, self._prompt_text = body, model, chat.ids, chat.text
-        self._splitter, self._echoed, self._legacy = chat.splitter, echoed, chat.tools.legacy
+        self._splitter, self._legacy, last = chat.splitter, chat.tools.legacy, body.messages[-1]
+        self._echoed = message_text(last) or "" if body.echo and last.role == "assistant" else ""
         self._splitters: dict[int, AnswerSplitter] = {}
-        self._running = RunningUsage() if continuous_usage else None
+        self._running = RunningUsage() if continuous_usage(body) else None
         number = body.request_id or secrets.token_hex(12)
         self._head = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model.name}
 

@@ -21,13 +21,12 @@ from petatron.serve.http.json_body import ignore_fields, nested_unknown_fields, 
 from petatron.serve.http.openai_requests import ChatCompletionRequest
 from petatron.serve.http.request_fields import check_extra_fields
 from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest, chat_of, in_own_names
-from petatron.serve.http.routes.chat import prepare_chat, unread_template_values
+from petatron.serve.http.routes.chat import PreparedChat, prepare_chat, unread_template_values
 from petatron.serve.http.run_generations import TokenStream, complete
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import reasoning_tokens_of
 from petatron.serve.logprob_formats import AlignedTokens, chat_logprobs
 from petatron.serve.model_card import ModelCard
-from petatron.serve.reasoning import AnswerSplitter
 from petatron.serve.tool_calls import ToolCall
 
 _Event = dict[str, Any]
@@ -52,9 +51,7 @@ async def post_response(request: Request) -> Response:
     except ApiError as error:
         raise in_own_names(error, body) from None
     ignore_fields(request, unread_template_values(chat, state.model))
-    answer = ResponseAnswer(
-        body, chat, state.model, len(prepared.ids), prepared.splitter(), hidden_ids=prepared.params.hidden_ids
-    )
+    answer = ResponseAnswer(body, chat, prepared, state.model)
     inbox: Inbox | None = Inbox() if body.stream else None
     generation = Generation(prepared.ids, prepared.params, inbox=inbox)
     if inbox is not None:
@@ -64,22 +61,15 @@ async def post_response(request: Request) -> Response:
 
 
 class ResponseAnswer:
-    """The answer to one request. hidden_ids: tokens that do not appear in its text."""
+    """The answer to one request."""
 
     def __init__(
-        self,
-        body: ResponsesRequest,
-        chat: ChatCompletionRequest,
-        model: ModelCard,
-        num_prompt: int,
-        splitter: AnswerSplitter,
-        *,
-        hidden_ids: Sequence[int] = (),
+        self, body: ResponsesRequest, chat: ChatCompletionRequest, prepared: PreparedChat, model: ModelCard
     ) -> None:
-        self._chat, self._model, self._num_prompt, self._splitter = chat, model, num_prompt, splitter
+        self._chat, self._model, self._num_prompt, self._splitter = chat, model, len(prepared.ids), prepared.splitter()
         self._items: list[dict[str, Any]] = []
         self._is_open = False
-        self._aligned = AlignedTokens(model.texts, hidden_ids) if chat.logprobs else None
+        self._aligned = AlignedTokens(model.texts, prepared.params.hidden_ids) if chat.logprobs else None
         self._unlisted: list[TokenLogprob] = []
         self._num_events = 0
         self._head = {
