@@ -18,8 +18,8 @@ from petatron.base.format_text import count_with_noun
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.plan.pipeline_simulator import ActionCosts, Simulation, bubble_fraction, simulate, theoretical_bubble
 from petatron.plan.timeline_drawing import timeline_svg, timeline_text
-from petatron.schedule import SCHEDULES, ScheduleShape, build_schedule
-from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
+from petatron.schedule import ScheduleShape, build_schedule
+from petatron.schedule.actions import COMPUTE_KINDS, SCHEDULES, TimedAction
 from petatron.schedule.measured_timeline import read_measured
 
 _COST_NAMES = ("F", "B", "I", "W", "transfer")

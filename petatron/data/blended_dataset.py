@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError
 from petatron.config.schema.data_blend import parse_blend as read_blend
 from petatron.data.batch_loader import Sample, SampleDataset
-from petatron.data.index_cache import Arrays, fingerprint, load_or_build
+from petatron.data.index_cache import fingerprint, load_or_build
 
 MAX_DATASETS = 32766
 _SURPLUS = 0.005  # the default of Megatron's --mid-level-dataset-surplus
@@ -125,12 +126,9 @@ def load_blend(
         "size": size,
         "limits": None if limits is None else list(limits),
     }
-
-    def build() -> Arrays:
-        dataset, sample = blend_indices(weights, size, limits=limits)
-        return {"dataset": dataset, "sample": sample}
-
-    arrays = load_or_build(cache_dir, key, ("dataset", "sample"), build=build)
+    names = ("dataset", "sample")
+    indices = partial(blend_indices, weights, size, limits=limits)
+    arrays = load_or_build(cache_dir, key, names, build=lambda: dict(zip(names, indices(), strict=True)))
     return arrays["dataset"], arrays["sample"]
 
 

@@ -137,7 +137,10 @@ def _map_existing(paths: Mapping[str, Path]) -> tuple[Arrays | None, FileIdentit
         return None, []
     try:
         identities = _file_identities(paths)
-        mapped = {name: _map_array(path) for name, path in paths.items()}
+        mapped: Arrays = {}
+        for name, path in paths.items():
+            with open_regular_file(path) as file:  # numpy would wait for the other end of a FIFO
+                mapped[name] = _map_open_file(file)
         if identities == _file_identities(paths):
             return mapped, identities
         flaw = "somebody writes it"
@@ -187,11 +190,6 @@ def _write_trust_record(paths: Mapping[str, Path], identities: FileIdentities) -
         record = _trust_record_path(paths)
         if record is not None:
             write_atomic(record, json.dumps(identities) + "\n")
-
-
-def _map_array(path: Path) -> NDArray:
-    with open_regular_file(path) as file:  # numpy would wait for the other end of a FIFO
-        return _map_open_file(file)
 
 
 def _map_open_file(file: BinaryIO) -> NDArray:

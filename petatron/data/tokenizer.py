@@ -24,7 +24,7 @@ from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.bpe.byte_level_decoder import IdDecoder, byte_characters
+from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters, decode_error
 from petatron.data.data_file_error import data_file_error
 
 END_OF_TEXT = "<|endoftext|>"
@@ -70,7 +70,7 @@ class _LibraryTokenizer:
     name: str
     eod: int | None
     _fast: FastTokenizer
-    _decoder: IdDecoder
+    _table: ByteTable | None
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -81,7 +81,11 @@ class _LibraryTokenizer:
             return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._decoder.decode(ids)
+        """Decodes from a table of bytes if the decoder is byte-level: generation decodes a few ids per token."""
+        if self._table is not None:
+            return b"".join([self._table[number] for number in ids]).decode(errors="replace")
+        with reading_untrusted(Path(self.name), decode_error):
+            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
@@ -102,7 +106,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             content = read_limited_bytes(file, MAX_FILE_BYTES)
             self._fast = load_fast(content)
             _check_growth(file, self._fast)
-            self._decoder = IdDecoder(self._fast, given)
+            is_byte_level = isinstance(self._fast.decoder, decoders.ByteLevel)
+            self._table = ByteTable(self._fast, given) if is_byte_level else None
             self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)
         candidates = (_eos_in_config(file.parent / "tokenizer_config.json"), *EOD_CANDIDATES)
@@ -133,7 +138,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             self._fast = FastTokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
             self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             self._fast.decoder = decoders.ByteLevel()
-            self._decoder = IdDecoder(self._fast, Path(vocab_file))
+            self._table = ByteTable(self._fast, Path(vocab_file))
             self.vocab_size = _vocab_size(vocab_file, self._fast)
             self.eod = self._fast.token_to_id(END_OF_TEXT)
         self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"

@@ -28,7 +28,6 @@ import torch
 
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
-from petatron.infer.cache_size import choose_cache_size
 from petatron.infer.check_request import check_request
 from petatron.infer.completion import Completion, EngineStats, TokenEvent
 from petatron.infer.constraint import ConstraintCompiler
@@ -38,7 +37,7 @@ from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.step.generation_weights import GenerationWeights
-from petatron.infer.step.layer_states import any_layer_has
+from petatron.infer.step.layer_states import any_layer_has, choose_cache_size
 from petatron.infer.step.model_steps import ModelSteps, shares_experts
 from petatron.infer.step.packed_step import CacheLocations, ScheduledTokens, StepOutputs, pack_rows
 from petatron.infer.step.step_result import (
@@ -255,7 +254,7 @@ class Engine:
         """
         if (
             self._preparing
-        ):  # lets requests in whose constraints are compiled; waits a little where there is nothing else to do
+        ):  # lets requests in whose constraints are compiled; waits a little where there is no other work
             if not self._inbox and not any(scheduler.has_work for scheduler in self._schedulers):
                 futures = [future for future, _ in self._preparing.values()]
                 wait(futures, timeout=_PREPARING_S, return_when=FIRST_COMPLETED)

@@ -53,12 +53,7 @@ class RunningRequests:
             list(prompt),
             params,
             max_length=min(self._max_length, len(prompt) + params.max_new_tokens),
-            stream=TextStream(
-                self._tokenizer,
-                stop_strings=params.stop_strings,
-                keep_stop=params.keep_stop,
-                hidden_ids=params.hidden_ids,
-            ),
+            stream=TextStream(self._tokenizer, params),
             completion=Completion(list(prompt)),
             constraint=None if constraint is None else self._constraints.start(constraint, stop_ids=params.stop_ids),
         )

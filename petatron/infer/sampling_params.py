@@ -1,14 +1,25 @@
-"""How one request is continued: what may be drawn, when it ends, and what is reported of each token."""
+"""How one request is continued: what may be drawn, when it ends, and what is reported of each token.
+
+What a request does not say, the generation_config.json that a model came with may: its sampling parameters alone are taken, as other
+servers do, since its makers recommend them. Ids that end an answer are read beside (`serve/open_engine.py`); a length is for a request to
+say.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.companion_files import read_companion_file
+from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.log import get_logger
 
+GENERATION_CONFIG_FILE = "generation_config.json"
+_log = get_logger(__name__)
 MAX_TOP_LOGPROBS = 100
 """The most alternatives reported of one token."""
 MAX_SEED, MAX_TOP_K = 2**63 - 1, 2**31 - 1
@@ -114,10 +125,8 @@ class SamplingParams:
         top_p_holds = self.top_p is None or 0 < self.top_p <= 1
         min_p_holds = self.min_p is None or 0 <= self.min_p <= 1
         biases_hold = all(map(math.isfinite, self.logit_bias.values()))
-        top_k_fix, count_fix = (
-            f"Use 1 to {MAX_TOP_K}, or leave it out for all.",
-            f"Use 0 to {MAX_TOP_LOGPROBS}, or leave it out.",
-        )
+        top_k_fix = f"Use 1 to {MAX_TOP_K}, or leave it out for all."
+        count_fix = f"Use 0 to {MAX_TOP_LOGPROBS}, or leave it out."
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 0, "is negative", "Ask for one token or more."),
             ("min_new_tokens", least_holds, "is not between 0 and max_new_tokens", "Use a number between."),
@@ -143,3 +152,60 @@ class SamplingParams:
 
 def _is_count(value: int | None) -> bool:
     return value is None or 0 <= value <= MAX_TOP_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """None: the file does not say."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def given(self) -> dict[str, float]:
+        return {default.name: value for default in fields(self) if (value := getattr(self, default.name)) is not None}
+
+    def as_params(self) -> dict[str, float]:
+        """Returns the fields of `SamplingParams` that it sets: top_k 0 or below keeps all, which is None there, and the default."""
+        return {name: value for name, value in self.given().items() if name != "top_k" or value > 0}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, object]) -> SamplingDefaults:
+        """Returns those of a generation_config.json; a value that no request could have is left out, with a warning.
+
+        >>> SamplingDefaults.from_values({"temperature": 0.6, "top_k": 20, "top_p": 7, "do_sample": True}).given()
+        {'temperature': 0.6, 'top_k': 20}
+        """
+        defaults: dict[str, float] = {}
+        for name, holds in _RANGES.items():
+            value = values.get(name)
+            if value is None:
+                continue
+            is_integer = name == "top_k"
+            number = isinstance(value, int if is_integer else int | float) and not isinstance(value, bool)
+            if number and math.isfinite(value) and holds(value):  # type: ignore[arg-type]
+                defaults[name] = value  # type: ignore[assignment]
+            else:
+                _log.warning("%s has %s %r, which no request may have: left out", GENERATION_CONFIG_FILE, name, value)
+        return cls(**defaults)  # type: ignore[arg-type]
+
+
+_RANGES = {
+    "temperature": lambda value: 0 <= value <= 100,
+    "top_k": lambda value: value >= -1,
+    "top_p": lambda value: 0 < value <= 1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value <= 100,
+}
+NO_DEFAULTS = SamplingDefaults()
+
+
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Returns those of a model's folder; none without the file."""
+    path = folder / GENERATION_CONFIG_FILE
+    if not path.is_file():
+        return NO_DEFAULTS
+    values = json.loads(read_companion_file(path, CheckpointError))
+    return SamplingDefaults.from_values(values) if isinstance(values, Mapping) else NO_DEFAULTS

@@ -6,9 +6,11 @@ decoding a few ids before it together with it adds. Text that may be the beginni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from petatron.data.tokenizer import Tokenizer
+if TYPE_CHECKING:
+    from petatron.data.tokenizer import Tokenizer
+    from petatron.infer.sampling_params import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_IDS = 16
@@ -19,25 +21,18 @@ class TextStream:
     """Without a tokenizer the text stays empty.
 
     >>> from petatron.data.tokenizer import ByteTokenizer
-    >>> stream = TextStream(ByteTokenizer(), stop_strings=("end",))
+    >>> from petatron.infer.sampling_params import SamplingParams
+    >>> stream = TextStream(ByteTokenizer(), SamplingParams(stop_strings=("end",)))
     >>> [stream.add(byte) for byte in "hé e".encode()]
     ['h', '', 'é', ' ', '']
     >>> [stream.add(byte) for byte in b"nd"], stream.stop
     (['', ''], 'end')
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        stop_strings: Sequence[str] = (),
-        keep_stop: bool = False,
-        hidden_ids: Sequence[int] = (),
-    ) -> None:
-        """keep_stop: a stop text is the end of the text, instead of cut off. hidden_ids: are left out of the text."""
-        self._tokenizer = tokenizer
-        self._keep_stop, self._hidden_ids = keep_stop, frozenset(hidden_ids)
-        self._stop_strings = tuple(stop_strings)
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        """params: say which texts stop it, whether such a text is its end or cut off, and which ids are left out of it."""
+        self._tokenizer, self._stop_strings = tokenizer, params.stop_strings
+        self._keep_stop, self._hidden_ids = params.keep_stop, frozenset(params.hidden_ids)
         self._ids: list[int] = []
         self._context, self._read = 0, 0  # ids from the first on are decoded; before the second their text is known
         self._held = ""
@@ -78,15 +73,12 @@ class TextStream:
             position, self.stop = min(matches, key=lambda match: (match[0], len(match[1])))
             certain, self._held = pending[: position + len(self.stop) * self._keep_stop], ""
         else:
-            kept = 0 if final else self._longest_beginning_of_a_stop(pending)
+            kept = 0 if final else max(num_held(pending, stop) for stop in self._stop_strings)
             certain, self._held = pending[: len(pending) - kept], pending[len(pending) - kept :]
         self.text += certain
         return certain
 
-    def _longest_beginning_of_a_stop(self, text: str) -> int:
-        longest = max(len(stop) for stop in self._stop_strings) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            ending = text[len(text) - length :]
-            if any(stop.startswith(ending) for stop in self._stop_strings):
-                return length
-        return 0
+
+def num_held(text: str, tag: str) -> int:
+    """Returns how many last characters of a text may be the beginning of a tag."""
+    return next(size for size in range(len(tag) - 1, -1, -1) if text.endswith(tag[:size]))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from petatron.mesh import gloo_collectives
 from petatron.mesh.diagnose.failure_report import communication_error
-from petatron.mesh.launch.error_file import is_echo
+from petatron.mesh.launch.rank_exit import is_echo
 from petatron.mesh.mesh import Axis
 
 ReduceOpName = Literal["sum", "max", "min"]

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.format_text import count_with_noun
+from petatron.config.nccl_communicators import CommunicatorOptions
 from petatron.mesh.comm_record import CONTROL_AXES, CommRecord, Communicator
-from petatron.mesh.launch.nccl_options import CommunicatorOptions, nccl_options, nccl_timeout
+from petatron.mesh.launch.nccl_options import nccl_options, nccl_timeout
 from petatron.mesh.launch.process_group import new_group
 from petatron.mesh.rank_layout import AXES, Layout
 

@@ -318,10 +318,17 @@ class _ConversionWriter:
             stored, after = source.dtypes[chunk.key], chunk.tensor
             may_overflow = stored.is_floating_point and torch.finfo(after.dtype).max < torch.finfo(stored).max
             # In bounded memory: `isfinite` would need several times the tensor's size.
-            if may_overflow and after.numel() and not all(bound.isfinite() for bound in after.aminmax()):
-                before = torch.empty(after.shape, dtype=stored)
-                source.fill([replace(chunk, tensor=before)])
-                _check_finite(name, before, after)
+            if not may_overflow or not after.numel() or all(bound.isfinite() for bound in after.aminmax()):
+                continue
+            before = torch.empty(after.shape, dtype=stored)
+            source.fill([replace(chunk, tensor=before)])
+            lost = before[before.isfinite() & ~after.isfinite()]
+            if lost.numel():
+                dtype = str(after.dtype).removeprefix("torch.")
+                raise CheckpointError(
+                    f"{name} has values up to {lost.abs().max().item():.4g}, and {dtype} ends at {torch.finfo(after.dtype).max:.4g}: "
+                    "they would become infinite. Use a wider --dtype, bf16 or fp32, or leave it out."
+                )
 
     def _file_bytes(self, file_plan: FilePlan) -> Iterator[bytes | memoryview]:
         """Yields the bytes of a file; each tensor overwrites the one before it in the buffer."""
@@ -383,13 +390,3 @@ def _weight_specs(
         for region in entry.regions:
             weights.setdefault(region.name, WeightSpec(source.shapes[folder_tensor_key(region.name)], kept))
     return weights
-
-
-def _check_finite(name: str, before: Tensor, after: Tensor) -> None:
-    lost = before[before.isfinite() & ~after.isfinite()]
-    if lost.numel():
-        dtype = str(after.dtype).removeprefix("torch.")
-        raise CheckpointError(
-            f"{name} has values up to {lost.abs().max().item():.4g}, and {dtype} ends at {torch.finfo(after.dtype).max:.4g}: "
-            "they would become infinite. Use a wider --dtype, bf16 or fp32, or leave it out."
-        )

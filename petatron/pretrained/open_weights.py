@@ -245,3 +245,44 @@ def _resolve_spec(
         rule = "is not known: the model's settings do not say it"
         raise ConfigError([Problem("--vocab-size", "", rule, "Give the number of token ids of its tokenizer.")])
     return sections, model_spec(run)
+
+
+def last_steps(folder: Path, count: int, *, before: int | None = None) -> list[int]:
+    """Returns the last steps of a folder of checkpoints, up to step `before`; raises if there are fewer."""
+    steps = sorted(step for step in step_list.list_steps(folder) if before is None or step <= before)
+    if len(steps) < count or (before is not None and before not in steps):
+        have = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(
+            f"{folder} has not {count} steps to average{f' up to {before}' if before is not None else ''}; it has: {have}. Give the "
+            "folder that --save wrote to, and a smaller --average-last; --save-interval and --save-total-limit decide which steps are kept."
+        )
+    return steps[-count:]
+
+
+def average_sources(sources: Sequence[ModelSource]) -> ModelSource:
+    """Returns the mean of models of one architecture (stochastic weight averaging, Izmailov et al. 2018) as one; all else is the last's.
+
+    Values are read where a conversion asks for them, in float64 (from master weights, where there are any), and summed in that precision:
+    the mean is exact to its rounding, and needs two boxes of memory besides the one that is filled. Expert biases, which are no weights,
+    are those of the last step.
+    """
+    last = sources[-1]
+    for source in sources:
+        if source.spec != last.spec or source.shapes != last.shapes:
+            raise CheckpointError(
+                f"{source.path} and {last.path} are of different models, which have no mean. Average steps of one run."
+            )
+
+    def fill(chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.key.startswith(ROUTER_PREFIX):
+                last.fill([chunk])
+                continue
+            values = torch.empty(chunk.tensor.shape, dtype=torch.float64)
+            total = torch.zeros_like(values)
+            for source in sources:
+                source.fill([replace(chunk, tensor=values)])
+                total += values
+            chunk.tensor.copy_(total.div_(len(sources)))
+
+    return replace(last, fill=fill)

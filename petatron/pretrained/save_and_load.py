@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import torch
-
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
@@ -46,13 +44,16 @@ def save_with_manager(
     wait: bool = True,
 ) -> None:
     """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it. No load restores the metadata."""
+    groups = sorted(model.param_groups, key=lambda group: not group.spec.trainable)
+    # The storage dtype of the weights: fully sharded ones are fp32, since they are the master weights, unless frozen.
+    dtype = next((weight.dtype for group in groups for weight in group.weights()), model.dtype)
     manager.save(
         step,
         [chunk for component in components for chunk in component.chunks()],
         metadata=build_document(components, metadata, model.frozen_tensors),
         same_layout_key=model.layout_key,
         local=local_tensors(components),
-        model=build_hf_folder(model.spec, _weight_dtype(model), tokenizer),
+        model=build_hf_folder(model.spec, dtype, tokenizer),
         wait=wait,
     )
 
@@ -195,9 +196,3 @@ def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
         return "model"
     check_steps_not_lost(path)
     return None
-
-
-def _weight_dtype(model: ParallelModel) -> torch.dtype:
-    """Returns the storage dtype of the weights; fully sharded ones are fp32, since they are the master weights, unless frozen."""
-    groups = sorted(model.param_groups, key=lambda group: not group.spec.trainable)
-    return next((weight.dtype for group in groups for weight in group.weights()), model.dtype)

@@ -16,34 +16,9 @@ from functools import lru_cache
 from itertools import chain
 
 from petatron.schedule import gpipe_and_1f1b
-from petatron.schedule.actions import (
-    SCHEDULES,
-    Action,
-    ActionBatch,
-    ActionKind,
-    ScheduleShape,
-    TimedAction,
-    max_held_micro_batches,
-    stage_rank,
-)
+from petatron.schedule.actions import Action, ActionBatch, ScheduleShape, max_held_micro_batches, stage_rank
 from petatron.schedule.send_recv import RankActions, UnitCostSimulation, insert_send_recv
 from petatron.schedule.zero_bubble import forward_only_orders, zb_h1, zb_v
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "ActionKind",
-    "RankSchedule",
-    "Schedule",
-    "ScheduleShape",
-    "TimedAction",
-    "build_schedule",
-    "computations",
-    "forward_only",
-    "in_flight",
-    "rank_schedule",
-    "stage_rank",
-]
 
 
 @dataclass(frozen=True, slots=True)

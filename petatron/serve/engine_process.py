@@ -42,8 +42,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.process_group import stop_process_group
-from petatron.serve.checkpoint_engine import CheckpointEngine
-from petatron.serve.open_engine import ModelSettings, model_settings
+from petatron.serve.open_engine import CheckpointEngine, ModelSettings, model_settings
 
 _END_TIMEOUT_S, _MOST_WAKES = 30.0, 4096
 _stats_content = attrgetter(*(field.name for field in fields(EngineStats)))

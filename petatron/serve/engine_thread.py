@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from petatron.base.errors import LaunchError, PetatronError, RequestError
 from petatron.base.log import get_logger
+from petatron.infer.check_request import ServedModel
 from petatron.infer.completion import Completion, EngineStats, TokenEvent
-from petatron.serve.engine_protocol import ServedEngine
+from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation import Generation, GenerationCancelled, NotServingError, QueueFullError, ServerError
 from petatron.serve.open_sequences import OpenSequences
 
@@ -44,11 +45,7 @@ class EngineThread:
     """Owns an engine from `start` to `close`. All methods are called from the event loop."""
 
     def __init__(
-        self,
-        engine: ServedEngine,
-        *,
-        max_open: int,
-        on_finish: Callable[[Generation, Completion], None] | None = None,
+        self, engine: ServedEngine, *, max_open: int, on_finish: Callable[[Generation, Completion], None]
     ) -> None:
         self.stats: EngineStats = engine.stats
         self.failure: str | None = None
@@ -158,7 +155,7 @@ class EngineThread:
             generation.finish(outcome)
             if isinstance(outcome, Exception) and generation.inbox is not None:
                 generation.inbox.fail(outcome)
-            if self._on_finish is not None and isinstance(outcome, Completion):
+            if isinstance(outcome, Completion):
                 self._on_finish(generation, outcome)
 
     # In the thread.
@@ -311,3 +308,32 @@ class EngineThread:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:  # the loop is closed: nobody waits any more
             _log.debug("an event came after the server's end")
+
+
+class ServedEngine(ServedModel, Protocol):
+    """An engine of `infer/`, or one of a test. One thread calls all but `wake`."""
+
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Returns the request's id; raises `DataError` or `ConfigError` for what cannot be served. What is found later, such as a
+        constraint that cannot be compiled, is what `take` raises."""
+        ...
+
+    def cancel(self, request: int) -> None: ...
+    def step(self) -> list[TokenEvent]: ...
+    def wake(self) -> None:
+        """Makes a `step` return that only waits for another process; called by any thread."""
+        ...
+
+    def take(self, request: int) -> Completion:
+        """Returns a finished request, and forgets it; raises the `PetatronError` of one that failed."""
+        ...
+
+    def check_alive(self) -> None:
+        """Raises `LaunchError` if the engine has ended by itself; asked while there is no work, which would notice it."""
+        ...
+
+    def close(self) -> None: ...

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from petatron.base.errors import PetatronError
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
 
 
+@dataclass(slots=True, eq=False)
 class Generation:
     """A prompt, how to continue it, and what became of it.
 
@@ -18,33 +20,19 @@ class Generation:
     share it. Times are of the engine's thread, in seconds of the monotonic clock.
     """
 
-    __slots__ = (
-        "cancelled",
-        "done",
-        "finished_s",
-        "first_token_s",
-        "inbox",
-        "index",
-        "params",
-        "prompt_ids",
-        "submitted_s",
-    )
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    index: int = field(default=0, kw_only=True)
+    inbox: Inbox | None = field(default=None, kw_only=True)
+    done: asyncio.Future[Completion] = field(init=False)
+    submitted_s: float = field(default_factory=time.monotonic, init=False)
+    first_token_s: float | None = field(default=None, init=False)
+    finished_s: float | None = field(default=None, init=False)
+    cancelled: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        index: int = 0,
-        inbox: Inbox | None = None,
-    ) -> None:
-        self.prompt_ids, self.params, self.index, self.inbox = prompt_ids, params, index, inbox
-        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+    def __post_init__(self) -> None:
+        self.done = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(_mark_retrieved)
-        self.submitted_s = time.monotonic()
-        self.first_token_s: float | None = None
-        self.finished_s: float | None = None
-        self.cancelled = False
 
     @property
     def stop(self) -> str | int | None:

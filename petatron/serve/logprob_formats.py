@@ -42,19 +42,14 @@ def top_by_text(entry: TokenLogprob, texts: TokenTexts, *, as_ids: bool = False)
 
 
 def completion_logprobs(
-    ids: Sequence[int],
-    entries: Sequence[TokenLogprob | None],
-    texts: TokenTexts,
-    *,
-    offset: int = 0,
-    as_ids: bool = False,
+    ids: Sequence[int], entries: Sequence[TokenLogprob | None], texts: TokenTexts, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Returns `logprobs` of /v1/completions; an entry is None for the first token of a prompt. offset: characters before the first."""
+    """Returns `logprobs` of /v1/completions; an entry is None for the first token of a prompt."""
     return {
         "tokens": [_name(token, texts, as_ids) for token in ids],
         "token_logprobs": [None if entry is None else own_logprob(entry) for entry in entries],
         "top_logprobs": [None if entry is None else top_by_text(entry, texts, as_ids=as_ids) for entry in entries],
-        "text_offset": [offset + start for start in texts.offsets(ids)],
+        "text_offset": texts.offsets(ids),
     }
 
 

@@ -12,8 +12,8 @@ from petatron.data.prompt.chat_template import ChatTemplate, special_token, toke
 from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, prefix_ids
 from petatron.data.prompt.token_bounds import max_token_bytes
 from petatron.data.tokenizer import Tokenizer
-from petatron.infer.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from petatron.serve.engine_protocol import ServedEngine
+from petatron.infer.sampling_params import NO_DEFAULTS, SamplingDefaults
+from petatron.serve.engine_thread import ServedEngine
 from petatron.serve.fill_in_middle import FillInMiddle, find_fill_in_middle
 from petatron.serve.isolation.limited_process import Isolation
 from petatron.serve.token_texts import TokenTexts

@@ -1,7 +1,11 @@
-"""Opens the generation engine of a checkpoint, with its tokenizer, in the layout of the flags.
+"""Opens the generation engine of a checkpoint, with its tokenizer, in the layout of the flags; and replaces it by that of another step.
 
 A checkpoint is the folder of a run (its newest step), of one step, or of a Hugging Face model. `model_settings` says what is opened and
 how many ranks it needs, before there are any; `open_engine` then opens it on every rank.
+
+A `CheckpointEngine` is on every rank: rank 0 serves; the other ranks `follow`. Between two engines all ranks agree on what comes next:
+rank 0 names a folder to load, or the end. A new step is loaded into the weights that are there, so that it needs no memory; if that fails,
+the former step is loaded again.
 """
 
 from __future__ import annotations
@@ -15,22 +19,30 @@ from typing import Any
 import torch
 
 from petatron.base.companion_files import read_companion_file
-from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_folder_names import CONFIG_FILE
+from petatron.checkpoint.files import step_list
 from petatron.config import LoadedConfig
 from petatron.config.declared_rules import training_flags
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.sampling_defaults import GENERATION_CONFIG_FILE, SamplingDefaults, read_sampling_defaults
+from petatron.infer.sampling_params import (
+    GENERATION_CONFIG_FILE,
+    SamplingDefaults,
+    SamplingParams,
+    read_sampling_defaults,
+)
+from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.launch.environment import read_environment
 from petatron.pretrained.folder_kind import check_weights_kind, find_model, model_files
 from petatron.pretrained.open_model import from_pretrained
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.pretrained.run_model import Model
+from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.validate import load_config
 
 _log = get_logger(__name__)
@@ -151,3 +163,73 @@ def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int)
             named.append(content.get("eos_token_id") if isinstance(content, Mapping) else None)
     ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
     return tuple(sorted({token for token in ids if type(token) is int and 0 <= token < vocab_size}))
+
+
+class CheckpointEngine(Engine):
+    """An engine that can be reloaded; a `ServedEngine` at rank 0."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings, self.path, self.stop_ids = settings, settings.folder, settings.stop_ids
+        self._model: Model = load_model(settings)
+        self._build()
+
+    def _build(self) -> None:
+        super().__init__(self._model, self._settings.tokenizer, self._settings.options)
+        self.capture_graphs(_log_capture)
+
+    @property
+    def step_number(self) -> int | None:
+        """The training step of the weights; None for the folder of a model alone."""
+        match = step_list.STEP_FOLDER_NAME.fullmatch(self.path.name)
+        return None if match is None else int(match[1])
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, compiled: bool = False) -> int:
+        return super().submit(prompt_ids, params, compiled=compiled)
+
+    def wake(self) -> None:
+        """A step is computed here, and waits for nothing."""
+
+    def check_alive(self) -> None:
+        """Holds always: this engine lives in the process that asks."""
+
+    def reload(self, step: Path) -> CheckpointEngine:
+        """Loads another step on all ranks, while nothing runs; at rank 0. `path` then tells which step it is."""
+        super().close()
+        self._replace(broadcast_json(str(step), self._model.mesh.control))
+        return self
+
+    def close(self) -> None:
+        """Ends the engines of all ranks; at rank 0."""
+        if not self._closed:
+            super().close()
+            broadcast_json(None, self._model.mesh.control)
+
+    def follow(self) -> None:
+        """Takes part in what rank 0 does until it closes its engine."""
+        while True:
+            super().follow()
+            step = broadcast_json(None, self._model.mesh.control)
+            if step is None:
+                return
+            self._replace(step)
+
+    def _replace(self, step: str) -> None:
+        """Loads, on every rank alike: where a load fails, it fails on all."""
+        del self._steps  # its cache must be free before a new one takes what memory there is
+        try:
+            self._load(Path(step))
+        except PetatronError as error:
+            _log.warning("%s cannot be loaded, so %s is served on: %s", step, self.path, error)
+            self._load(self.path)
+        self._build()
+
+    def _load(self, step: Path) -> None:
+        weights = self._settings.weights
+        if load_checkpoint(str(step), model=self._model, random_states=False, weights=weights) is None:
+            raise CheckpointError(f"{step} holds no checkpoint any more. Another step will do.")
+        self.path = step
+
+
+def _log_capture(done: int, total: int) -> None:
+    if done == total:
+        _log.info("captured CUDA graphs of %d kinds of steps", total)

@@ -1,4 +1,6 @@
-"""The reasoning of an answer, apart from its content: models write it first, between the tags that their chat template shows.
+"""The parts of an answer as it grows: reasoning, content, and calls of tools.
+
+Models write their reasoning first, between the tags that their chat template shows:
 
 think    <think> ... </think> (DeepSeek-R1, Qwen3, and most others)
 mistral  [THINK] ... [/THINK] (Magistral)
@@ -8,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
+
+from petatron.infer.text_stream import num_held
+from petatron.serve.tool_calls import AnswerParts, ToolCallParser
 
 ReasoningFormat = Literal["think", "mistral"]
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = get_args(ReasoningFormat)
@@ -16,13 +21,6 @@ REASONING_TAGS: Mapping[ReasoningFormat, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-
-
-class ReasoningDelta(NamedTuple):
-    """What new text brought of each."""
-
-    reasoning: str = ""
-    content: str = ""
 
 
 def template_reasoning(template: str) -> ReasoningFormat | None:
@@ -66,8 +64,8 @@ class ReasoningParser:
     """Reads one answer. inside: it begins as reasoning. White space around the tags belongs to neither part.
 
     >>> parser = ReasoningParser("think")
-    >>> parser.feed("<think>\\nHm. </th"), parser.feed("ink>\\n\\nYes")
-    (ReasoningDelta(reasoning='Hm.', content=''), ReasoningDelta(reasoning='', content='Yes'))
+    >>> parser.feed("<think>\\nHm. </th")[:2], parser.feed("ink>\\n\\nYes")[:2]
+    (('Hm.', ''), ('', 'Yes'))
     """
 
     form: ReasoningFormat
@@ -84,7 +82,7 @@ class ReasoningParser:
         """Whether the text so far ends in reasoning, or in what parts it from content."""
         return self._state in ("reasoning", "gap")
 
-    def feed(self, text: str, *, final: bool = False) -> ReasoningDelta:
+    def feed(self, text: str, *, final: bool = False) -> AnswerParts:
         """Takes new text; `final` releases what may be the beginning of a tag."""
         self._pending += text
         reasoning = content = ""
@@ -97,7 +95,7 @@ class ReasoningParser:
             self._state = "content" if self._pending else "gap"
         if self._state == "content":
             content, self._pending = self._pending, ""
-        return ReasoningDelta(reasoning, content)
+        return AnswerParts(reasoning, content)
 
     def _read_start(self, *, final: bool) -> None:
         begin, text = REASONING_TAGS[self.form][0], self._pending.lstrip()
@@ -122,6 +120,27 @@ class ReasoningParser:
         return text
 
 
-def num_held(text: str, tag: str) -> int:
-    """Returns how many last characters of a text may be the beginning of a tag."""
-    return next(size for size in range(len(tag) - 1, -1, -1) if text.endswith(tag[:size]))
+@dataclass(slots=True)
+class AnswerSplitter:
+    """Splits one answer; without parsers all of it is content. max_calls: further calls are dropped."""
+
+    reasoning: ReasoningParser | None = None
+    tools: ToolCallParser | None = None
+    max_calls: int | None = None
+    num_calls: int = 0
+
+    def feed(self, text: str, *, final: bool = False) -> AnswerParts:
+        """Takes new text; `final`: there is no more, so nothing is held back."""
+        reasoning = ""
+        if self.reasoning is not None:
+            reasoning, text, _ = self.reasoning.feed(text, final=final)
+        if self.tools is None:
+            return AnswerParts(reasoning, text)
+        deltas = [self.tools.feed(text)]
+        if final:
+            deltas.append(self.tools.finish())
+        calls = [call for delta in deltas for call in delta.calls]
+        if self.max_calls is not None:
+            calls = calls[: max(0, self.max_calls - self.num_calls)]
+        self.num_calls += len(calls)
+        return AnswerParts(reasoning, "".join(delta.content for delta in deltas), tuple(calls))

@@ -1,10 +1,15 @@
-"""Calls of tools in what a model writes: the common formats, found in a text that grows.
+"""Calls of tools in what a model writes: the common formats, found in a text that grows, and grammars that force them.
 
     hermes   <tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>, any number, with text before and between (Hermes, Qwen)
     llama3   {"name": "look", "parameters": {"at": "x"}} as the whole answer, perhaps after <|python_tag|>, several parted by ;
     mistral  [TOOL_CALLS] [{"name": "look", "arguments": {"at": "x"}}], at the end of the answer
 
 What looks like a call and cannot be read stays text. A call is reported when it is complete.
+
+Under a grammar an answer must call tools (`required`), or each call that it makes is one of the tools with fitting arguments. The text
+around the arguments is what chat templates show the model, so that a constrained call looks like one of its training. Arguments are JSON
+of the function's `parameters`, each schema a document of its own: references inside stay what they are. A marker that is a special token
+of the vocabulary is named by its id, for its characters written out are other tokens, which the model has never seen there.
 """
 
 from __future__ import annotations
@@ -14,8 +19,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from petatron.serve.reasoning import num_held
+from petatron.infer.text_stream import num_held
 
+_SPACED_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As `json.dumps` and the tojson of templates write it."""
+_ANY_TEXT = r"/(.|\n)*/"
+_PLAIN_TEXT = r"/([^{\s](.|\n)*)?/"
+"""In the llama3 format an answer that begins with { is a call."""
 ToolCallFormat = Literal["hermes", "llama3", "mistral"]
 TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = get_args(ToolCallFormat)
 _BEGIN: Mapping[ToolCallFormat, str] = {"hermes": "<tool_call>", "llama3": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
@@ -30,9 +40,10 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
-class ToolDelta(NamedTuple):
-    """What new text brought: some that is no call, and calls that are complete."""
+class AnswerParts(NamedTuple):
+    """What new text of an answer brought: some of its reasoning and of its content, and calls that are complete."""
 
+    reasoning: str = ""
     content: str = ""
     calls: tuple[ToolCall, ...] = ()
 
@@ -56,7 +67,7 @@ class ToolCallParser:
 
     >>> parser = ToolCallParser("hermes", {"look"})
     >>> parser.feed("Let me. <tool"), parser.feed('_call>{"name": "look", "arguments": {}}</tool_call>').calls
-    (ToolDelta(content='Let me. ', calls=()), (ToolCall(name='look', arguments='{}'),))
+    (AnswerParts(reasoning='', content='Let me. ', calls=()), (ToolCall(name='look', arguments='{}'),))
     """
 
     form: ToolCallFormat
@@ -66,7 +77,7 @@ class ToolCallParser:
     _inside: bool = field(default=False, init=False)
     _plain: bool = field(default=False, init=False)
 
-    def feed(self, text: str) -> ToolDelta:
+    def feed(self, text: str) -> AnswerParts:
         self._pending += text
         content, calls = "", []
         while True:
@@ -80,7 +91,7 @@ class ToolCallParser:
             calls += new_calls or []
             self._inside = False
 
-    def finish(self) -> ToolDelta:
+    def finish(self) -> AnswerParts:
         """Takes the end of the answer: a call without its end is one, if it can be read."""
         rest, self._pending = self._pending, ""
         if not self._inside:
@@ -89,10 +100,10 @@ class ToolCallParser:
         calls = self._read(rest)
         return self._delta(f"{begin}{rest}" if calls is None else "", calls or [])
 
-    def _delta(self, content: str, calls: list[ToolCall]) -> ToolDelta:
+    def _delta(self, content: str, calls: list[ToolCall]) -> AnswerParts:
         self.num_calls += len(calls)
         # Line breaks between calls are no text of the answer.
-        return ToolDelta("" if self.num_calls and not content.strip() else content, tuple(calls))
+        return AnswerParts("", "" if self.num_calls and not content.strip() else content, tuple(calls))
 
     def _take_content(self) -> str:
         """Returns what is certainly no call, and notes whether one begins."""
@@ -145,3 +156,58 @@ def _read_call(value: Any) -> ToolCall | None:
         return None
     given = value.get("arguments", value.get("parameters", {}))
     return ToolCall(name, json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
+
+
+def tool_grammar(
+    form: ToolCallFormat,
+    tools: Mapping[str, Mapping[str, Any] | None],
+    *,
+    required: bool,
+    parallel: bool = True,
+    marker_ids: Mapping[str, int] | None = None,
+) -> str:
+    """Returns the grammar, in Lark's notation. required: the answer is calls; else it may be text as well.
+
+    tools: the JSON schema of the arguments by a function's name; None: any object. marker_ids: of markers that are tokens of their own.
+
+    >>> print(tool_grammar("llama3", {"look": None}, required=True, parallel=False).splitlines()[0])
+    start: call
+    """
+    key = "parameters" if form == "llama3" else "arguments"
+    rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+    for number, (name, parameters) in enumerate(tools.items()):
+        begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+        rules.append(f"call_{number}: {json.dumps(begin)} arguments_{number} {json.dumps('}')}")
+        schema = {"type": "object"} if parameters is None else parameters
+        rules.append(f"arguments_{number}: %json {json.dumps({'x-guidance': _SPACED_JSON, **schema})}")
+    return "\n".join([*_start(form, marker_ids or {}, required=required, parallel=parallel), *rules]) + "\n"
+
+
+def _start(form: ToolCallFormat, marker_ids: Mapping[str, int], *, required: bool, parallel: bool) -> list[str]:
+    """Returns the rules above a single call."""
+    if form == "llama3":
+        calls = 'call (";" " "? call)*' if parallel else "call"
+        return [f"start: {calls}"] if required else [f"start: {calls} | TEXT", f"TEXT: {_PLAIN_TEXT}"]
+    if form == "mistral":
+        items = 'call (", " call)*' if parallel else "call"
+        begin, body = _marker(_BEGIN[form], marker_ids), f'" "? "[" {items} "]"'
+        many = False
+    else:
+        begin = _marker(_BEGIN[form], marker_ids)
+        body = f'"\\n"? call "\\n"? {_marker(_HERMES_END, marker_ids)}'
+        many = parallel
+    if required:
+        more = f' ("\\n"? {begin} {body})*' if many else ""
+        return [f"start: {begin} {body}{more}"]
+    # Mistral's calls are the end of an answer; text may follow the others.
+    start = "tag | TEXT" if form == "mistral" else "tag* TEXT" if many else "tag? TEXT"
+    rules = [f"start: {start}", f"TEXT: {_ANY_TEXT}"]
+    if begin.startswith("<["):
+        return [*rules, f"tag: TEXT {begin} {body}"]
+    # A lazy lexeme ends with the first marker: the text before has none.
+    return [*rules, f"text_and_marker[lazy]: TEXT {begin}", f"tag: text_and_marker {body}"]
+
+
+def _marker(text: str, marker_ids: Mapping[str, int]) -> str:
+    """Returns a marker as grammars write it: a special token by its id, any other text as it is."""
+    return f"<[{marker_ids[text]}]>" if text in marker_ids else json.dumps(text)

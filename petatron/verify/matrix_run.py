@@ -32,7 +32,7 @@ import torch
 from petatron.base.errors import PetatronError
 from petatron.base.safe_files import remove_tree, write_atomic
 from petatron.mesh.launch.environment import RankEnvironment
-from petatron.mesh.launch.error_file import is_echo
+from petatron.mesh.launch.rank_exit import is_echo
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout

@@ -11,9 +11,8 @@ from petatron.cli.main import main
 from petatron.infer.completion import Completion
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.engine_process import EngineProcess
-from petatron.serve.open_engine import model_settings
+from petatron.serve.open_engine import CheckpointEngine, model_settings
 from tests.cli.text_model import train_text_model
 
 PROMPT = ["--prompt", "Once", "--max-tokens", "4", "--temperature", "0", "--logprobs", "1"]

@@ -17,7 +17,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.safe_files import make_folder, write_atomic
 from petatron.data.index_cache import cached_digest, load_or_build
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.mesh.launch.error_file import write_error_file
+from petatron.mesh.launch.rank_exit import write_error_file
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.state_storage import DiskStorage
 from petatron.pretrained.convert_model import ConversionOptions, convert

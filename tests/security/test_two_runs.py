@@ -15,7 +15,7 @@ import torch.distributed as dist
 from petatron.base.errors import LaunchError, OtherRunError
 from petatron.mesh.launch import open_store, rendezvous, store_server
 from petatron.mesh.launch.environment import JOINED_STORE, SINGLE_PROCESS, RankEnvironment
-from petatron.mesh.launch.error_file import is_echo
+from petatron.mesh.launch.rank_exit import is_echo
 from petatron.mesh.launch.rendezvous import Rendezvous, notify_peers
 from petatron.mesh.launch.sealed_store import SealedStore
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE

@@ -13,8 +13,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from petatron.serve.engine_protocol import ServedEngine
-from petatron.serve.engine_thread import EngineThread
+from petatron.serve.engine_thread import EngineThread, ServedEngine
 from petatron.serve.http.app import build_app
 from petatron.serve.http.limited_protocol import limited_protocol
 from petatron.serve.http.server_state import ServerState

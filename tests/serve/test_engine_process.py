@@ -20,10 +20,9 @@ from petatron.infer.completion import Completion
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.serve import engine_process
-from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.engine_process import EngineProcess
-from petatron.serve.engine_protocol import ServedEngine
-from petatron.serve.open_engine import model_settings
+from petatron.serve.engine_thread import ServedEngine
+from petatron.serve.open_engine import CheckpointEngine, model_settings
 from tests.serve.live_server import live_server
 
 FLAGS = ["--mock-data", "--lr", "1e-3", "--train-iters", "2", "--vocab-size", "257", "--num-layers", "2"]

@@ -25,10 +25,9 @@ import petatron
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
-from petatron.serve.checkpoint_engine import CheckpointEngine
 from petatron.serve.http.follow_run import follow_run
 from petatron.serve.model_card import ModelCard
-from petatron.serve.open_engine import model_settings
+from petatron.serve.open_engine import CheckpointEngine, model_settings
 from tests.forked_python import ForkedPython
 from tests.load_deadline import scaled
 from tests.serve.live_server import TEMPLATE, live_server

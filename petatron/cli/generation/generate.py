@@ -21,8 +21,8 @@ from petatron.cli.subcommands.progress import StderrProgress
 if TYPE_CHECKING:
     from petatron.data.prompt.prompt_encoder import PromptEncoder
     from petatron.data.tokenizer import Tokenizer
+    from petatron.infer.batch.answers_file import BatchProgress
     from petatron.infer.batch.request_options import RequestOptions
-    from petatron.infer.batch.run_batch import BatchProgress
     from petatron.infer.beam.beam_search import BeamParams
     from petatron.infer.completion import Completion, TokenEvent
     from petatron.infer.engine import Engine
@@ -272,7 +272,7 @@ class _BatchWork:
         self._answers = AnswersFile(command.options.out, decides) if read_environment().rank == 0 else None
 
     def run(self, opened: OpenedEngine) -> None:
-        from petatron.infer.batch.run_batch import BatchProgress, run_batch
+        from petatron.infer.batch.answers_file import BatchProgress, run_batch
 
         answers = self._answers
         assert answers is not None, "another rank than the first answers"

@@ -20,7 +20,7 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
-    from petatron.infer.sampling_defaults import SamplingDefaults
+    from petatron.infer.sampling_params import SamplingDefaults
     from petatron.serve.engine_process import EngineProcess
     from petatron.serve.open_engine import ModelSettings
 
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(args: argparse.Namespace, settings: ModelSettings, options: ServeOptions) -> int:
     """Runs on every rank: the first one listens, the others follow it."""
-    from petatron.serve.checkpoint_engine import CheckpointEngine
     from petatron.serve.engine_process import EngineProcess
     from petatron.serve.http.server import open_listener
+    from petatron.serve.open_engine import CheckpointEngine
 
     if read_environment().rank:
         for number in (signal.SIGTERM, signal.SIGINT):  # the first rank drains, and then ends this one
@@ -77,7 +77,7 @@ def _answer(
 ) -> None:
     from petatron.serve.http.app import build_app
     from petatron.serve.http.follow_run import follow_run
-    from petatron.serve.http.server import address_of, run_server
+    from petatron.serve.http.server import address_of, build_server
     from petatron.serve.model_card import ModelCard
 
     name = options.served_model_name or checkpoint.resolve().name
@@ -99,12 +99,12 @@ def _answer(
     step = "" if engine.step_number is None else f", step {engine.step_number}"
     ready = f"serving {name}{step} at {address_of(listener)} (Ctrl-C finishes what is open, and ends)"
     gc.freeze()  # a collection need not look through what was imported: streams would wait for it
-    run_server(app, listener, on_ready=lambda: print(ready, flush=True))
+    build_server(app, on_ready=lambda: print(ready, flush=True)).run(sockets=[listener])
 
 
 def _sampling_defaults(args: argparse.Namespace, checkpoint: Path) -> SamplingDefaults:
     """Those of the model that is opened; the steps of a run that is followed have one generation_config.json."""
-    from petatron.infer.sampling_defaults import NO_DEFAULTS, read_sampling_defaults
+    from petatron.infer.sampling_params import NO_DEFAULTS, read_sampling_defaults
     from petatron.pretrained.folder_kind import find_model, model_files
 
     if args.generation_config == "off":

@@ -59,10 +59,9 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from petatron.pretrained.average_models import average_sources, last_steps
     from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
     from petatron.pretrained.hub import local_model
-    from petatron.pretrained.open_weights import open_model_source
+    from petatron.pretrained.open_weights import average_sources, last_steps, open_model_source
 
     kind = None if options.kind == "auto" else options.kind
     path = local_model(options.source, where="SOURCE")

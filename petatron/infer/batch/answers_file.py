@@ -1,5 +1,5 @@
-"""A file of answers that grows line by line and can be continued: one JSON line for each prompt, in the order in which they end,
-and in the order of the prompts once all have.
+"""Answers a file of prompts into a file that grows line by line and can be continued: one JSON line for each prompt, in the order in which
+they end, and in the order of the prompts once all have.
 
 Beside it, `NAME.settings.json` says what decides the answers. A run that was killed goes on where it stopped, with the same settings only;
 a line that was cut off is dropped.
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from petatron.base.safe_files import open_atomic, reopen_file, write_atomic
 from petatron.base.untrusted_files import read_limited_json
 from petatron.infer.batch.prompts_file import PromptLine
 from petatron.infer.completion import Completion
+from petatron.infer.engine import Engine
 
+_WAITING_SHARE = 2
+"""Requests that are submitted, for each that can run: enough to keep the engine full, whatever the length of the file."""
 _MAX_SETTINGS_BYTES = 1 << 24
 
 
@@ -131,3 +135,45 @@ def _answered_line(content: bytes) -> int | None:
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass(slots=True)
+class BatchProgress:
+    """Counts of this run: answered prompts, and new tokens."""
+
+    prompts: int = 0
+    tokens: int = 0
+
+
+def run_batch(
+    engine: Engine,
+    lines: Iterator[PromptLine],
+    answers: AnswersFile,
+    progress: BatchProgress,
+    *,
+    on_progress: Callable[[BatchProgress], None] = lambda progress: None,
+) -> None:
+    """Answers all lines and counts them in `progress`; at rank 0."""
+    most = _WAITING_SHARE * engine.options.max_sequences * engine.num_replicas
+    open_lines: dict[int, tuple[PromptLine, list[int]]] = {}  # by each of its requests
+    unfinished: dict[int, int] = {}  # by the number of the line
+    following = next(lines, None)
+    while following is not None or open_lines:
+        while following is not None and len(open_lines) < most:
+            requests = [engine.submit(following.prompt_ids, params) for params in following.samples]
+            open_lines |= dict.fromkeys(requests, (following, requests))
+            unfinished[following.number] = len(requests)
+            following = next(lines, None)
+        for event in engine.step():
+            progress.tokens += event.token is not None
+            if event.finish_reason is None:
+                continue
+            line, requests = open_lines[event.request]
+            unfinished[line.number] -= 1
+            if unfinished[line.number] == 0:
+                answers.add(line, [engine.take(request) for request in requests])
+                del unfinished[line.number]
+                for request in requests:
+                    del open_lines[request]
+                progress.prompts += 1
+        on_progress(progress)

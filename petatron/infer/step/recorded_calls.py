@@ -62,7 +62,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._calls: list[tuple[Call, int | None]] = []  # with the memory of what is made of no tensor
         self._written: set[int] = set()
-        self._functions = _FunctionsWithOut()
+        self._functions: dict[tuple[Any, int, tuple[str, ...]], Callable[..., Any] | None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -83,11 +83,48 @@ class _Recorder(TorchDispatchMode):
             return result_of_call  # of dtypes or sizes
         if func._schema.is_mutable:
             self._written.update(_memory(tensor) for tensor in _written(func, args, kwargs))
-            self._calls.append((_call_in_place(func, args, kwargs, self._functions), None))
+            self._calls.append((self._call_in_place(func, args, kwargs), None))
         elif not {_memory(result) for result in results} <= {_memory(tensor) for tensor in inputs}:  # else views
             constant = None if inputs else _memory(results[0])
-            self._calls.append((_call_into(func, args, kwargs, results, self._functions), constant))
+            self._calls.append((self._call_into(func, args, kwargs, results), constant))
         return result_of_call
+
+    def _call_in_place(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Returns the call of an operation that writes to its arguments."""
+        name = _name(func)
+        if name.endswith("_"):
+            return partial(getattr(Tensor, name, func), *args, **kwargs)
+        others = {key: value for key, value in kwargs.items() if key != "out"}
+        function = self._function_with_out(func, args, others, kwargs["out"]) if "out" in kwargs else None
+        return partial(function or func, *args, **kwargs)
+
+    def _call_into(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: tuple[Tensor, ...]
+    ) -> Call:
+        """Returns a call that computes the results anew in their own memory."""
+        if _name(func) in ("clone", "_to_copy"):
+            return partial(results[0].copy_, args[0])
+        if _name(func) == "embedding":  # which has no `out`, but is the selection of rows
+            rows = results[0].view(-1, results[0].shape[-1])
+            return partial(torch.index_select, args[0], 0, args[1].reshape(-1), out=rows)
+        function = self._function_with_out(func, args, kwargs, results[0]) if len(results) == 1 else None
+        if function is not None:
+            return partial(function, *args, **kwargs, out=results[0])
+        return partial(_copy_results, getattr(torch, _name(func), func), args, kwargs, results)
+
+    def _function_with_out(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> Callable[..., Any] | None:
+        """Returns the function with an operation's name that takes its arguments and an `out`, and writes the same result, if there is one.
+
+        It is called faster than the operation itself.
+        """
+        key = func, len(args), tuple(kwargs)
+        if key not in self._functions:
+            candidates = (getattr(module, _name(func), None) for module in _MODULES)
+            same = (call for call in candidates if call is not None and _writes(call, args, kwargs, result))
+            self._functions[key] = next(same, None)
+        return self._functions[key]
 
 
 def _memory(x: Tensor) -> int:
@@ -111,59 +148,12 @@ def _name(func: Any) -> str:
     return func._schema.name.split("::")[1]
 
 
-class _FunctionsWithOut:
-    """The functions that compute what operations do, with an `out`; they are called faster than the operations themselves."""
-
-    def __init__(self) -> None:
-        self._functions_by_call: dict[tuple[Any, int, tuple[str, ...]], Callable[..., Any] | None] = {}
-
-    def find(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
-    ) -> Callable[..., Any] | None:
-        """Returns the function with an operation's name that takes its arguments and writes the same result, if there is one."""
-        key = func, len(args), tuple(kwargs)
-        if key not in self._functions_by_call:
-            candidates = (getattr(module, _name(func), None) for module in _MODULES)
-            same = (call for call in candidates if call is not None and _writes(call, args, kwargs, result))
-            self._functions_by_call[key] = next(same, None)
-        return self._functions_by_call[key]
-
-
 def _writes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor) -> bool:
     out = torch.empty_like(result)
     try:
         return function(*args, **kwargs, out=out) is out and torch.equal(out, result)
     except (TypeError, RuntimeError, ValueError):  # it takes other arguments
         return False
-
-
-def _call_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], functions: _FunctionsWithOut) -> Call:
-    """Returns the call of an operation that writes to its arguments."""
-    name = _name(func)
-    if name.endswith("_"):
-        return partial(getattr(Tensor, name, func), *args, **kwargs)
-    others = {key: value for key, value in kwargs.items() if key != "out"}
-    function = functions.find(func, args, others, kwargs["out"]) if "out" in kwargs else None
-    return partial(function or func, *args, **kwargs)
-
-
-def _call_into(
-    func: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    results: tuple[Tensor, ...],
-    functions: _FunctionsWithOut,
-) -> Call:
-    """Returns a call that computes the results anew in their own memory."""
-    if _name(func) in ("clone", "_to_copy"):
-        return partial(results[0].copy_, args[0])
-    if _name(func) == "embedding":  # which has no `out`, but is the selection of rows
-        rows = results[0].view(-1, results[0].shape[-1])
-        return partial(torch.index_select, args[0], 0, args[1].reshape(-1), out=rows)
-    function = functions.find(func, args, kwargs, results[0]) if len(results) == 1 else None
-    if function is not None:
-        return partial(function, *args, **kwargs, out=results[0])
-    return partial(_copy_results, getattr(torch, _name(func), func), args, kwargs, results)
 
 
 def _copy_results(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -102,35 +103,25 @@ class StepLayout:
 
     @property
     def num_values(self) -> int:
-        return sum(self._sizes(number)[0] for number in range(len(self.scheduled)))
+        return sum(self._size(number) for number in range(len(self.scheduled)))
 
     def unpack(self, values: Sequence[float]) -> list[SequenceResult]:
         """Returns the results that `SequenceResult.pack` made numbers of."""
-        results, position = [], 0
+        results, numbers = [], iter(values)
         for number, work in enumerate(self.scheduled):
-            size, num_top, prompt_top = self._sizes(number)
-            numbers, position = list(values[position : position + size]), position + size
-            result = SequenceResult(work)
-            if samples := self.samples[number]:
-                drawn, numbers = [int(token) for token in numbers[:samples]], numbers[samples:]
-                result.tokens = drawn[:1] + [token for token in drawn[1:] if token != NO_TOKEN]
-                if num_top is not None:
-                    logprobs = []
-                    for _ in range(samples):
-                        logprob, numbers = _read_logprob(numbers, num_top)
-                        logprobs.append(logprob)
-                    result.logprobs = logprobs[: len(result.tokens)]
-            prompt_logprobs = []
-            for _ in range(len(self.logit_rows[number]) - self.samples[number]):
-                logprob, numbers = _read_logprob(numbers, prompt_top or 0)
-                prompt_logprobs.append(logprob)
-            result.prompt_logprobs = prompt_logprobs
-            result.pooled = numbers or None
-            results.append(result)
+            params, samples = work.sequence.params, self.samples[number]
+            drawn = [int(token) for token in islice(numbers, samples)]
+            tokens = drawn[:1] + [token for token in drawn[1:] if token != NO_TOKEN]
+            num_reported = 0 if params.logprobs is None else samples
+            logprobs = [_read_logprob(numbers, params.logprobs or 0) for _ in range(num_reported)]
+            num_prompt = len(self.logit_rows[number]) - samples
+            prompt_logprobs = [_read_logprob(numbers, params.prompt_logprobs or 0) for _ in range(num_prompt)]
+            pooled = list(islice(numbers, self.hidden_size)) if self.pools(number) else None
+            results.append(SequenceResult(work, tokens, logprobs[: len(tokens)], prompt_logprobs, pooled))
         return results
 
-    def _sizes(self, number: int) -> tuple[int, int | None, int | None]:
-        """Returns how many numbers a sequence has, and how many alternatives each new and prompt token."""
+    def _size(self, number: int) -> int:
+        """Returns how many numbers a sequence has."""
         params, sampled = self.scheduled[number].sequence.params, self.samples[number]
         size = 0
         if sampled:
@@ -141,7 +132,7 @@ class StepLayout:
             size += reported * (2 + 2 * params.prompt_logprobs)
         if self.pools(number):
             size += self.hidden_size
-        return size, params.logprobs, params.prompt_logprobs
+        return size
 
     def pools(self, number: int) -> bool:
         work = self.scheduled[number]
@@ -149,10 +140,9 @@ class StepLayout:
         return pooling == "mean" or (pooling == "last" and work.reaches_end)
 
 
-def _read_logprob(values: list[float], num_top: int) -> tuple[TokenLogprob, list[float]]:
-    token, logprob, *rest = values[: 2 + 2 * num_top]
-    top = tuple((int(rest[at]), rest[at + 1]) for at in range(0, len(rest), 2))
-    return TokenLogprob(int(token), logprob, top), values[2 + 2 * num_top :]
+def _read_logprob(numbers: Iterator[float], num_top: int) -> TokenLogprob:
+    token, logprob = next(numbers), next(numbers)
+    return TokenLogprob(int(token), logprob, tuple((int(next(numbers)), next(numbers)) for _ in range(num_top)))
 
 
 def compute_result(layout: StepLayout, logits_RV: Tensor, hidden_TD: Tensor) -> list[SequenceResult]:
@@ -232,7 +222,7 @@ def _pool(layout: StepLayout, results: Sequence[SequenceResult], hidden_TD: Tens
 def exchange_results(
     mesh: ParallelMesh, layouts: Sequence[StepLayout], results: list[SequenceResult] | None
 ) -> list[list[SequenceResult]]:
-    """Returns the results of all replicas on every rank; `own` is None before the last stage."""
+    """Returns the results of all replicas on every rank; `results` is None before the last stage."""
     if mesh.pp.size == 1 and mesh.dp.size == 1:  # tensor-parallel ranks have the same logits, so the same result
         assert results is not None
         return [results]

@@ -201,12 +201,15 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("This model takes input_ids, and no inputs_embeds.")
         if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
             raise ValueError("This model returns neither hidden states nor attention weights.")
-        self._select_kernels()
+        if self._kernels_for != (wanted := (self.device, self.dtype)):  # the weights have moved
+            select_kernels(self.decoder, KernelContext.of(*wanted, allow_compile=False))
+            self._kernels_for = wanted
         cache = self._cache_for(past_key_values, use_cache)
         inputs = PackedInputs.of(input_ids, attention_mask, seen_B=None if cache is None else cache.lengths_B)
-        columns = _kept_columns(input_ids.shape[1], logits_to_keep)
-        if inputs.num_tokens == 0:
-            logits = self._no_tokens(inputs, columns)
+        columns = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep or None, None)
+        if inputs.num_tokens == 0:  # all is padding, or empty
+            shape = torch.from_numpy(inputs.rows_BS)[:, columns].shape
+            logits = torch.zeros((*shape, self.spec.vocab_size), dtype=self.dtype, device=input_ids.device)
             if cache is not None:
                 cache.add_padding(inputs)
         elif cache is None:
@@ -265,18 +268,6 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         logits = logits_RV.unflatten(0, rows_BC.shape)
         return logits if inputs.is_dense else logits.masked_fill(rows_BC.unsqueeze(-1) < 0, 0)
 
-    def _no_tokens(self, inputs: PackedInputs, columns: slice | Tensor) -> Tensor:
-        """Returns the logits of a batch that is all padding, or empty."""
-        shape = torch.from_numpy(inputs.rows_BS)[:, columns].shape
-        return torch.zeros((*shape, self.spec.vocab_size), dtype=self.dtype, device=inputs.tokens_BS.device)
-
-    def _select_kernels(self) -> None:
-        """Chooses the kernels of the device that the weights are on now."""
-        wanted = (self.device, self.dtype)
-        if self._kernels_for != wanted:
-            select_kernels(self.decoder, KernelContext.of(*wanted, allow_compile=False))
-            self._kernels_for = wanted
-
 
 def from_checkpoint(
     path: str | Path, *, step: int | None = None, dtype: torch.dtype | str | None = None, device: str | None = None
@@ -310,12 +301,6 @@ def _read_generation_config(folder: Path) -> GenerationConfig:
     except (OSError, ValueError, TypeError) as error:
         why = f"{folder / _GENERATION_FILE} is not what transformers writes"
         raise CheckpointError(f"{why}: {printable(str(error))}. Copy it again, or remove it.") from error
-
-
-def _kept_columns(count: int, logits_to_keep: int | Tensor) -> slice | Tensor:
-    if isinstance(logits_to_keep, Tensor):
-        return logits_to_keep
-    return slice(count - logits_to_keep if logits_to_keep else 0, count)
 
 
 def _only_device(device_map: Any) -> torch.device:

@@ -40,8 +40,7 @@ class _CollectiveTrial:
     op: str
     bus_factor: float
     """The bytes a call moves over each link, as a fraction of its full bytes."""
-    call: Callable[[], object]
-    result: Callable[[], Tensor]
+    call: Callable[[], Tensor]
     expected: float | tuple[float, ...]
 
 
@@ -58,39 +57,35 @@ def _trials(axis: Axis, size: int, device: torch.device) -> Iterator[_Collective
     full = torch.zeros(rows, dtype=torch.float32, device=device)
     part = torch.full((rows // n,), float(axis.rank + 1), device=device)
     ones = torch.ones_like(full)
+    scattered, local = torch.empty_like(part), torch.full((rows,), float(axis.rank + 1), device=device)
+    counts, shifted = [rows // n] * n, torch.empty_like(local)
     all_ranks, in_order = float(n), tuple(float(rank + 1) for rank in range(n))
-    share = (n - 1) / n
+    share, previous = (n - 1) / n, float((axis.rank - 1) % n + 1)
 
-    def reduce() -> None:
-        collectives.all_reduce(full.copy_(ones), axis)
+    def reduce() -> Tensor:
+        return collectives.all_reduce(full.copy_(ones), axis)
 
-    yield _CollectiveTrial("all_reduce", 2 * share, reduce, lambda: full, all_ranks)
-
-    def gather() -> None:
+    def gather() -> Tensor:
         collectives.start_all_gather(full, part, axis).wait()
+        return full
 
-    yield _CollectiveTrial("all_gather", share, gather, lambda: full, in_order)
-    scattered = torch.empty_like(part)
-
-    def scatter() -> None:
+    def scatter() -> Tensor:
         collectives.start_reduce_scatter(scattered, ones, axis).wait()
+        return scattered
 
-    yield _CollectiveTrial("reduce_scatter", share, scatter, lambda: scattered, all_ranks)
-    local = torch.full((rows,), float(axis.rank + 1), device=device)
-    counts, received = [rows // n] * n, {}
+    def exchange() -> Tensor:
+        return collectives.all_to_all(local, axis, send=counts, receive=counts)
 
-    def exchange() -> None:
-        received["rows"] = collectives.all_to_all(local, axis, send=counts, receive=counts)
-
-    yield _CollectiveTrial("all_to_all", share, exchange, lambda: received["rows"], in_order)
-    received_shift = torch.empty_like(local)
-    previous_value = float((axis.rank - 1) % n + 1)
-
-    def shift() -> None:
-        for handle in collectives.start_ring_shift([received_shift], [local], axis):
+    def shift() -> Tensor:
+        for handle in collectives.start_ring_shift([shifted], [local], axis):
             handle.wait()
+        return shifted
 
-    yield _CollectiveTrial("shift", 1.0, shift, lambda: received_shift, previous_value)
+    yield _CollectiveTrial("all_reduce", 2 * share, reduce, all_ranks)
+    yield _CollectiveTrial("all_gather", share, gather, in_order)
+    yield _CollectiveTrial("reduce_scatter", share, scatter, all_ranks)
+    yield _CollectiveTrial("all_to_all", share, exchange, in_order)
+    yield _CollectiveTrial("shift", 1.0, shift, previous)
 
 
 def measure_send_recv(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.device) -> Iterator[BandwidthResult]:
@@ -100,25 +95,25 @@ def measure_send_recv(axis: Axis, sizes_bytes: tuple[int, ...], device: torch.de
         out = torch.full_like(x, float(axis.rank))
         last = axis.rank == axis.size - 1
 
-        def send(x: Tensor = x, out: Tensor = out, last: bool = last) -> None:
+        def send(x: Tensor = x, out: Tensor = out, last: bool = last) -> Tensor:
             sends = [] if last else [(x, axis.rank + 1)]
             receives = [(out, axis.rank - 1)] if axis.rank else []
             sent, received = collectives.start_send_recv(axis, sends=sends, receives=receives)
             for handle in (*sent, *received):
                 handle.wait()
+            return out
 
-        trial = _CollectiveTrial("send", 1.0, send, lambda out=out: out, float(axis.rank))
-        yield _measure(axis, trial, size, device)
+        yield _measure(axis, _CollectiveTrial("send", 1.0, send, float(axis.rank)), size, device)
 
 
 def _measure(axis: Axis, trial: _CollectiveTrial, size: int, device: torch.device) -> BandwidthResult:
     for _ in range(_WARM_UP_CALLS):
         trial.call()
-    once = _timed(trial.call, 1, device)
+    once, _ = _timed(trial.call, 1, device)
     slowest = float(collectives.all_reduce(torch.tensor([once], device=device), axis, op="max"))
     repeats = max(2, min(_MAX_REPEATS, int(_TARGET_TIME_S / max(slowest, 1e-6))))  # the same on all ranks
-    seconds = _timed(trial.call, repeats, device) / repeats
-    result = trial.result()
+    total, result = _timed(trial.call, repeats, device)
+    seconds = total / repeats
     expected = trial.expected if isinstance(trial.expected, tuple) else (trial.expected,)
     parts = result.view(len(expected), -1)
     correct = all(bool((part == value).all()) for part, value in zip(parts, expected))
@@ -127,13 +122,14 @@ def _measure(axis: Axis, trial: _CollectiveTrial, size: int, device: torch.devic
     )
 
 
-def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+def _timed(call: Callable[[], Tensor], repeats: int, device: torch.device) -> tuple[float, Tensor]:
+    """Returns the seconds of all calls, and the result of the last."""
     _synchronize(device)
-    started = time.perf_counter()
+    started, result = time.perf_counter(), torch.empty(0)
     for _ in range(repeats):
-        call()
+        result = call()
     _synchronize(device)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, result
 
 
 def _synchronize(device: torch.device) -> None:

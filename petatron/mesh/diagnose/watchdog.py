@@ -38,7 +38,7 @@ from petatron.mesh.diagnose.failure_report import (
     report_request_path,
 )
 from petatron.mesh.launch.environment import error_file
-from petatron.mesh.launch.error_file import write_error_file
+from petatron.mesh.launch.rank_exit import write_error_file
 
 _log = get_logger(__name__)
 _POLL_S = 1.0

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from petatron.config.nccl_communicators import CommunicatorOptions, CommunicatorSettings
-
-__all__ = ["CommunicatorOptions", "EnvVariable", "env_variables", "nccl_options"]
+from petatron.config.nccl_communicators import CommunicatorSettings
 
 _CONFIG_FIELDS = ("cga_cluster_size", "min_ctas", "max_ctas", "net_name")
 

@@ -1,26 +1,65 @@
 """How a rank's process ends: with a report for its launcher, or for ranks on other machines that nothing else would end.
 
+When a rank fails it writes its error to the file named by TORCHELASTIC_ERROR_FILE, in torch elastic's format, and prints nothing
+itself: its launcher (torchrun, or `mesh/launch/local_launcher.py`) shows one report instead of N interleaved tracebacks. Its peers
+then fail too, because their connections break. Such echoes are marked and dated two seconds later, since torchrun compares whole
+seconds and would otherwise pick any of them as the first cause.
+
 torch is imported inside the functions that need it: the launcher shares this module and has to start ranks at once.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 from petatron.base.errors import ConfigError, LaunchError, PetatronError
 from petatron.base.log import get_logger
+from petatron.base.safe_files import write_atomic
 from petatron.mesh.launch.environment import ERROR_FILE, has_peers, process_variables, read_environment
-from petatron.mesh.launch.error_file import is_echo, write_error_file
 
 _log = get_logger(__name__)
-
 EXIT_NOTICE_S = 1.0
+ECHO_DELAY_S = 2
+
+
+def write_error_file(
+    path: str, *, message: str, text: str, echo: bool, report: Mapping[str, object] | None = None
+) -> bool:
+    """Writes a report for the launcher in torch elastic's format, atomically; `report` is of `mesh/diagnose/failure_report.py`."""
+    now = time.time()
+    details = {
+        "py_callstack": text,
+        "timestamp": str(int(now) + (ECHO_DELAY_S if echo else 0)),
+        "time": now,
+        "echo": echo,
+        "communication": report,
+    }
+    try:
+        write_atomic(Path(path), json.dumps({"message": {"message": message, "extraInfo": details}}))
+    except OSError:
+        return False
+    return True
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether a communication call broke, which nearly always means that another rank failed first."""
+    if getattr(error, "echo", False):
+        return True
+    if error.__cause__ is not None and is_echo(error.__cause__):
+        return True
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and re.search(r"/gloo/|by peer|Broken pipe", str(error)) is not None
 
 
 def run_rank_main(main: Callable[[], int], *, env: Mapping[str, str] | None = None) -> int:

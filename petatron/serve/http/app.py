@@ -15,36 +15,15 @@ from starlette.exceptions import HTTPException
 
 from petatron.base.errors import PetatronError
 from petatron.base.version import __version__
-from petatron.serve.engine_protocol import ServedEngine
-from petatron.serve.engine_thread import EngineThread
+from petatron.serve.engine_thread import EngineThread, ServedEngine
+from petatron.serve.http import openai_requests as bodies
 from petatron.serve.http.api_error import ApiError, ErrorAnswer, to_api_error
 from petatron.serve.http.guard import RequestGuard
 from petatron.serve.http.json_body import body_components, body_schema, naming_ignored_fields
-from petatron.serve.http.megatron_requests import MegatronRequest
 from petatron.serve.http.metrics import ServerMetrics
-from petatron.serve.http.openai_requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
-    TokenizeRequest,
-)
 from petatron.serve.http.responses_requests import ResponsesRequest
-from petatron.serve.http.routes.chat import post_chat_completion
-from petatron.serve.http.routes.completions import post_completion
-from petatron.serve.http.routes.embeddings import post_embedding
-from petatron.serve.http.routes.megatron import put_api
-from petatron.serve.http.routes.model_info import (
-    get_model,
-    get_models,
-    get_tokenizer_info,
-    post_detokenize,
-    post_tokenize,
-)
+from petatron.serve.http.routes import chat, completions, embeddings, megatron, model_info
 from petatron.serve.http.routes.responses import post_response
-from petatron.serve.http.routes.similarity import post_rerank, post_score
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.isolation.limited_process import Isolation
 from petatron.serve.model_card import ModelCard
@@ -52,18 +31,15 @@ from petatron.serve.playground import PlaygroundPage
 from petatron.serve.serve_options import ServeOptions
 
 _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], type[BaseModel]], ...] = (
-    ("PUT", "/api", put_api, MegatronRequest),
-    ("POST", "/v1/completions", post_completion, CompletionRequest),
-    ("POST", "/v1/chat/completions", post_chat_completion, ChatCompletionRequest),
+    ("PUT", "/api", megatron.put_api, megatron.MegatronRequest),
+    ("POST", "/v1/completions", completions.post_completion, bodies.CompletionRequest),
+    ("POST", "/v1/chat/completions", chat.post_chat_completion, bodies.ChatCompletionRequest),
     ("POST", "/v1/responses", post_response, ResponsesRequest),
-    ("POST", "/v1/embeddings", post_embedding, EmbeddingRequest),
-    ("POST", "/v1/rerank", post_rerank, RerankRequest),
-    ("POST", "/v2/rerank", post_rerank, RerankRequest),
-    ("POST", "/rerank", post_rerank, RerankRequest),
-    ("POST", "/v1/score", post_score, ScoreRequest),
-    ("POST", "/score", post_score, ScoreRequest),
-    ("POST", "/tokenize", post_tokenize, TokenizeRequest),
-    ("POST", "/detokenize", post_detokenize, DetokenizeRequest),
+    ("POST", "/v1/embeddings", embeddings.post_embedding, bodies.EmbeddingRequest),
+    *(("POST", f"{prefix}/rerank", embeddings.post_rerank, bodies.RerankRequest) for prefix in ("/v1", "/v2", "")),
+    *(("POST", f"{prefix}/score", embeddings.post_score, bodies.ScoreRequest) for prefix in ("/v1", "")),
+    ("POST", "/tokenize", model_info.post_tokenize, bodies.TokenizeRequest),
+    ("POST", "/detokenize", model_info.post_detokenize, bodies.DetokenizeRequest),
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 500, 503, 504)
@@ -85,9 +61,8 @@ def build_app(
     background: Callable[[ServerState], AsyncIterator[None]] | None = None,
 ) -> FastAPI:
     """Builds the app of an engine, which it drives, and closes at its end. background: what runs beside it, from start to end."""
-    metrics = ServerMetrics()
-    thread = EngineThread(engine, max_open=options.limits.max_open, on_finish=metrics.observe)
-    limits = options.limits
+    metrics, limits = ServerMetrics(), options.limits
+    thread = EngineThread(engine, max_open=limits.max_open, on_finish=metrics.observe)
     isolation = Isolation(
         model.tokenizer, timeout_s=limits.isolation_timeout_s, memory_bytes=limits.isolation_memory_bytes
     )
@@ -136,18 +111,18 @@ def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
         return JSONResponse({"version": __version__})
 
     for path, route in (
-        ("/v1/models", get_models),
-        ("/v1/models/{model:path}", get_model),
-        ("/tokenizer_info", get_tokenizer_info),
+        ("/v1/models", model_info.get_models),
+        ("/v1/models/{model:path}", model_info.get_model),
+        ("/tokenizer_info", model_info.get_tokenizer_info),
         ("/healthz", _get_health),
         ("/health", _get_health),
         ("/readyz", _get_readiness),
         ("/version", get_version),
+        ("/metrics", _get_metrics),
     ):
-        app.add_api_route(path, route, methods=["GET"], responses=_ERRORS)
+        kind = PlainTextResponse if path == "/metrics" else JSONResponse
+        app.add_api_route(path, route, methods=["GET"], responses=_ERRORS, response_class=kind)
         app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
-    app.add_api_route("/metrics", _get_metrics, methods=["GET"], responses=_ERRORS, response_class=PlainTextResponse)
-    app.add_api_route("/metrics", _get_metrics, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/", get_page, methods=["GET", "HEAD"], include_in_schema=False)
 
 

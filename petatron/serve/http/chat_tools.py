@@ -10,8 +10,7 @@ from petatron.infer.sampling_params import Constraint
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatTool
 from petatron.serve.model_card import ModelCard
-from petatron.serve.tool_calls import TOOL_MARKERS, ToolCallFormat
-from petatron.serve.tool_grammar import CallableTool, tool_grammar
+from petatron.serve.tool_calls import TOOL_MARKERS, ToolCallFormat, tool_grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,10 @@ class ToolChoice:
         """Returns the grammar of the answer: calls alone, or calls that fit where some tool is strict; None: anything."""
         if self.form is None or not (self.required or any(tool.function.strict for tool in self.callable)):
             return None
-        tools = [
-            CallableTool(function.name, function.parameters if self.required or function.strict else None)
-            for function in (tool.function for tool in self.callable)
-        ]
+        functions = [tool.function for tool in self.callable]
+        tools = {
+            function.name: function.parameters if self.required or function.strict else None for function in functions
+        }
         markers = {name: token for name, token in model.texts.marker_ids.items() if name in TOOL_MARKERS}
         grammar = tool_grammar(self.form, tools, required=self.required, parallel=self.parallel, marker_ids=markers)
         return Constraint(kind="grammar", grammar=grammar)

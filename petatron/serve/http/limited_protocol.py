@@ -37,11 +37,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(**settings)
         self._limits, self._addresses = limits, addresses
         self._address: str | None = None
-        self._header_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._header_bytes, self._num_headers = 0, 0
         self._in_headers, self._refused = True, False
         self._framing_bytes = 0
-        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,8 +54,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._stop_unread_timer()
+        self._stop_timer("headers")
+        self._stop_timer("unread")
         if self._address is not None:
             self._addresses[self._address] -= 1
             if not self._addresses[self._address]:
@@ -67,7 +66,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._refused:
             return
         if self._in_headers:
-            if self._header_timer is None:  # a further request of the same connection
+            if "headers" not in self._timers:  # a further request of the same connection
                 self._expect_headers()
             self._header_bytes += len(data)
         else:
@@ -89,7 +88,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
+        self._stop_timer("headers")
         self._in_headers, self._framing_bytes = False, 0
         if self.cycle is not None and not self.cycle.response_complete and not self._refused:
             self._refused, self.cycle.keep_alive = True, False
@@ -122,32 +121,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _watch_reader(self) -> None:
         """A transport that is closed waits until all is sent, however long."""
-        self._stop_unread_timer()
+        self._stop_timer("unread")
 
         def cut_off() -> None:
             if self.transport.get_write_buffer_size():
                 self.transport.abort()
 
-        self._unread_timer = self.loop.call_later(self._limits.request_timeout_s, cut_off)
+        self._timers["unread"] = self.loop.call_later(self._limits.request_timeout_s, cut_off)
 
     def resume_writing(self) -> None:
-        self._stop_unread_timer()
+        self._stop_timer("unread")
         super().resume_writing()
 
-    def _stop_unread_timer(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
-
     def _expect_headers(self) -> None:
-        self._stop_timer()
+        self._stop_timer("headers")
         text = f"The headers were not complete after {self._limits.header_timeout_s:g} seconds."
-        self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse, 408, text)
+        self._timers["headers"] = self.loop.call_later(self._limits.header_timeout_s, self._refuse, 408, text)
 
-    def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def _stop_timer(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
 
     def _refuse_headers(self) -> None:
         most = f"{self._limits.max_headers} headers or {self._limits.max_header_bytes} bytes of them"
@@ -156,7 +149,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, text: str) -> None:
         """Answers, unless something else is being answered, and closes the connection."""
         self._refused = True
-        self._stop_timer()
+        self._stop_timer("headers")
         if self.cycle is None or self.cycle.response_complete:
             answer = ApiError(status, text).response()
             lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}".encode(), b"connection: close"]

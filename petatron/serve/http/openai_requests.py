@@ -161,10 +161,6 @@ class SamplingFields(ConstraintFields, PromptFields):
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
 
-    @property
-    def keeps_stop(self) -> bool:
-        return bool(self.include_stop_str_in_output or self.no_stop_trim)
-
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""

@@ -1,10 +1,13 @@
-"""Runs the sequences of a request to their end, unless the client leaves or time is up: then they are cancelled."""
+"""Runs the sequences of a request to their end, unless the client leaves or time is up: then they are cancelled.
+
+JSON of answers that may be large is made and written beside the event loop, in pieces, so that other threads run meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,9 +20,10 @@ from petatron.base.log import get_logger
 from petatron.infer.completion import Completion, TokenEvent
 from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError, to_api_error
-from petatron.serve.http.json_answer import large_answer
 from petatron.serve.http.server_state import ServerState
 
+_SLICE_ITEMS = 1024
+_STRICT_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 DEADLINE = "petatron.deadline_s"
 """In a request's scope: when its answer must be complete, on the event loop's clock."""
 KEY_NAME = "petatron.key_name"
@@ -273,3 +277,38 @@ async def _send_body(send: Send, text: str, *, last: bool = False) -> None:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def large_answer(make: Callable[[], Mapping[str, Any]]) -> Response:
+    """Returns the answer that `make` makes, which runs beside the event loop too."""
+    content = await asyncio.to_thread(lambda: json_bytes(make()))
+    return Response(content, media_type="application/json")
+
+
+def json_bytes(content: Any) -> bytes:
+    """Returns a value as JSON.
+
+    >>> json_bytes({"a": 1, "b": list(range(3)), "c": [], "d": [{"é": [None]}]}).decode()
+    '{"a":1,"b":[0,1,2],"c":[],"d":[{"é":[null]}]}'
+    """
+    return "".join(_pieces(content)).encode()
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """To encode a large value is one call of C, in which no other thread runs: so it is taken apart."""
+    if isinstance(value, Mapping) and value:
+        for number, (name, inner) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{_STRICT_JSON.encode(name)}:"
+            yield from _pieces(inner)
+        yield "}"
+    elif isinstance(value, list) and len(value) > _SLICE_ITEMS:
+        for begin in range(0, len(value), _SLICE_ITEMS):
+            yield ("," if begin else "[") + _STRICT_JSON.encode(value[begin : begin + _SLICE_ITEMS])[1:-1]
+        yield "]"
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping | list):
+        for number, inner in enumerate(value):
+            yield "," if number else "["
+            yield from _pieces(inner)
+        yield "]"
+    else:
+        yield _STRICT_JSON.encode(value)

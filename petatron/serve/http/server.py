@@ -49,12 +49,8 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_server(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
-    """Serves until a signal ends it."""
-    build_server(app, on_ready=on_ready).run(sockets=[listener])
-
-
 def build_server(app: FastAPI, *, on_ready: Callable[[], None]) -> DrainingServer:
+    """Builds the server of an app; its `run` serves until a signal ends it."""
     state: ServerState = app.state.petatron
     config = uvicorn.Config(
         app,

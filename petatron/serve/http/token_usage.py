@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from petatron.infer.completion import Completion, TokenEvent
-from petatron.serve.answer_splitter import AnswerSplitter
-from petatron.serve.reasoning import count_reasoning_tokens
+from petatron.serve.reasoning import AnswerSplitter, count_reasoning_tokens
 from petatron.serve.token_texts import TokenTexts
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from petatron.cli.main import main
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
-from petatron.schedule import ScheduleShape, TimedAction, build_schedule
+from petatron.schedule import ScheduleShape, build_schedule
+from petatron.schedule.actions import TimedAction
 from petatron.schedule.measured_timeline import write_measured
 
 ROOT = Path(__file__).parents[3]

@@ -51,7 +51,7 @@ def test_a_bad_word_is_never_written():
 
 
 def test_a_stop_is_kept_where_it_is_asked_for():
-    stream = TextStream(ByteTokenizer(), stop_strings=("end", "en"), keep_stop=True)
+    stream = TextStream(ByteTokenizer(), SamplingParams(stop_strings=("end", "en"), keep_stop=True))
     assert "".join(stream.add(byte) for byte in b"the end of") == "the en" and stream.stop == "en"
     answer = draw(allowed_ids=(97,), stop_ids=(97,), keep_stop=True)
     assert answer.text == "a" and answer.stop == 97

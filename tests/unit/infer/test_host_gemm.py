@@ -9,7 +9,13 @@ from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step.host_gemm import HostGemm, HostGemms, pack_weight, packed_gemm, packing_unsupported_reason
+from petatron.infer.step.generation_weights import (
+    HostGemm,
+    HostGemms,
+    pack_weight,
+    packed_gemm,
+    packing_unsupported_reason,
+)
 from petatron.layers.linear import Linear
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.tensor_parallel import gemm_of
@@ -60,8 +66,8 @@ def test_only_float32_is_packed_and_never_beside_mkl(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("recorded", [True, False])
 def test_packed_weights_change_no_token(monkeypatch: pytest.MonkeyPatch, recorded: bool):
     """Also with oneDNN's opaque tensors, which a recording has to repeat."""
-    monkeypatch.setattr("petatron.infer.step.host_gemm._MIN_ONEDNN_ELEMENTS", 1)
-    monkeypatch.setattr("petatron.infer.step.host_gemm._MIN_ONEDNN_WIDTH", 1)
+    monkeypatch.setattr("petatron.infer.step.generation_weights._MIN_ONEDNN_ELEMENTS", 1)
+    monkeypatch.setattr("petatron.infer.step.generation_weights._MIN_ONEDNN_WIDTH", 1)
     model = model_in("--num-layers 2")
     plain = answers(Engine(model, options=EngineOptions(copied_weights=False)))
     engine = Engine(model, options=EngineOptions(recorded_steps=recorded))

@@ -31,7 +31,7 @@ class Steps:
         ids = [self.num_requests] * prompt
         params = SamplingParams(max_new_tokens=new, owner=owner, prefix_group=owner)
         sequence = Sequence(
-            self.num_requests, ids, params, prompt + new, TextStream(None, stop_strings=()), Completion(list(ids))
+            self.num_requests, ids, params, prompt + new, TextStream(None, params), Completion(list(ids))
         )
         self.scheduler.add(sequence)
         return sequence

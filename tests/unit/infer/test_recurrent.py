@@ -186,7 +186,7 @@ def test_slots_of_lightning_attention_hold_the_state_alone():
 def test_memory_decides_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch):
     model = exact_model(f"--fp64 {HYBRID}")
     room = 8 * slot_bytes(model)
-    monkeypatch.setattr("petatron.infer.cache_size._free_bytes", lambda model: float(room))
+    monkeypatch.setattr("petatron.infer.step.layer_states._free_bytes", lambda model: float(room))
     engine = Engine(model, options=EngineOptions(page_size=1))
     assert free_slots(engine) == 3, "half of the memory, and one slot is for padding"
     assert engine.stats.pages_total == room // 2 // page_bytes(model, 1)

@@ -12,7 +12,7 @@ import pytest
 from petatron.base.errors import CheckpointError
 from petatron.cli.generation.arguments import GenerationCommand, generation_parser, request_options
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.sampling_defaults import NO_DEFAULTS, read_sampling_defaults
+from petatron.infer.sampling_params import NO_DEFAULTS, read_sampling_defaults
 from petatron.pretrained.folder_kind import model_files
 from petatron.serve.open_engine import ModelSettings
 

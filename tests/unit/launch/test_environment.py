@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from petatron.base.errors import LaunchError
 from petatron.mesh.launch import environment
 from petatron.mesh.launch.environment import SINGLE_PROCESS, expand_hosts, rank_variables, read_environment
-from petatron.mesh.launch.error_file import is_echo
 from petatron.mesh.launch.process_group import local_device_index, start_process_group, stop_process_group
+from petatron.mesh.launch.rank_exit import is_echo
 
 TORCHRUN = {
     "RANK": "5",

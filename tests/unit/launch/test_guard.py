@@ -13,8 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from petatron.base.errors import DataError, LaunchError
 from petatron.mesh.launch.environment import ERROR_FILE
-from petatron.mesh.launch.error_file import is_echo
-from petatron.mesh.launch.rank_exit import run_rank_main
+from petatron.mesh.launch.rank_exit import is_echo, run_rank_main
 
 ROOT = Path(__file__).resolve().parents[3]
 

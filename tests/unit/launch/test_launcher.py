@@ -345,7 +345,7 @@ def test_the_launcher_does_not_load_torch() -> None:
 HUNG = """
 from petatron.mesh.diagnose.failure_report import CommunicationError, report_request_path
 from petatron.mesh.launch.environment import error_file
-from petatron.mesh.launch.error_file import write_error_file
+from petatron.mesh.launch.rank_exit import write_error_file
 
 def report(state, started, at=None):
     ranks = [0, 1, 2]

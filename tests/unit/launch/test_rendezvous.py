@@ -25,7 +25,7 @@ from petatron.mesh.launch.environment import (
     rank_variables,
     read_environment,
 )
-from petatron.mesh.launch.error_file import is_echo
+from petatron.mesh.launch.rank_exit import is_echo
 from petatron.mesh.launch.rendezvous import Rendezvous, notify_peers
 from petatron.mesh.launch.shared_secret import write_secret
 from tests.forked_python import ForkedPython

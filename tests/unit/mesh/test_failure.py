@@ -22,7 +22,7 @@ from petatron.mesh.diagnose.failure_report import (
     report_request_path,
 )
 from petatron.mesh.diagnose.watchdog import Watchdog
-from petatron.mesh.launch.error_file import is_echo
+from petatron.mesh.launch.rank_exit import is_echo
 from petatron.mesh.mesh import Axis
 from tests.load_deadline import Deadline, wait_until
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from petatron.plan.pipeline_simulator import ActionCosts
-from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule
+from petatron.schedule import Schedule, ScheduleShape, build_schedule
+from petatron.schedule.actions import ActionKind
 from tests.nccl_rules.nccl_program import (
     RECEIVE,
     SEND,

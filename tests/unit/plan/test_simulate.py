@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed import pipelining
 
 from petatron.plan.pipeline_simulator import ActionCosts, Simulation, peak_activations, simulate, theoretical_bubble
-from petatron.schedule import Action, ActionKind, Schedule, ScheduleShape, build_schedule, forward_only, stage_rank
+from petatron.schedule import Action, Schedule, ScheduleShape, build_schedule, forward_only, stage_rank
+from petatron.schedule.actions import ActionKind
 from petatron.schedule.send_recv import insert_send_recv
 from tests.longform import diagonal
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from petatron.base.errors import DataError
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
 from petatron.plan.timeline_drawing import timeline_svg, timeline_text
-from petatron.schedule import Action, ActionKind, ScheduleShape, TimedAction, build_schedule
+from petatron.schedule import Action, ScheduleShape, build_schedule
+from petatron.schedule.actions import ActionKind, TimedAction
 from petatron.schedule.measured_timeline import read_measured, write_measured
 
 SVG = "{http://www.w3.org/2000/svg}"

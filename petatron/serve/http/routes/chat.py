@@ -1,35 +1,35 @@
-"""`POST /v1/chat/completions`: messages through the tokenizer's chat template, or as a plain dialogue, answered as a message."""
+"""`POST /v1/chat/completions`: messages through the tokenizer's chat template, or as a plain dialogue, answered as a message.
+
+An answer, whole or as it grows, has reasoning, content, calls of tools, and log-probabilities.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request, Response
 
+from petatron.infer.completion import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.answer_splitter import AnswerSplitter
+from petatron.serve.generation import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import check_beams
-from petatron.serve.http.chat_answer import ChatAnswer, PreparedChat
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
 from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
 from petatron.serve.http.routes.completions import answer_request, check_batch, check_samples, continuous_usage
-from petatron.serve.http.sampling import (
-    check_prompt,
-    check_text,
-    encode_text,
-    new_tokens,
-    sampling_params,
-    truncated,
-)
+from petatron.serve.http.run_generations import TokenStream
+from petatron.serve.http.sampling import encode_prompts, new_tokens, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of
+from petatron.serve.http.token_usage import RunningUsage, reasoning_tokens_of, usage
+from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
 from petatron.serve.model_card import ModelCard
-from petatron.serve.reasoning import ReasoningParser, opens_reasoning
+from petatron.serve.reasoning import AnswerSplitter, ReasoningParser, opens_reasoning
 from petatron.serve.tool_calls import ToolCallParser
 
 THINKING = "enable_thinking"
@@ -42,10 +42,7 @@ async def post_chat_completion(request: Request) -> Response:
     check_batch(body.n or 1, state)
     chat = await prepare_chat(body, state)
     ignore_fields(request, unread_template_values(body, model))
-    last = body.messages[-1]
-    echoed = message_text(last) or "" if body.echo and last.role == "assistant" else ""
-    answer = ChatAnswer(body, model, chat, echoed=echoed, continuous_usage=continuous_usage(body))
-    return await answer_request(request, body, answer, [chat.ids], chat.params)
+    return await answer_request(request, body, ChatAnswer(body, model, chat), [chat.ids], chat.params)
 
 
 async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> PreparedChat:
@@ -56,11 +53,8 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
     model, limits = state.model, state.options.limits
     tools = choose_tools(body, state.options.tool_format(model.chat_template.tool_source))
     prompt = await chat_prompt(body.messages, body, model, tools=tools.offered)
-    if body.truncate_prompt_tokens is None:
-        check_text(prompt, model, limits, param="messages")
-    ids = await encode_chat(prompt, model, add_prefix=bool(body.add_special_tokens))
-    ids = truncated(ids, body, model)
-    check_prompt(ids, model, limits, param="messages")
+    prefix = model.prefix_ids if body.add_special_tokens else model.chat_prefix_ids  # which a template writes itself
+    [(ids, _)] = await encode_prompts(prompt, body, model, limits, param="messages", prefix=prefix)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = min(new_tokens(asked, model.max_length, [ids], model, limits), model.max_length - len(ids))
     params = sampling_params(
@@ -77,8 +71,7 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
     params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
     # A constraint is one of the content, from its first token on.
     is_apart = body.separate_reasoning is not False and params.constraint is None
-    reasoning = reasoning_of(prompt, state) if is_apart else None
-    return PreparedChat(prompt, ids, params, tools, splitter_of(tools, reasoning))
+    return PreparedChat(prompt, ids, params, tools, splitter_of(prompt, tools, state, separates_reasoning=is_apart))
 
 
 def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCard) -> SamplingParams:
@@ -92,22 +85,22 @@ def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCa
     return replace(params, constraint=grammar)
 
 
-def splitter_of(tools: ToolChoice, reasoning: ReasoningParser | None) -> Callable[[], AnswerSplitter]:
-    """Returns what makes the splitter of one answer. A parser is a state, so each answer has its own."""
+def splitter_of(
+    prompt: str, tools: ToolChoice, state: ServerState, *, separates_reasoning: bool
+) -> Callable[[], AnswerSplitter]:
+    """Returns what makes the splitter of one answer to a prompt. A parser is a state, so each answer has its own."""
+    form = state.options.reasoning_tags(_template_source(state.model)) if separates_reasoning else None
 
     def build() -> AnswerSplitter:
         parser = None if tools.form is None else ToolCallParser(tools.form, tools.names)
-        reasoning_parser = None if reasoning is None else ReasoningParser(reasoning.form, inside=reasoning.inside)
-        return AnswerSplitter(reasoning_parser, parser, max_calls=None if tools.parallel else 1)
+        reasoning = None if form is None else ReasoningParser(form, inside=opens_reasoning(prompt, form))
+        return AnswerSplitter(reasoning, parser, max_calls=None if tools.parallel else 1)
 
     return build
 
 
-def reasoning_of(prompt: str, state: ServerState) -> ReasoningParser | None:
-    """Returns the parser of reasoning for answers to a prompt; None if the model's chat template shows none."""
-    template = state.model.chat_template
-    form = state.options.reasoning_tags(template.source + template.tool_source)
-    return None if form is None else ReasoningParser(form, inside=opens_reasoning(prompt, form))
+def _template_source(model: ModelCard) -> str:
+    return model.chat_template.source + model.chat_template.tool_source
 
 
 async def chat_prompt(
@@ -116,9 +109,13 @@ async def chat_prompt(
     """Returns the text of the messages; where the last one is to be continued, it ends with it."""
     given = [tool.model_dump(exclude_unset=True) for tool in tools] or None
     values = _template_values(body, model)
+
+    async def render(messages: Sequence[ChatMessage], *, generate: bool) -> str:
+        plain = [_plain(message) for message in messages]
+        return await model.render_chat(plain, tools=given, add_generation_prompt=generate, values=values)
+
     if not body.continue_final_message:
-        generate = body.add_generation_prompt is not False
-        return await render_messages(messages, model, tools=given, add_generation_prompt=generate, values=values)
+        return await render(messages, generate=body.add_generation_prompt is not False)
     last = messages[-1]
     if (last.model_extra or {}).get("tool_calls"):
         text = "The last message has tool_calls, after which its content cannot go on."
@@ -126,7 +123,7 @@ async def chat_prompt(
     # The template may write something after the content, or trim it: a mark at its end says where it is.
     mark = f"\ue000{secrets.token_hex(8)}\ue001"
     marked = [*messages[:-1], last.model_copy(update={"content": (message_text(last) or "") + mark})]
-    text = await render_messages(marked, model, tools=given, add_generation_prompt=False, values=values)
+    text = await render(marked, generate=False)
     before, mark_found, _ = text.rpartition(mark)
     if not mark_found:
         why = (
@@ -138,9 +135,7 @@ async def chat_prompt(
 
 def _template_values(body: ChatPromptFields, model: ModelCard) -> dict[str, Any]:
     """Returns the values of the template that a request sets by name, which the template must read."""
-    values = dict(body.chat_template_kwargs or {})
-    source = model.chat_template.source + model.chat_template.tool_source
-    effort = body.reasoning_effort
+    values, source, effort = dict(body.chat_template_kwargs or {}), _template_source(model), body.reasoning_effort
     given: dict[str, dict[str, Any]] = {"documents": {} if body.documents is None else {"documents": body.documents}}
     # Templates that know no effort may know whether to think at all.
     given["reasoning_effort"] = {} if effort is None else {"reasoning_effort": effort, THINKING: effort != "none"}
@@ -154,26 +149,8 @@ def _template_values(body: ChatPromptFields, model: ModelCard) -> dict[str, Any]
 
 def unread_template_values(body: ChatPromptFields, model: ModelCard) -> list[str]:
     """Returns the names of a request's chat_template_kwargs that the template does not have."""
-    source = model.chat_template.source + model.chat_template.tool_source
+    source = _template_source(model)
     return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in source]
-
-
-async def render_messages(
-    messages: Sequence[ChatMessage],
-    model: ModelCard,
-    *,
-    tools: list[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    values: dict[str, Any] | None = None,
-) -> str:
-    plain = [_plain(message) for message in messages]
-    return await model.render_chat(plain, tools=tools, add_generation_prompt=add_generation_prompt, values=values)
-
-
-async def encode_chat(text: str, model: ModelCard, *, add_prefix: bool = False) -> list[int]:
-    """Returns the ids of rendered messages. add_prefix: those that the tokenizer puts before a text, even if a template writes them."""
-    before = model.prefix_ids if add_prefix else model.chat_prefix_ids
-    return [*before, *await encode_text(text, model)]
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
@@ -203,3 +180,137 @@ def _readable_call(call: Any) -> Any:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": read}} if isinstance(read, dict) else call
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat as the engine gets it. text: of its prompt. splitter: makes that of one answer."""
+
+    text: str
+    ids: Sequence[int]
+    params: SamplingParams
+    tools: ToolChoice
+    splitter: Callable[[], AnswerSplitter]
+
+
+class ChatAnswer:
+    """Of one request. The text of an assistant's last message is echoed before each answer, where the request asks for it."""
+
+    def __init__(self, body: ChatCompletionRequest, model: ModelCard, chat: PreparedChat) -> None:
+        self._body, self._model, self._prompt_ids, self._prompt_text = body, model, chat.ids, chat.text
+        self._splitter, self._legacy, last = chat.splitter, chat.tools.legacy, body.messages[-1]
+        self._echoed = message_text(last) or "" if body.echo and last.role == "assistant" else ""
+        self._splitters: dict[int, AnswerSplitter] = {}
+        self._running = RunningUsage() if continuous_usage(body) else None
+        number = body.request_id or secrets.token_hex(12)
+        self._head = {"id": f"chatcmpl-{number}", "created": int(time.time()), "model": model.name}
+
+    def as_json(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        body = self._body
+        answer = {**self._head, "object": "chat.completion"}
+        answer["choices"] = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        answer["usage"] = self._usage(completions)
+        if body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(completions[0].prompt_logprobs, self._model.texts)
+        return answer | self._prompt_parts()
+
+    def stream(self, state: ServerState, generations: Sequence[Generation], inbox: Inbox) -> TokenStream:
+        begin = [self._first_piece(generation.index) for generation in generations]
+        probe = self._splitter()
+        joins = not self._body.return_token_ids and self._running is None
+        plain = probe.tools is None and probe.reasoning is None and joins
+        text = (lambda index, text: self._piece(index, {"content": text})) if plain else None
+        return TokenStream(
+            state, generations, inbox, begin=begin, text=text, chunk=self._chunk, end=self._end, joins=joins
+        )
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        parts = self._split(index, completion.text, final=True)
+        content = self._echoed + parts.get("content", "")
+        has_other = "tool_calls" in parts or "function_call" in parts or "reasoning" in parts
+        message = {"role": "assistant", "content": content or (None if has_other else ""), "refusal": None}
+        message |= {name: parts[name] for name in ("reasoning_content", "reasoning", "function_call") if name in parts}
+        if "tool_calls" in parts:
+            message["tool_calls"] = [
+                {name: call[name] for name in call if name != "index"} for call in parts["tool_calls"]
+            ]
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(completion.logprobs) if self._body.logprobs else None,
+            "finish_reason": self._finish_reason(index, completion.finish_reason),
+            "stop_reason": completion.stop,
+        }
+        return choice | ({"token_ids": list(completion.ids)} if self._body.return_token_ids else {})
+
+    def _chunk(self, generation: Generation, event: TokenEvent) -> dict[str, Any] | None:
+        delta = self._split(generation.index, event.text, final=event.finish_reason is not None)
+        silent = not delta and event.logprob is None and event.finish_reason is None
+        if silent and not self._body.return_token_ids and self._running is None:
+            return None
+        logprobs = None if event.logprob is None else self._logprobs([event.logprob])
+        if not delta and event.finish_reason is None:
+            delta = {"content": ""}
+        reason = self._finish_reason(generation.index, event.finish_reason)
+        piece = self._piece(generation.index, delta, logprobs=logprobs, finish_reason=reason)
+        if event.finish_reason is not None:
+            piece["choices"][0]["stop_reason"] = generation.stop
+        if self._body.return_token_ids:
+            piece["choices"][0]["token_ids"] = [] if event.token is None else [event.token]
+        if self._running is not None:
+            piece["usage"] = self._running.after(len(self._prompt_ids), generation.index, event)
+        return piece
+
+    def _first_piece(self, index: int) -> dict[str, Any]:
+        """Returns the piece before the first token, which tells the prompt where it is asked for."""
+        piece = self._piece(index, {"role": "assistant", "content": self._echoed}) | self._prompt_parts()
+        if self._running is not None:
+            piece["usage"] = self._running.after(len(self._prompt_ids), index, None)
+        return piece
+
+    def _prompt_parts(self) -> dict[str, Any]:
+        ids = {"prompt_token_ids": list(self._prompt_ids)} if self._body.return_token_ids else {}
+        return ids | ({"prompt_text": self._prompt_text} if self._body.return_prompt_text else {})
+
+    def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any]:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(entries, self._model.texts, as_ids=as_ids)
+
+    def _split(self, index: int, text: str, *, final: bool) -> dict[str, Any]:
+        """Returns the new parts of an answer under the names that clients read; those that are empty are left out."""
+        if index not in self._splitters:
+            self._splitters[index] = self._splitter()
+        splitter = self._splitters[index]
+        first = splitter.num_calls
+        new = splitter.feed(text, final=final)
+        parts: dict[str, Any] = {"content": new.content} if new.content else {}
+        if new.reasoning and self._body.include_reasoning is not False:
+            parts |= {"reasoning_content": new.reasoning, "reasoning": new.reasoning}
+        if new.calls and self._legacy:
+            parts["function_call"] = new.calls[0]._asdict()
+        elif new.calls:
+            parts["tool_calls"] = [
+                {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call._asdict()}
+                for number, call in enumerate(new.calls, first)
+            ]
+        return parts
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        called = index in self._splitters and self._splitters[index].num_calls > 0
+        if not called or reason != "stop":
+            return reason
+        return "function_call" if self._legacy else "tool_calls"
+
+    def _piece(self, index: int, delta: dict[str, Any], **given: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **given}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+
+    def _end(self, completions: list[Completion]) -> list[dict[str, Any]]:
+        if self._body.stream_options is None or not self._body.stream_options.include_usage:
+            return []
+        return [{**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage(completions)}]
+
+    def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        splitter, texts = self._splitter(), self._model.texts
+        reasoning = sum(reasoning_tokens_of(completion, splitter, texts) for completion in completions)
+        return usage(len(self._prompt_ids), completions, n=len(completions), reasoning_tokens=reasoning)

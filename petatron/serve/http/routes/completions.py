@@ -102,7 +102,7 @@ async def _encode(body: CompletionRequest, model: ModelCard, limits: ServeLimits
         raise ApiError(400, text, param="suffix")
     if body.echo or body.truncate_prompt_tokens is not None:
         raise ApiError(400, "suffix goes neither with echo nor with truncate_prompt_tokens.", param="suffix")
-    before = await encode_prompts(body.prompt, body, model, limits, param="prompt", add_prefix=False)
+    before = await encode_prompts(body.prompt, body, model, limits, param="prompt", prefix=())
     after = await encode_text(body.suffix, model)
     prefix = () if body.add_special_tokens is False else model.prefix_ids
     prompts = [

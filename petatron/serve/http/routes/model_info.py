@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from petatron.serve.http.json_answer import large_answer
 from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatPromptFields, DetokenizeRequest, OpenAIRequest, TokenizeRequest
-from petatron.serve.http.routes.chat import chat_prompt, encode_chat, unread_template_values
+from petatron.serve.http.routes.chat import chat_prompt, unread_template_values
+from petatron.serve.http.run_generations import large_answer
 from petatron.serve.http.sampling import check_ids, encode_text
 from petatron.serve.http.server_state import state_of
 from petatron.serve.model_card import ModelCard
@@ -45,7 +45,8 @@ async def post_tokenize(request: Request) -> Response:
     model = state_of(request).check_model(body.model)
     if body.messages is not None:
         text = await chat_prompt(body.messages, body, model, tools=body.tools or [])
-        ids = await encode_chat(text, model, add_prefix=bool(body.add_special_tokens))
+        prefix = model.prefix_ids if body.add_special_tokens else model.chat_prefix_ids
+        ids = [*prefix, *await encode_text(text, model)]
         ignore_fields(request, unread_template_values(body, model))
     else:
         ids = await encode_text(body.prompt or "", model)

@@ -10,17 +10,8 @@ from hypothesis import strategies as st
 
 from petatron.config.schema.pipeline_schedules import OVERLAP_SCHEDULES
 from petatron.plan.pipeline_simulator import ActionCosts, messages_by_peer, peak_activations, simulate
-from petatron.schedule import (
-    SCHEDULES,
-    Action,
-    ActionKind,
-    Schedule,
-    ScheduleShape,
-    build_schedule,
-    forward_only,
-    stage_rank,
-)
-from petatron.schedule.actions import COMPUTE_KINDS, needed_by, produced_by
+from petatron.schedule import Action, Schedule, ScheduleShape, build_schedule, forward_only, stage_rank
+from petatron.schedule.actions import COMPUTE_KINDS, SCHEDULES, ActionKind, needed_by, produced_by
 from petatron.schedule.gpipe_and_1f1b import micro_batch_groups
 from petatron.schedule.pipeline_plan import PipelinePlan
 from petatron.schedule.send_recv import insert_send_recv

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.schedule import (
-    SCHEDULES,
     Action,
-    ActionKind,
     ScheduleShape,
     build_schedule,
     computations,
@@ -20,7 +18,7 @@ from petatron.schedule import (
     rank_schedule,
     stage_rank,
 )
-from petatron.schedule.actions import max_held_micro_batches, needed_by, produced_by
+from petatron.schedule.actions import SCHEDULES, ActionKind, max_held_micro_batches, needed_by, produced_by
 
 COSTS = {ActionKind.FORWARD: 10, ActionKind.BACKWARD: 20, ActionKind.INPUT_GRAD: 10, ActionKind.WEIGHT_GRAD: 10}
 
