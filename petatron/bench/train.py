@@ -214,7 +214,7 @@ def _time_runners(args: argparse.Namespace, runners: list[BenchRunner], measurem
     for runner in runners[1:] or runners:
         measurements.gpu_readings[runner.name] = samples.describe()
     for runner in runners:
-        breakdown = profile_steps(runner).as_json() if args.breakdown else None
+        breakdown = profile_steps(runner) if args.breakdown else None
         memory = runner.snapshot_memory() if args.memory else None
         measurements.contenders[runner.name] = {**runner.as_json(), "breakdown": breakdown, "memory": memory}
     for runner in runners[1:]:
