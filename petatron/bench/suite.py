@@ -59,12 +59,13 @@ def argument_problems(args: argparse.Namespace) -> Iterator[Problem]:
         fix = "Give --into the file whose table is replaced."
         yield Problem("--replace", "", "has no effect without --into", fix)
     if args.out is not None:
+        folder = Path(args.out)
         try:
-            Path(args.out).mkdir(parents=True, exist_ok=True)
-            (Path(args.out) / "suite.md").touch()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "suite.md").touch()
         except OSError as error:
             rule = f"cannot be written: {error.strerror or error}"
-            yield Problem("--out", args.out, rule, "Choose a writable folder.")
+            yield Problem("--out", str(folder), rule, "Choose a writable folder.")
 
 
 def _table_problems(args: argparse.Namespace) -> Iterator[Problem]:

@@ -36,6 +36,7 @@ from petatron.parallel.parallel_model import ParallelModel
 WIKITEXT103, LAMBADA, TEXT = "wikitext103", "lambada", "text"
 TASK_NAMES = (WIKITEXT103, LAMBADA, *multiple_choice.FORMATS, TEXT)
 _MAX_TASKS = 100
+_KINDS = {"str": (str, "a text"), "Path": (str, "a path"), "int": (int, "a number"), "bool": (bool, "true or false")}
 # Which settings have an effect on which tasks; the others on all.
 _SETTINGS_OF = {
     "stride": (WIKITEXT103, TEXT),
@@ -199,10 +200,10 @@ def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | Non
         kind = kinds.get(key) if isinstance(key, str) else None
         if kind is None:
             problems.append(Problem(where, str(key), "is not a setting of a task", f"Settings: {', '.join(kinds)}."))
-        elif not _has_kind(value, kind):
+        elif type(value) is not _KINDS[kind][0] or value == "":  # true is no number
             is_scalar = isinstance(value, str | int | float | None)  # anything else may be endless
             shown = repr(value) if is_scalar else "(a list or mapping)"
-            problems.append(Problem(where, f"{key} {shown}", "has the wrong type", f"It is {_KIND_TEXTS[kind]}."))
+            problems.append(Problem(where, f"{key} {shown}", "has the wrong type", f"It is {_KINDS[kind][1]}."))
         else:
             values[key] = value
     missing = [name for name in ("task", "data") if name not in item]
@@ -212,14 +213,3 @@ def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | Non
     paths = {name: folder / values[name] for name in ("data", "fewshot_data") if name in values}
     settings = TaskSettings(**{**values, **paths})
     return replace(settings, task=settings.task.lower()), []
-
-
-_KIND_TEXTS = {"str": "a text", "Path": "a path", "int": "a number", "bool": "true or false"}
-
-
-def _has_kind(value: Any, kind: str) -> bool:
-    if kind in ("str", "Path"):
-        return isinstance(value, str) and bool(value)
-    if kind == "bool":
-        return isinstance(value, bool)
-    return isinstance(value, int) and not isinstance(value, bool)
