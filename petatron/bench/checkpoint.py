@@ -30,6 +30,7 @@ from torch import Tensor
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
+from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.loading.busy_processes import BusyProcesses
 from petatron.bench.loading.load_process import (
@@ -42,7 +43,6 @@ from petatron.bench.loading.load_process import (
 )
 from petatron.bench.measure.arguments import positive_problems
 from petatron.bench.measure.timing import alternating_orders
-from petatron.bench.result import BenchResult
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.mesh.mesh import ParallelMesh
@@ -60,15 +60,16 @@ Loads = Mapping[str, Sequence[LoadMeasurement]]
 """Measurements by loader and state of the page cache."""
 
 
-def argument_problems(args: argparse.Namespace) -> list[Problem]:
-    """Returns what is wrong with the arguments, and with the folder they name."""
-    problems = [*positive_problems({"--gigabytes": args.gigabytes}), *count_problems("checkpoint", args)]
+def argument_problems(args: argparse.Namespace) -> Iterator[Problem]:
+    """Yields what is wrong with the arguments, and with the folder they name."""
+    yield from positive_problems({"--gigabytes": args.gigabytes})
+    yield from count_problems("checkpoint", args)
     if args.busy_own_sessions and args.busy_processes == 0:
         rule, fix = "has no effect without --busy-processes", "Give --busy-processes a number of processes."
-        problems.append(Problem("--busy-own-sessions", "", rule, fix))
+        yield Problem("--busy-own-sessions", "", rule, fix)
     if args.busy_processes > _MAX_BUSY_PROCESSES:
         rule, fix = "would take all processes of the machine", f"Use at most {_MAX_BUSY_PROCESSES}."
-        problems.append(Problem("--busy-processes", str(args.busy_processes), rule, fix))
+        yield Problem("--busy-processes", str(args.busy_processes), rule, fix)
     folder = Path(args.folder or ".")
     needed = 4 * args.gigabytes * 1e9  # ours and torch's, and as much again in the page cache before write-back
     try:
@@ -76,12 +77,11 @@ def argument_problems(args: argparse.Namespace) -> list[Problem]:
             free = shutil.disk_usage(folder).free
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
-        problems.append(Problem("--folder", str(folder), rule, "Give a folder that is there and writable."))
-    else:
-        if free < needed:
-            rule = f"needs {needed / 1e9:.1f} GB in {folder}, which has {free / 1e9:.1f} GB left"
-            problems.append(Problem("--gigabytes", f"{args.gigabytes:g}", rule, "Use fewer, or another --folder."))
-    return problems
+        yield Problem("--folder", str(folder), rule, "Give a folder that is there and writable.")
+        return
+    if free < needed:
+        rule = f"needs {needed / 1e9:.1f} GB in {folder}, which has {free / 1e9:.1f} GB left"
+        yield Problem("--gigabytes", f"{args.gigabytes:g}", rule, "Use fewer, or another --folder.")
 
 
 def _scratch_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
@@ -125,9 +125,6 @@ class _Bench:
     def tensors(self) -> dict[str, Tensor]:
         return {chunk.key: chunk.tensor for chunk in self.chunks}
 
-    def sizes(self) -> list[int]:
-        return [tensor.numel() * tensor.dtype.itemsize for tensor in self.tensors.values()]
-
     def measure(self, only: Literal["save", "load"] | None, *, rounds: int) -> None:
         """Runs everything once a round. Removing files and waiting for the disk are not timed."""
         orders = list(alternating_orders(LOADERS, rounds=rounds))
@@ -148,7 +145,7 @@ class _Bench:
 
     def _save_both(self, number: int) -> LoadFiles:
         theirs, step = self.folder / f"theirs-{number}.pt", 2 * number + 1
-        saves = [partial(self._save_theirs, theirs), partial(self._save, step)]
+        saves = [partial(self._save_theirs, theirs), partial(self._save_ours, step, "save")]
         for save in saves if number % 2 == 0 else saves[::-1]:
             with self.busy.running():
                 save()
@@ -157,17 +154,13 @@ class _Bench:
 
     def _save_in_background(self, files: LoadFiles) -> None:
         with self.busy.running(), self._timed("background"):
-            with self._timed("stall"):
-                self._save_ours(files.step + 1, wait=False)
+            self._save_ours(files.step + 1, "stall", wait=False)
             self.manager.drain()
 
-    def _save(self, step: int) -> None:
-        with self._timed("save"):
-            self._save_ours(step)
-
-    def _save_ours(self, step: int, *, wait: bool = True) -> None:
-        key, model = SAME_LAYOUT_KEY, self.model
-        self.manager.save(step, self.chunks, metadata={}, same_layout_key=key, model=model, wait=wait)
+    def _save_ours(self, step: int, name: str, *, wait: bool = True) -> None:
+        with self._timed(name):
+            key, model = SAME_LAYOUT_KEY, self.model
+            self.manager.save(step, self.chunks, metadata={}, same_layout_key=key, model=model, wait=wait)
 
     def _save_theirs(self, path: Path) -> None:
         with self._timed("torch.save + fsync"), path.open("wb") as file:
@@ -219,23 +212,34 @@ def _chunks(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Chunk]:
 
 
 def _result(bench: _Bench, args: argparse.Namespace) -> BenchResult:
-    size, largest = sum(bench.sizes()), max(bench.sizes())
+    sizes = [tensor.nbytes for tensor in bench.tensors.values()]
+    size, largest = sum(sizes), max(sizes)
     rows = [("state", f"{size / 1e9:.2f} GB in {len(bench.chunks)} tensors, the largest {largest / 1e6:.0f} MB")]
     if args.busy_processes:
         sessions = "in sessions of their own" if args.busy_own_sessions else "in the session of the bench"
-        average = os.getloadavg()[1]  # of five minutes, others included
-        rows.append(
-            ("busy processes", f"{args.busy_processes} {sessions}, {os.cpu_count()} cores, load average {average:.1f}")
-        )
+        load = f"load average {os.getloadavg()[1]:.1f}"  # of five minutes, others included
+        rows.append(("busy processes", f"{args.busy_processes} {sessions}, {os.cpu_count()} cores, {load}"))
     values: dict[str, object] = {"bytes": size, "largest_tensor_bytes": largest, "busy_processes": args.busy_processes}
     ratios: dict[str, list[float]] = {}
     if bench.times:
         rows += _save_rows(bench.times, size, ratios)
         values["stall_ratio"] = _stall_ratio(bench.times)
     if bench.loads:
-        rows += _load_rows(bench.loads, size, ratios)
-        values |= _load_values(bench.loads)
-    rows += [(f"speed: {name}", _describe_ratios(rounds)) for name, rounds in ratios.items()]
+        # The largest share of the files that was in the page cache when a cold load began; None if that is unknown.
+        shares = [load.cached_share for loader in LOADERS for load in bench.loads[f"{loader} cold"]]
+        known = [share for share in shares if share is not None]
+        share = max(known) if len(known) == len(shares) else None
+        rows += [("cold", _describe_cold(share)), *_load_rows(bench.loads, size, ratios)]
+        values |= {
+            "cpu_seconds": _by_name(bench.loads, "cpu_s"),
+            "kernel_seconds": _by_name(bench.loads, "kernel_s"),
+            "extra_bytes": _extra_bytes(bench.loads),
+            "page_cache_dropped": share is not None and share < _MAX_CACHED_SHARE,
+            "largest_cached_share_when_cold": share,
+        }
+    for name, rounds in ratios.items():
+        faster = f"at least 1x in {_faster_rounds(rounds)} of {len(rounds)} rounds"
+        rows.append((f"speed: {name}", f"{_with_spread(rounds, 'x')}, {faster}"))
     rows.append(("medians of", f"{len(next(iter(ratios.values())))} rounds"))
     values |= {
         "seconds": bench.times | _by_name(bench.loads, "seconds"),
@@ -263,15 +267,13 @@ def _stall_ratio(times: Times) -> float:
 
 
 def _load_rows(loads: Loads, size: int, ratios: dict[str, list[float]]) -> list[tuple[str, str]]:
-    rows = [("cold", _describe_cold(_largest_share(loads, "cold")))]
+    rows: list[tuple[str, str]] = []
     for state in _STATES:
         ours = loads[f"load {state}"]
         for loader in sorted(LOADERS):
             theirs = loads[f"{loader} {state}"]
             seconds = [load.seconds for load in theirs]
-            user, kernel = (
-                statistics.median(times) for times in zip(*((load.user_s, load.kernel_s) for load in theirs))
-            )
+            user, kernel = map(statistics.median, zip(*((load.user_s, load.kernel_s) for load in theirs)))
             text = f"{size / statistics.median(seconds) / 1e9:.2f} GB/s: {_with_spread(seconds, ' s')}, CPU {user + kernel:.2f} s"
             rows.append((f"{loader} {state}", f"{text} ({kernel:.2f} in the kernel)"))
             if loader != "load":
@@ -282,26 +284,8 @@ def _load_rows(loads: Loads, size: int, ratios: dict[str, list[float]]) -> list[
     return rows
 
 
-def _load_values(loads: Loads) -> dict[str, object]:
-    share = _largest_share(loads, "cold")
-    return {
-        "cpu_seconds": _by_name(loads, "cpu_s"),
-        "kernel_seconds": _by_name(loads, "kernel_s"),
-        "extra_bytes": _extra_bytes(loads),
-        "page_cache_dropped": share is not None and share < _MAX_CACHED_SHARE,
-        "largest_cached_share_when_cold": share,
-    }
-
-
 def _by_name(loads: Loads, attribute: str) -> Times:
     return {name: [getattr(load, attribute) for load in measured] for name, measured in loads.items()}
-
-
-def _largest_share(loads: Loads, state: str) -> float | None:
-    """Returns the largest share of the files that was in the page cache when a load began; None if that is unknown."""
-    shares = [load.cached_share for loader in LOADERS for load in loads[f"{loader} {state}"]]
-    known = [share for share in shares if share is not None]
-    return max(known) if len(known) == len(shares) else None
 
 
 def _describe_cold(share: float | None) -> str:
@@ -309,21 +293,14 @@ def _describe_cold(share: float | None) -> str:
         return "unknown whether files are in the page cache: this system cannot drop them, or does not tell"
     if share < _MAX_CACHED_SHARE:
         return f"files dropped from the page cache (mincore: at most {share:.2%} of them was there)"
-    return (
-        f"not cold: {share:.0%} of the files stayed in the page cache, as another process reads them or has them mapped"
-    )
+    why = "as another process reads them or has them mapped"
+    return f"not cold: {share:.0%} of the files stayed in the page cache, {why}"
 
 
 def _extra_bytes(loads: Loads) -> dict[str, list[int]]:
     """Returns the growth of the peak by loader, where it is known; warm, where nothing waits for the disk."""
-    growths = {loader: [load.extra_bytes for load in loads[f"{loader} warm"]] for loader in LOADERS}
-    return {
-        loader: [size for size in sizes if size is not None] for loader, sizes in growths.items() if None not in sizes
-    }
-
-
-def _describe_ratios(ratios: Sequence[float]) -> str:
-    return f"{_with_spread(ratios, 'x')}, at least 1x in {_faster_rounds(ratios)} of {len(ratios)} rounds"
+    growths = {name: [load.extra_bytes for load in loads[f"{name} warm"]] for name in LOADERS}
+    return {name: [size for size in sizes if size is not None] for name, sizes in growths.items() if None not in sizes}
 
 
 def _faster_rounds(ratios: Sequence[float]) -> int:

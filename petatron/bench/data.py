@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,9 +30,9 @@ from tokenizers import Tokenizer
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.measure.arguments import positive_problems
-from petatron.bench.result import BenchResult
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> BenchResult:
         for method in ENCODE_METHODS
     }
     _log.info("building a sample index of %s documents", f"{args.documents:,}")
-    index = measure_index(args.documents)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # in a process whose peak is the index's own
+        index = pool.submit(_measure_index, args.documents).result()
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     speed = {name: megabytes / statistics.median(seconds) for name, seconds in times.items()}
     memory = f"{index['peak_growth_mb']:.0f} MB above the input, of which result {index['result_mb']:.0f} MB"
@@ -100,7 +102,9 @@ def standard_library_texts(size_bytes: int) -> list[str]:
 def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) -> dict[str, list[float]]:
     _log.info("training a tokenizer")
     tokenizer = folder / "tokenizer.json"
-    train_bpe(_first_texts(texts, TRAINING_BYTES), args.vocab, tokenizer)
+    sizes_before = accumulate(map(len, texts), initial=0)
+    first_texts = (text for text, before in zip(texts, sizes_before) if before < TRAINING_BYTES)
+    train_bpe(first_texts, args.vocab, tokenizer)
     source = folder / "corpus.jsonl"
     with source.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
@@ -123,14 +127,6 @@ def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) 
             preprocess(options)
             times["preprocess"].append(time.perf_counter() - started)
     return times
-
-
-def _first_texts(texts: Sequence[str], size: int) -> Iterator[str]:
-    for text in texts:
-        if size <= 0:
-            return
-        yield text
-        size -= len(text)
 
 
 @contextmanager
@@ -184,13 +180,8 @@ def _baseline_seconds(pipes: Sequence[Connection], method: str) -> float:
     return time.perf_counter() - started
 
 
-def measure_index(documents: int) -> dict[str, float]:
-    """Returns time and memory to build one epoch's sample index, in a subprocess so that the peak is its own."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_index_worker, documents).result()
-
-
-def _index_worker(documents: int) -> dict[str, float]:
+def _measure_index(documents: int) -> dict[str, float]:
+    """Returns time and memory to build one epoch's sample index."""
     numbers = np.arange(documents)
     lengths = np.random.RandomState(0).randint(1, 1500, documents, dtype=np.int32)
     before = _peak_mb()

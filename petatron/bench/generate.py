@@ -19,20 +19,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
 
 import torch
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
-from petatron.bench.measure.progress import ProgressLog
-from petatron.bench.measure.timing import alternating_orders, copy_bandwidth, elapsed_seconds, synchronize
+from petatron.bench.measure.timing import copy_bandwidth, elapsed_seconds, run_rounds, synchronize
 from petatron.bench.peers import OURS, BenchSpec
 from petatron.bench.peers.bench_model import bench_precision_text, bench_spec
 from petatron.bench.peers.engines import build_engine, padded_prompts, transformers_model
 from petatron.bench.peers.huggingface import model_problems
-from petatron.bench.result import BenchResult
 from petatron.config.required_settings import known_vocab_size
 from petatron.estimate.generation_bytes import GenerationBytes
 from petatron.infer.engine import Engine
@@ -53,7 +54,7 @@ _SHORTEST_S = 1e-9
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Alternate, and compare what both wrote: at the same weights it is the same, but for ties."""
     spec = bench_spec(flags)
-    _check(args, spec)
+    raise_problems(_problems(args, spec))
     _log.info("building %s", OURS)
     if args.against == "forward":
         return _prefill_and_forward(args, spec)
@@ -61,17 +62,14 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     sides: dict[str, GenerateFn] = {OURS: _ours(args, spec, engine)}
     if args.against:
         _log.info("building %s", args.against)
-        sides[args.against] = _peer(args, spec)
+        if args.against in ("bf16", "plain"):
+            _, other = _build_engine(args, spec, fp8_weights=args.fp8_weights and args.against == "plain")
+            sides[args.against] = _ours(args, spec, other)
+        else:
+            sides[args.against] = _transformers(args, spec)
     texts = {name: list(side(args.new_tokens)) for name, side in sides.items()}  # also warms up
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    rounds, news = list(alternating_orders(list(sides), rounds=args.repeat)), ProgressLog()
-    _log.info("timing %d rounds of %d tokens of each: %s", len(rounds), args.new_tokens, ", ".join(sides))
-    for number, order in enumerate(rounds):
-        news(f"timed {number} of {len(rounds)} rounds")
-        for name in order:
-            # Both sides return tokens to the host, so there is nothing left to wait for.
-            first, total = (elapsed_seconds(lambda n=n, name=name: sides[name](n)) for n in (1, args.new_tokens))
-            times[name].append((first, max(total - first, _SHORTEST_S) / (args.new_tokens - 1)))
+    timed = {name: partial(_token_seconds, side, args.new_tokens) for name, side in sides.items()}
+    times = run_rounds(timed, rounds=args.repeat, work=f"{args.new_tokens} tokens")
     medians = {name: [statistics.median(column) for column in zip(*pairs)] for name, pairs in times.items()}
     prompts = _prompts(args, spec)
     prompt_tokens, together = sum(map(len, prompts)), "one at a time" if args.batch == 1 else f"{args.batch} at once"
@@ -100,30 +98,33 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
         values |= {"tokens_per_step": stats.tokens_per_decode, "acceptance_rate": stats.acceptance_rate}
     if args.against:
         peer = args.against
-        ratio, same = medians[peer][1] / medians[OURS][1], _common_prefix_length(texts[OURS], texts[peer])
+        ratio = medians[peer][1] / medians[OURS][1]
+        same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(texts[OURS], texts[peer]))])
         text = f"{ratio:.2f}x after the prompt; the first {same} of {args.new_tokens} tokens are the same"
         rows.append((f"speed / {peer}", text))
         values |= {"ratio": ratio, "same_tokens": same}
     return BenchResult(tuple(rows), values)
 
 
-def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
-    problems = [
-        *count_problems("generate", args),
-        *(model_problems(spec) if args.against in ("hf", "hf-compiled") else ()),
-    ]
+def _token_seconds(side: GenerateFn, count: int) -> tuple[float, float]:
+    """Returns the time of the first token and of one after it; tokens are on the host then, so there is nothing left to wait for."""
+    first, total = (elapsed_seconds(partial(side, number)) for number in (1, count))
+    return first, max(total - first, _SHORTEST_S) / (count - 1)
+
+
+def _problems(args: argparse.Namespace, spec: BenchSpec) -> Iterator[Problem]:
+    yield from count_problems("generate", args)
+    yield from model_problems(spec) if args.against in ("hf", "hf-compiled") else ()
     if args.fp8_weights != (args.against == "bf16") and args.against in ("bf16", "forward"):
         rule, fix = "compares the engine with quantized weights", "Give --fp8-weights too."
         if args.against == "forward":
             rule, fix = "compares the same weights", "Leave out --fp8-weights."
-        problems.append(Problem("--against", args.against, rule, fix))
+        yield Problem("--against", args.against, rule, fix)
     if args.against == "plain" and not args.speculative_tokens:
         rule = "compares the engine with and without drafts"
-        problems.append(Problem("--against", args.against, rule, "Give --speculative-tokens too."))
+        yield Problem("--against", args.against, rule, "Give --speculative-tokens too.")
     if args.against == "forward" and args.ragged:
-        problems.append(Problem("--ragged", "", "has no equal in a batch of training", "Leave it out."))
-    if problems:
-        raise ConfigError(problems)
+        yield Problem("--ragged", "", "has no equal in a batch of training", "Leave it out.")
 
 
 def _prompts(args: argparse.Namespace, spec: BenchSpec) -> list[list[int]]:
@@ -162,13 +163,11 @@ def _prefill_and_forward(args: argparse.Namespace, spec: BenchSpec) -> BenchResu
         synchronize(spec.device)
 
     sides = {OURS: lambda: engine.complete(prompts, first), "forward": forward}
-    times: dict[str, list[float]] = {name: [] for name in sides}
     for run in sides.values():
         run()
-    for order in alternating_orders(list(sides), rounds=args.repeat):
-        for name in order:
-            times[name].append(elapsed_seconds(sides[name]))
     tokens = args.batch * args.prompt_tokens
+    timed = {name: partial(elapsed_seconds, side) for name, side in sides.items()}
+    times = run_rounds(timed, rounds=args.repeat, work=f"{tokens} tokens")
     speeds = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
     ratio = speeds[OURS] / speeds["forward"]
     rows = [
@@ -193,12 +192,6 @@ def _build_engine(
     return build_engine(spec, options)
 
 
-def _peer(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
-    if args.against not in ("bf16", "plain"):
-        return _transformers(args, spec)
-    return _ours(args, spec, _build_engine(args, spec, fp8_weights=args.fp8_weights and args.against == "plain")[1])
-
-
 def _ours(args: argparse.Namespace, spec: BenchSpec, engine: Engine) -> GenerateFn:
     prompts = _prompts(args, spec)
 
@@ -220,13 +213,3 @@ def _transformers(args: argparse.Namespace, spec: BenchSpec) -> GenerateFn:
         return model.generate(tokens, max_new_tokens=count, **options)[0, tokens.shape[1] :].tolist()
 
     return more
-
-
-def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of the common prefix.
-
-    >>> _common_prefix_length([1, 2, 3], [1, 2, 4])
-    2
-    """
-    same = [a == b for a, b in zip(first, second)]
-    return same.index(False) if False in same else len(same)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench.arguments import OPERATION_NAMES, count_problems
 from petatron.bench.measure.arguments import resolve_device, select_names
 from petatron.bench.measure.machine import choice_row, device_name
@@ -26,11 +27,11 @@ from petatron.bench.ops import attention, moe
 from petatron.bench.ops.cases import SHAPES, SMALL_SHAPES, BenchContext, KernelCase
 from petatron.bench.ops.operations import CASES
 from petatron.bench.ops.peer_kernels import peer_path_problems
-from petatron.bench.result import BenchResult
 from petatron.kernels.matmul import matmul
 from petatron.kernels.registry import choose_all_kernels
 
 _WITH_PEERS = ("scan", "delta", "channel-delta")
+_LAYERS = {"attention": attention.measure, "moe": moe.measure}  # whole layers, which have their own tables
 _REASON_LENGTH = 300
 _WARMUP_S = 0.05
 _LAYER_REPEAT, _LAYER_WARMUP_S = 6, 0.5
@@ -54,8 +55,9 @@ def run(args: argparse.Namespace) -> BenchResult:
     measured, tables = [], []
     for number, name in enumerate(names, start=1):
         _log.info("measuring %s, %d of %d", name, number, len(names))
-        if name in ("attention", "moe"):
-            tables += _measure_layer(name, device, repeat=min(args.repeat, _LAYER_REPEAT))
+        if name in _LAYERS:
+            warmup_s = _LAYER_WARMUP_S if device.type == "cuda" else 0.0
+            tables += _LAYERS[name](device, repeat=min(args.repeat, _LAYER_REPEAT), warmup_s=warmup_s)
         else:
             measured += _measure_operation(name, place, repeat=args.repeat)
     rows = [*(choice_row(choice) for choice in choices), ("the device", str(speed))]
@@ -197,10 +199,3 @@ def largest_error(outputs: Sequence[torch.Tensor | None], reference: Sequence[to
             distance = output[: exact.shape[0]].double() - exact
             errors.append(float(distance.norm() / exact.norm().clamp(min=1e-30)))
     return max(errors) if all(error == error for error in errors) else float("nan")
-
-
-def _measure_layer(name: str, device: torch.device, *, repeat: int) -> list[tuple[str, str]]:
-    """Measures whole layers, which have their own tables."""
-    layer = attention if name == "attention" else moe
-    warmup_s = _LAYER_WARMUP_S if device.type == "cuda" else 0.0
-    return layer.measure(device, repeat=repeat, warmup_s=warmup_s)

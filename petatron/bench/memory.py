@@ -15,6 +15,7 @@ import torch
 
 from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench.measure.arguments import resolve_device, select_names
 from petatron.bench.measure.machine import versions
 from petatron.bench.measure.memory_cases import CASES, MemoryCase
@@ -23,7 +24,6 @@ from petatron.bench.measure.timing import allocated_bytes, free_cached_memory, p
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_model import bench_spec, make_batches
 from petatron.bench.peers.ours import PetatronContender
-from petatron.bench.result import BenchResult
 from petatron.estimate.memory.forecast import largest_forecast, recompute_plans, state_bytes_per_rank
 
 _TOLERANCE = 0.03
@@ -69,7 +69,9 @@ def _measure(case: MemoryCase, device: torch.device, info: DeviceInfo) -> Measur
         return MeasuredCase(_forecast(_spec(case.flags, device)), None, "not measured on a CPU")
     tiny = _spec(case.tiny_flags, device)
     snapshot = snapshot_step(PetatronContender(tiny), make_batches(tiny)[0], tiny.device)
-    return MeasuredCase(_saved_and_state_bytes(tiny), snapshot.total)
+    # What a snapshot on a CPU sees: all state, and what one micro-batch saves.
+    [plan], [state] = recompute_plans(tiny.run, device="cpu"), state_bytes_per_rank(tiny.run)
+    return MeasuredCase(state.total + plan.saved_bytes, snapshot.total)
 
 
 def measure_on_gpu(spec: BenchSpec, info: DeviceInfo) -> MeasuredCase:
@@ -86,12 +88,6 @@ def _spec(flags: str, device: torch.device) -> BenchSpec:
 
 def _forecast(spec: BenchSpec) -> int:
     return largest_forecast(spec.run, device="cuda").total
-
-
-def _saved_and_state_bytes(spec: BenchSpec) -> int:
-    """Returns what a snapshot on a CPU sees, as predicted: all state, and what one micro-batch saves."""
-    [plan], [state] = recompute_plans(spec.run, device="cpu"), state_bytes_per_rank(spec.run)
-    return state.total + plan.saved_bytes
 
 
 def _peak_bytes(spec: BenchSpec) -> int:

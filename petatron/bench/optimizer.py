@@ -19,22 +19,22 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.checkpoint import model_shapes
 from petatron.bench.measure.arguments import resolve_device
 from petatron.bench.measure.machine import choice_row, device_name
-from petatron.bench.measure.progress import ProgressLog
-from petatron.bench.measure.timing import alternating_orders, large_copy, mean_ms
+from petatron.bench.measure.timing import large_copy, mean_ms, run_rounds
 from petatron.bench.measure.units import format_si
-from petatron.bench.result import BenchResult
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.registry import KernelChoice, KernelContext, choose_kernel
@@ -64,18 +64,14 @@ def run(args: argparse.Namespace) -> BenchResult:
     device = resolve_device(args.device, problems=problems)
     size = int(args.parameters or _DEFAULTS[device.type])
     _log.info("building %s parameters and their optimizer, and warming up", f"{size:,}")
-    bench, news = _Bench.build(args, device, size), ProgressLog()
-    rounds = list(alternating_orders(list(bench.contenders), rounds=max(4, args.repeat)))
-    _log.info("timing %d rounds of %d steps of each: %s", len(rounds), _STEPS_PER_ROUND, ", ".join(bench.contenders))
-    for number, order in enumerate(rounds):
-        news(f"timed {number} of {len(rounds)} rounds")
-        bench.round(order)
-    return bench.result()
+    bench = _Bench.build(args, device, size)
+    steps = {name: partial(bench.timed, contender) for name, contender in bench.contenders.items()}
+    return bench.result(run_rounds(steps, rounds=max(4, args.repeat), work=f"{_STEPS_PER_ROUND} steps"))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Bench:
-    """The contenders by name, and the milliseconds of every round."""
+    """The contenders by name, and what they work on."""
 
     device: torch.device
     num_parameters: int
@@ -83,7 +79,6 @@ class _Bench:
     contenders: dict[str, Callable[[], object]]
     kernel_choice: KernelChoice
     offloaded_bytes: float
-    times: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, args: argparse.Namespace, device: torch.device, num_parameters: int) -> _Bench:
@@ -114,17 +109,13 @@ class _Bench:
             bench.timed(contender)
         return bench
 
-    def round(self, order: Sequence[str]) -> None:
-        """Runs everything once."""
-        for name in order:
-            self.times.setdefault(name, []).append(self.timed(self.contenders[name]))
-
     def timed(self, step: Callable[[], object]) -> float:
         """Returns milliseconds of one step. Offloaded state is copied on its own stream, so there is no head start."""
         return mean_ms(step, self.device, calls=_STEPS_PER_ROUND, head_start=False)
 
-    def result(self) -> BenchResult:
-        medians = {name: statistics.median(values) for name, values in self.times.items()}
+    def result(self, times: Mapping[str, Sequence[float]]) -> BenchResult:
+        """Returns what the milliseconds of all rounds say."""
+        medians = {name: statistics.median(values) for name, values in times.items()}
         speeds = {name: size / medians[name] / 1e9 for name, size in self.moved_bytes.items()}  # bytes per ms in TB/s
         said = {name: format_si(speed * 1e12, "B/s") for name, speed in speeds.items()}
         of_copy = speeds["ours"] / speeds["copy"]
@@ -136,21 +127,21 @@ class _Bench:
             ("  of it the norm", f"{medians['norm']:.3f} ms, {said['norm']}"),
         ]
         ratio = None
-        if "torch" in self.times:
-            ratio = statistics.median(theirs / ours for theirs, ours in zip(self.times["torch"], self.times["ours"]))
+        if "torch" in times:
+            ratio = statistics.median(theirs / ours for theirs, ours in zip(times["torch"], times["ours"]))
             rows.append(("torch: fused AdamW, foreach clip, cast", f"{medians['torch']:.3f} ms"))
             rows.append(("speed", f"{ratio:.3f}x"))
         if self.offloaded_bytes:
             each_way = format_si(self.offloaded_bytes / medians["ours"] * 1e3, "B/s")
             rows.append(("state in host memory", f"{self.offloaded_bytes / 1e9:.2f} GB, {each_way} each way"))
-        rows.append(("medians of", f"{len(self.times['ours'])} rounds of {_STEPS_PER_ROUND} steps"))
+        rows.append(("medians of", f"{len(times['ours'])} rounds of {_STEPS_PER_ROUND} steps"))
         values = {
             "parameters": self.num_parameters,
             "device": device_name(self.device),
             "kernels": str(self.kernel_choice),
             "moved_bytes": self.moved_bytes,
             "offloaded_bytes": self.offloaded_bytes,
-            "ms": self.times,
+            "ms": times,
             "median_ms": medians,
             "tb_per_s": speeds,
             "of_copy": of_copy,

@@ -21,8 +21,8 @@ import torch
 
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
-from petatron.bench.result import BenchResult
 from petatron.bench.simulated_checkpoint_plan import measure_checkpoint
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import SINGLE_PROCESS
@@ -164,9 +164,8 @@ def _build_rank(world: ScaleMeasurement, config: RunConfig, layout: Layout, rank
     try:
         mesh = world.timed("mesh", lambda: ParallelMesh(layout, rank, device=torch.device("meta")))
         model = world.timed("model", lambda: build_model(config, mesh))
-        world.counts["parameters_of_rank"] = sum(
-            parameter.numel() for stage in model.stages.values() for parameter in stage.parameters()
-        )
+        parameters = (parameter for stage in model.stages.values() for parameter in stage.parameters())
+        world.counts["parameters_of_rank"] = sum(parameter.numel() for parameter in parameters)
         return [communicator.ranks for communicator in mesh.communicators]
     finally:
         stop_process_group()

@@ -18,26 +18,33 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, Problem
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
+
+from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench.arguments import SERVED_PRESET, count_problems
-from petatron.bench.measure.timing import alternating_orders
+from petatron.bench.measure.timing import alternating_orders, free_cached_memory
+from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_model import bench_spec
-from petatron.bench.result import BenchResult
+from petatron.bench.peers.engines import build_weights
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
-from petatron.bench.serving.random_checkpoint import save_random_checkpoint
 from petatron.bench.serving.server_process import server_process
+from petatron.config.required_settings import known_vocab_size
+from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.pretrained.folder_kind import find_model
 from petatron.serve.open_engine import model_settings, open_engine
+from petatron.train.own_loop import save_checkpoint
 
 ENGINE, STREAMED, PLAIN = "engine alone", "HTTP, streamed", "HTTP, plain"
 _PAGE_SIZE, _OUTSIDE_VOCAB = 16, 128
@@ -61,32 +68,34 @@ class FirstTokenTimes:
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     """Measures a running server, or one that it starts on the model of the flags beside the engine alone."""
-    _check(args, flags)
+    raise_problems(_problems(args, flags))
     if args.url:
         return _result(args, _measure(args, args.url, vocab_size=_OUTSIDE_VOCAB, engine=None))
     with ExitStack() as stack:
         checkpoint, flags = _checkpoint(flags, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         options = _engine_options(args)
         _log.info("opening the engine")
-        engine = _open_engine(checkpoint, flags, options)
+        settings = model_settings(checkpoint, flags, options=options)
+        if settings.num_ranks > 1:
+            rule = f"asks for {settings.num_ranks} ranks, and the engine alone is measured on one"
+            raise ConfigError([Problem(" ".join(flags), "", rule, "Start the server by itself, and give its --url.")])
+        engine = open_engine(settings).engine
         _log.info("starting the server")
         url = stack.enter_context(server_process(str(checkpoint), [*_server_flags(options), *flags]))
         return _result(args, _measure(args, url, vocab_size=engine.vocab_size, engine=engine))
 
 
-def _check(args: argparse.Namespace, flags: Sequence[str]) -> None:
-    problems = count_problems("serve", args)
+def _problems(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[Problem]:
+    yield from count_problems("serve", args)
     if args.url and flags:
         fix = "Leave it out, or leave out --url."
-        problems.append(Problem(" ".join(flags), "", "has no effect on a server that runs already (--url)", fix))
+        yield Problem(" ".join(flags), "", "has no effect on a server that runs already (--url)", fix)
     if args.api_key_file and not args.url:
-        problems.append(Problem("--api-key-file", "", "is for a server that runs already", "Give its --url too."))
+        yield Problem("--api-key-file", "", "is for a server that runs already", "Give its --url too.")
     missing = [] if args.url else [name for name in _SERVER_PACKAGES if find_spec(name) is None]
     if missing:
         fix = "Install them: pip install 'petatron[serve]'; or give the --url of a server."
-        problems.append(Problem("bench serve", "", f"starts a server, which needs {' and '.join(missing)}", fix))
-    if problems:
-        raise ConfigError(problems)
+        yield Problem("bench serve", "", f"starts a server, which needs {' and '.join(missing)}", fix)
 
 
 def _checkpoint(flags: Sequence[str], scratch: Path) -> tuple[Path, list[str]]:
@@ -102,12 +111,28 @@ def _checkpoint(flags: Sequence[str], scratch: Path) -> tuple[Path, list[str]]:
     return scratch / "run", ["--device", spec.device.type]
 
 
+def save_random_checkpoint(spec: BenchSpec, folder: Path) -> None:
+    """Saves the initial weights of a run in its precision, as step 1, with a tokenizer of as many ids as its vocabulary has."""
+    tokenizer = word_tokenizer(known_vocab_size(spec.run.model), folder / "tokenizer.json")
+    model = build_weights(spec)
+    save_checkpoint(str(folder), step=1, model=model, random_states=False, tokenizer=tokenizer)
+    del model
+    free_cached_memory(spec.device)
+
+
+def word_tokenizer(vocab_size: int, path: Path) -> HuggingFaceTokenizer:
+    """Returns a tokenizer each of whose ids is a word of text: every token that is streamed becomes an event."""
+    fast = FastTokenizer(models.BPE(vocab={f"Ġw{number}": number for number in range(vocab_size)}, merges=[]))
+    fast.decoder = decoders.ByteLevel()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(fast.to_str(), encoding="utf-8")
+    return HuggingFaceTokenizer(path)
+
+
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
     length = args.prompt_tokens + args.new_tokens
-    pages = args.clients * -(-length // _PAGE_SIZE)
-    return EngineOptions(
-        page_size=_PAGE_SIZE, num_pages=pages, max_sequences=args.clients, max_length=length, prefix_caching=False
-    )
+    pages = {"page_size": _PAGE_SIZE, "num_pages": args.clients * -(-length // _PAGE_SIZE)}
+    return EngineOptions(**pages, max_sequences=args.clients, max_length=length, prefix_caching=False)
 
 
 def _server_flags(options: EngineOptions) -> list[str]:
@@ -120,14 +145,6 @@ def _server_flags(options: EngineOptions) -> list[str]:
         "--max-connections": 4096,
     }
     return [*(text for flag, value in values.items() for text in (flag, str(value))), "--no-prefix-caching"]
-
-
-def _open_engine(checkpoint: Path, flags: Sequence[str], options: EngineOptions) -> Engine:
-    settings = model_settings(checkpoint, flags, options=options)
-    if settings.num_ranks > 1:
-        rule = f"asks for {settings.num_ranks} ranks, and the engine alone is measured on one"
-        raise ConfigError([Problem(" ".join(flags), "", rule, "Start the server by itself, and give its --url.")])
-    return open_engine(settings).engine
 
 
 def make_requests(count: int, *, prompt_tokens: int, new_tokens: int, vocab_size: int) -> list[BenchRequest]:
@@ -264,9 +281,8 @@ def _result(args: argparse.Namespace, measured: ServeMeasurements) -> BenchResul
         rows.append((side, text))
     load = f" at {first.half_rate_per_s:.1f} requests/s: {first.ratio:.2f} of the p95 alone"
     rows += [("first token, alone", _latency_text(alone_ms)), ("first token, half load", _latency_text(half_ms) + load)]
-    shares = {
-        side: sum(cpu) / sum(measured.seconds[side]) for side, cpu in measured.client_cpu_s.items() if side != ENGINE
-    }
+    cpu_s = {side: sum(seconds) for side, seconds in measured.client_cpu_s.items() if side != ENGINE}
+    shares = {side: seconds / sum(measured.seconds[side]) for side, seconds in cpu_s.items()}
     rows.append(("clients", ", ".join(f"{share:.0%} of a core ({side})" for side, share in shares.items())))
     values: dict[str, object] = {
         "seconds": measured.seconds,

@@ -198,12 +198,9 @@ class _SimulatedWorld:
         """Returns the rows of all tables for these tensors and their optimizer state."""
         rows: list[MessageRow] = []
         for rank, held in enumerate(self.boxes):
-            entries = [
-                (f"{kind}{name}", _stored_tensor(rank_file_path(rank), f"{kind}{name}", shape, box))
-                for name, shape, box in held
-                if name in names
-                for kind in _STATE_KINDS
-            ]
+            wanted = [held_box for held_box in held if held_box[0] in names]
+            keyed = [(f"{kind}{name}", shape, box) for name, shape, box in wanted for kind in _STATE_KINDS]
+            entries = [(key, _stored_tensor(rank_file_path(rank), key, shape, box)) for key, shape, box in keyed]
             rows += chain.from_iterable(table_rows(entries, rank, self.world_size).values())
         weights = {name: WeightSpec(shape, torch.bfloat16) for name, shape in self.shapes.items()}
         for file in self.files:
@@ -271,10 +268,8 @@ def _shard_bucket(bucket: _HeldBoxes, owners: int) -> list[_HeldBoxes]:
         width = math.prod(box.shape[1:])
         first = before * owners // total
         last = -(-(before + math.prod(box.shape)) * owners // total)
-        cuts = [
-            min(max(-(-(total * place // owners - before) // width), 0), box.shape[0])
-            for place in range(first, last + 1)
-        ]
+        ends = (-(-(total * place // owners - before) // width) for place in range(first, last + 1))
+        cuts = [min(max(end, 0), box.shape[0]) for end in ends]
         for place, (begin, end) in enumerate(pairwise(cuts), start=first):
             if begin < end:
                 part = Box((box.start[0] + begin, *box.start[1:]), (end - begin, *box.shape[1:]))
@@ -304,9 +299,8 @@ def _table_and_digest(table: RankTable) -> tuple[bytes, str]:
 
 def _written_files(plan: SavePlan, mine: Sequence[Chunk], rank: int) -> dict[str, StoredFile]:
     """Returns the files that a rank has written, with a digest for every block."""
-    written = {
-        rank_file_path(rank): _stored_file(sum(4 * mine[index].tensor.numel() for _, index in plan.state_entries))
-    }
+    state_bytes = sum(4 * mine[index].tensor.numel() for _, index in plan.state_entries)
+    written = {rank_file_path(rank): _stored_file(state_bytes)}
     for file in (file for file in plan.files if file.rank == rank):
         written[f"{MODEL_FOLDER}/{file.name}"] = _stored_file(sum(2 * math.prod(entry.shape) for entry in file.entries))
     return written

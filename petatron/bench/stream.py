@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.measure.arguments import minimum_problems, positive_problems
 from petatron.bench.measure.timing import elapsed_seconds
@@ -23,7 +24,6 @@ from petatron.bench.peers import OURS, BenchSpec
 from petatron.bench.peers.bench_model import bench_precision_text, bench_spec
 from petatron.bench.peers.engines import build_engine, padded_prompts, transformers_model
 from petatron.bench.peers.huggingface import model_problems
-from petatron.bench.result import BenchResult
 from petatron.config.required_settings import known_vocab_size
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ RunRequests = Callable[[Requests], Sequence[Sequence[int]]]
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     spec = bench_spec(flags)
-    _check(args, spec)
+    raise_problems(_problems(args, spec))
     requests = draw_requests(args, vocab_size=known_vocab_size(spec.run.model))
     wanted = sum(count for _, count in requests)
     sides: dict[str, RunRequests] = {OURS: _ours(args, spec)}
@@ -80,16 +80,15 @@ def _speed_text(tokens: int, seconds: float, *, unfinished: bool) -> str:
     return f"{tokens / seconds:,.0f} new tok/s, {seconds:.1f} s"
 
 
-def _check(args: argparse.Namespace, spec: BenchSpec) -> None:
-    problems = [*count_problems("stream", args), *minimum_problems({"--longest": (args.longest, args.shortest)})]
-    problems += positive_problems({"--peer-seconds": args.peer_seconds})
+def _problems(args: argparse.Namespace, spec: BenchSpec) -> Iterator[Problem]:
+    yield from count_problems("stream", args)
+    yield from minimum_problems({"--longest": (args.longest, args.shortest)})
+    yield from positive_problems({"--peer-seconds": args.peer_seconds})
     positions = spec.run.model.max_position_embeddings
     if 2 * args.longest > positions:
         rule = f"makes sequences of up to {2 * args.longest}, and the model has {positions} positions"
-        problems.append(Problem("--longest", str(args.longest), rule, "Use less, or a longer --seq-length."))
-    problems += model_problems(spec) if args.against else ()
-    if problems:
-        raise ConfigError(problems)
+        yield Problem("--longest", str(args.longest), rule, "Use less, or a longer --seq-length.")
+    yield from model_problems(spec) if args.against else ()
 
 
 def draw_requests(args: argparse.Namespace, *, vocab_size: int) -> Requests:
@@ -111,9 +110,8 @@ def _ours(args: argparse.Namespace, spec: BenchSpec) -> RunRequests:
     engine.capture_graphs()
 
     def serve(requests: Requests) -> list[list[int]]:
-        numbers = [
-            engine.submit(prompt, SamplingParams(max_new_tokens=count, temperature=0.0)) for prompt, count in requests
-        ]
+        sampling = (SamplingParams(max_new_tokens=count, temperature=0.0) for _, count in requests)
+        numbers = [engine.submit(prompt, params) for (prompt, _), params in zip(requests, sampling)]
         while engine.has_work:
             engine.step()
         return [engine.take(number).ids for number in numbers]
@@ -129,9 +127,8 @@ def _transformers(spec: BenchSpec, limit_s: float) -> RunRequests:
     def serve(requests: Requests) -> list[list[int]]:
         from transformers import GenerationConfig
 
-        config = GenerationConfig(
-            max_new_tokens=max(count for _, count in requests), do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
+        longest = max(count for _, count in requests)
+        config = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
         answers: dict[str, list[int]] = {}
         with model.continuous_batching_context_manager(generation_config=config) as manager:
             numbers = [manager.add_request(prompt, max_new_tokens=count) for prompt, count in requests]

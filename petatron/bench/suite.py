@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.output_file import writable_problems
+from petatron.bench import BenchResult
 from petatron.bench.arguments import SUITE_SECONDS
 from petatron.bench.measure.arguments import file_problems, positive_problems
 from petatron.bench.measure.suite_entries import SuiteEntry, select_entries
@@ -42,28 +43,32 @@ from petatron.bench.measure.suite_table import (
     update_table,
 )
 from petatron.bench.peers.torchtitan import has_usable_source
-from petatron.bench.result import BenchResult
 
 _TIMEOUT_FACTOR = 3.0  # of its estimate, after which a model is stopped
 _CPU_ESTIMATE_S = 20.0
 _log = get_logger(__name__)
 
 
-def argument_problems(args: argparse.Namespace) -> list[Problem]:
-    """Returns what is wrong with the arguments, before minutes of measuring."""
-    problems = _table_problems(args) if args.table else _measurement_problems(args)
+def argument_problems(args: argparse.Namespace) -> Iterator[Problem]:
+    """Yields what is wrong with the arguments, before minutes of measuring; makes the folder for results."""
+    yield from _table_problems(args) if args.table else _measurement_problems(args)
     if args.into is not None:
         missing = file_problems("--into", args.into, f"Give a file that has the lines {BEGIN} and {END}.")
-        problems += missing or writable_problems("--into", Path(args.into))
+        yield from missing or writable_problems("--into", Path(args.into))
     elif args.replace:
         fix = "Give --into the file whose table is replaced."
-        problems.append(Problem("--replace", "", "has no effect without --into", fix))
+        yield Problem("--replace", "", "has no effect without --into", fix)
     if args.out is not None:
-        problems += _make_out_folder(Path(args.out))
-    return problems
+        folder = Path(args.out)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "suite.md").touch()
+        except OSError as error:
+            rule = f"cannot be written: {error.strerror or error}"
+            yield Problem("--out", str(folder), rule, "Choose a writable folder.")
 
 
-def _table_problems(args: argparse.Namespace) -> list[Problem]:
+def _table_problems(args: argparse.Namespace) -> Iterator[Problem]:
     given = {
         "--only": ",".join(args.only),
         "--seconds": "" if args.seconds is None else f"{args.seconds:g}",
@@ -71,24 +76,22 @@ def _table_problems(args: argparse.Namespace) -> list[Problem]:
         "--peer-path": ",".join(args.peer_path),
     }
     rule, fix = "chooses what is measured, and --table measures nothing", "Leave one of them out."
-    problems = [Problem(flag, value, rule, fix) for flag, value in given.items() if value]
+    yield from (Problem(flag, value, rule, fix) for flag, value in given.items() if value)
     for path in args.table:
-        problems += file_problems("--table", path, "Give the suite.json that `petatron bench suite --out DIR` wrote.")
-    return problems
+        yield from file_problems("--table", path, "Give the suite.json that `petatron bench suite --out DIR` wrote.")
 
 
-def _measurement_problems(args: argparse.Namespace) -> list[Problem]:
-    problems = [*positive_problems({} if args.seconds is None else {"--seconds": args.seconds})]
+def _measurement_problems(args: argparse.Namespace) -> Iterator[Problem]:
+    yield from positive_problems({} if args.seconds is None else {"--seconds": args.seconds})
     for path in args.peer_path:
         if not Path(path).is_dir():
             rule, fix = "is no folder, so there would be another peer", "Give the folder that holds the package."
-            problems.append(Problem("--peer-path", path, rule, fix))
+            yield Problem("--peer-path", path, rule, fix)
     for check in (lambda: select_entries(args.only), lambda: detect_device(args.device or "auto")):
         try:
             check()
         except ConfigError as error:
-            problems += error.problems
-    return problems
+            yield from error.problems
 
 
 def run(args: argparse.Namespace) -> BenchResult:
@@ -105,7 +108,8 @@ def run(args: argparse.Namespace) -> BenchResult:
         rows, details = plan.measure(select_entries(args.only), run_child)
     values = {"rows": [asdict(row) for row in rows], "models": details}
     if out is not None:
-        _write_files(out, rows, values)
+        (out / "suite.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (out / "suite.md").write_text(format_table(rows) + "\n", encoding="utf-8")
     if args.into is not None:
         Path(args.into).write_text(_updated_page(args, rows, device), encoding="utf-8")
     return BenchResult(tuple((row.label, _row_text(row)) for row in rows), values)
@@ -203,22 +207,6 @@ def run_child(flags: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | No
         return json.loads(answer.read_text()), log
 
 
-def _make_out_folder(folder: Path) -> list[Problem]:
-    """Makes the folder for results."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "suite.md").touch()
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror or error}"
-        return [Problem("--out", str(folder), rule, "Choose a writable folder.")]
-    return []
-
-
-def _write_files(out: Path, rows: Sequence[SuiteRow], values: Mapping[str, Any]) -> None:
-    (out / "suite.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    (out / "suite.md").write_text(format_table(rows) + "\n", encoding="utf-8")
-
-
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -250,7 +238,6 @@ def _read_rows(path: Path) -> tuple[list[SuiteRow], dict[str, Any]]:
     if reason is None and (rows is None or not known):
         reason = "it lacks the rows of a table, or has others"
     if rows is None or reason is not None:
-        raise DataError(
-            f"{path} was not written by petatron bench suite: {reason}. Give the suite.json that its --out wrote."
-        )
+        fix = "Give the suite.json that its --out wrote."
+        raise DataError(f"{path} was not written by petatron bench suite: {reason}. {fix}")
     return rows, content["models"]

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ from typing import Any
 import torch
 
 from petatron.base.device import DeviceInfo, detect_device
-from petatron.base.errors import ConfigError, Problem, TrainError
+from petatron.base.errors import Problem, TrainError, raise_problems
 from petatron.base.log import get_logger
+from petatron.bench import BenchResult
 from petatron.bench import peers as contenders
 from petatron.bench.arguments import count_problems
 from petatron.bench.measure.arguments import positive_problems
@@ -50,7 +51,6 @@ from petatron.bench.measure.timing import (
 )
 from petatron.bench.peers import OURS, OWN_BF16, PEER_ATTENTIONS, PEERS, BenchSpec
 from petatron.bench.peers.bench_model import bench_spec, make_batches
-from petatron.bench.result import BenchResult
 from petatron.config.schema.fields import closest_matches, fields_by_name, join_with_or
 from petatron.models.batch import Batch
 
@@ -79,8 +79,7 @@ def _parse_peers(texts: Sequence[str]) -> list[str]:
             problems.append(Problem("--against", f"'{text}'", rule, fix))
         elif name not in PEERS:
             problems.append(Problem("--against", name, "is no peer", fix))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return sorted(dict.fromkeys(name for name, _ in names), key=lambda name: name != OWN_BF16)
 
 
@@ -90,23 +89,19 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
     names = [args.only] if args.only else [OURS, *peers]
     spec = _bench_spec(args, flags, names)
     device = detect_device(spec.run.train.device)
-    _check(args, spec, names, device)
+    raise_problems(_problems(args, spec, names, device))
     bandwidth = None if device.peak("bfloat16") is None else copy_bandwidth(spec.device)
-    host = _measure_host(args, flags, spec) if args.host else None
+    host = None
+    if args.host:  # before anything else is on the device
+        _log.info("the host's part of our step, with %d and %d layers", *DEPTHS)
+        host = measure_host(_run_flags(args, flags))
+        free_cached_memory(spec.device)
     measured = None if args.apart else _measure_in_process(args, spec, names, device)
     if measured is None:
         free_cached_memory(spec.device)
         measured = _measure_in_subprocesses(args, flags, names)
     measured.host = host
     return report(spec, device, measured, bandwidth=bandwidth)
-
-
-def _measure_host(args: argparse.Namespace, flags: Sequence[str], spec: BenchSpec) -> dict[str, Any]:
-    """Measures the host's part of our step before anything else is on the device."""
-    _log.info("the host's part of our step, with %d and %d layers", *DEPTHS)
-    measured = measure_host(_run_flags(args, flags)).as_json()
-    free_cached_memory(spec.device)
-    return measured
 
 
 def _run_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
@@ -149,32 +144,28 @@ def _bench_spec(args: argparse.Namespace, flags: Sequence[str], names: Sequence[
     )
 
 
-def _check(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceInfo) -> None:
-    problems = [problem for name in names for problem in contenders.problems(name, spec)]
-    if args.only == OWN_BF16:
-        problems = []  # what it may be compared with does not matter to it alone
-    elif args.only:
-        where = {"--against": "--only"}
-        problems = [replace(problem, where=where.get(problem.where, problem.where)) for problem in problems]
-    problems += count_problems("train", args)
-    problems += positive_problems({"--warmup-seconds": args.warmup_seconds}, zero_allowed=True)
+def _problems(args: argparse.Namespace, spec: BenchSpec, names: Sequence[str], device: DeviceInfo) -> Iterator[Problem]:
+    where = {"--against": "--only"} if args.only else {}
+    for name in names if args.only != OWN_BF16 else ():  # what that may be compared with does not matter to it alone
+        for problem in contenders.problems(name, spec):
+            yield replace(problem, where=where.get(problem.where, problem.where))
+    yield from count_problems("train", args)
+    yield from positive_problems({"--warmup-seconds": args.warmup_seconds}, zero_allowed=True)
     beside_peers = not {OURS, OWN_BF16}.issuperset(names)
     if spec.micro_batches > 1 and beside_peers:
         rule = "makes steps of several micro-batches, and peers make an update after each"
-        problems.append(Problem("--global-batch-size", str(spec.run.train.global_batch_size), rule, "Leave it out."))
+        yield Problem("--global-batch-size", str(spec.run.train.global_batch_size), rule, "Leave it out.")
     if spec.run.optim.optimizer != "adam" and beside_peers:
         rule = "would be ours alone: peers are measured with AdamW"
-        problems.append(Problem("--optimizer", spec.run.optim.optimizer, rule, "Leave it out."))
+        yield Problem("--optimizer", spec.run.optim.optimizer, rule, "Leave it out.")
     if args.breakdown and device.kind != "cuda":
-        problems.append(Problem("--breakdown", "", "needs a CUDA device", "Leave it out."))
+        yield Problem("--breakdown", "", "needs a CUDA device", "Leave it out.")
     if args.host and OURS not in names:
         rule = f"is about our own step, and {args.only} is measured alone"
-        problems.append(Problem("--host", "", rule, "Leave one of them out."))
+        yield Problem("--host", "", rule, "Leave one of them out.")
     if args.only and (args.against or args.apart):
         rule = "measures one alone, so there is nobody to compare"
-        problems.append(Problem("--only", args.only, rule, "Keep one of them."))
-    if problems:
-        raise ConfigError(problems)
+        yield Problem("--only", args.only, rule, "Keep one of them.")
 
 
 def _measure_in_process(
@@ -223,7 +214,7 @@ def _time_runners(args: argparse.Namespace, runners: list[BenchRunner], measurem
     for runner in runners[1:] or runners:
         measurements.gpu_readings[runner.name] = samples.describe()
     for runner in runners:
-        breakdown = profile_steps(runner).as_json() if args.breakdown else None
+        breakdown = profile_steps(runner) if args.breakdown else None
         memory = runner.snapshot_memory() if args.memory else None
         measurements.contenders[runner.name] = {**runner.as_json(), "breakdown": breakdown, "memory": memory}
     for runner in runners[1:]:
@@ -270,9 +261,8 @@ def _measure_in_subprocesses(args: argparse.Namespace, flags: Sequence[str], nam
         if not any(values.get("out_of_memory") for values in visits[name]):
             _log.info("%s in a process of its own, %d of %d", name, number, len(turns))
             visits[name].append(_run_subprocess(args, flags, name))
-    measured = TrainMeasurements(
-        separate_processes=True, contenders={name: merge_runs(values) for name, values in visits.items()}
-    )
+    merged = {name: merge_runs(values) for name, values in visits.items()}
+    measured = TrainMeasurements(separate_processes=True, contenders=merged)
     ours = measured.contenders[names[0]]
     for name in names[1:]:
         if "blocks_ms" in ours and "blocks_ms" in measured.contenders[name]:
@@ -284,14 +274,8 @@ def _run_subprocess(args: argparse.Namespace, flags: Sequence[str], name: str) -
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", "petatron", "bench", "train", "--only", name, "--json", str(answer)]
-        command += [
-            "--steps",
-            str(args.steps),
-            "--block",
-            str(args.block),
-            "--warmup-seconds",
-            str(args.warmup_seconds),
-        ]
+        for flag in ("--steps", "--block", "--warmup-seconds"):
+            command += [flag, str(getattr(args, flag[2:].replace("-", "_")))]
         command += [*_torchtitan_flags(args), *(["--fp8-recipe", args.fp8_recipe] if args.fp8_recipe else [])]
         switches = ("--no-compile", "--breakdown", "--memory")
         command += [flag for flag in switches if getattr(args, flag[2:].replace("-", "_"))]

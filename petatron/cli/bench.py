@@ -15,52 +15,46 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, DataError
+from petatron.base.errors import DataError, raise_problems
 from petatron.base.log import configure_logging
 from petatron.base.output_file import writable_problems
 from petatron.base.version import __version__
+from petatron.bench import BenchResult
 from petatron.bench.arguments import TAKES_RUN_FLAGS, add_arguments
-from petatron.bench.result import BenchResult
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset
 
-BENCHES: Mapping[str, tuple[str, str]] = {
-    "data": ("petatron.bench.data", "preprocessing against a bare tokenizer loop, and index building"),
-    "checkpoint": ("petatron.bench.checkpoint", "saving and loading against torch.save and torch.load"),
-    "optimizer": (
-        "petatron.bench.optimizer",
-        "one optimizer step against torch's fused AdamW, clipping and cast",
-    ),
-    "train": ("petatron.bench.train", "the training step: speed, MFU and memory, alone or against a peer"),
-    "memory": ("petatron.bench.memory", "the peak that plan memory predicts against the measured one"),
-    "suite": ("petatron.bench.suite", "the training step of many models, each beside a peer, as one table"),
-    "kernels": (
-        "petatron.bench.kernels",
-        "each operation: the chosen implementation against others, and the device",
-    ),
-    "generate": ("petatron.bench.generate", "continuing text, against transformers"),
-    "stream": ("petatron.bench.stream", "many requests of all lengths at once, against transformers"),
-    "serve": ("petatron.bench.serve", "tokens over HTTP against the engine alone, and the time to the first token"),
-    "scale": ("petatron.bench.scale", "what a start and a save cost on one of thousands of simulated ranks"),
+BENCHES: Mapping[str, str] = {
+    "data": "preprocessing against a bare tokenizer loop, and index building",
+    "checkpoint": "saving and loading against torch.save and torch.load",
+    "optimizer": "one optimizer step against torch's fused AdamW, clipping and cast",
+    "train": "the training step: speed, MFU and memory, alone or against a peer",
+    "memory": "the peak that plan memory predicts against the measured one",
+    "suite": "the training step of many models, each beside a peer, as one table",
+    "kernels": "each operation: the chosen implementation against others, and the device",
+    "generate": "continuing text, against transformers",
+    "stream": "many requests of all lengths at once, against transformers",
+    "serve": "tokens over HTTP against the engine alone, and the time to the first token",
+    "scale": "what a start and a save cost on one of thousands of simulated ranks",
 }
+"""What each module of `petatron/bench/` measures."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one bench, print its table and write its JSON."""
     parser = CommandParser(prog="petatron bench", description="Measure speed side by side.")
     names = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    for name, (_, summary) in BENCHES.items():
+    for name, summary in BENCHES.items():
         parser_of_bench = names.add_parser(name, help=summary, description=summary)
         parser_of_bench.add_argument("--json", metavar="FILE", help="write all numbers here")
         add_arguments(name, parser_of_bench)
     takes_flags = not TAKES_RUN_FLAGS.isdisjoint(argv[:1])
     args, flags = parser.parse_known_args(argv) if takes_flags else (parser.parse_args(argv), [])
-    module, flags = importlib.import_module(BENCHES[args.bench][0]), with_preset(flags)
+    module, flags = importlib.import_module(f"petatron.bench.{args.bench}"), with_preset(flags)
     configure_logging()
     wrong = writable_problems("--json", Path(args.json)) if args.json else []
     wrong += module.argument_problems(args) if hasattr(module, "argument_problems") else []
-    if wrong:
-        raise ConfigError(wrong)
+    raise_problems(wrong)
     result: BenchResult = module.run(args, flags) if takes_flags else module.run(args)
     width = max(len(label) for label, _ in result.rows)
     for label, value in result.rows:

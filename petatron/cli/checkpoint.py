@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.errors import CheckpointError, ConfigError, Problem, raise_problems
 from petatron.base.format_text import align_columns, format_bytes
 from petatron.base.log import configure_logging
 from petatron.base.terminal_escape import printable
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         return action(options)
 
 
-def parser(*, converting: bool) -> argparse.ArgumentParser:
+def parser(*, converting: bool = False) -> argparse.ArgumentParser:
     root = CommandParser(
         prog="petatron checkpoint",
         description="Look into checkpoints, prove that they are whole, compare, prune and convert them. PATH is a folder that "
@@ -63,12 +63,8 @@ def parser(*, converting: bool) -> argparse.ArgumentParser:
     which = checking.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="which step (default: the newest)")
     which.add_argument("--all", action="store_true", help="every step of the folder")
-    checking.add_argument(
-        "--require-signature",
-        type=Path,
-        metavar="KEY",
-        help="the checkpoint must be signed by a public key of this file (a .pub file of ssh-keygen, or PEM)",
-    )
+    text = "the checkpoint must be signed by a public key of this file (a .pub file of ssh-keygen, or PEM)"
+    checking.add_argument("--require-signature", type=Path, metavar="KEY", help=text)
     checking.add_argument("--json", action="store_true", help="print the findings as JSON")
     comparing = subcommands.add_parser(
         "diff",
@@ -261,9 +257,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol: float, top: int) -> None:
     print(f"A  {sources[0]}\nB  {sources[1]}")
     if diff.settings:
-        rows = [
-            ("  " + name, _setting_text(first), "->", _setting_text(second)) for name, first, second in diff.settings
-        ]
+        rows = [(f"  {name}", _setting_text(a), "->", _setting_text(b)) for name, a, b in diff.settings]
         print("\nsettings\n" + align_columns(rows))
     for name, keys in (("A", diff.only_first), ("B", diff.only_second)):
         if keys:
@@ -306,13 +300,11 @@ def _prune(options: argparse.Namespace) -> int:
         def remove(self, path: Path) -> None: ...
         def sync_folder(self, path: Path) -> None: ...
 
-    wrong = [
+    raise_problems(
         Problem(flag, str(value), "is below 1", "Use 1 or more.")
         for flag, value in (("--keep", options.keep), ("--retain-interval", options.retain_interval))
         if value is not None and value < 1
-    ]
-    if wrong:
-        raise ConfigError(wrong)
+    )
     folder: Path = options.path
     newest = find_checkpoint(folder)
     if newest == folder:

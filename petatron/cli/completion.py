@@ -13,22 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from petatron.cli import (
-    bench,
-    checkpoint,
-    data,
-    doctor,
-    eval,
-    plan,
-    plot,
-    port,
-    quickstart,
-    report,
-    runs,
-    serve,
-    verify,
-)
-from petatron.cli.generation import chat, generate
+from petatron.cli import bench, runs
 from petatron.cli.subcommands import lm_eval_starter
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.megatron_table import megatron_flags as megatron_table
@@ -70,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 def completions() -> dict[str, ShellCompletion]:
     """Maps commands, as `train` or `data preprocess`, to what may follow them."""
+    from petatron.cli.main import SUBCOMMANDS, import_subcommand
+
     run = run_flags()
     commands = {
         "train": ShellCompletion(run, presets=True),
@@ -82,32 +69,12 @@ def completions() -> dict[str, ShellCompletion]:
         "config reference": ShellCompletion({"--out": "path"}),
         "bench": ShellCompletion(following=tuple(bench.BENCHES)),
     }
-    for subcommand, parser in (
-        ("quickstart", quickstart.parser()),
-        ("data", data.parser()),
-        ("checkpoint", checkpoint.parser(converting=False)),
-        ("plan", plan.parser()),
-        ("doctor", doctor.parser()),
-        ("serve", serve.parser()),
-        ("verify", verify.parser()),
-        ("plot", plot.parser()),
-        ("port", port.parser()),
-        ("report", report.parser()),
-        ("runs", runs.parser()),
-        ("eval", eval.parser()),
-        ("runs diff", runs.diff_parser()),
-        ("generate", generate.parser()),
-        ("chat", chat.parser()),
-    ):
-        commands |= dict(_parser_completions(subcommand, parser))
+    for subcommand in [name for name in SUBCOMMANDS if name not in commands]:
+        commands |= dict(_parser_completions(subcommand, import_subcommand(subcommand).parser()))
+    commands |= dict(_parser_completions("runs diff", runs.diff_parser()))
     commands["runs"] = replace(commands["runs"], following=("diff",))
-    for subcommand in (
-        "serve",
-        "verify",
-        "eval",
-        "generate",
-        "chat",
-    ):  # what they do not know is a flag of `petatron train`
+    for subcommand in ("serve", "verify", "eval", "generate", "chat"):
+        # What they do not know is a flag of `petatron train`.
         commands[subcommand] = ShellCompletion({**run, **commands[subcommand].flags}, presets=subcommand == "verify")
     sizes: dict[str, FlagValue] = {"--device-memory-gb": "text", "--host-memory-gb": "text"}
     commands["plan memory"] = ShellCompletion({**run, **sizes}, presets=True)
@@ -234,24 +201,15 @@ def fish_script() -> str:
         for subcommand, summary in SUBCOMMANDS.items()
     ]
     for command, completion in completions().items():
-        subcommand, _, inner = command.partition(" ")
-        seen = f"__fish_seen_subcommand_from {subcommand}" + (
-            f"; and __fish_seen_subcommand_from {inner}" if inner else ""
-        )
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in command.split())
         if completion.following:
             names = " ".join(completion.following)
             first = f"{seen}; and not __fish_seen_subcommand_from {names}"
             lines.append(f'complete -c petatron -n "{first}" -f -a "{names}"')
         if completion.presets:
             lines.append(f'complete -c petatron -n "{seen}" -a "{" ".join(preset_names())}"')
-        lines += [
-            f'complete -c petatron -n "{seen}" {_fish_flag(flag, value)}' for flag, value in completion.flags.items()
-        ]
+        for flag, value in completion.flags.items():
+            kinds = {"none": "-f", "path": "-r -F", "text": "-x"}
+            rest = kinds[value] if isinstance(value, str) else f'-x -a "{" ".join(value)}"'
+            lines.append(f'complete -c petatron -n "{seen}" -l {flag[2:]} {rest}')
     return "\n".join(lines) + "\n"
-
-
-def _fish_flag(flag: str, value: FlagValue) -> str:
-    rest = (
-        {"none": "-f", "path": "-r -F", "text": "-x"}[value] if isinstance(value, str) else f'-x -a "{" ".join(value)}"'
-    )
-    return f"-l {flag[2:]} {rest}"

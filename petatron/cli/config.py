@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.output_file import writable_problems
 from petatron.cli.train import read_settings_alone
@@ -116,8 +116,7 @@ def _diff(argv: list[str]) -> int:
         raise ConfigError([Problem("config diff", "", rule, "Name two presets, files or folders.")])
     sources = [_locate(name) for name in argv]
     files = [path for source in sources for path in source.get("files", ())]
-    if unreadable := [problem for path in files for problem in read_yaml_file(path).problems]:
-        raise ConfigError(unreadable)
+    raise_problems(problem for path in files for problem in read_yaml_file(path).problems)
     # Problems of rules do not matter for display.
     before, after = (resolve_config(**source)[0].config for source in sources)
     print(format_config_diff(before, after) or "no difference")
@@ -159,7 +158,6 @@ def _reference(argv: list[str]) -> int:
         return 0
     if len(options) != 2 or options[0] != "--out":
         raise ConfigError([Problem(options[0], "", "is not how to write the page", "Give --out FILE, or nothing.")])
-    if wrong := writable_problems("--out", Path(options[1])):
-        raise ConfigError(wrong)
+    raise_problems(writable_problems("--out", Path(options[1])))
     Path(options[1]).write_text(text, encoding="utf-8")
     return 0

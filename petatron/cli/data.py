@@ -11,7 +11,7 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import configure_logging
 from petatron.cli.subcommands import data_fetch
@@ -59,12 +59,8 @@ def main(argv: Sequence[str]) -> int:
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines or text: plain, gzip or zstd")
-    add(
-        "--input-format",
-        choices=("jsonl", "text", "text-file"),
-        default="jsonl",
-        help="JSON lines; text whose paragraphs are documents, with blank lines between; text whose files are (default: jsonl)",
-    )
+    text = "JSON lines; text whose paragraphs are documents, with blank lines between; text whose files are (default: jsonl)"
+    add("--input-format", choices=("jsonl", "text", "text-file"), default="jsonl", help=text)
     add("--overwrite", action="store_true", help="replace an output that exists")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from (default: text)")
@@ -86,19 +82,14 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _preprocess(args: argparse.Namespace) -> int:
     """Checks the flags, tokenizes with a progress display, prints a report."""
-    problems = [
-        Problem(
-            f"--{name.replace('_', '-')}", "", "is not in this version", "Give ready sentences as a list of strings."
-        )
-        for name in SENTENCE_FLAGS
-        if getattr(args, name)
-    ]
+    rule, fix = "is not in this version", "Give ready sentences as a list of strings."
+    given_flags = [f"--{name.replace('_', '-')}" for name in SENTENCE_FLAGS if getattr(args, name)]
+    problems = [Problem(flag, "", rule, fix) for flag in given_flags]
     problems += [problem for path in args.input if (problem := parquet_problem("--input", path)) is not None]
     tokenizer = _tokenizer_config(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     for flag, given in (("--partitions", args.partitions), ("--keep-sequential-samples", args.keep_sequential_samples)):
         if given:
             print(f"note: {flag} is not needed: order is always kept, at any number of --workers.", file=sys.stderr)
@@ -192,8 +183,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if not 0 <= args.document < dataset.num_documents:
         rule = f"is not a document of {args.prefix}, which has {dataset.num_documents:,}"
         problems.append(Problem("--document", str(args.document), rule, "They are counted from 0."))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     asked = any((args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file))
     tokenizer = build_tokenizer(config, vocab_size=args.vocab_size) if asked else None
     if tokenizer is not None:

@@ -93,12 +93,11 @@ def parser() -> argparse.ArgumentParser:
     text = "print one JSON object; with --nccl, to a file"
     root.add_argument("--json", nargs="?", const=True, metavar="FILE", help=text)
     tried = root.add_mutually_exclusive_group()
-    tried.add_argument(
-        "--nccl",
-        action="store_true",
-        help="try communication between GPUs (a process per GPU, or several on the one there is; or on torchrun's or srun's "
-        "ranks): bandwidth of every collective, two steps of training against one process, and a verdict",
+    text = (
+        "try communication between GPUs (a process per GPU, or several on the one there is; or on torchrun's or srun's "
+        "ranks): bandwidth of every collective, two steps of training against one process, and a verdict"
     )
+    tried.add_argument("--nccl", action="store_true", help=text)
     tried.add_argument("--gloo", action="store_true", help="the same between CPU processes")
     root.add_argument("--ranks", type=int, metavar="N", help="processes to start for that")
     return root
@@ -266,11 +265,8 @@ def _succeeds(attempt: Callable[[], None]) -> bool:
 
 def render(diagnosis: Diagnosis) -> str:
     """The diagnosis for people."""
-    lines = [
-        f"petatron {diagnosis.petatron}, Python {diagnosis.python}, {diagnosis.platform}, {diagnosis.cores} cores",
-        "",
-    ]
-    lines.append("Versions")
+    lines = [f"petatron {diagnosis.petatron}, Python {diagnosis.python}, {diagnosis.platform}, {diagnosis.cores} cores"]
+    lines += ["", "Versions"]
     lines += [f"  {name:14} {version or 'not installed'}" for name, version in diagnosis.versions.items()]
     lines += ["", "Devices"]
     for device in diagnosis.devices:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
-from petatron.cli.subcommands.checkpoint_parser import checkpoint_parser
+from petatron.base.errors import Problem, raise_problems
+from petatron.cli.subcommands.command_parser import checkpoint_parser
 from petatron.cli.subcommands.megatron_tasks import MEGATRON_WORD, from_megatron_flags
 from petatron.cli.subcommands.run_on_ranks import run_on_ranks
 from petatron.mesh.launch.environment import read_environment
@@ -34,12 +34,8 @@ def parser() -> argparse.ArgumentParser:
     add = root.add_argument
     add("--task", metavar="NAME", help="one task, on the file --data")
     add("--data", metavar="FILE", type=Path, help="the task's file: JSON lines, or text")
-    add(
-        "--tasks",
-        metavar="FILE",
-        type=Path,
-        help="YAML list of tasks: `- task: NAME` with data, name, limit, stride, strict, bos, num_fewshot, fewshot_data, fewshot_seed",
-    )
+    settings = "data, name, limit, stride, strict, bos, num_fewshot, fewshot_data, fewshot_seed"
+    add("--tasks", metavar="FILE", type=Path, help=f"YAML list of tasks: `- task: NAME` with {settings}")
     add("--limit", metavar="N", type=int, help="examples, or documents, at most")
     text = "tokens that each window counts, the others being context (all of them)"
     add("--stride", "--overlapping-eval", metavar="N", type=int, help=text)
@@ -68,7 +64,16 @@ def main(argv: list[str]) -> int:
     def read_models() -> list[ModelSettings]:
         return [model_settings(checkpoint, flags, weights=options.weights) for checkpoint in checkpoints]
 
-    return run_on_ranks("eval", argv, read_models, lambda models: _evaluate_rank(models, flags, tasks, options))
+    def run_rank(models: Sequence[ModelSettings]) -> int:
+        from petatron.cli.subcommands.eval_checkpoints import evaluate_checkpoints, report_results
+
+        is_first = read_environment().rank == 0
+        results = evaluate_checkpoints(models, flags, tasks, batch_tokens=options.batch_tokens, shown=is_first)
+        if is_first:
+            report_results(results, tasks, out=options.out, megatron_lines=options.megatron_lines)
+        return 0
+
+    return run_on_ranks("eval", argv, read_models, run_rank)
 
 
 def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[TaskSettings]:
@@ -98,18 +103,5 @@ def _check_options(checkpoints: list[str], options: argparse.Namespace) -> list[
     else:
         rule = "and --data are one way to say what to measure, --tasks is the other"
         problems.append(Problem("--task", options.task or "", rule, "Give --task and --data, or --tasks alone."))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return tasks if options.tasks is None else read_task_list(options.tasks)
-
-
-def _evaluate_rank(
-    models: Sequence[ModelSettings], flags: list[str], tasks: list[TaskSettings], options: argparse.Namespace
-) -> int:
-    from petatron.cli.subcommands.eval_checkpoints import evaluate_checkpoints, report_results
-
-    is_first = read_environment().rank == 0
-    results = evaluate_checkpoints(models, flags, tasks, batch_tokens=options.batch_tokens, shown=is_first)
-    if is_first:
-        report_results(results, tasks, out=options.out, megatron_lines=options.megatron_lines)
-    return 0

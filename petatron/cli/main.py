@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 from petatron.base.errors import ConfigError, PetatronError
 from petatron.base.terminal_escape import escaped_output, escaped_stream
@@ -117,5 +118,8 @@ def _dispatch(argv: list[str]) -> int:
     if subcommand in _MODEL_SUBCOMMANDS and not {"-h", "--help"} & set(rest):
         typed, rest = split_imports(rest) if subcommand in _WITHOUT_TRAIN_FLAGS else ([], rest)
         import_typed(imports_from_env() + typed)
-    module = importlib.import_module(f"petatron.cli.{_MODULES.get(subcommand, subcommand)}")
-    return module.main(rest)
+    return import_subcommand(subcommand).main(rest)
+
+
+def import_subcommand(subcommand: str) -> ModuleType:
+    return importlib.import_module(f"petatron.cli.{_MODULES.get(subcommand, subcommand)}")

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import ConfigError, DataError, Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.plan.pipeline_simulator import ActionCosts, Simulation, bubble_fraction, simulate, theoretical_bubble
@@ -73,24 +73,20 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     if options.measured is not None:
         return _measured(options)
-    problems = _shape_problems(options)
     costs, cost_problems = parse_costs(options.costs or "")
-    if problems or cost_problems:
-        raise ConfigError([*problems, *cost_problems])
+    raise_problems([*_shape_problems(options), *cost_problems])
     if options.name is None:
         for line in _comparison(options, costs):
             print(line, flush=True)
         return 0
-    virtual = _num_virtual_stages(options, options.name)
-    problem = ScheduleShape(options.name, options.pp, virtual, options.microbatches, options.group_size).problem()
-    if problem:
+    shape = _shape(options, options.name, options.virtual)
+    if problem := shape.problem():
         raise ConfigError([Problem("--name", options.name, f"does not fit: {problem}", "Change one of the two.")])
-    if too_many := _size_problems(options, virtual):
-        raise ConfigError(too_many)
-    result = _simulate(options, options.name, costs)
-    print(f"{_title(options, virtual)}\n\n{timeline_text(result.events)}\n\n{_summary(options, virtual, result)}")
+    raise_problems(_size_problems(options, shape.virtual))
+    result, title = _simulate(shape, costs), _title(shape)
+    print(f"{title}\n\n{timeline_text(result.events)}\n\n{_summary(shape, result)}")
     if options.out is not None:
-        _write(options.out, timeline_svg(result.events, title=_title(options, virtual)))
+        _write(options.out, timeline_svg(result.events, title=title))
     return 0
 
 
@@ -132,12 +128,11 @@ def _backward_cost_problems(costs: dict[str, float]) -> list[Problem]:
     return []
 
 
-def _shape_problems(options: argparse.Namespace) -> list[Problem]:
-    problems: list[Problem] = []
+def _shape_problems(options: argparse.Namespace) -> Iterator[Problem]:
     if options.name is not None and options.name not in SCHEDULES:
         close = difflib.get_close_matches(options.name.lower(), SCHEDULES, n=1, cutoff=0.5)
         fix = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(SCHEDULES)}."
-        problems.append(Problem("--name", options.name, "is not a schedule", fix))
+        yield Problem("--name", options.name, "is not a schedule", fix)
     for flag, value, needed in (
         ("--pp", options.pp, True),
         ("--microbatches", options.microbatches, True),
@@ -145,15 +140,15 @@ def _shape_problems(options: argparse.Namespace) -> list[Problem]:
         ("--group-size", options.group_size, False),
     ):
         if value is None and needed:
-            problems.append(Problem(flag, "", "is missing", f"Give, for example, {flag} 4."))
+            yield Problem(flag, "", "is missing", f"Give, for example, {flag} 4.")
         elif value is not None and value < 1:
-            problems.append(Problem(flag, str(value), "must be at least 1", f"Give, for example, {flag} 4."))
+            yield Problem(flag, str(value), "must be at least 1", f"Give, for example, {flag} 4.")
     if options.group_size is not None and options.name not in ("interleaved", None):
         rule = f"means nothing for {options.name}"
-        problems.append(Problem("--group-size", str(options.group_size), rule, "Only interleaved has groups."))
+        yield Problem("--group-size", str(options.group_size), rule, "Only interleaved has groups.")
     if options.name is None and options.out is not None:
-        problems.append(Problem("--out", str(options.out), "needs a schedule to draw", "Add --name."))
-    return problems + _out_problems(options.out)
+        yield Problem("--out", str(options.out), "needs a schedule to draw", "Add --name.")
+    yield from _out_problems(options.out)
 
 
 def _size_problems(options: argparse.Namespace, virtual: int) -> list[Problem]:
@@ -174,41 +169,44 @@ def _out_problems(out: Path | None) -> list[Problem]:
     return [Problem("--out", str(out), "does not end in .svg", "The picture is SVG: choose such a name.")]
 
 
-def _num_virtual_stages(options: argparse.Namespace, name: str) -> int:
-    return options.virtual or (2 if name in _TWO_VIRTUAL_STAGES and options.pp > 1 else 1)
+def _shape(options: argparse.Namespace, name: str, virtual: int | None) -> ScheduleShape:
+    virtual = virtual or (2 if name in _TWO_VIRTUAL_STAGES and options.pp > 1 else 1)
+    return ScheduleShape(name, options.pp, virtual, options.microbatches, options.group_size)
 
 
-def _simulate(options: argparse.Namespace, name: str, costs: dict[str, float]) -> Simulation:
-    virtual = _num_virtual_stages(options, name)
-    schedule = build_schedule(ScheduleShape(name, options.pp, virtual, options.microbatches, options.group_size))
-    backward = costs.get("B")
+def _simulate(shape: ScheduleShape, costs: dict[str, float]) -> Simulation:
+    backward, virtual = costs.get("B"), shape.virtual
     half = {
         name: 1.0 if backward is None else backward - costs.get(other, backward / 2) for name, other in ("IW", "WI")
     }
-    return simulate(
-        schedule,
-        ActionCosts(
-            forward=costs.get("F", 1.0) / virtual,
-            backward=None if backward is None else backward / virtual,
-            input_grad=costs.get("I", half["I"]) / virtual,
-            weight_grad=costs.get("W", half["W"]) / virtual,
-            transfer=costs.get("transfer", 0.0),
-        ),
+    action_costs = ActionCosts(
+        forward=costs.get("F", 1.0) / virtual,
+        backward=None if backward is None else backward / virtual,
+        input_grad=costs.get("I", half["I"]) / virtual,
+        weight_grad=costs.get("W", half["W"]) / virtual,
+        transfer=costs.get("transfer", 0.0),
     )
+    return simulate(build_schedule(shape), action_costs)
 
 
-def _title(options: argparse.Namespace, virtual: int) -> str:
-    stages = f", {virtual} stages per rank" if virtual > 1 else ""
-    return f"{options.name}: {count_with_noun(options.pp, 'rank')}{stages}, {count_with_noun(options.microbatches, 'micro-batch', 'es')}"
+def _title(shape: ScheduleShape) -> str:
+    stages = f", {shape.virtual} stages per rank" if shape.virtual > 1 else ""
+    micro_batches = count_with_noun(shape.micro_batches, "micro-batch", "es")
+    return f"{shape.name}: {count_with_noun(shape.ranks, 'rank')}{stages}, {micro_batches}"
 
 
 def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.2f}%"
 
 
-def _summary(options: argparse.Namespace, virtual: int, result: Simulation) -> str:
-    theory = theoretical_bubble(options.name, ranks=options.pp, virtual=virtual, micro_batches=options.microbatches)
-    part = "" if virtual == 1 else f" (each of 1/{virtual} of the rank's layers)"
+def _theory(shape: ScheduleShape) -> float | None:
+    virtual, micro_batches = shape.virtual, shape.micro_batches
+    return theoretical_bubble(shape.name, ranks=shape.ranks, virtual=virtual, micro_batches=micro_batches)
+
+
+def _summary(shape: ScheduleShape, result: Simulation) -> str:
+    theory = _theory(shape)
+    part = "" if shape.virtual == 1 else f" (each of 1/{shape.virtual} of the rank's layers)"
     none = "theory            none for so few micro-batches"
     return "\n".join(
         [
@@ -222,22 +220,18 @@ def _summary(options: argparse.Namespace, virtual: int, result: Simulation) -> s
 
 def _comparison(options: argparse.Namespace, costs: dict[str, float]) -> Iterator[str]:
     """Compares all schedules on the same model: time, bubble, theory, and the most full micro-batches a rank holds."""
-    if too_many := _size_problems(options, max(2, options.virtual or 2)):
-        raise ConfigError(too_many)
+    raise_problems(_size_problems(options, max(2, options.virtual or 2)))
     yield f"{'schedule':<12} {'stages':>6} {'time':>10} {'idle':>8} {'theory':>8} {'peak activations':>17}"
     for name in SCHEDULES:
         # A number of stages that only interleaved supports leaves the others at their own.
-        wanted = options.virtual if name == "interleaved" else None
-        virtual = _num_virtual_stages(argparse.Namespace(virtual=wanted, pp=options.pp), name)
-        shape = argparse.Namespace(**{**vars(options), "virtual": virtual})
-        problem = ScheduleShape(name, options.pp, virtual, options.microbatches, options.group_size).problem()
-        if problem:
+        shape = _shape(options, name, options.virtual if name == "interleaved" else None)
+        if problem := shape.problem():
             yield f"{name:<12} {problem}"
             continue
-        result = _simulate(shape, name, costs)
-        theory = theoretical_bubble(name, ranks=options.pp, virtual=virtual, micro_batches=options.microbatches)
-        peak = max(result.peak_activations) / virtual
-        yield f"{name:<12} {virtual:>6} {result.makespan:>10g} {_percent(result.bubble):>8} {_percent(theory):>8} {peak:>17g}"
+        result = _simulate(shape, costs)
+        idle, theory, peak = result.bubble, _theory(shape), max(result.peak_activations) / shape.virtual
+        times = f"{result.makespan:>10g} {_percent(idle):>8} {_percent(theory):>8}"
+        yield f"{name:<12} {shape.virtual:>6} {times} {peak:>17g}"
 
 
 def _measured(options: argparse.Namespace) -> int:
@@ -247,9 +241,7 @@ def _measured(options: argparse.Namespace) -> int:
         for name in ("name", "pp", "virtual", "microbatches", "group_size", "costs")
         if (value := getattr(options, name)) is not None
     ]
-    problems += _out_problems(options.out)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems([*problems, *_out_problems(options.out)])
     measured = read_measured(options.measured)
     computed = ((timed for timed in rank if timed.action.kind in COMPUTE_KINDS) for rank in measured.ranks)
     milliseconds = [

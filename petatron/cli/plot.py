@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, Problem, RunFolderError
+from petatron.base.errors import Problem, RunFolderError, raise_problems
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable, raw_stream
 from petatron.cli.subcommands.command_parser import CommandParser
@@ -46,8 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     metrics = list(dict.fromkeys(name.strip() for name in options.metrics.split(",") if name.strip()))
-    if problems := _problems(options):
-        raise ConfigError(problems)
+    raise_problems(_problems(options))
     check_metrics(metrics)
     runs = open_runs(options.runs)
     for note in (f"note: {run.label}: {note}" for run in runs for note in run.notes):
@@ -70,25 +69,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _problems(options: argparse.Namespace) -> list[Problem]:
-    problems: list[Problem] = []
+def _problems(options: argparse.Namespace) -> Iterator[Problem]:
     if not 0 <= options.smooth < 1:
-        problems.append(Problem("--smooth", f"{options.smooth:g}", "is not from 0 to below 1", "Use 0.9, for example."))
+        yield Problem("--smooth", f"{options.smooth:g}", "is not from 0 to below 1", "Use 0.9, for example.")
     if options.out is not None and options.out.suffix.lower() not in _SUFFIXES:
-        problems.append(Problem("--out", str(options.out), "is neither .svg nor .png", "Give one of these endings."))
+        yield Problem("--out", str(options.out), "is neither .svg nor .png", "Give one of these endings.")
     if options.width is not None and not MIN_WIDTH <= options.width <= _MAX_SIZE:
-        problems.append(Problem("--width", str(options.width), f"is not from {MIN_WIDTH} to {_MAX_SIZE}", "Use 80."))
+        yield Problem("--width", str(options.width), f"is not from {MIN_WIDTH} to {_MAX_SIZE}", "Use 80.")
     if not _MIN_HEIGHT <= options.height <= _MAX_SIZE:
-        problems.append(Problem("--height", str(options.height), f"is not from {_MIN_HEIGHT} to {_MAX_SIZE}", "Use 8."))
+        yield Problem("--height", str(options.height), f"is not from {_MIN_HEIGHT} to {_MAX_SIZE}", "Use 8.")
     if len(options.runs) > MAX_RUNS:
         rule = f"are more than the {MAX_RUNS} that can be told apart"
-        problems.append(Problem("RUN", f"{len(options.runs)} runs", rule, "Draw fewer of them."))
-    return problems
+        yield Problem("RUN", f"{len(options.runs)} runs", rule, "Draw fewer of them.")
 
 
 def _nothing_to_draw(runs: Sequence[RecordedRun], metrics: Sequence[str], x_axis: str) -> str:
     names = ", ".join(run.label for run in runs)
-    recorded = any(run.metrics.column("iteration").size or run.metrics.evaluations for run in runs)
+    recorded = any(run.metrics.columns["iteration"].size or run.metrics.evaluations for run in runs)
     if not recorded:
         return f"{names}: there is no log point yet. A run writes one after its first step, then every --log-interval steps."
     return f"{names}: none of the metrics {', '.join(metrics)} was recorded by {x_axis}. Choose others with --metrics or --x."

@@ -7,10 +7,10 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, PetatronError, Problem
+from petatron.base.errors import ConfigError, PetatronError, Problem, raise_problems
 from petatron.base.output_file import writable_problems
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
@@ -33,44 +33,33 @@ def parser() -> argparse.ArgumentParser:
         epilog="For example: petatron port train_llama3_8b.sh --set TOKENIZER_MODEL=/data/tokenizer --set NUM_NODES=4",
         allow_abbrev=False,
     )
-    root.add_argument("script", type=Path, metavar="SCRIPT", help="shell script, or functional-test file (.yaml)")
-    root.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="value of a variable, or of an argument as 1=VALUE; it wins over the value in the script",
-    )
-    root.add_argument(
-        "--without",
-        action="append",
-        default=[],
-        metavar="FLAG[,FLAG...]",
-        help="leave out flags of the script, named without dashes",
-    )
-    root.add_argument("--world-size", type=int, metavar="N", help="ranks to check and plan for (those of the script)")
-    root.add_argument(
-        "--device-memory-gb", type=float, metavar="N", help="memory of a device, to be told whether the run fits"
-    )
-    root.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write (SCRIPT's name with .petatron.yaml, in this folder)"
-    )
-    root.add_argument("--force", action="store_true", help="replace a file that was edited since it was written")
-    root.add_argument("--run", action="store_true", help="train it here and now, with --toy")
-    root.add_argument("--toy", action="store_true", help="with --run: at toy size, with mock data")
-    root.add_argument("--train-iters", type=int, default=5, metavar="N", help="with --run: iterations to train (5)")
+    add = root.add_argument
+    add("script", type=Path, metavar="SCRIPT", help="shell script, or functional-test file (.yaml)")
+    text = "value of a variable, or of an argument as 1=VALUE; it wins over the value in the script"
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "leave out flags of the script, named without dashes"
+    add("--without", action="append", default=[], metavar="FLAG[,FLAG...]", help=text)
+    add("--world-size", type=int, metavar="N", help="ranks to check and plan for (those of the script)")
+    add("--device-memory-gb", type=float, metavar="N", help="memory of a device, to be told whether the run fits")
+    add("--out", type=Path, metavar="FILE", help="where to write (SCRIPT's name with .petatron.yaml, in this folder)")
+    add("--force", action="store_true", help="replace a file that was edited since it was written")
+    add("--run", action="store_true", help="train it here and now, with --toy")
+    add("--toy", action="store_true", help="with --run: at toy size, with mock data")
+    add("--train-iters", type=int, default=5, metavar="N", help="with --run: iterations to train (5)")
     return root
 
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     out = options.out or Path(f"{options.script.stem}.petatron.yaml")
-    if problems := [*_option_problems(options), *_output_problems(out, options)]:
-        raise ConfigError(problems)
+    raise_problems([*_option_problems(options), *_output_problems(out, options)])
     given = dict(word.split("=", 1) for word in options.set)
     left_out = [name for names in options.without for name in names.split(",") if name]
     run = port_file(options.script, given=given, left_out=left_out, world_size=options.world_size)
-    _print_run(run)
+    print(f"{run.title}\n{run.summary}")
+    for heading, lines in run.groups():
+        if lines:
+            print("\n  ".join((f"\n{heading} ({len(lines)})", *lines)))
     if _leaves_file(options, out):
         print(f"\n{out} is there already and stays as it is; --out FILE writes this one")
     else:
@@ -86,23 +75,20 @@ def main(argv: Sequence[str]) -> int:
     return _BLOCKED if too_large else 0
 
 
-def _option_problems(options: argparse.Namespace) -> list[Problem]:
-    problems = [
-        Problem("--set", word, "is not NAME=VALUE", "Write, for example, --set NUM_NODES=4.")
-        for word in options.set
-        if not word.partition("=")[0] or "=" not in word
-    ]
+def _option_problems(options: argparse.Namespace) -> Iterator[Problem]:
+    for word in options.set:
+        if not word.partition("=")[0] or "=" not in word:
+            yield Problem("--set", word, "is not NAME=VALUE", "Write, for example, --set NUM_NODES=4.")
     for flag, value in (("--world-size", options.world_size), ("--train-iters", options.train_iters)):
         if value is not None and value < 1:
-            problems.append(Problem(flag, str(value), "must be at least 1", f"Give, for example, {flag} 8."))
+            yield Problem(flag, str(value), "must be at least 1", f"Give, for example, {flag} 8.")
     if options.device_memory_gb is not None and not 0 < options.device_memory_gb < float("inf"):
         rule = "is not a size above 0"
-        problems.append(Problem("--device-memory-gb", f"{options.device_memory_gb:g}", rule, "Write, for example, 80."))
+        yield Problem("--device-memory-gb", f"{options.device_memory_gb:g}", rule, "Write, for example, 80.")
     if options.run != options.toy:
         rule = "runs only a toy" if options.run else "is for --run"
         fix = "Add --toy; `petatron train --config FILE` starts the full size." if options.run else "Add --run."
-        problems.append(Problem("--run" if options.run else "--toy", "", rule, fix))
-    return problems
+        yield Problem("--run" if options.run else "--toy", "", rule, fix)
 
 
 def _output_problems(out: Path, options: argparse.Namespace) -> list[Problem]:
@@ -122,15 +108,6 @@ def _output_problems(out: Path, options: argparse.Namespace) -> list[Problem]:
 def _leaves_file(options: argparse.Namespace, out: Path) -> bool:
     """Whether the file of an earlier port stays: a trial replaces it only where that is asked."""
     return options.run and options.out is None and not options.force and out.exists()
-
-
-def _print_run(run: PortedRun) -> None:
-    print(f"{run.title}\n{run.summary}")
-    for heading, lines in run.groups():
-        if lines:
-            print(f"\n{heading} ({len(lines)})")
-            for line in lines:
-                print(f"  {line}")
 
 
 def _plan(run: PortedRun, device_memory_gb: float | None) -> bool:
@@ -155,11 +132,8 @@ def _plan(run: PortedRun, device_memory_gb: float | None) -> bool:
 
 
 def _ranks(run: PortedRun) -> str:
-    return (
-        f"{run.world_size:,} ranks"
-        if run.world_size
-        else "the fewest ranks of its layout (--world-size N says another number)"
-    )
+    fewest = "the fewest ranks of its layout (--world-size N says another number)"
+    return f"{run.world_size:,} ranks" if run.world_size else fewest
 
 
 def _command(run: PortedRun, out: Path) -> str:
@@ -195,9 +169,8 @@ def _run_toy(run: PortedRun, iterations: int) -> int:
         file.write_text(toy_yaml(run, keeps_layout=keeps_layout), encoding="utf-8")
         _, problems = resolve_config(flags)
         if problems and keeps_layout:
-            print(
-                f"\nthe layout of {run.world_size} ranks does not fit a toy, which is trained in one process: {problems[0]}"
-            )
+            why = f"does not fit a toy, which is trained in one process: {problems[0]}"
+            print(f"\nthe layout of {run.world_size} ranks {why}")
             keeps_layout = False
             file.write_text(toy_yaml(run, keeps_layout=False), encoding="utf-8")
             flags = ["--config", str(file), *toy_flags(run, iterations=iterations, keeps_layout=False)]

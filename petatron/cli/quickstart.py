@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from petatron.base.errors import ConfigError, LaunchError, Problem
+from petatron.base.errors import LaunchError, Problem, raise_problems
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.mesh.launch.environment import read_environment
@@ -123,9 +123,7 @@ def _check(options: QuickstartOptions) -> None:
         problems.append(Problem("--minutes", str(options.minutes), "is no time at all", "Give minutes above 0."))
     layout = [f"--{name.replace('_', '-')}={value}" for name, value in options.model.items()]
     layout += ["--vocab-size", str(options.vocab_size), "--tp", str(options.tensor_parallel)]
-    problems += resolve_config(layout, require_training=False)[1]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems([*problems, *resolve_config(layout, require_training=False)[1]])
 
 
 def _train(workspace: Workspace, options: QuickstartOptions, summary: dict[str, Any], *, started_s: float) -> int:
@@ -148,9 +146,8 @@ def _train(workspace: Workspace, options: QuickstartOptions, summary: dict[str, 
             _print_line("finished before; --fresh trains again")
             return 0
         model = run.model
-        _print_line(
-            f"{model.num_layers} layers of width {model.hidden_size}, {model.num_attention_heads} heads; {workspace.settings}"
-        )
+        layers = f"{model.num_layers} layers of width {model.hidden_size}"
+        _print_line(f"{layers}, {model.num_attention_heads} heads; {workspace.settings}")
         if before:
             _print_line(f"goes on from the checkpoint of iteration {before}")
         print(f"\n  {summary['command']}\n", flush=True)

@@ -72,9 +72,8 @@ read_settings_alone = partial(read_checkpoint, settings_only=True)
 
 def load_planned(argv: Sequence[str], other_problems: Sequence[Problem] = ()) -> LoadedConfig:
     """Returns the config of a command that starts no run; `ConfigError` with everything that is wrong, also with its own flags."""
-    loaded, problems = resolve_config(
-        with_preset(list(argv)), require_training=False, read_checkpoint=read_settings_alone
-    )
+    flags = with_preset(list(argv))
+    loaded, problems = resolve_config(flags, require_training=False, read_checkpoint=read_settings_alone)
     return without_problems(loaded, [*other_problems, *problems])
 
 

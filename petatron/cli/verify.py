@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.output_file import writable_problems
 from petatron.cli.subcommands import verify_matrix
@@ -46,20 +46,15 @@ def parser() -> argparse.ArgumentParser:
         "petatron verify tiny-llama --tp 2 --dp 2 --sequence-parallel --dtype float64. "
         "`petatron verify --matrix` runs many layouts of small models instead: see petatron verify --matrix --help.",
     )
-    root.add_argument("--steps", type=int, default=20, help="optimizer steps to train (20)")
-    root.add_argument(
-        "--dtype",
-        choices=("float32", "float64"),
-        default="float32",
-        help="precision of both runs, whatever the flags say; float64 compares to 1e-9 (float32)",
-    )
-    root.add_argument("--reference", metavar="FLAGS", help="layout to compare with, as one quoted string (one process)")
-    root.add_argument(
-        "--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in the layout: tests the check itself"
-    )
-    root.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON too")
-    root.add_argument("--record-into", type=Path, help=argparse.SUPPRESS)
-    root.add_argument("--record-ends", action="store_true", help=argparse.SUPPRESS)
+    add = root.add_argument
+    add("--steps", type=int, default=20, help="optimizer steps to train (20)")
+    text = "precision of both runs, whatever the flags say; float64 compares to 1e-9 (float32)"
+    add("--dtype", choices=("float32", "float64"), default="float32", help=text)
+    add("--reference", metavar="FLAGS", help="layout to compare with, as one quoted string (one process)")
+    add("--inject", metavar="TENSOR[@STEP]", help="spoil one gradient in the layout: tests the check itself")
+    add("--json", metavar="FILE", type=Path, help="write the comparison as JSON too")
+    add("--record-into", type=Path, help=argparse.SUPPRESS)
+    add("--record-ends", action="store_true", help=argparse.SUPPRESS)
     return root
 
 
@@ -67,8 +62,7 @@ def main(argv: list[str]) -> int:
     if "--matrix" in argv:
         return verify_matrix.main(argv)
     options, flags = parser().parse_known_args(argv)
-    if problems := verify_matrix.problems_without_matrix(flags):
-        raise ConfigError(problems)
+    raise_problems(verify_matrix.problems_without_matrix(flags))
     flags = with_preset(flags)
     if options.record_into is not None:
         return run_rank_main(lambda: _record(flags, options))
@@ -77,12 +71,9 @@ def main(argv: list[str]) -> int:
     from petatron.verify.verify import SINGLE_PROCESS_FLAGS, compare_recorded_runs, parse_injection, plan_verification
 
     wrong = [] if options.steps >= 1 else [Problem("--steps", str(options.steps), "is below 1", "Use 5, say.")]
-    wrong += writable_problems("--json", options.json) if options.json else []
-    if wrong:
-        raise ConfigError(wrong)
-    both = plan_verification(
-        flags, steps=options.steps, dtype=options.dtype, reference=options.reference or SINGLE_PROCESS_FLAGS
-    )
+    raise_problems(wrong + (writable_problems("--json", options.json) if options.json else []))
+    reference = options.reference or SINGLE_PROCESS_FLAGS
+    both = plan_verification(flags, steps=options.steps, dtype=options.dtype, reference=reference)
     if options.inject:
         parse_injection(options.inject, both.candidate.config)
     print(f"reference: {_layout_text(both.reference)}\nlayout:    {_layout_text(both.candidate)}")
@@ -163,9 +154,8 @@ def comparison_table(comparison: TraceComparison) -> str:
     lines = [f"{'step':>5} {'reference loss':>16} {'layout loss':>16} {'difference':>11}  worst tensors"]
     for step in comparison.steps:
         worst = ", ".join(f"{w.kind} {w.name} {w.difference:.1e}" for w in step.worst)
-        lines.append(
-            f"{step.step:5d} {step.reference_loss:16.9f} {step.candidate_loss:16.9f} {step.loss_difference:11.1e}  {worst}"
-        )
+        losses = f"{step.reference_loss:16.9f} {step.candidate_loss:16.9f} {step.loss_difference:11.1e}"
+        lines.append(f"{step.step:5d} {losses}  {worst}")
     return "\n".join(lines)
 
 

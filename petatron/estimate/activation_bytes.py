@@ -63,11 +63,6 @@ def layer_input_bytes(layer: LayerSpec, shape: ActivationShape) -> int:
     return shape.activation_bytes(shape.tokens, layer.norm.width)
 
 
-def saved_norm_output_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[str]) -> int:
-    """Returns the bytes of norms' outputs, saved unless `layernorm` is recomputed."""
-    return sum(branch.saved_input_bytes(shape, modules) for branch in layer.branches)
-
-
 def regathered_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[str]) -> int:
     """Returns the bytes that GEMMs of one layer's recomputed modules gather in the second run, and hold until their backward."""
     return sum(branch.regathered_bytes(shape, modules) for branch in layer.branches)

@@ -26,12 +26,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.format_text import count_with_noun, gigabytes
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.activation_bytes import (
-    layer_bytes,
-    layer_input_bytes,
-    regathered_bytes,
-    saved_norm_output_bytes,
-)
+from petatron.estimate.activation_bytes import layer_bytes, layer_input_bytes, regathered_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL
 from petatron.layers.transformer_layer import LayerSpec
@@ -112,7 +107,7 @@ def effective_modules(layer: LayerSpec, shape: ActivationShape, modules: Sequenc
         return frozenset((FULL,))
     present = set(modules).intersection(recompute_modules(layer))
     contained = {name for branch in layer.branches if branch.region in present for name in branch.inner_regions}
-    if not saved_norm_output_bytes(layer, shape, present):
+    if not any(branch.saved_input_bytes(shape, present) for branch in layer.branches):
         present.discard("layernorm")
     return frozenset(present - contained)
 

@@ -189,9 +189,8 @@ def _merged_stage(
     spec = model_spec(run)
     local_stages = local_stages or [spec.whole_model]
     layers = tuple(layer for stage in local_stages for layer in stage.layer_indices)
-    merged = PipelineStage(
-        layers, any(stage.has_embedding for stage in local_stages), any(stage.has_loss for stage in local_stages)
-    )
+    has_embedding, has_loss = (any(ends) for ends in zip(*((s.has_embedding, s.has_loss) for s in local_stages)))
+    merged = PipelineStage(layers, has_embedding, has_loss)
     layout = Layout.from_config(run.parallel)
     return spec, merged, ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
 
@@ -242,9 +241,8 @@ def _params_rule_state(
             if state.shape == "element":
                 sharded += width * math.prod(placement.shape)
             elif rule.unit == "tensor":
-                shapes = [
-                    shard.shape for shard in placement.tensor_shards
-                ]  # of rows or columns, for each matrix of a stack
+                # Of rows or columns, for each matrix of a stack.
+                shapes = [shard.shape for shard in placement.tensor_shards]
                 replicated += width * sum(math.prod((*s[:-2], *state.dims(*s[-2:]))) for s in shapes)
             else:
                 matrices = split_into_matrices(placement, group.unit)

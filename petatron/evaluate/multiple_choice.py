@@ -9,7 +9,7 @@ is the same for both, is scored.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -95,10 +95,7 @@ def _arc(record: Mapping[str, Any]) -> ChoiceExample:
     if isinstance(listed, dict):
         texts, labels = field_of(listed, "text"), field_of(listed, "label")
     elif isinstance(listed, list) and all(isinstance(choice, dict) for choice in listed):
-        texts, labels = (
-            [field_of(choice, "text") for choice in listed],
-            [field_of(choice, "label") for choice in listed],
-        )
+        texts, labels = ([field_of(choice, name) for choice in listed] for name in ("text", "label"))
     else:
         raise ExampleError('"choices" has no texts and labels')
     choices = _choice_texts(texts, "choices")
@@ -144,9 +141,8 @@ def _general(record: Mapping[str, Any]) -> ChoiceExample:
     if len(set(choices)) < len(choices):  # known benchmarks have such examples, and comparable scores keep them
         raise ExampleError('"choices" has the same text twice, so that no answer is the right one')
     by_text = isinstance(given, str) and given in choices
-    return _example(
-        context, choices, choices.index(given) if by_text else _answer_index(given, _indices(choices), "answer")
-    )
+    answer = choices.index(given) if by_text else _answer_index(given, _indices(choices), "answer")
+    return _example(context, choices, answer)
 
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ChoiceExample]] = {
@@ -227,11 +223,9 @@ class FewShot:
         """Returns the examples with longer contexts; a draw is a function of (seed, index of the example)."""
         prepended: list[ChoiceExample] = []
         for index, example in enumerate(examples):
-            order = (
-                range(len(pool))
-                if self.seed is None
-                else np.random.default_rng([self.seed, index]).permutation(len(pool))
-            )
+            order: Iterable[int] = range(len(pool))
+            if self.seed is not None:
+                order = np.random.default_rng([self.seed, index]).permutation(len(pool))
             shown = [*islice((pool[at].solved for at in order if pool[at] != example), self.number)]
             if len(shown) < self.number:
                 raise DataError(

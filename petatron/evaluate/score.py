@@ -58,11 +58,6 @@ def max_scored_tokens(model: ParallelModel) -> int:
     return model.spec.max_positions // multiple * multiple + 1
 
 
-def default_window(model: ParallelModel) -> int:
-    """Returns the inputs of a window over longer texts: the sequence length of training."""
-    return min(model.spec.config.seq_length, max_scored_tokens(model) - 1)
-
-
 def score_sequences(
     model: ParallelModel,
     sequences: Sequence[Sequence[int]],
@@ -154,19 +149,14 @@ def _score_micro_batches(
     local = [plan.indices[mesh.dp.rank * plan.rows :][: plan.rows] for plan in plans]
     batches = [_make_batch([sequences[i] for i in mine], plan, mesh.device) for mine, plan in zip(local, plans)]
     if model.spec.original_context is not None:
-        lengths = [
-            [len(sequences[i]) - 1 for i in mine] + [0] * (plan.rows - len(mine)) for mine, plan in zip(local, plans)
-        ]
-        batches = [
-            mark_long_rows(batch, model.spec.original_context, row_lengths)
-            for batch, row_lengths in zip(batches, lengths)
-        ]
+        for at, (mine, plan) in enumerate(zip(local, plans)):
+            lengths = [len(sequences[i]) - 1 for i in mine] + [0] * (plan.rows - len(mine))
+            batches[at] = mark_long_rows(batches[at], model.spec.original_context, lengths)
     outputs = model.forward(batches, collect=(TOKEN_LOSSES, GREEDY_TARGETS))
     sizes = [2 * mesh.dp.size * plan.rows * plan.length for plan in plans]
     flat = torch.zeros(sum(sizes), dtype=torch.float64, device=mesh.device)
-    views = [
-        part.view(2, mesh.dp.size, plan.rows, plan.length) for part, plan in zip(flat.split(sizes), plans, strict=True)
-    ]
+    parts = zip(flat.split(sizes), plans, strict=True)
+    views = [part.view(2, mesh.dp.size, plan.rows, plan.length) for part, plan in parts]
     for view, batch, outputs_of_batch in zip(views, batches, outputs, strict=True):
         if outputs_of_batch and mesh.tp.rank == 0:  # ranks of one tensor-parallel group have the same
             positions = split_batch(batch, mesh.cp, order=model.io.sequence_order).positions

@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from petatron.evaluate.confidence_interval import Estimate
@@ -39,11 +39,7 @@ class TaskResult:
     def as_json(self) -> dict[str, Any]:
         """Returns plain values; what is not finite becomes text, since JSON has no such numbers."""
         metrics = {
-            name: {
-                "value": _json_number(estimate.value),
-                "low": _json_number(estimate.low),
-                "high": _json_number(estimate.high),
-            }
+            name: {key: v if v is None or math.isfinite(v) else str(v) for key, v in asdict(estimate).items()}
             for name, estimate in self.metrics.items()
         }
         return {
@@ -80,7 +76,3 @@ class EvalTask(ABC):
 def truncate_left(ids: list[int], max_tokens: int) -> tuple[list[int], bool]:
     """Returns the last `max_tokens` ids, and whether there were more."""
     return ids[-max_tokens:], len(ids) > max_tokens
-
-
-def _json_number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)

@@ -14,12 +14,12 @@ Paths are relative to the file. In training, `every: 2` runs a task at every sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import ConfigError, DataError, Problem, raise_problems
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config.yaml_file import MAX_YAML_BYTES
 from petatron.config.yaml_limits import limited_loader
@@ -29,13 +29,14 @@ from petatron.evaluate import multiple_choice
 from petatron.evaluate.lambada import read_lambada
 from petatron.evaluate.language_modeling import read_text_task, read_wikitext103
 from petatron.evaluate.multiple_choice import FewShot
-from petatron.evaluate.score import default_window, max_scored_tokens
+from petatron.evaluate.score import max_scored_tokens
 from petatron.evaluate.task import ContextLimits, EvalTask
 from petatron.parallel.parallel_model import ParallelModel
 
 WIKITEXT103, LAMBADA, TEXT = "wikitext103", "lambada", "text"
 TASK_NAMES = (WIKITEXT103, LAMBADA, *multiple_choice.FORMATS, TEXT)
 _MAX_TASKS = 100
+_KINDS = {"str": (str, "a text"), "Path": (str, "a path"), "int": (int, "a number"), "bool": (bool, "true or false")}
 # Which settings have an effect on which tasks; the others on all.
 _SETTINGS_OF = {
     "stride": (WIKITEXT103, TEXT),
@@ -75,12 +76,11 @@ class TaskSettings:
         return self.name or self.task
 
 
-def setting_problems(settings: TaskSettings, *, where: str) -> list[Problem]:
-    """Returns everything that is wrong with a task's settings, before its file is opened."""
-    problems: list[Problem] = []
+def setting_problems(settings: TaskSettings, *, where: str) -> Iterator[Problem]:
+    """Yields everything that is wrong with a task's settings, before its file is opened."""
     if settings.task not in TASK_NAMES:
-        problems.append(Problem(where, settings.task, "is not a task", f"Use one of {', '.join(TASK_NAMES)}."))
-        return problems
+        yield Problem(where, settings.task, "is not a task", f"Use one of {', '.join(TASK_NAMES)}.")
+        return
     by_flags = where == "--task"
 
     def place(name: str) -> str:
@@ -92,26 +92,23 @@ def setting_problems(settings: TaskSettings, *, where: str) -> list[Problem]:
     ):
         for name in names:
             if (value := getattr(settings, name)) is not None and value < least:
-                problems.append(Problem(place(name), str(value), f"is below {least}", f"Use {kind}, or leave it out."))
+                yield Problem(place(name), str(value), f"is below {least}", f"Use {kind}, or leave it out.")
     defaults = {setting.name: setting.default for setting in fields(TaskSettings)}
     for name, tasks in _SETTINGS_OF.items():
         if settings.task not in tasks and getattr(settings, name) != defaults[name]:
             rule = f"has no effect on {settings.task}"
-            problems.append(Problem(place(name), "", rule, f"Leave it out; it is for {', '.join(tasks)}."))
+            yield Problem(place(name), "", rule, f"Leave it out; it is for {', '.join(tasks)}.")
     if not settings.data.is_file():
         named = "--data" if by_flags else where
-        problems.append(Problem(named, str(settings.data), "is not a file", "Give the path of the task's data."))
+        yield Problem(named, str(settings.data), "is not a file", "Give the path of the task's data.")
     for name in ("fewshot_data", "fewshot_seed"):
         given = getattr(settings, name) is not None and settings.task in multiple_choice.FORMATS
         if given and settings.num_fewshot == 0:
             rule = f"has no effect without {_flag('num_fewshot') if by_flags else 'num_fewshot'}"
-            problems.append(Problem(place(name), "", rule, "Say how many examples to show."))
+            yield Problem(place(name), "", rule, "Say how many examples to show.")
     if settings.fewshot_data is not None and not settings.fewshot_data.is_file():
         named = _flag("fewshot_data") if by_flags else where
-        problems.append(
-            Problem(named, str(settings.fewshot_data), "is not a file", "Give a file of the task's format.")
-        )
-    return problems
+        yield Problem(named, str(settings.fewshot_data), "is not a file", "Give a file of the task's format.")
 
 
 def _flag(name: str) -> str:
@@ -134,16 +131,12 @@ def read_task_list(path: Path) -> list[TaskSettings]:
         if settings is not None:
             problems += setting_problems(settings, where=where)
             tasks.append(settings)
-    labels = [task.label for task in tasks]
-    if not problems:
-        problems = [
-            Problem(
-                "tasks", str(path), f"has more than one task of the name {label}", "Give each a `name:` of its own."
-            )
-            for label in sorted({label for label in labels if labels.count(label) > 1})
-        ]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
+    labels, fix = [task.label for task in tasks], "Give each a `name:` of its own."
+    repeated = sorted({label for label in labels if labels.count(label) > 1})
+    raise_problems(
+        Problem("tasks", str(path), f"has more than one task of the name {label}", fix) for label in repeated
+    )
     return tasks
 
 
@@ -162,8 +155,9 @@ def build_tasks(settings: Sequence[TaskSettings], tokenizer: Tokenizer, limits: 
 
 
 def context_limits(model: ParallelModel) -> ContextLimits:
-    """Returns what a model reads at once in its layout."""
-    return ContextLimits(max_scored_tokens(model), default_window(model))
+    """Returns what a model reads at once in its layout; a window over longer texts has the sequence length of training."""
+    longest = max_scored_tokens(model)
+    return ContextLimits(longest, min(model.spec.config.seq_length, longest - 1))
 
 
 def _build_task(settings: TaskSettings, tokenizer: Tokenizer, limits: ContextLimits) -> EvalTask:
@@ -197,9 +191,8 @@ def _load_yaml(path: Path) -> Any:
 
 def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | None, list[Problem]]:
     if not isinstance(item, Mapping):
-        return None, [
-            Problem(where, "", "is not `task: NAME` with further settings", "Write one setting on each line.")
-        ]
+        rule = "is not `task: NAME` with further settings"
+        return None, [Problem(where, "", rule, "Write one setting on each line.")]
     kinds = {setting.name: str(setting.type).removesuffix(" | None") for setting in fields(TaskSettings)}
     problems: list[Problem] = []
     values: dict[str, Any] = {}
@@ -207,28 +200,16 @@ def _parse_task(item: Any, where: str, folder: Path) -> tuple[TaskSettings | Non
         kind = kinds.get(key) if isinstance(key, str) else None
         if kind is None:
             problems.append(Problem(where, str(key), "is not a setting of a task", f"Settings: {', '.join(kinds)}."))
-        elif not _has_kind(value, kind):
+        elif type(value) is not _KINDS[kind][0] or value == "":  # true is no number
             is_scalar = isinstance(value, str | int | float | None)  # anything else may be endless
             shown = repr(value) if is_scalar else "(a list or mapping)"
-            problems.append(Problem(where, f"{key} {shown}", "has the wrong type", f"It is {_KIND_TEXTS[kind]}."))
+            problems.append(Problem(where, f"{key} {shown}", "has the wrong type", f"It is {_KINDS[kind][1]}."))
         else:
             values[key] = value
-    problems += [
-        Problem(where, "", f"has no `{name}`", f"Add `{name}:`.") for name in ("task", "data") if name not in item
-    ]
+    missing = [name for name in ("task", "data") if name not in item]
+    problems += [Problem(where, "", f"has no `{name}`", f"Add `{name}:`.") for name in missing]
     if problems:
         return None, problems
     paths = {name: folder / values[name] for name in ("data", "fewshot_data") if name in values}
     settings = TaskSettings(**{**values, **paths})
     return replace(settings, task=settings.task.lower()), []
-
-
-_KIND_TEXTS = {"str": "a text", "Path": "a path", "int": "a number", "bool": "true or false"}
-
-
-def _has_kind(value: Any, kind: str) -> bool:
-    if kind in ("str", "Path"):
-        return isinstance(value, str) and bool(value)
-    if kind == "bool":
-        return isinstance(value, bool)
-    return isinstance(value, int) and not isinstance(value, bool)

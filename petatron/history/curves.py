@@ -7,12 +7,13 @@ of one step in a million stays visible.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.terminal_escape import printable
 from petatron.config.schema.fields import closest_matches
 from petatron.history.metrics_file import RunMetrics
@@ -76,6 +77,10 @@ class Panel:
     limits: tuple[float, float, float, float]
 
 
+MakeCurve = Callable[..., Curve]
+"""Makes a curve from its label, color, x and y; smoothed and thinned out as the panels are."""
+
+
 def check_metrics(names: Sequence[str]) -> None:
     """Raises for all names that are no metric."""
     problems = []
@@ -84,8 +89,7 @@ def check_metrics(names: Sequence[str]) -> None:
             close = closest_matches(name, METRICS)
             fix = f"Did you mean {close[0]}?" if close else f"Metrics: {', '.join(METRICS)}."
             problems.append(Problem("--metrics", name, "is not a metric", fix))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def build_panels(
@@ -98,17 +102,18 @@ def build_panels(
 ) -> list[Panel]:
     """Returns one panel per metric that some run has recorded."""
     axes = [x_values(run.metrics, x_axis) for run in runs]
+    make_curve = partial(_curve, smooth=smooth, num_columns=num_columns)
     drawn: list[tuple[Metric, list[Curve]]] = []
     for name in metrics:
         curves = [
             curve
             for color, (run, x) in enumerate(zip(runs, axes))
-            for curve in _run_curves(name, run, x, color, smooth=smooth, num_columns=num_columns)
+            for curve in _run_curves(name, run, x, color, make_curve)
         ]
         if any(curve.x.size or curve.lost_x for curve in curves):
             drawn.append((METRICS[name], curves))
         if name == "loss":
-            drawn += _objective_curves(runs, axes, smooth=smooth, num_columns=num_columns)
+            drawn += _objective_curves(runs, axes, make_curve)
     x_limits = _x_limits([curve for _, curves in drawn for curve in curves])
     return [
         Panel(metric.title, metric.unit, x_axis, tuple(curves), (*x_limits, *_y_limits(metric, curves)))
@@ -117,38 +122,27 @@ def build_panels(
 
 
 def _objective_curves(
-    runs: Sequence[RecordedRun], axes: Sequence[np.ndarray], *, smooth: float, num_columns: int
-) -> list[tuple[Metric, list[Curve]]]:
-    """Returns what the objectives of the runs measured besides losses, each metric in a panel of its own."""
-    names = dict.fromkeys(name for run in runs for name in run.metrics.objective_metrics)
-    return [
-        (
-            Metric(printable(name), name),
-            [
-                _curve(run.label, color, x, run.metrics.columns[name], smooth=smooth, num_columns=num_columns)
-                for color, (run, x) in enumerate(zip(runs, axes))
-                if name in run.metrics.columns
-            ],
-        )
-        for name in names
-    ]
+    runs: Sequence[RecordedRun], axes: Sequence[np.ndarray], make_curve: MakeCurve
+) -> Iterator[tuple[Metric, list[Curve]]]:
+    """Yields what the objectives of the runs measured besides losses, each metric in a panel of its own."""
+    for name in dict.fromkeys(name for run in runs for name in run.metrics.objective_metrics):
+        curves = [
+            make_curve(run.label, color, x, run.metrics.columns[name])
+            for color, (run, x) in enumerate(zip(runs, axes))
+            if name in run.metrics.columns
+        ]
+        yield Metric(printable(name), name), curves
 
 
-def _run_curves(
-    name: str, run: RecordedRun, x: np.ndarray, color: int, *, smooth: float, num_columns: int
-) -> list[Curve]:
+def _run_curves(name: str, run: RecordedRun, x: np.ndarray, color: int, make_curve: MakeCurve) -> list[Curve]:
     metric = METRICS[name]
     if name == "valid":
         return _evaluation_curves(run, x, color, as_marks=False)
-    y = run.metrics.column(metric.column) * metric.factor
-    smooth = smooth if metric.is_noisy else 0.0
-    curves = [_curve(run.label, color, x, y, smooth=smooth, num_columns=num_columns)]
+    make_curve = make_curve if metric.is_noisy else partial(make_curve, smooth=0.0)
+    curves = [make_curve(run.label, color, x, run.metrics.columns[metric.column] * metric.factor)]
     if name == "loss":
         losses = run.metrics.named_losses if len(run.metrics.named_losses) > 1 else ()  # a single one is the loss
-        curves += [
-            _curve(f"{run.label}: {loss}", color, x, run.metrics.column(loss), smooth=smooth, num_columns=num_columns)
-            for loss in losses
-        ]
+        curves += [make_curve(f"{run.label}: {loss}", color, x, run.metrics.columns[loss]) for loss in losses]
         curves += _evaluation_curves(run, x, color, as_marks=True)
     return curves
 
@@ -160,7 +154,9 @@ def _curve(label: str, color: int, x: np.ndarray, y: np.ndarray, *, smooth: floa
     x, y = x[finite], y[finite]
     raw = thin(x, y, num_columns) if smooth > 0 and x.size > 1 else None
     x, y = thin(x, moving_average(y, smooth), num_columns)
-    return Curve(label, color, x, y, raw, tuple(_spread(lost, num_columns).tolist()))
+    if lost.size > num_columns:
+        lost = lost[np.linspace(0, lost.size - 1, num_columns).astype(np.int64)]
+    return Curve(label, color, x, y, raw, tuple(lost.tolist()))
 
 
 def _evaluation_curves(run: RecordedRun, x: np.ndarray, color: int, *, as_marks: bool) -> list[Curve]:
@@ -171,7 +167,7 @@ def _evaluation_curves(run: RecordedRun, x: np.ndarray, color: int, *, as_marks:
 
 def _evaluation_curve(run: RecordedRun, x: np.ndarray, color: int, dataset: str | None, *, as_marks: bool) -> Curve:
     """Evaluations have an iteration only; tokens and time between two log points are taken from a straight line."""
-    steps = run.metrics.column("iteration")
+    steps = run.metrics.columns["iteration"]
     every = (evaluation for evaluation in run.metrics.evaluations if evaluation.split == "valid")
     evaluations = [evaluation for evaluation in every if evaluation.dataset == dataset]
     at = np.array([evaluation.iteration for evaluation in evaluations], dtype=np.float64)
@@ -188,17 +184,17 @@ def _evaluation_curve(run: RecordedRun, x: np.ndarray, color: int, dataset: str 
 
 def x_values(metrics: RunMetrics, x_axis: str) -> np.ndarray:
     """Returns the place of each log point: its iteration, tokens so far, or seconds of all starts together without the gaps between."""
-    steps = metrics.column("iteration")
+    steps = metrics.columns["iteration"]
     if x_axis == "step":
         return steps
     if x_axis == "tokens":
-        return metrics.column("consumed_tokens")
+        return metrics.columns["consumed_tokens"]
     if not steps.size:
         return steps
-    step_s = np.nan_to_num(metrics.column("elapsed_ms_per_iteration"), posinf=0) / 1000
+    step_s = np.nan_to_num(metrics.columns["elapsed_ms_per_iteration"], posinf=0) / 1000
     trained_s = np.diff(steps, prepend=steps[0] - 1) * step_s
-    elapsed_s = np.diff(metrics.column("time"), prepend=math.nan)
-    same_start = np.diff(metrics.column("start"), prepend=-1) == 0
+    elapsed_s = np.diff(metrics.columns["time"], prepend=math.nan)
+    same_start = np.diff(metrics.columns["start"], prepend=-1) == 0
     return np.cumsum(np.where(same_start & np.isfinite(elapsed_s) & (elapsed_s >= 0), elapsed_s, trained_s))
 
 
@@ -231,10 +227,6 @@ def thin(x: np.ndarray, y: np.ndarray, num_columns: int) -> tuple[np.ndarray, np
         kept[places[np.flatnonzero(np.diff(column[places], prepend=-1))]] = True
     kept[[0, -1]] = True
     return x[kept], y[kept]
-
-
-def _spread(x: np.ndarray, limit: int) -> np.ndarray:
-    return x if x.size <= limit else x[np.linspace(0, x.size - 1, limit).astype(np.int64)]
 
 
 def _x_limits(curves: Sequence[Curve]) -> tuple[float, float]:

@@ -99,9 +99,6 @@ class RunMetrics:
     other_kinds: dict[str, int] = field(default_factory=dict)
     last_time: float = math.nan
 
-    def column(self, name: str) -> np.ndarray:
-        return self.columns[name]
-
     def finite(self, name: str) -> np.ndarray:
         """Returns the finite numbers of a column."""
         return self.columns[name][np.isfinite(self.columns[name])]
@@ -268,9 +265,8 @@ class _Reader:
         dataset = dataset[:_MAX_NAME_CHARS] if isinstance(dataset, str) else None
         losses, metrics = (_numbers(record.get(name)) for name in ("named_losses", "objective_metrics"))
         evaluation = Evaluation(split, iteration, time, loss, losses, metrics, dataset)
-        for earlier in self._metrics.evaluations[
-            -MAX_NAMES:
-        ]:  # a finished run that is started again evaluates once more
+        # A finished run that is started again evaluates once more.
+        for earlier in self._metrics.evaluations[-MAX_NAMES:]:
             if (earlier.label, earlier.iteration) == (evaluation.label, iteration):
                 self._metrics.evaluations.remove(earlier)
         self._metrics.evaluations.append(evaluation)
@@ -307,9 +303,8 @@ class _Reader:
             if len(self._columns["iteration"]) > before:
                 break
         metrics = self._metrics
-        metrics.columns = {
-            name: np.array(column, dtype=np.float64) for name, column in (*self._columns.items(), *self._named.items())
-        }
+        columns = {**self._columns, **self._named}
+        metrics.columns = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
         metrics.named_losses = tuple(name for name in self._named if name not in self._metric_names)
         metrics.objective_metrics = tuple(self._metric_names)
         metrics.events, metrics.samples = list(self._events), list(self._samples)

@@ -54,10 +54,6 @@ class RecordedRun:
     def layout(self) -> str:
         return layout_text(self.settings.section("parallel")) if self.settings.values else "unknown"
 
-    @property
-    def planned_iterations(self) -> int | None:
-        return None if (planned := self.metrics.last("train_iters")) is None else int(planned)
-
 
 def open_runs(folders: Sequence[Path]) -> list[RecordedRun]:
     """Opens runs, each with a label that no other has; one error names all folders that are none."""
@@ -150,11 +146,8 @@ def find_run_folders(root: Path) -> list[Path]:
         if METRICS_FILE in files:
             run_folders.append(Path(place))
         depth = len(Path(place).relative_to(root).parts)
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and not STEP_FOLDER_NAME.fullmatch(name)
-        )
-        if depth >= _MAX_DEPTH:
-            folders.clear()
+        inside = sorted(folders) if depth < _MAX_DEPTH else ()
+        folders[:] = [name for name in inside if not name.startswith(".") and not STEP_FOLDER_NAME.fullmatch(name)]
     return run_folders
 
 

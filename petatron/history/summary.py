@@ -42,10 +42,11 @@ def summarize_run(run: RecordedRun) -> RunSummary:
     best = metrics.best_evaluation()
     elapsed, losses = x_values(metrics, "time"), metrics.finite("lm_loss")
     tokens, memory = metrics.last("consumed_tokens"), metrics.finite("memory_bytes")
+    planned = metrics.last("train_iters")
     return RunSummary(
         state=run.state,
         iteration=metrics.iteration,
-        train_iters=run.planned_iterations,
+        train_iters=None if planned is None else int(planned),
         consumed_tokens=None if tokens is None else int(tokens),
         training_s=float(elapsed[-1]) if elapsed.size else None,
         first_loss=float(losses[0]) if losses.size else None,
@@ -136,7 +137,7 @@ def common_step_losses(runs: Sequence[RecordedRun]) -> tuple[int, list[float]] |
     """Returns the last step that all runs have logged a loss up to, and the loss of each there, from a line between log points."""
     curves = []
     for run in runs:
-        steps, losses = run.metrics.column("iteration"), run.metrics.column("lm_loss")
+        steps, losses = run.metrics.columns["iteration"], run.metrics.columns["lm_loss"]
         known = np.isfinite(losses)
         if not known.any():
             return None

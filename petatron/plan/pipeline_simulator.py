@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 from petatron.schedule import Schedule
 from petatron.schedule.actions import (
@@ -90,13 +91,12 @@ def theoretical_bubble(name: str, *, ranks: int, virtual: int, micro_batches: in
     adds: that work itself in gpipe and 1f1b, one stage's part of it in interleaved, one forward of one stage where the backward is
     split. gpipe and 1f1b always reach it, zb-v from (3p-1)/2 micro-batches, the others from p; None where theory gives no value.
     """
-    shorter = {"gpipe": 1, "1f1b": 1, "interleaved": virtual, "zb-h1": 3, "zb-v": 6}[name]
-    fewest = {
-        "gpipe": 1,
-        "1f1b": 1,
-        "interleaved": ranks if virtual > 1 else 1,
-        "zb-h1": ranks,
-        "zb-v": 3 * ranks // 2,
+    shorter, fewest = {
+        "gpipe": (1, 1),
+        "1f1b": (1, 1),
+        "interleaved": (virtual, ranks if virtual > 1 else 1),
+        "zb-h1": (3, ranks),
+        "zb-v": (6, 3 * ranks // 2),
     }[name]
     if micro_batches < fewest:
         return None
@@ -138,11 +138,8 @@ def message_of(schedule: Schedule, transfer: Action) -> tuple[int, ComputeResult
     onward = transfer.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_BACKWARD)
     other = transfer.stage + (1 if onward else -1)
     source = transfer.stage if transfer.kind in SEND_KINDS else other
-    return schedule.rank_of(other), (
-        ActionKind.FORWARD if forward else ActionKind.INPUT_GRAD,
-        source,
-        transfer.micro_batch,
-    )
+    kind = ActionKind.FORWARD if forward else ActionKind.INPUT_GRAD
+    return schedule.rank_of(other), (kind, source, transfer.micro_batch)
 
 
 class _Channel:
@@ -181,9 +178,8 @@ class _Simulator:
         self._schedule = schedule
         self._costs = costs
         self._rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
-        self._durations = {
-            (kind, stage): costs.time_of(kind, stage) for kind in COMPUTE_KINDS for stage in range(schedule.stages)
-        }
+        pairs = product(COMPUTE_KINDS, range(schedule.stages))
+        self._durations = {(kind, stage): costs.time_of(kind, stage) for kind, stage in pairs}
         self.events: list[list[TimedAction]] = [[] for _ in schedule.actions]
         self._next = [0] * schedule.ranks
         self._rank_free_at = [0.0] * schedule.ranks

@@ -130,7 +130,9 @@ def _box(timed: TimedAction, rows: _Rows, *, y: int, scale: float, unit: str) ->
 
 
 def _axis(rows: _Rows, *, y: int, scale: float, unit: str) -> list[str]:
-    step = _tick_step(rows.span)
+    power = 10.0 ** math.floor(math.log10(rows.span / 10))
+    # 1, 2 or 5 times a power of ten, for about ten ticks.
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rows.span / 10 * 0.999)
     parts = [f'<line x1="{_LABEL_WIDTH}" y1="{y}" x2="{_LABEL_WIDTH + rows.span * scale:.2f}" y2="{y}" stroke="#555"/>']
     for tick in range(int(rows.span / step + 1e-9) + 1):
         x = _LABEL_WIDTH + tick * step * scale
@@ -140,12 +142,6 @@ def _axis(rows: _Rows, *, y: int, scale: float, unit: str) -> list[str]:
     middle = _LABEL_WIDTH + rows.span * scale / 2
     parts.append(f'<text x="{middle:.0f}" y="{y + 36}" text-anchor="middle" fill="#555">{escape(name)}</text>')
     return parts
-
-
-def _tick_step(span: float) -> float:
-    """1, 2 or 5 times a power of ten, for about ten ticks."""
-    power = 10.0 ** math.floor(math.log10(span / 10))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span / 10 * 0.999)
 
 
 def timeline_text(events: Events, *, columns: int = 100) -> str:

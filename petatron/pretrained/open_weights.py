@@ -285,4 +285,4 @@ def average_sources(sources: Sequence[ModelSource]) -> ModelSource:
                 total += values
             chunk.tensor.copy_(total.div_(len(sources)))
 
-    return replace(last, fill=fill)
+    return replace(last, fill=fill, open_training=None)  # no optimizer has been at the mean

@@ -76,9 +76,8 @@ def step_runner(settings: str) -> Generator[None, None, None]:
     from petatron.train.train_step import train_step
     from petatron.validate import load_config
 
-    loaded, tokenizer = open_tokenizer(
-        load_config(["--config", settings, "--tp", "1", "--num-workers", "0"], world_size=1)
-    )
+    flags = ["--config", settings, "--tp", "1", "--num-workers", "0"]
+    loaded, tokenizer = open_tokenizer(load_config(flags, world_size=1))
     run = loaded.config
     mesh = launch(run)
     state = TrainState.build(run, mesh)

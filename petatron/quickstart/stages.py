@@ -126,15 +126,11 @@ def prepare_data(workspace: Workspace) -> tuple[dict[str, IndexedDataset], bool]
 
     def work() -> None:
         remove_tree(workspace.root / "data")  # sample indices of other token files would only waste disk
+        tokenizer = TokenizerConfig(tokenizer_model=str(workspace.tokenizer))
         for split in SPLITS:
-            prefix = str(workspace.data(split)).removesuffix("_text_document")
-            tokenizer = TokenizerConfig(tokenizer_model=str(workspace.tokenizer))
+            inputs, prefix = (str(workspace.corpus(split)),), str(workspace.data(split)).removesuffix("_text_document")
             # One worker: the tokenizer library then uses a thread per core by itself.
-            preprocess(
-                PreprocessOptions(
-                    inputs=(str(workspace.corpus(split)),), output_prefix=prefix, tokenizer=tokenizer, append_eod=True
-                )
-            )
+            preprocess(PreprocessOptions(inputs=inputs, output_prefix=prefix, tokenizer=tokenizer, append_eod=True))
 
     reused = workspace.run_stage("data", stage_key(workspace.stage_keys()["tokenizer"]), outputs, work)
     return {split: IndexedDataset(workspace.data(split)) for split in SPLITS}, reused

@@ -31,8 +31,6 @@ from petatron.models.random_numbers import uses_random_numbers
 from petatron.validate.moe import MOE_OVERLAP_FLAG
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
-
-
 CaptureProblem = tuple[str, str, str]
 """What the step has, why that cannot be captured, and what to do."""
 
@@ -47,11 +45,14 @@ def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
 
 def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
     """Returns all reasons why the steps of a run cannot be captured."""
-    rules = (_communication, _experts, _memory, _attention, _timeline, _objective)
+    rules = (_communication, _experts, _memory, _attention, _host_code)
     return [problem for rule in rules for problem in rule(config)]
 
 
-def _objective(config: RawRunConfig) -> Iterator[CaptureProblem]:
+def _host_code(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    if config.log.pipeline_timeline is not None:
+        why = "its parts are timed one by one, by the host"
+        yield f"--pipeline-timeline {config.log.pipeline_timeline}", why, "Leave one of them out."
     if config.train.objective not in (None, NEXT_TOKEN):
         why = "its code may look at values on the host, and other models run before each step"
         yield f"--objective {config.train.objective}", why, "Leave one of them out."
@@ -178,11 +179,10 @@ def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
     if config.train.deterministic_mode:
         why = "in which order gradients are added depends on the number of documents"
         yield "--reset-attention-mask and --deterministic-mode", why, fix
+    why = "without FlashAttention the host makes the mask"
     if not (config.precision.bf16 or config.precision.fp16):
-        why = "without FlashAttention the host makes the mask"
         yield "--reset-attention-mask in this precision", why, "Add --bf16 or --fp16, or leave one of them out."
     elif model.kv_channels is not None and not flash_supports_heads(model.kv_channels):
-        why = "without FlashAttention the host makes the mask"
         yield f"--reset-attention-mask and heads of width {model.kv_channels}", why, fix
 
 
@@ -198,9 +198,3 @@ def _context(config: RawRunConfig) -> Iterator[CaptureProblem]:
     if model.window_size is not None and model.window_size < model.seq_length:
         fix = "Use --cp-comm-type a2a, or leave --cuda-graphs out."
         yield f"{attention} and --window-size {model.window_size}", "the host makes the mask", fix
-
-
-def _timeline(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    if config.log.pipeline_timeline is not None:
-        why = "its parts are timed one by one, by the host"
-        yield f"--pipeline-timeline {config.log.pipeline_timeline}", why, "Leave one of them out."

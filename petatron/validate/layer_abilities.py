@@ -52,9 +52,8 @@ def check_generation(
     raise_problems(problems)
     mixed = sorted({branch.title or branch.name for branch in _branches(spec) if not branch.can_generate})
     if mixed:
-        raise DataError(
-            f"This model does not continue text: its {', '.join(mixed)} layers have no state to generate with."
-        )
+        layers = f"its {', '.join(mixed)} layers"
+        raise DataError(f"This model does not continue text: {layers} have no state to generate with.")
 
 
 def _speculation_problems(spec: ModelSpec, layout: Layout, count: int) -> Iterator[Problem]:

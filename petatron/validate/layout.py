@@ -186,8 +186,7 @@ def _expert(config: RawRunConfig) -> Iterator[Problem]:
 def _more_ranks(config: RawRunConfig, expert_ranks: int) -> str:
     """Returns the flags for the fewest ranks, no fewer than now, that both the experts' layout and the dense one divide."""
     parallel, nodes = config.parallel, config.launch.nnodes
-    model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    model_ranks *= parallel.context_parallel_size
+    model_ranks = math.prod(getattr(parallel, name) for name in MODEL_PARALLEL_SIZES[:3])
     step = math.lcm(expert_ranks, model_ranks)
     ranks = -(-(parallel.world_size or 1) // step) * step
     local = f" or --nproc-per-node {ranks // nodes}" if nodes > 0 and ranks % nodes == 0 else ""

@@ -28,7 +28,10 @@ def check_moe(config: RawRunConfig, *, require_training: bool) -> Iterator[Probl
     if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
         rule = "needs --moe-expert-capacity-factor, without which an expert has no capacity"
         yield Problem("--moe-pad-expert-input-to-capacity", "", rule, "Give it, or leave this out.")
-    if require_training and router_cannot_learn(moe) and not _continues_model(config):
+    # A run that starts from a model that exists did not choose its routing.
+    checkpoint = config.checkpoint
+    continues = checkpoint.finetune or checkpoint.use_checkpoint_args or checkpoint.pretrained_checkpoint is not None
+    if require_training and router_cannot_learn(moe) and not continues:
         rule = "with a softmax over the chosen expert alone gives every token the score 1, so the router cannot learn"
         fix = "Add --moe-router-pre-softmax; a model that is trained already continues with --from FOLDER."
         yield Problem("--moe-router-topk", "1", rule, fix)
@@ -40,12 +43,6 @@ def router_cannot_learn(moe: MoEConfig) -> bool:
         return False
     softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
     return softmax and moe.moe_router_load_balancing_type != "sinkhorn"
-
-
-def _continues_model(config: RawRunConfig) -> bool:
-    """Whether the run starts from a model that exists, whose routing is no choice of this run."""
-    checkpoint = config.checkpoint
-    return checkpoint.finetune or checkpoint.use_checkpoint_args or checkpoint.pretrained_checkpoint is not None
 
 
 def _topk(moe: MoEConfig, experts: int) -> Iterator[Problem]:

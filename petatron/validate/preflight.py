@@ -100,16 +100,16 @@ def _write_error(folder: Path) -> str | None:
 
 
 def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
-    named = [(name, getattr(config.tokenizer, name)) for name in _FILES]
-    named += [("data_args_path", config.data.data_args_path), ("sample_prompts", config.log.sample_prompts)]
-    named += [("eval_tasks", config.train.eval_tasks)]
-    for name, path in named:
-        if path is not None and not Path(path).exists():
+    named = {name: getattr(config.tokenizer, name) for name in _FILES}
+    named |= {"data_args_path": config.data.data_args_path, "sample_prompts": config.log.sample_prompts}
+    named["eval_tasks"] = config.train.eval_tasks
+    for name, path in ((name, path) for name, path in named.items() if path is not None):
+        if not Path(path).exists():
             yield Problem(flag_name(name), path, "does not exist", "Give the path of a file that is there.")
-        elif path is not None and (name != "tokenizer_model" or not Path(path).is_dir()):
-            reason = not_a_file_reason(Path(path))
-            if reason is not None:
-                yield Problem(flag_name(name), path, reason, "Give the path of a file.")
+        elif name == "tokenizer_model" and Path(path).is_dir():
+            continue
+        elif (reason := not_a_file_reason(Path(path))) is not None:
+            yield Problem(flag_name(name), path, reason, "Give the path of a file.")
 
 
 def reads_packed_text(config: RawRunConfig) -> bool:
@@ -167,17 +167,9 @@ def parquet_problem(flag: str, path: str) -> Problem | None:
     if len(names) < 3:
         fix = "Put it into a folder FOLDER/OWNER/NAME, and give `petatron data fetch OWNER/NAME --hub FOLDER --files '*.parquet'`."
         return Problem(flag, path, rule, fix)
-    arguments = [
-        "fetch",
-        "/".join(names[-3:-1]),
-        "--hub",
-        str(file.parents[2]),
-        "--files",
-        file.name,
-        "--text-key",
-        "text",
-    ]
-    command = shlex.join(["petatron", "data", *arguments, "--output", str(file.parent / "jsonl")])
+    source = ["--hub", str(file.parents[2]), "--files", file.name, "--text-key", "text"]
+    place = ["--output", str(file.parent / "jsonl")]
+    command = shlex.join(["petatron", "data", "fetch", "/".join(names[-3:-1]), *source, *place])
     return Problem(flag, path, rule, f"Convert it to JSON lines for `petatron data preprocess`: {command}")
 
 

@@ -295,7 +295,10 @@ def check_update_rule(config: RawRunConfig) -> Iterator[Problem]:
         rule_text = f"are settings of an imported optimizer, and {OPTIMIZER_FLAG} {rule.name} has flags"
         yield Problem(OPTIMIZER_SETTINGS_FLAG, given, rule_text, "Leave them out.")
     yield from rule.problems()
-    yield from (problem for other in others for problem in _scalar_optimizer(rule, other))
+    for other in others:  # the rule of the remaining parameters updates each element by itself, and all of them
+        if other.unit != "element" or other.hidden_matrices_only:
+            text = f"cannot leave other parameters to {other.name}, which does not update each element by itself"
+            yield Problem(OPTIMIZER_FLAG, rule.name, text, "Use adam for them.")
     yield from _offload(config, rule)
     yield from _state_dtypes(config)
 
@@ -305,13 +308,6 @@ def _unknown_optimizers(config: RawRunConfig) -> Iterator[Problem]:
         name = getattr(getattr(config, info.section), info.name)
         if OPTIMIZER_NAME in info.marks and find_rule_spec(name) is None:
             yield unknown_optimizer(info.flag, name)
-
-
-def _scalar_optimizer(rule: UpdateRuleSpec, other: UpdateRuleSpec) -> Iterator[Problem]:
-    """The rule of the remaining parameters updates each element by itself, and all of them."""
-    if other.unit != "element" or other.hidden_matrices_only:
-        text = f"cannot leave other parameters to {other.name}, which does not update each element by itself"
-        yield Problem(OPTIMIZER_FLAG, rule.name, text, "Use adam for them.")
 
 
 def _offload(config: RawRunConfig, rule: UpdateRuleSpec) -> Iterator[Problem]:

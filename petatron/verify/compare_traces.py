@@ -95,10 +95,9 @@ def _compare_step(
     number: int, reference: Sequence[StepTrace], candidate: Sequence[StepTrace], significant_names: set[str]
 ) -> StepComparison:
     """`significant_names` collects the tensors whose gradient has been more than noise so far."""
-    ours = reference[0].loss
-    theirs = max(
-        (trace.loss for trace in candidate), key=lambda loss: _relative_difference(abs(ours - loss), abs(ours))
-    )
+    ours, norm = reference[0].loss, reference[0].grad_norm
+    losses = [(_relative_difference(abs(ours - trace.loss), abs(ours)), trace.loss) for trace in candidate]
+    loss_difference, theirs = max(losses, key=lambda pair: pair[0])
     left = assemble_tensors(part for rank in reference for part in rank.shards)
     right = assemble_tensors(part for rank in candidate for part in rank.shards)
     gradients = _of_kind(left, "gradient"), _of_kind(right, "gradient")
@@ -112,11 +111,8 @@ def _compare_step(
         if differences:
             name = max(differences, key=lambda key: differences[key])
             worst.append(WorstTensor(kind, name, differences[name]))
-    norm = reference[0].grad_norm
     norms = max(_relative_difference(abs(norm - trace.grad_norm), abs(norm)) for trace in candidate)
-    return StepComparison(
-        number, ours, theirs, _relative_difference(abs(ours - theirs), abs(ours)), norms, tuple(worst)
-    )
+    return StepComparison(number, ours, theirs, loss_difference, norms, tuple(worst))
 
 
 def _of_kind(tensors: dict[tuple[str, str], Tensor], kind: str, names: set[str] | None = None) -> dict[str, Tensor]:
@@ -145,10 +141,8 @@ def _differences(
             out[name] = _relative_difference(float((left[name] - right[name]).norm()), scales[name])
     for part in replica_shards:
         if left[part.name].shape == part.logical_shape:
-            difference = _relative_difference(
-                float((left[part.name][part.slices()] - part.values).norm()), scales[part.name]
-            )
-            out[part.name] = max(out[part.name], difference)
+            difference = float((left[part.name][part.slices()] - part.values).norm())
+            out[part.name] = max(out[part.name], _relative_difference(difference, scales[part.name]))
     return out
 
 

@@ -67,10 +67,8 @@ class MatrixCase:
     @property
     def command(self) -> str:
         """Returns the `petatron verify` command of this case alone."""
-        inject = f" --inject {self.inject}" if self.inject else ""
-        return (
-            f"petatron verify {self.model_flags} {self.layout_flags} --steps {self.steps} --dtype {self.dtype}{inject}"
-        )
+        inject, flags = f" --inject {self.inject}" if self.inject else "", f"{self.model_flags} {self.layout_flags}"
+        return f"petatron verify {flags} --steps {self.steps} --dtype {self.dtype}{inject}"
 
     @property
     def reference_name(self) -> str:
@@ -113,10 +111,8 @@ def write_cases(cases: Sequence[MatrixCase], folder: Path) -> None:
 
 def read_cases(folder: Path) -> list[MatrixCase]:
     cases: list[dict[str, Any]] = json.loads((folder / "cases.json").read_text())
-    return [
-        MatrixCase(**{**case, "argv": tuple(case["argv"]), "reference_argv": tuple(case["reference_argv"])})
-        for case in cases
-    ]
+    lists = ("argv", "reference_argv")
+    return [MatrixCase(**{**case, **{name: tuple(case[name]) for name in lists}}) for case in cases]
 
 
 def read_result(folder: Path, number: int) -> CaseResult | None:

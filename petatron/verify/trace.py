@@ -115,29 +115,14 @@ def assemble_tensors(shards: Iterable[TracedShard]) -> dict[tuple[str, str], Ten
     return tensors
 
 
-def write_step_trace(step: StepTrace, path: Path) -> None:
-    """Writes one step of one rank as a safetensors file."""
-    tensors = {str(index): part.values for index, part in enumerate(step.shards)}
-    parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.shards]
-    record = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
-    save_file(tensors, path, metadata={"trace": json.dumps(record)})
-
-
 def write_trace(steps: Iterable[StepTrace], folder: Path) -> None:
-    """Writes all steps of one rank into a folder, which `StoredTrace` reads."""
+    """Writes all steps of one rank into a folder, which `StoredTrace` reads: a safetensors file for each."""
     folder.mkdir(parents=True)
     for number, step in enumerate(steps, start=1):
-        write_step_trace(step, folder / f"step-{number:06d}.safetensors")
-
-
-def read_step_trace(path: Path) -> StepTrace:
-    with safe_open(path, framework="pt") as file:
-        record = json.loads(file.metadata()["trace"])
-        parts = [
-            TracedShard(kind, name, tuple(shape), tuple(start), file.get_tensor(str(index)))
-            for index, (kind, name, shape, start) in enumerate(record["parts"])
-        ]
-    return StepTrace(record["loss"], record["grad_norm"], parts)
+        tensors = {str(index): part.values for index, part in enumerate(step.shards)}
+        parts = [[part.kind, part.name, part.logical_shape, part.start] for part in step.shards]
+        record = {"loss": step.loss, "grad_norm": step.grad_norm, "parts": parts}
+        save_file(tensors, folder / f"step-{number:06d}.safetensors", metadata={"trace": json.dumps(record)})
 
 
 class StoredTrace(Sequence[StepTrace]):
@@ -150,4 +135,10 @@ class StoredTrace(Sequence[StepTrace]):
         return len(self._files)
 
     def __getitem__(self, index: int) -> StepTrace:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return read_step_trace(self._files[index])
+        with safe_open(self._files[index], framework="pt") as file:
+            record = json.loads(file.metadata()["trace"])
+            parts = [
+                TracedShard(kind, name, tuple(shape), tuple(start), file.get_tensor(str(number)))
+                for number, (kind, name, shape, start) in enumerate(record["parts"])
+            ]
+        return StepTrace(record["loss"], record["grad_norm"], parts)

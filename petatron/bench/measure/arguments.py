@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.config.schema.fields import closest_matches
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def select_names(texts: Sequence[str], known: Sequence[str]) -> list[str]:
             close = closest_matches(name, known, count=1, cutoff=0.6)
             fix = f"Did you mean {close[0]}?" if close else f"Use some of {', '.join(known)}."
             problems.append(Problem("--only", f"'{name}'", "is nothing that this bench measures", fix))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return [name for name in known if name in names]
 
 
@@ -63,10 +62,8 @@ def positive_problems(given: Mapping[str, float], *, zero_allowed: bool = False)
     rule, fix = "must be positive and finite", "Use more than 0, or leave it out."
     if zero_allowed:
         rule, fix = "must be finite and not negative", "Use 0 or more."
-    wrong = (
-        (flag, value) for flag, value in given.items() if not (0 < value < math.inf or (zero_allowed and value == 0))
-    )
-    return [Problem(flag, str(value), rule, fix) for flag, value in wrong]
+    right = [flag for flag, value in given.items() if 0 < value < math.inf or (zero_allowed and value == 0)]
+    return [Problem(flag, str(value), rule, fix) for flag, value in given.items() if flag not in right]
 
 
 def resolve_device(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[Problem] = ()) -> torch.device:
@@ -79,6 +76,5 @@ def resolve_device(kind: Literal["auto", "cpu", "cuda"], *, problems: Sequence[P
         on_cuda = detect_device(kind).kind == "cuda"
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

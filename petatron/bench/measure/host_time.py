@@ -52,40 +52,22 @@ class HostCost:
         return cls(forward, layer - forward, shallow[1] - few * layer)
 
 
-@dataclass(frozen=True, slots=True)
-class HostMeasurement:
-    """Microseconds, and calls of Python functions."""
-
-    microseconds: HostCost
-    calls: HostCost
-
-    def as_json(self) -> dict[str, Any]:
-        return {"depths": list(DEPTHS), "us": asdict(self.microseconds), "calls": asdict(self.calls)}
-
-
-def measure_host(flags: Sequence[str], *, steps: int = _TIMED_STEPS) -> HostMeasurement:
-    """Measures our own step of a model that a run's flags name, at two depths and without CUDA graphs."""
-    shallow, deep = steppers = [_Stepper.build(flags, depth) for depth in DEPTHS]
-    for stepper in steppers:
-        for _ in range(_WARMUP_STEPS):
-            stepper.measure(time.perf_counter)
+def measure_host(flags: Sequence[str], *, steps: int = _TIMED_STEPS) -> dict[str, Any]:
+    """Returns microseconds, and calls of Python functions, of our own step of a model that a run's flags name, without CUDA graphs."""
+    steppers = [_Stepper.build(flags, depth) for depth in DEPTHS]
     times: dict[_Stepper, list[tuple[float, float]]] = {stepper: [] for stepper in steppers}
     with gc_disabled():
         for order in alternating_orders(steppers, rounds=steps):
             for stepper in order:
                 times[stepper].append(stepper.measure(time.perf_counter))
     medians = [tuple(statistics.median(seconds) * 1e6 for seconds in zip(*times[stepper])) for stepper in steppers]
-    return HostMeasurement(HostCost.of(*medians), HostCost.of(count_calls(shallow), count_calls(deep)))
+    calls = HostCost.of(*map(count_calls, steppers))
+    return {"depths": list(DEPTHS), "us": asdict(HostCost.of(*medians)), "calls": asdict(calls)}
 
 
 def host_calls(flags: Sequence[str]) -> HostCost:
-    """Counts the calls alone, after as many steps as things may be built or compiled in."""
-    counts = []
-    for stepper in (_Stepper.build(flags, depth) for depth in DEPTHS):
-        for _ in range(_WARMUP_STEPS):
-            stepper.measure(time.perf_counter)
-        counts.append(count_calls(stepper))
-    return HostCost.of(*counts)
+    """Counts the calls alone."""
+    return HostCost.of(*(count_calls(_Stepper.build(flags, depth)) for depth in DEPTHS))
 
 
 class _Stepper:
@@ -101,8 +83,12 @@ class _Stepper:
 
     @classmethod
     def build(cls, flags: Sequence[str], depth: int) -> _Stepper:
+        """Builds a model of this depth, and takes as many steps as things may be built or compiled in."""
         spec = bench_spec([*flags, "--num-layers", str(depth), "--no-cuda-graphs"], silenced_flags=_SILENCED)
-        return cls(PetatronContender(spec), make_batches(spec)[0], spec.device)
+        stepper = cls(PetatronContender(spec), make_batches(spec)[0], spec.device)
+        for _ in range(_WARMUP_STEPS):
+            stepper.measure(time.perf_counter)
+        return stepper
 
     def _enter(self, module: object, args: object) -> None:
         self._entered = self._clock()

@@ -11,7 +11,6 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +51,11 @@ def kernel_class(name: str) -> str:
     return next((kind for kind, pattern in _RULES if pattern.search(name)), "other")
 
 
-@dataclass(frozen=True, slots=True)
-class KernelBreakdown:
-    """Milliseconds of one step by class, and the kernels that took the most: (name, class, milliseconds, calls)."""
+def break_down_kernels(events: Iterable[Mapping[str, Any]], *, steps: int, top: int = 15) -> dict[str, Any]:
+    """Converts events of a Chrome trace (times in microseconds) to the milliseconds of one of the steps they span.
 
-    steps: int
-    step_ms: float
-    classes: Mapping[str, float]
-    top: Sequence[tuple[str, str, float, int]]
-
-    def as_json(self) -> dict[str, object]:
-        top = [{"name": name, "class": kind, "ms": ms, "calls": calls} for name, kind, ms, calls in self.top]
-        return {"steps": self.steps, "step_ms": self.step_ms, "ms": dict(self.classes), "top": top}
-
-
-def break_down_kernels(events: Iterable[Mapping[str, Any]], *, steps: int, top: int = 15) -> KernelBreakdown:
-    """Converts events of a Chrome trace (times in microseconds) to a breakdown of one of the steps they span."""
+    As JSON: by class, and of the kernels that took the most.
+    """
     work = [event for event in events if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK]
     totals: dict[str, tuple[float, int]] = {}
     classes: dict[str, float] = dict.fromkeys(KERNEL_CLASSES, 0.0)
@@ -80,8 +68,10 @@ def break_down_kernels(events: Iterable[Mapping[str, Any]], *, steps: int, top: 
     wall = (max(end for _, end in spans) - spans[0][0]) / 1e3 / steps if spans else 0.0
     classes["idle"] = max(0.0, wall - _busy_time(spans) / 1e3 / steps)
     largest = sorted(totals.items(), key=lambda item: -item[1][0])[:top]
-    rows = [(name, kernel_class(name), ms, calls // steps) for name, (ms, calls) in largest]
-    return KernelBreakdown(steps, wall, classes, rows)
+    rows = [
+        {"name": name, "class": kernel_class(name), "ms": ms, "calls": calls // steps} for name, (ms, calls) in largest
+    ]
+    return {"steps": steps, "step_ms": wall, "ms": classes, "top": rows}
 
 
 def _busy_time(spans: Sequence[tuple[float, float]]) -> float:
@@ -93,7 +83,7 @@ def _busy_time(spans: Sequence[tuple[float, float]]) -> float:
     return covered
 
 
-def profile_steps(runner: BenchRunner, *, steps: int = 3) -> KernelBreakdown:
+def profile_steps(runner: BenchRunner, *, steps: int = 3) -> dict[str, Any]:
     """Profiles some steps; the profiler's slow first step is excluded by a step before it."""
     runner.run(1)
     synchronize(runner.device)

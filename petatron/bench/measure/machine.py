@@ -22,16 +22,10 @@ class GpuReadings:
 
     readings: list[tuple[float, ...]] = field(default_factory=list)
 
-    def medians(self) -> dict[str, float]:
-        """Empty where nothing could be read."""
-        columns = zip(*self.readings) if self.readings else ()
-        return {name: statistics.median(values) for name, values in zip(_GPU_FIELDS, columns)}
-
     def describe(self) -> str:
-        medians = self.medians()
-        if not medians:
+        if not self.readings:
             return "clocks and power unknown: there is no nvidia-smi"
-        clock, power, heat = (medians[name] for name in _GPU_FIELDS)
+        clock, power, heat = map(statistics.median, zip(*self.readings))
         return f"{clock:,.0f} MHz, {power:.0f} W, {heat:.0f} °C (medians of {len(self.readings)} readings)"
 
 

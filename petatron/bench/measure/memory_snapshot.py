@@ -27,13 +27,12 @@ from petatron.train.state.train_state import TrainState
 OUTSIDE_LAYERS = "outside layers"
 _LAYER = re.compile(r"\blayers\.(\d+)\.?")
 _PACKAGE = "petatron/"
-_FORWARD_FILE = (
-    "parallel/pipeline/executor.py"  # on the stack of all that a forward pass allocates, and of nothing in backward
-)
+# On the stack of all that a forward pass allocates, and of nothing in backward.
+_FORWARD_FILE = "parallel/pipeline/executor.py"
 _GRADIENTS = StackFrame("sharding/bucket.py", "allocate")
 _PURPOSES_BY_FUNCTION = {
-    ("layers/ops/fp8_weight.py", "get"): "FP8 weights",
-    ("kernels/vocab_parallel_cross_entropy.py", "linear_cross_entropy"): "chunk of the loss",
+    StackFrame("layers/ops/fp8_weight.py", "get"): "FP8 weights",
+    StackFrame("kernels/vocab_parallel_cross_entropy.py", "linear_cross_entropy"): "chunk of the loss",
 }
 
 
@@ -103,7 +102,8 @@ def _state_tensors(state: TrainState, *, gradients: bool = True) -> Iterator[tup
 def _block_parts(
     block: MemoryBlock, owners: Mapping[int, Sequence[MemoryPart]], saved: Mapping[int, SavedTensor]
 ) -> Iterator[MemoryPart]:
-    files = _package_frames(block.stack)
+    in_package = (frame for frame in block.stack if _PACKAGE in frame.file)
+    files = [StackFrame(frame.file.rpartition(_PACKAGE)[2], frame.function) for frame in in_package]
     # State is there before the step, except gradients. At the address of a gradient there may have been an activation before.
     is_state = not block.stack or _GRADIENTS in files
     held = owners.get(block.address) if is_state else None
@@ -128,19 +128,11 @@ def _saved_part(saved: SavedTensor) -> MemoryPart:
     return MemoryPart(f"saved by {where} ({kind})", layer, saved.size)
 
 
-def _package_frames(stack: Sequence[StackFrame]) -> list[StackFrame]:
-    """Returns the frames in this package, innermost first, with their files relative to it."""
-    return [StackFrame(frame.file.rpartition(_PACKAGE)[2], frame.function) for frame in stack if _PACKAGE in frame.file]
-
-
 def _purpose_by_function(frames: Sequence[StackFrame], *, in_forward: bool) -> str:
     if not frames:
         return "held between steps, or not by Python"
-    for frame in frames:
-        purpose = _PURPOSES_BY_FUNCTION.get((frame.file, frame.function))
-        if purpose is not None:
-            return purpose
-    return f"{'forward' if in_forward else 'backward or update'}: {frames[0].file} {frames[0].function}"
+    other = f"{'forward' if in_forward else 'backward or update'}: {frames[0].file} {frames[0].function}"
+    return next((_PURPOSES_BY_FUNCTION[frame] for frame in frames if frame in _PURPOSES_BY_FUNCTION), other)
 
 
 def _layer(name: str) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ _MAX_EVENTS = 1_000_000
 _FREED = "free_requested"  # when the tensor died; its memory may be reused later, once other streams are done with it
 
 
-@dataclass(frozen=True, slots=True)
-class StackFrame:
+class StackFrame(NamedTuple):
     """A line of Python that led to an allocation."""
 
     file: str

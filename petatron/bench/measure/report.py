@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from petatron.base.device import DeviceInfo
+from petatron.bench import BenchResult
 from petatron.bench.measure.machine import versions
 from petatron.bench.measure.memory_snapshot import OUTSIDE_LAYERS
 from petatron.bench.measure.step_floor import step_floor
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_model import NUM_BATCHES
-from petatron.bench.result import BenchResult
 from petatron.config.optimizers import rule_spec
 from petatron.estimate.flops import flops_formula, linear_attention_kind, model_flops_per_token, parameter_count
 from petatron.models.frozen_params import frozen_params
@@ -75,7 +75,8 @@ def report(
     for name, values in contenders.items():
         rows.append((f"{name} {values['version']}" if "version" in values else name, _speed_text(values)))
         if values.get("breakdown"):
-            rows += _breakdown_rows(values["breakdown"])
+            times, total = values["breakdown"]["ms"], values["breakdown"]["step_ms"] or 1.0
+            rows += [(f"  {name}", f"{ms:8.2f} ms  {ms / total:6.1%}") for name, ms in times.items() if ms]
         if values.get("memory"):
             rows += _memory_rows(values["memory"])
     rows += [] if measurements.host is None else [("host", _host_text(measurements.host))]
@@ -176,11 +177,6 @@ def _host_text(host: Mapping[str, Any]) -> str:
         f"{calls['forward']:,.0f} and {calls['backward']:,.0f} calls of Python; "
         f"per step elsewhere {us['elsewhere']:,.0f} us, {calls['elsewhere']:,.0f} calls"
     )
-
-
-def _breakdown_rows(breakdown: Mapping[str, Any]) -> list[tuple[str, str]]:
-    total = breakdown["step_ms"] or 1.0
-    return [(f"  {name}", f"{ms:8.2f} ms  {ms / total:6.1%}") for name, ms in breakdown["ms"].items() if ms]
 
 
 def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:

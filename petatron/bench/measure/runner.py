@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +18,13 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.bench.measure.progress import ProgressLog
 from petatron.bench.measure.timing import (
+    ProgressLog,
     allocated_bytes,
-    alternating_orders,
     elapsed_seconds,
     gc_disabled,
     peak_allocated_bytes,
+    run_rounds,
     synchronize,
 )
 from petatron.bench.peers import Contender
@@ -109,9 +110,7 @@ def time_alternating(runners: Sequence[BenchRunner], *, steps: int, block: int, 
             for runner in runners:
                 runner.run(block)
                 synchronize(runner.device)
-        rounds = list(alternating_orders(runners, rounds=-(-steps // block)))
-        _log.info("timing %d rounds of %d steps of each: %s", len(rounds), min(block, steps), names)
-        for number, order in enumerate(rounds):
-            news(f"timed {number} of {len(rounds)} rounds")
-            for runner in order:
-                runner.blocks_ms.append(runner.time_steps(min(block, steps)))
+        sides = {runner.name: partial(runner.time_steps, min(block, steps)) for runner in runners}
+        blocks_ms = run_rounds(sides, rounds=-(-steps // block), work=f"{min(block, steps)} steps")
+        for runner in runners:
+            runner.blocks_ms += blocks_ms[runner.name]

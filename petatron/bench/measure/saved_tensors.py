@@ -8,8 +8,7 @@ save is not seen here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,32 +40,23 @@ class SavedTensorLog:
         self.by_address: dict[int, SavedTensor] = {}
         self.at_peak: list[SavedTensor] = []
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            yield
+    def recording(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address and address not in self._parameters:
-            self._forget_freed()
+            for freed in [at for at, (ref, _) in self._alive.items() if torch.UntypedStorage._expired(ref)]:
+                torch.UntypedStorage._free_weak_ref(self._alive.pop(freed)[0])
             if address not in self._alive:
                 saved = SavedTensor(address, storage.nbytes(), tensor.dtype, self._saving_module())
                 self._alive[address] = (storage._weak_ref(), saved)
                 self.by_address[address] = saved
-                self._note_peak()
+                now = [saved for _, saved in self._alive.values()]
+                if sum(saved.size for saved in now) >= sum(saved.size for saved in self.at_peak):
+                    self.at_peak = now
         return tensor.detach()  # the tensor itself may be an output of the node that saves it: a cycle
-
-    def _forget_freed(self) -> None:
-        freed = [address for address, (ref, _) in self._alive.items() if torch.UntypedStorage._expired(ref)]
-        for address in freed:
-            torch.UntypedStorage._free_weak_ref(self._alive.pop(address)[0])
-
-    def _note_peak(self) -> None:
-        now = [saved for _, saved in self._alive.values()]
-        if sum(saved.size for saved in now) >= sum(saved.size for saved in self.at_peak):
-            self.at_peak = now
 
     def _saving_module(self) -> str:
         frame = sys._getframe(2)

@@ -65,11 +65,9 @@ def step_floor(spec: BenchSpec, device: DeviceInfo, *, bandwidth: float | None) 
     state, optim = state_bytes(spec.run), spec.run.optim
     clipping = state.gradients if optim.clip_grad > 0 else 0
     masters = 2 * state.master_weights + state.weights if state.master_weights else 2 * state.weights
+    flops = model_flops_per_token(model_spec(spec.run), frozen=frozen_params(spec.run))
     return StepFloor(
-        arithmetic_ms=spec.tokens
-        * model_flops_per_token(model_spec(spec.run), frozen=frozen_params(spec.run))
-        / peak
-        * 1e3,
+        arithmetic_ms=spec.tokens * flops / peak * 1e3,
         weight_bytes=spec.micro_batches * (2 * state.weights + state.gradients),
         optimizer_bytes=clipping + state.gradients + masters + 2 * state.moments,
         bandwidth=bandwidth,

@@ -46,10 +46,8 @@ class SuiteEntry:
 
     def bench_flags(self, *, on_cuda: bool) -> list[str]:
         """Returns the flags of `petatron bench train` for this entry, without a peer."""
-        preset = f"--preset {self.model.split()[0]}"
-        text = (
-            f"{self.flags} {_TIMING} --breakdown" if on_cuda else f"{preset} {_TINY} {self.tiny_flags} {_TINY_TIMING}"
-        )
+        tiny = f"--preset {self.model.split()[0]} {_TINY} {self.tiny_flags} {_TINY_TIMING}"
+        text = f"{self.flags} {_TIMING} --breakdown" if on_cuda else tiny
         return text.split() + ([] if self.fp8_recipe is None else ["--fp8-recipe", self.fp8_recipe])
 
 

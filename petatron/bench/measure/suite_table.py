@@ -141,9 +141,8 @@ def parse_table(text: str) -> list[SuiteRow]:
     """Parses a table that `format_table` wrote; raises `DataError` on any other."""
     lines = [line.strip() for line in text.strip().splitlines()]
     if lines[:2] != format_table([]).splitlines():
-        raise DataError(
-            "This is no table of petatron bench suite: its header is another. Write it anew with --into FILE --replace."
-        )
+        fix = "Write it anew with --into FILE --replace."
+        raise DataError(f"This is no table of petatron bench suite: its header is another. {fix}")
     return [_parse_row([cell.strip() for cell in line.strip("|").split("|")]) for line in lines[2:]]
 
 
@@ -206,8 +205,9 @@ def measured_device(models: Mapping[str, Any]) -> str | None:
     known = [device["name"] for device in devices if isinstance(device, dict) and isinstance(device.get("name"), str)]
     names = {_comment_text(name) for name in known}
     if len(names) > 1:
+        listed = ", ".join(sorted(names))
         raise DataError(
-            f"These rows are of several devices, and a table is of one: {', '.join(sorted(names))}. Give --table files of one device."
+            f"These rows are of several devices, and a table is of one: {listed}. Give --table files of one device."
         )
     return next(iter(names), None)
 
@@ -228,9 +228,8 @@ def update_table(text: str, rows: Sequence[SuiteRow], *, device: str | None, rep
     """Returns the text with these rows in its table: among those of the same device, or with `replace` in place of all."""
     place = find_table(text, source=source)
     if device is None:
-        raise DataError(
-            f"None of these rows says on which device it was measured, so {source} stays as it is. Measure again."
-        )
+        rule = "None of these rows says on which device it was measured"
+        raise DataError(f"{rule}, so {source} stays as it is. Measure again.")
     name = _comment_text(device)
     if not replace and place.content and place.device != name:
         there = f"a table of {place.device}" if place.device else "a table that names no device"

@@ -10,18 +10,22 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
+from petatron.base.log import get_logger
+
+LOG_INTERVAL_S = 10.0
 _CALLS_IN_A_ROW = 2  # of each in a row
 _HEAD_START_CYCLES = 3_000_000  # about 2 ms
 _COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 25}  # more than caches hold
 _DEFAULT_POOL = (0, 0)
 """The memory pool of what no graph has allocated."""
 _T = TypeVar("_T")
+_log = get_logger(__name__)
 
 
 def alternating_orders(items: Sequence[_T], *, rounds: int) -> Iterator[Sequence[_T]]:
@@ -32,6 +36,31 @@ def alternating_orders(items: Sequence[_T], *, rounds: int) -> Iterator[Sequence
     """
     for number in range(rounds + rounds % 2 if len(items) > 1 else rounds):
         yield items if number % 2 == 0 else items[::-1]
+
+
+class ProgressLog:
+    """Logs a line on stderr only if there was none for a while: often enough to see that a bench continues, and seldom."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        now = time.perf_counter()
+        if now - self._last >= LOG_INTERVAL_S:
+            self._last = now
+            _log.info("%s", text)
+
+
+def run_rounds(sides: Mapping[str, Callable[[], _T]], *, rounds: int, work: str) -> dict[str, list[_T]]:
+    """Calls every side once a round, in both orders by turns, and returns what it gave; `work` says what a call does."""
+    orders, news = list(alternating_orders(list(sides), rounds=rounds)), ProgressLog()
+    results: dict[str, list[_T]] = {name: [] for name in sides}
+    _log.info("timing %d rounds of %s of each: %s", len(orders), work, ", ".join(sides))
+    for number, order in enumerate(orders):
+        news(f"timed {number} of {len(orders)} rounds")
+        for name in order:
+            results[name].append(sides[name]())
+    return results
 
 
 def median_ms(

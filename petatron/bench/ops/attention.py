@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.bench.measure.progress import ProgressLog
-from petatron.bench.measure.timing import median_ms
+from petatron.bench.measure.timing import ProgressLog, median_ms
 from petatron.bench.measure.units import format_si
 from petatron.kernels.attention import attention, cudnn, flash
 from petatron.kernels.attention.documents import Documents
@@ -79,9 +78,8 @@ def measure(
     device: torch.device, *, shapes: Sequence[AttentionShape] | None = None, repeat: int = 10, warmup_s: float = 1.0
 ) -> list[tuple[str, str]]:
     """Returns for every shape the speed of our attention and of the others."""
-    moves: PackingKernels = choose_kernel(
-        "packed documents", KernelContext.of(device, torch.bfloat16, allow_compile=False)
-    ).functions
+    context = KernelContext.of(device, torch.bfloat16, allow_compile=False)
+    moves: PackingKernels = choose_kernel("packed documents", context).functions
     table, news = [("attention", "; ".join(kernel_choice(device)))], ProgressLog()
     for shape in shapes or (SHAPES if device.type == "cuda" else SMALL_SHAPES):
         news(f"attention, {shape.name}")
@@ -125,13 +123,11 @@ def contenders(shape: AttentionShape, device: torch.device, row_kernels: Packing
     starts = [np.repeat(np.cumsum((0, *row[:-1])), row) for row in shape.document_lengths]
     packed = Visibility(documents=Documents.build(np.stack(starts)).to(device))
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, packed, packing_kernels=row_kernels)
-
-    def variable_lengths(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash.varlen_attention(q, k, v, packed)
-
-    return {"ours": ours} if device.type != "cuda" else {"ours": ours, "FlashAttention-2": variable_lengths}
+    ways: dict[str, AttentionFn] = {
+        "ours": lambda q, k, v: attention(q, k, v, packed, packing_kernels=row_kernels),
+        "FlashAttention-2": lambda q, k, v: flash.varlen_attention(q, k, v, packed),
+    }
+    return ways if device.type == "cuda" else {"ours": ways["ours"]}
 
 
 def kernel_choice(device: torch.device) -> tuple[str, str]:

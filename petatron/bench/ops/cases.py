@@ -55,13 +55,11 @@ class BenchContext:
     dtype: torch.dtype
     kernel_context: KernelContext
     compile_references: bool
-    peer_paths: tuple[Path, ...] = ()
+    peer_paths: Sequence[Path] = ()
     """Folders with the source of libraries whose kernels are measured too."""
 
     @classmethod
-    def from_device(
-        cls, device: torch.device, *, allow_compile: bool, peer_paths: tuple[Path, ...] = ()
-    ) -> BenchContext:
+    def from_device(cls, device: torch.device, *, allow_compile: bool, peer_paths: Sequence[Path] = ()) -> BenchContext:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         situation = KernelContext.of(device, dtype, allow_compile=allow_compile)
         compile_references = allow_compile and device.type == "cuda" and situation.missing_tools is None

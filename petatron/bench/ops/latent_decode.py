@@ -60,17 +60,18 @@ def latent_decode_cases(context: BenchContext, decoder_shape: MicroBatchShape, *
 
 
 def _case(context: BenchContext, shape: LatentDecodeShape) -> KernelCase:
-    batch, pages = _batch(context, shape), _pages(context, shape)
+    batch, count = _batch(context, shape), shape.num_sequences * -(-shape.length // shape.page_size) + 1
+    pages = LatentPages(*(context.randn(count, shape.page_size, width) for width in (shape.latent, shape.rotary)))
     q = context.randn(shape.num_heads, shape.num_sequences, shape.latent).transpose(0, 1)
     q_rope = context.randn(shape.num_sequences, shape.num_heads, shape.rotary)
     options = {"scale": shape.head_dim**-0.5, "window": None}
 
     def exact() -> list[Tensor]:
-        count = min(_CHECKED_SEQUENCES, shape.num_sequences)
-        table = batch.page_table_NP[:count]
-        first = replace(batch, page_table_NP=table, lengths_N=batch.lengths_N[:count], num_decodes=count, computed={})
+        few = min(_CHECKED_SEQUENCES, shape.num_sequences)
+        table = batch.page_table_NP[:few]
+        first = replace(batch, page_table_NP=table, lengths_N=batch.lengths_N[:few], num_decodes=few, computed={})
         wide = LatentPages(pages.latent.double(), pages.rope_key.double())
-        return [paged_latent.decode_latents(q[:count].double(), q_rope[:count].double(), wide, first, **options)]
+        return [paged_latent.decode_latents(q[:few].double(), q_rope[:few].double(), wide, first, **options)]
 
     read = sum(shape.lengths()) * (shape.latent + shape.rotary) + 2 * q.numel() + q_rope.numel()
     return KernelCase(
@@ -92,11 +93,4 @@ def _batch(context: BenchContext, shape: LatentDecodeShape) -> PagedBatch:
         torch.tensor(shape.lengths(), dtype=torch.int32, device=context.device),
         max_length=shape.length,
         num_decodes=shape.num_sequences,
-    )
-
-
-def _pages(context: BenchContext, shape: LatentDecodeShape) -> LatentPages:
-    count = shape.num_sequences * -(-shape.length // shape.page_size) + 1
-    return LatentPages(
-        context.randn(count, shape.page_size, shape.latent), context.randn(count, shape.page_size, shape.rotary)
     )

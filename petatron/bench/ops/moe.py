@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.bench.measure.progress import ProgressLog
-from petatron.bench.measure.timing import median_ms
+from petatron.bench.measure.timing import ProgressLog, median_ms
 from petatron.bench.measure.units import format_si
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.moe.grouped_gemm import GroupedGemm

@@ -61,12 +61,11 @@ def norm_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) ->
         reference=lambda: made,
         moved_bytes=4 * moved,
     )
+    backward = {"zero_centered_gamma": False, "grad_residual": grad_residual}
     yield KernelCase(
         label=f"rms_norm backward, {shape.name}",
         implementations=ways,
-        call=lambda k: k.rms_norm_backward(
-            grad, total, statistics, weight, zero_centered_gamma=False, grad_residual=grad_residual
-        ),
+        call=lambda k: k.rms_norm_backward(grad, total, statistics, weight, **backward),
         reference=lambda: again(grad_residual=exact[4]),
         moved_bytes=5 * moved,
     )
@@ -105,13 +104,12 @@ def activation_cases(context: BenchContext, shape: MicroBatchShape, *, first: bo
     if not first:
         return
     x = gate_up[:, :inner].contiguous()
+    exact_x = x[:few].double()
     yield KernelCase(
         label=f"gelu backward, {shape.name}",
         implementations=context.implementations("plain activation"),
         call=lambda k: k.activation_backward(grad, x, "gelu_tanh", recompute_output=True),
-        reference=lambda: activation.activation_backward(
-            exact[0], x[:few].double(), "gelu_tanh", recompute_output=True
-        ),
+        reference=lambda: activation.activation_backward(exact[0], exact_x, "gelu_tanh", recompute_output=True),
         moved_bytes=4 * moved,
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,14 @@ def peer_kernels(operation: str, paths: Sequence[Path]) -> dict[str, Any]:
     return {str(source): build(source) for source in peer_sources(package, paths)[:1]}
 
 
-def peer_path_problems(paths: Sequence[Path]) -> list[Problem]:
-    """Returns which folders hold no library that is known here."""
+def peer_path_problems(paths: Sequence[Path]) -> Iterator[Problem]:
+    """Yields which folders hold no library that is known here."""
     packages = sorted({package for package, _ in _PEERS.values()})
     fix = f"Give a folder that holds {' or '.join(f'{package}/' for package in packages)}, for instance an unpacked wheel."
-    problems: list[Problem] = []
     for path in paths:
         known = any(peer_sources(package, [path]) for package in packages)
         unknown = [] if known else [Problem("--peer-path", str(path), "has no kernels to compare with", fix)]
-        problems += folder_problems([path], fix) or unknown
-    return problems
+        yield from folder_problems([path], fix) or unknown
 
 
 class _Recurrence:

@@ -23,7 +23,8 @@ def _rope_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -
     qkv = context.randn(shape.batch_size, shape.seq_length, (heads + 2 * groups) * width).transpose(0, 1)
     cos, sin = _cos_sin(context, shape.seq_length, width)
     few = slice(min(CHECKED_ROWS, shape.seq_length))
-    grads = rope.split_qkv_rope(qkv, cos, sin, num_heads=heads, num_kv_heads=groups, batch_first=True)
+    options: dict[str, Any] = {"num_heads": heads, "num_kv_heads": groups, "batch_first": True}
+    grads = rope.split_qkv_rope(qkv, cos, sin, **options)
     out = torch.empty_like(qkv)
     ways = context.implementations("rotary embedding", *(("split_qkv_rope",) if first else ()))
     moved = 2 * qkv.numel() * qkv.itemsize
@@ -35,10 +36,8 @@ def _rope_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -
     yield KernelCase(
         label=f"rotary embedding, {shape.name}",
         implementations=ways,
-        call=lambda k: k.split_qkv_rope(qkv, cos, sin, num_heads=heads, num_kv_heads=groups, batch_first=True),
-        reference=lambda: rope.split_qkv_rope(
-            *(t[few].double() for t in (qkv, cos, sin)), num_heads=heads, num_kv_heads=groups, batch_first=True
-        ),
+        call=lambda k: k.split_qkv_rope(qkv, cos, sin, **options),
+        reference=lambda: rope.split_qkv_rope(*(t[few].double() for t in (qkv, cos, sin)), **options),
         moved_bytes=moved,
     )
     yield KernelCase(
@@ -52,25 +51,17 @@ def _rope_cases(context: BenchContext, shape: MicroBatchShape, *, first: bool) -
 
 def _qk_norm_rope_cases(context: BenchContext, shape: MicroBatchShape) -> Iterator[KernelCase]:
     """Values are not copied; their gradient is copied to its place next to the others."""
-    width, norm = (
-        shape.hidden_size // shape.num_heads,
-        QKNormSpec(shape.num_heads, shape.num_kv_heads, EPSILON, zero_centered_gamma=False),
-    )
-    qkv, given = (
-        context.randn(shape.batch_size, shape.seq_length, (norm.num_heads + 2 * norm.num_kv_heads) * width).transpose(
-            0, 1
-        )
-        for _ in range(2)
-    )
+    width = shape.hidden_size // shape.num_heads
+    norm = QKNormSpec(shape.num_heads, shape.num_kv_heads, EPSILON, zero_centered_gamma=False)
+    size = (shape.batch_size, shape.seq_length, (norm.num_heads + 2 * norm.num_kv_heads) * width)
+    qkv, given = (context.randn(*size).transpose(0, 1) for _ in range(2))
     rotation = _cos_sin(context, shape.seq_length, width)
     weights, grads, out = (context.randn(width), context.randn(width)), norm.split(given), torch.empty_like(qkv)
     few = min(CHECKED_ROWS, shape.seq_length)
 
     def true() -> Outputs:
-        cos_sin = _to_float64(rotation, few)
-        return qk_norm_rope.split_qkv_norm_rope(
-            qkv[:few].double(), _to_float64(weights), cos_sin, norm, batch_first=True
-        )
+        exact = (qkv[:few].double(), _to_float64(weights), _to_float64(rotation, few))
+        return qk_norm_rope.split_qkv_norm_rope(*exact, norm, batch_first=True)
 
     def backward(kernels: Any) -> Outputs:
         return out, *kernels.split_qkv_norm_rope_backward(grads, qkv, weights, rotation, norm, out=out)

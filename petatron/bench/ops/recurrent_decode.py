@@ -35,10 +35,8 @@ class RecurrentDecodeShape:
     state_dim: int
 
 
-MAMBA, DELTA_NET = (
-    RecurrentDecodeShape("Mamba-2 2.7B", 80, 64, 1, 128),
-    RecurrentDecodeShape("Qwen3-Next", 32, 128, 16, 128),
-)
+MAMBA = RecurrentDecodeShape("Mamba-2 2.7B", 80, 64, 1, 128)
+DELTA_NET = RecurrentDecodeShape("Qwen3-Next", 32, 128, 16, 128)
 SMALL = RecurrentDecodeShape("small", 4, 8, 2, 16)
 NUM_SEQUENCES, FEW_SEQUENCES = (64, 1), (3,)
 
@@ -75,9 +73,7 @@ def _scan(context: BenchContext, shape: RecurrentDecodeShape, count: int) -> Ker
 def _delta(context: BenchContext, shape: RecurrentDecodeShape, count: int) -> KernelCase:
     q, k = (context.randn(count, shape.num_groups, shape.state_dim) for _ in range(2))
     v, heads = context.randn(count, shape.num_heads, shape.head_dim), shape.num_heads
-    gates = DeltaGateInputs(
-        context.randn(count, heads), context.randn(count, heads), context.randn(heads), context.randn(heads)
-    )
+    gates = DeltaGateInputs(*(context.randn(*size) for size in ((count, heads), (count, heads), (heads,), (heads,))))
     states = _States(context, (heads, shape.state_dim, shape.head_dim), count, wide=True)
     return KernelCase(
         label=f"delta rule step, {shape.name}, {count} sequences",

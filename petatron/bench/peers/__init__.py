@@ -71,7 +71,7 @@ class Contender(Protocol):
 
 def problems(name: str, spec: BenchSpec) -> Sequence[Problem]:
     """Returns what keeps a contender from doing this work, without building it."""
-    return importlib.import_module(_MODULES[name]).problems(spec)
+    return [*importlib.import_module(_MODULES[name]).problems(spec)]
 
 
 def build(name: str, spec: BenchSpec) -> Contender:

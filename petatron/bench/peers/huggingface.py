@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,34 +36,28 @@ from petatron.models.registry import model_spec
 from petatron.optim.loss_scaler import compute_dtype
 
 
-def model_problems(spec: BenchSpec) -> Sequence[Problem]:
-    """Returns why transformers has no such model, or that it is not installed."""
-    problems: list[Problem] = []
+def model_problems(spec: BenchSpec) -> Iterator[Problem]:
+    """Yields why transformers has no such model, or that it is not installed."""
     if importlib.util.find_spec("transformers") is None:
-        rule = "needs transformers, which is not installed"
-        problems.append(Problem("--against", "hf", rule, "pip install 'petatron[hf]'."))
+        yield Problem("--against", "hf", "needs transformers, which is not installed", "pip install 'petatron[hf]'.")
     try:
-        config_json(spec.run)
+        to_hf_config(model_spec(spec.run))
     except ConfigError as error:
-        problems += error.problems
-    return problems
+        yield from error.problems
 
 
-def problems(spec: BenchSpec) -> Sequence[Problem]:
-    """Returns why transformers has no such model, or does not train it as we do."""
-    problems = [*model_problems(spec)]
+def problems(spec: BenchSpec) -> Iterator[Problem]:
+    """Yields why transformers has no such model, or does not train it as we do."""
+    yield from model_problems(spec)
     if spec.fp8_recipe is not None:
         fix = "Leave one of them out, or compare with torchtitan."
-        problems.append(Problem("--against", "hf", "has no FP8 training to compare --fp8-recipe with", fix))
-    return [*problems, *precision_problems("hf", spec), *unmatched_training(spec.run.moe)]
+        yield Problem("--against", "hf", "has no FP8 training to compare --fp8-recipe with", fix)
+    yield from precision_problems("hf", spec)
+    yield from unmatched_training(spec.run.moe)
 
 
 def version(spec: BenchSpec) -> str | None:
     return importlib.metadata.version("transformers")
-
-
-def build(spec: BenchSpec) -> TransformersContender:
-    return TransformersContender(spec)
 
 
 class TransformersContender:
@@ -93,16 +87,14 @@ class TransformersContender:
         return loss.detach()
 
 
-def config_json(run: RunConfig) -> dict:
-    """Returns the content of the model's config.json."""
-    return to_hf_config(model_spec(run))
+build = TransformersContender
 
 
 def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Builds the model with the initial weights of every contender."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    content = config_json(run)
+    content = to_hf_config(model_spec(run))
     content.pop("architectures")
     config = AutoConfig.for_model(content.pop("model_type"), **content)
     pattern = run.model.hybrid_layer_pattern

@@ -9,7 +9,6 @@ takes all layers for one, so ours is computed from the logits of its routers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +74,10 @@ class RouterLosses:
         for entry in entries:
             if any(region.name.endswith(".router.weight") for region in entry.regions):
                 router = model.get_submodule(entry.name.rpartition(".")[0])
-                router.register_forward_hook(partial(_record_logits, self._logits))
+                router.register_forward_hook(self._record)
+
+    def _record(self, module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        self._logits.append(output if isinstance(output, Tensor) else output[0])
 
     def pop(self) -> Tensor:
         """Returns the sum over layers of the losses of the last forward pass."""
@@ -99,9 +101,3 @@ class RouterLosses:
 def _sigmoid(logits: Tensor) -> Tensor:
     scores = logits.sigmoid()
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
-
-
-def _record_logits(
-    records: list[Tensor], module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]
-) -> None:
-    records.append(output if isinstance(output, Tensor) else output[0])

@@ -90,13 +90,8 @@ class Imports:
 
     def missing_packages(self, folder: Path) -> list[str]:
         """Returns the packages that are neither installed nor in the folder."""
-        return sorted(
-            package
-            for package in self.packages
-            if not (folder / package).exists()
-            and not (folder / f"{package}.py").exists()
-            and importlib.util.find_spec(package) is None
-        )
+        there = {path.name.removesuffix(".py") for path in folder.iterdir()}
+        return sorted(package for package in self.packages - there if importlib.util.find_spec(package) is None)
 
 
 def _has_name(module: str, name: str) -> bool:

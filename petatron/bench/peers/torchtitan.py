@@ -22,35 +22,29 @@ from petatron.config.schema.model_identity import variant_defaults
 _log = get_logger(__name__)
 
 
-def problems(spec: BenchSpec) -> Sequence[Problem]:
-    """Returns what its Llama does not support, and what its source is missing."""
-    problems = [
-        Problem("--against", "torchtitan", f"has no {part}", "Compare with hf, or choose a Llama.")
-        for part in _unsupported_features(spec)
-    ]
-    problems += precision_problems("torchtitan", spec)
+def problems(spec: BenchSpec) -> Iterator[Problem]:
+    """Yields what its Llama does not support, and what its source is missing."""
+    for part in _unsupported_features(spec):
+        yield Problem("--against", "torchtitan", f"has no {part}", "Compare with hf, or choose a Llama.")
+    yield from precision_problems("torchtitan", spec)
     if spec.peer_attention == "flex" and spec.device.type != "cuda":
-        problems.append(
-            Problem("--peer-attention", "flex", "needs a CUDA device for its backward pass", "Leave it out.")
-        )
+        yield Problem("--peer-attention", "flex", "needs a CUDA device for its backward pass", "Leave it out.")
     faults = list(_path_problems(spec))
-    problems += faults
+    yield from faults
     sources = peer_sources("torchtitan", spec.peer_paths)
     if not faults and not sources:
         fix = "Give --peer-path the folder that holds torchtitan/, for instance an unpacked wheel."
-        problems.append(Problem("--against", "torchtitan", "needs its source", fix))
+        yield Problem("--against", "torchtitan", "needs its source", fix)
     has_torchao = peer_sources("torchao", spec.peer_paths) or importlib.util.find_spec("torchao") is not None
     if not faults and spec.fp8_recipe is not None and not has_torchao:
         fix = "Give --peer-path a second time: the folder that holds torchao/."
-        problems.append(Problem("--against", "torchtitan", "needs torchao for FP8", fix))
+        yield Problem("--against", "torchtitan", "needs torchao for FP8", fix)
     known = _recipes(None)
     if not sources and spec.fp8_recipe is not None and spec.fp8_recipe not in known:
-        rule = "is no recipe of torchtitan's"
-        problems.append(Problem("--fp8-recipe", spec.fp8_recipe, rule, f"Use {' or '.join(known)}."))
+        yield Problem("--fp8-recipe", spec.fp8_recipe, "is no recipe of torchtitan's", f"Use {' or '.join(known)}.")
     of_sources = [source_problems(source, spec.fp8_recipe) for source in sources]
     if all(of_sources):
-        problems += [problem for of_source in of_sources for problem in of_source]
-    return problems
+        yield from (problem for of_source in of_sources for problem in of_source)
 
 
 def source_problems(source: PeerSource, fp8_recipe: str | None) -> list[Problem]:
@@ -58,9 +52,8 @@ def source_problems(source: PeerSource, fp8_recipe: str | None) -> list[Problem]
     problems: list[Problem] = []
     recipes = _recipes(source)
     if fp8_recipe is not None and fp8_recipe not in recipes:
-        problems.append(
-            Problem("--fp8-recipe", fp8_recipe, f"is no recipe of {source}'s", f"Use {' or '.join(recipes)}.")
-        )
+        fix = f"Use {' or '.join(recipes)}."
+        problems.append(Problem("--fp8-recipe", fp8_recipe, f"is no recipe of {source}'s", fix))
     if has_chunked_loss(source):
         from petatron.bench.peers.torchtitan_chunks import missing_needs
 

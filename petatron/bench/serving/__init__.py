@@ -1,1 +1,1 @@
-"""What `petatron bench serve` measures with: a checkpoint of random weights, a server's process, HTTP clients."""
+"""What `petatron bench serve` measures with: a server's process, HTTP clients."""

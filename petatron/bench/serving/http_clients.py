@@ -66,7 +66,9 @@ class HttpClients:
         body = request.body(stream=stream)
         due_s = time.perf_counter() if due_s is None else due_s
         try:
-            connection = self._idle_connection() or await self._connect()
+            connection = self._idle_connection()
+            if connection is None:
+                _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
             await connection.ask(b"".join((self._head, str(len(body)).encode(), b"\r\n\r\n", body)))
         except OSError as error:
             raise LaunchError(f"{self._url} does not answer: {error}. Is the server running?") from error
@@ -117,10 +119,6 @@ class HttpClients:
             if not connection.closed:
                 return connection
         return None
-
-    async def _connect(self) -> _Connection:
-        _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
-        return connection
 
 
 @asynccontextmanager

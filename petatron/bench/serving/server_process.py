@@ -31,18 +31,14 @@ def server_process(checkpoint: str, flags: Sequence[str], *, timeout_s: float = 
                 time.sleep(_LOOK_S)
             yield address[1]
         finally:
-            _stop(process)
+            process.terminate()
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _text(log) -> str:
     log.seek(0)
     return log.read().decode(errors="replace")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from petatron.base.errors import ConfigError, Problem
-from petatron.cli.subcommands.checkpoint_parser import CHECKPOINT, checkpoint_parser
-from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.base.errors import ConfigError, Problem, raise_problems
+from petatron.cli.subcommands.command_parser import CHECKPOINT, CommandParser, checkpoint_parser
 from petatron.cli.subcommands.run_on_ranks import run_on_ranks
 from petatron.config.flags.parse import known_flags
 from petatron.infer.engine_options import EngineOptions
@@ -92,8 +91,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
             flag = f"--{option.replace('_', '-')}"
             problems.append(Problem(flag, str(value), f"is below {least}", "Leave it out for the default."))
         given |= {} if value is None else {name: value}
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return EngineOptions(**given, prefix_caching=not options.no_prefix_caching, fp8_weights=options.fp8_weights)
 
 
@@ -111,8 +109,7 @@ def request_options(options: argparse.Namespace) -> RequestOptions:
         request = request.with_options(values)
     except ConfigError as error:
         problems += [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in error.problems]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     if request.params.constraint is not None:
         check_constraint_library()
     return request
@@ -169,9 +166,8 @@ def read_command(parser: CommandParser, argv: Sequence[str]) -> GenerationComman
     others = known_flags()
     unknown = [word for word in flags if word.partition("=")[0] not in others]
     meant = {word: parser.closest_flag(word, others=others) for word in unknown}
-    if misspelt := {word: flag for word, flag in meant.items() if flag is not None}:
-        rule = "is not a known flag"
-        raise ConfigError([Problem(word, "", rule, f"Did you mean {flag}?") for word, flag in misspelt.items()])
+    misspelt = {word: flag for word, flag in meant.items() if flag is not None}
+    raise_problems(Problem(word, "", "is not a known flag", f"Did you mean {flag}?") for word, flag in misspelt.items())
     if options.fp32 and any(word in _PRECISION_FLAGS for word in flags):
         raise ConfigError([Problem("--fp32", "", "and another precision are two", "Give one.")])
     if flags and not flags[0].startswith("-"):

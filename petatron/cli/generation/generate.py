@@ -6,12 +6,12 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.base.terminal_escape import printable, raw_stream
 from petatron.cli.generation.arguments import GenerationCommand, generate_on_ranks, generation_parser, read_command
 from petatron.cli.subcommands.command_parser import CommandParser
@@ -60,48 +60,39 @@ def parser() -> CommandParser:
 
 def main(argv: Sequence[str]) -> int:
     command = read_command(parser(), argv)
-    _check(command.options)
+    raise_problems(_problems(command.options))
     reads_input = "-" in (command.options.prompt or ())
     return generate_on_ranks("generate", argv, command, _generate, interactive=reads_input)
 
 
-def _check(options: argparse.Namespace) -> None:
-    problems: list[Problem] = []
+def _problems(options: argparse.Namespace) -> Iterator[Problem]:
     if bool(options.prompt) == (options.prompts is not None):
         rule = "or --prompts FILE says what to continue; one of them" + (" alone" if options.prompt else " is needed")
-        problems.append(Problem("--prompt TEXT", "", rule, "Add --prompt 'Once upon a time', say."))
+        yield Problem("--prompt TEXT", "", rule, "Add --prompt 'Once upon a time', say.")
     if (options.prompts is None) != (options.out is None) and not options.prompt:
         rule = "has no place for its answers" if options.out is None else "is for the answers to --prompts"
         where = ("--prompts", options.prompts) if options.out is None else ("--out", options.out)
-        problems.append(Problem(where[0], str(where[1]), rule, "Give both --prompts and --out."))
+        yield Problem(where[0], str(where[1]), rule, "Give both --prompts and --out.")
     if options.prompt and options.prompts is None and options.out is not None:
-        problems.append(Problem("--out", str(options.out), "is for --prompts", "Redirect the output instead: > FILE."))
+        yield Problem("--out", str(options.out), "is for --prompts", "Redirect the output instead: > FILE.")
     if (options.prompt or []).count("-") > 1:
-        problems.append(Problem("--prompt", "-", "reads the input twice", "Give it once."))
-    problems += _beam_problems(options)
-    if problems:
-        raise ConfigError(problems)
+        yield Problem("--prompt", "-", "reads the input twice", "Give it once.")
+    if options.beam_width is not None:
+        yield from _beam_problems(options)
+    elif options.length_penalty is not None:
+        yield Problem("--length-penalty", str(options.length_penalty), "is one of a beam search", "Add --beam-width N.")
 
 
-def _beam_problems(options: argparse.Namespace) -> list[Problem]:
-    if options.beam_width is None:
-        rule, fix = "is one of a beam search", "Add --beam-width N."
-        return [Problem("--length-penalty", str(options.length_penalty), rule, fix)] * (
-            options.length_penalty is not None
-        )
-    problems = []
+def _beam_problems(options: argparse.Namespace) -> Iterator[Problem]:
     if options.prompts is not None:
-        problems.append(
-            Problem("--beam-width", str(options.beam_width), "is for --prompt", "Give prompts with --prompt.")
-        )
+        yield Problem("--beam-width", str(options.beam_width), "is for --prompt", "Give prompts with --prompt.")
     if options.n is not None and options.n > options.beam_width:
         rule = f"is more than the {options.beam_width} answers of --beam-width"
-        problems.append(Problem("--n", str(options.n), rule, "Use fewer, or more beams."))
+        yield Problem("--n", str(options.n), rule, "Use fewer, or more beams.")
     for name in _REFUSED_WITH_BEAMS:
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
-            problems.append(Problem(flag, "", "has no effect on a beam search", "Leave it out, or --beam-width."))
-    return problems
+            yield Problem(flag, "", "has no effect on a beam search", "Leave it out, or --beam-width.")
 
 
 def _generate(command: GenerationCommand, settings: ModelSettings) -> Callable[[OpenedEngine], None]:
@@ -284,9 +275,8 @@ class _BatchWork:
             answers.sort()
         except (KeyboardInterrupt, SystemExit):
             done = len(answers.done) + progress.prompts
-            _say(
-                f"stopped: {done} of {self._total} answers are in {answers.path}. The same command goes on from there."
-            )
+            counted = f"{done} of {self._total} answers"
+            _say(f"stopped: {counted} are in {answers.path}. The same command goes on from there.")
             raise
         finally:
             answers.close()

@@ -15,8 +15,7 @@ from petatron.cli.generation.arguments import (
     SPECULATIVE_HELP,
 )
 from petatron.cli.serve.key_file import check_key_file
-from petatron.cli.subcommands.checkpoint_parser import WEIGHTS_HELP
-from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.cli.subcommands.command_parser import WEIGHTS_HELP, CommandParser
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
 from petatron.serve.reasoning import REASONING_FORMATS
@@ -85,10 +84,9 @@ def parser() -> argparse.ArgumentParser:
     formats = ("auto", *TOOL_CALL_FORMATS, "none")
     text = "how the model writes calls of tools; auto: as its chat template shows (auto)"
     add("--tool-call-format", choices=formats, default=defaults.tool_call_format, help=text)
+    formats = ("auto", *REASONING_FORMATS, "none")
     text = "tags around the model's reasoning, which answers then have apart; auto: as its chat template shows (auto)"
-    add(
-        "--reasoning-format", choices=("auto", *REASONING_FORMATS, "none"), default=defaults.reasoning_format, help=text
-    )
+    add("--reasoning-format", choices=formats, default=defaults.reasoning_format, help=text)
     add("--generation-config", choices=GENERATION_CONFIGS, default="auto", help=GENERATION_CONFIG_HELP)
     add("--watch", action="store_true", help="follow a training run: swap to its newest sound step between requests")
     add("--watch-interval", type=float, default=5.0, metavar="S", help="seconds between two looks (5)")

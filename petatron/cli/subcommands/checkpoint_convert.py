@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.cli.subcommands.checkpoint_parser import WEIGHTS_HELP
+from petatron.base.errors import CheckpointError, Problem, raise_problems
+from petatron.cli.subcommands.command_parser import WEIGHTS_HELP
 from petatron.cli.subcommands.handled_signals import sigterm_raises
 from petatron.cli.subcommands.progress import StderrProgress
 
@@ -37,16 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
     add("--vocab-size", type=int, metavar="N", help="token ids of a Megatron model whose checkpoint does not say")
     add("--megatron-format", choices=("legacy", "torch_dist"), help="how to write for Megatron (default: torch_dist)")
-    add(
-        "--megatron-spec",
-        choices=("te", "local"),
-        help="for Megatron with Transformer Engine or its own layers (default: te)",
-    )
-    add(
-        "--megatron-optimizer",
-        choices=("distributed", "plain"),
-        help="for a Megatron run with or without --use-distributed-optimizer (default: distributed)",
-    )
+    text = "for Megatron with Transformer Engine or its own layers (default: te)"
+    add("--megatron-spec", choices=("te", "local"), help=text)
+    text = "for a Megatron run with or without --use-distributed-optimizer (default: distributed)"
+    add("--megatron-optimizer", choices=("distributed", "plain"), help=text)
     add("--no-optim", action="store_true", help="convert the weights alone: no optimizer state, schedule and progress")
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks of the Megatron files (default: 1)")
     add("--pp", type=int, metavar="N", help="pipeline ranks of the Megatron files (default: 1)")
@@ -55,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and say what was made."""
-    _check(options)
+    raise_problems(_problems(options))
 
     import torch
 
@@ -135,27 +129,24 @@ def _megatron_notes(options: argparse.Namespace, source: ModelSource) -> Iterato
         )
 
 
-def _check(options: argparse.Namespace) -> None:
-    problems = []
+def _problems(options: argparse.Namespace) -> Iterator[Problem]:
     for name in _MEGATRON_ONLY:
         value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
         if value is not None and options.to != "megatron":
             rule = f"is about Megatron's files, and --to is {options.to}, which has no layout"
-            problems.append(Problem(flag, str(value), rule, "Leave it out."))
+            yield Problem(flag, str(value), rule, "Leave it out.")
         elif isinstance(value, int) and value < 1:
-            problems.append(Problem(flag, str(value), "is below 1", "Use 1 or more."))
+            yield Problem(flag, str(value), "is below 1", "Use 1 or more.")
     if options.tokenizer is not None and options.to == "megatron":
         rule = "goes beside the weights, and a Megatron checkpoint has no place for it"
-        problems.append(Problem("--tokenizer", str(options.tokenizer), rule, "Leave it out."))
+        yield Problem("--tokenizer", str(options.tokenizer), rule, "Leave it out.")
     for flag, value, least, why, fix in (
         ("--average-last", options.average_last, 2, ", and fewer have no mean", "Use 2 or more."),
         ("--step", options.step, 0, "", "Steps are counted from 0."),
         ("--vocab-size", options.vocab_size, 1, "", "Give the number of token ids."),
     ):
         if value is not None and value < least:
-            problems.append(Problem(flag, str(value), f"is below {least}{why}", fix))
-    if problems:
-        raise ConfigError(problems)
+            yield Problem(flag, str(value), f"is below {least}{why}", fix)
 
 
 def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:

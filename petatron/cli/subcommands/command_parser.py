@@ -89,3 +89,25 @@ class CommandParser(argparse.ArgumentParser):
             if action.nargs == argparse.PARSER:  # without a command there is nothing to go on with
                 raise
             self._root._problems.append(str(error))
+
+
+CHECKPOINT = "the folder of a run, of one of its steps, or of a Hugging Face model"
+WEIGHTS_HELP = "kind of state to take as the weights, as checkpoint inspect lists it: ema (the model's)"
+
+
+def checkpoint_parser(
+    subcommand: str, usage: str, description: str, *, epilog: str, keep_lines: bool = False
+) -> CommandParser:
+    """Returns the parser of `petatron SUBCOMMAND CHECKPOINT ...`; words that it does not know are left to `petatron train`.
+
+    usage: what follows CHECKPOINT. description: its `{checkpoint}` becomes what a CHECKPOINT is. keep_lines: of the epilog.
+    """
+    root = CommandParser(
+        prog=f"petatron {subcommand}",
+        usage=f"petatron {subcommand} CHECKPOINT {usage}",
+        description=description.format(checkpoint=CHECKPOINT),
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if keep_lines else argparse.HelpFormatter,
+    )
+    root.add_argument("--weights", metavar="KIND", help=WEIGHTS_HELP)
+    return root

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 
 if TYPE_CHECKING:
@@ -43,20 +43,9 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _print_known()
         return 0
-    problems = [
-        Problem(flag, "", "is missing", fix)
-        for flag, given, fix in (
-            (
-                "DATASET",
-                args.dataset,
-                _name_dataset_first(args) or "`petatron data fetch --list` lists the known ones.",
-            ),
-            ("--output", args.output, "Name a folder for the shards."),
-        )
-        if not given
-    ]
-    if problems:
-        raise ConfigError(problems)
+    name_dataset = _name_dataset_first(args) or "`petatron data fetch --list` lists the known ones."
+    needed = (("DATASET", args.dataset, name_dataset), ("--output", args.output, "Name a folder for the shards."))
+    raise_problems(Problem(flag, "", "is missing", fix) for flag, given, fix in needed if not given)
 
     from petatron.data.fetch.plan_fetch import FetchOptions, plan_fetch
     from petatron.data.fetch.run_fetch import run_fetch

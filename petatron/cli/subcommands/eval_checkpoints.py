@@ -101,16 +101,13 @@ def megatron_line(settings: TaskSettings, result: TaskResult) -> str:
 
 
 def _as_json(checkpoint: CheckpointResults, tasks: Sequence[TaskSettings]) -> dict[str, object]:
-    results = {settings.label: _settings_as_json(settings) for settings in tasks}
-    for label, values in results.items():
-        values |= checkpoint.results[label].as_json()
+    results: dict[str, dict[str, object]] = {}
+    for settings in tasks:
+        values = {name: value for name, value in asdict(settings).items() if name not in ("name", "every")}
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        results[settings.label] = plain | checkpoint.results[settings.label].as_json()
     weights = {} if checkpoint.weights is None else {"weights": checkpoint.weights}
     return {"checkpoint": checkpoint.checkpoint, **weights, "tokenizer": checkpoint.tokenizer, "results": results}
-
-
-def _settings_as_json(settings: TaskSettings) -> dict[str, object]:
-    values = {name: value for name, value in asdict(settings).items() if name not in ("name", "every")}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.cli.subcommands.command_parser import CommandParser
 
 MEGATRON_WORD = "--megatron-tasks"
@@ -64,8 +64,7 @@ def from_megatron_flags(argv: Sequence[str]) -> list[str]:
     if options.valid_data is not None and len(options.valid_data) > 1:
         rule = "are several files, and a task has one"
         problems.append(Problem("--valid-data", " ".join(options.valid_data), rule, "Give one of them at a time."))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     folder, data = options.load, (options.valid_data or [""])[0]
     if options.ckpt_step is not None:
         folder = os.path.join(folder, f"step-{options.ckpt_step:08d}")

@@ -54,7 +54,6 @@ def _extract_sizes(argv: Sequence[str]) -> tuple[list[str], dict[str, int], list
         if 0.0 < size < float("inf"):
             sizes[name] = int(size * 1e9)
         else:
-            problems.append(
-                Problem(name, given, "is not a size above 0", f"Write, for example, {name} {_EXAMPLES[name]}.")
-            )
+            fix = f"Write, for example, {name} {_EXAMPLES[name]}."
+            problems.append(Problem(name, given, "is not a size above 0", fix))
     return flags, sizes, problems

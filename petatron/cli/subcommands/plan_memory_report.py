@@ -53,9 +53,8 @@ def report(loaded: LoadedConfig, capacity: int | None, host_bytes: int | None) -
         print("\nGive --device-memory-gb N to be told whether that fits a device.")
         return 0
     most, room = max(forecast.total for forecast in forecasts), capacity - RESERVE_BYTES
-    uncounted = (
-        f"of {format_gigabytes(capacity)} GB, with {format_gigabytes(RESERVE_BYTES)} GB left for what is not counted"
-    )
+    reserve = f"{format_gigabytes(RESERVE_BYTES)} GB left for what is not counted"
+    uncounted = f"of {format_gigabytes(capacity)} GB, with {reserve}"
     if most <= room and pinned <= host.bytes_per_rank:
         print(f"\nfits: {format_gigabytes(most)} GB {uncounted}")
         return 0

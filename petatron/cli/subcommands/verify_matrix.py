@@ -7,11 +7,12 @@ import json
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.output_file import writable_problems
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.mesh.launch.environment import read_environment
@@ -55,8 +56,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.rank_of is not None:
         return run_rank_main(lambda: _run_rank(options.rank_of))
-    if problems := _contradictions(options):
-        raise ConfigError(problems)
+    raise_problems(_contradictions(options))
     if options.seed is None:
         options.seed = _DEFAULT_SEED
     from petatron.verify.matrix import select_entries
@@ -71,22 +71,17 @@ def main(argv: list[str]) -> int:
     return _run(_cases(entries, options), options)
 
 
-def _contradictions(options: argparse.Namespace) -> list[Problem]:
-    """Returns problems of options that have no effect together, and of a report that could not be written."""
-    problems: list[Problem] = []
+def _contradictions(options: argparse.Namespace) -> Iterator[Problem]:
+    """Yields problems of options that have no effect together, and of a report that could not be written."""
     if options.list:
         given = {"--json": options.json, "--inject": options.inject, "--random-model": options.random_model or None}
-        problems += [
-            Problem(flag, "", "is for running layouts, and --list runs none", "Leave one of the two out.")
-            for flag, value in given.items()
-            if value is not None
-        ]
+        for flag in (flag for flag, value in given.items() if value is not None):
+            yield Problem(flag, "", "is for running layouts, and --list runs none", "Leave one of the two out.")
     elif options.json:
-        problems += writable_problems("--json", options.json)
+        yield from writable_problems("--json", options.json)
     if options.seed is not None and options.sample is None and not options.random_model:
         rule = "is for drawing layouts or models, and nothing is drawn"
-        problems.append(Problem("--seed", str(options.seed), rule, "Add --sample or --random-model, or leave it out."))
-    return problems
+        yield Problem("--seed", str(options.seed), rule, "Add --sample or --random-model, or leave it out.")
 
 
 def problems_without_matrix(flags: list[str]) -> list[Problem]:
@@ -145,15 +140,12 @@ def _run(cases: list[MatrixCase], options: argparse.Namespace) -> int:
             (folder / STARTED_FILE).unlink()
             if code == 0:
                 break
-            for number in range(
-                at, len(cases)
-            ):  # the case that ended the ranks is the first that failed, or has no result
+            # The case that ended the ranks is the first that failed, or has no result.
+            for number, case in enumerate(cases[at:], start=at):
                 outcome = read_result(folder, number)
                 if outcome is None or outcome.error is not None:
-                    failed = outcome or record_failure(
-                        folder, number, cases[number].name, f"ranks ended with code {code}"
-                    )
-                    print(row(cases[number], failed))
+                    why = f"ranks ended with code {code}"
+                    print(row(case, outcome or record_failure(folder, number, case.name, why)))
                     break
         outcomes = [result for number in range(len(cases)) if (result := read_result(folder, number)) is not None]
     if options.json:

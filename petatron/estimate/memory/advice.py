@@ -80,28 +80,12 @@ def suggest_changes(
     that fits already only if that gains a per cent. A run in fp32 is searched in bf16, and as it is only if that leaves fewer than
     three: any other set costs far more.
     """
-    baseline = _Baseline(largest_forecast(run, device=device).total, predicted_step_time(run, device=device))
-    limits, changes = _Limits(capacity_bytes, pinned_capacity_bytes), list[SuggestedChange]()
+    baseline = largest_forecast(run, device=device).total, predicted_step_time(run, device=device)
+    limits, changes = (capacity_bytes, pinned_capacity_bytes), list[SuggestedChange]()
     for common_options in [*([option] for option in bf16_options(run)), []]:
         if len(changes) < _NUM_SUGGESTIONS:
             changes += _Search(run, common_options, limits, device, baseline).cheapest_changes()
     return sorted(changes, key=SuggestedChange.price)[:_NUM_SUGGESTIONS]
-
-
-@dataclass(frozen=True, slots=True)
-class _Baseline:
-    """The run as it is."""
-
-    total_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """What a rank may take of its device, and pin of the host."""
-
-    device_bytes: int
-    pinned_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,28 +105,27 @@ class _StateCost:
     seconds: float
     pinned_bytes: int
 
-    def is_too_much(self, capacity_bytes: int) -> bool:
-        """Whether a rank does not fit even without gradients."""
-        return any(state.total - state.gradients > capacity_bytes for state in self.ranks)
-
 
 _IMPOSSIBLE = _PassCost((), math.inf)
 """For a memory budget that cannot be met."""
 
 
 class _Search:
-    """The state of a search among candidates that share `common_options`."""
+    """The state of a search among candidates that share `common_options`.
+
+    limits: the bytes that a rank may take of its device, and pin of the host. baseline: bytes and seconds of the run as it is.
+    """
 
     def __init__(
         self,
         run: RunConfig,
         common_options: Sequence[MemoryOption],
-        limits: _Limits,
+        limits: tuple[int, float],
         device: DeviceKind,
-        baseline: _Baseline,
+        baseline: tuple[int, float],
     ) -> None:
-        self._common_options, self._baseline = common_options, baseline
-        self._capacity, self._pinned_capacity = limits.device_bytes, limits.pinned_bytes
+        self._common_options, (self._baseline_bytes, self._baseline_s) = common_options, baseline
+        self._capacity, self._pinned_capacity = limits
         self._device: DeviceKind = device
         self._existing_problems = problems_of(run)
         self._run = apply_options(run, common_options)
@@ -205,7 +188,8 @@ class _Search:
     def _total_bytes(self, options: OptionSet) -> float:
         """Returns the bytes of the largest rank; infinite if its weights and optimizer state are too much already."""
         state = self._state_cost(options)
-        passes = _IMPOSSIBLE if state.is_too_much(self._capacity) else self._pass_cost(options)
+        is_too_much = any(rank.total - rank.gradients > self._capacity for rank in state.ranks)
+        passes = _IMPOSSIBLE if is_too_much else self._pass_cost(options)
         return max(
             (
                 rank.total - rank.gradients + max(moment.bytes_with(rank.gradients) for moment in moments)
@@ -218,12 +202,12 @@ class _Search:
         return self._pass_cost(options).pinned_bytes + self._state_cost(options).pinned_bytes
 
     def _time_cost(self, options: OptionSet) -> float:
-        return (self._pass_cost(options).seconds + self._state_cost(options).seconds) / self._baseline.seconds - 1.0
+        return (self._pass_cost(options).seconds + self._state_cost(options).seconds) / self._baseline_s - 1.0
 
     def _time_cost_floor(self, options: OptionSet) -> float:
         """Returns the least cost of a candidate, as far as it is known without computing its forward and backward time."""
         floor = self._pass_time_floor(_affecting(options, "passes"))
-        return (floor + self._state_cost(options).seconds) / self._baseline.seconds - 1.0
+        return (floor + self._state_cost(options).seconds) / self._baseline_s - 1.0
 
     def _pass_time_floor(self, options: OptionSet) -> float:
         cost = self._pass_costs.get(options)
@@ -273,7 +257,7 @@ class _Search:
         return SuggestedChange(
             flags=" ".join(option.flags for option in every),
             total_bytes=total,
-            saved_bytes=self._baseline.total_bytes - total,
+            saved_bytes=self._baseline_bytes - total,
             time_cost=self._time_cost(options),
             remark="; ".join(option.remark for option in every if option.remark),
             pinned_bytes=self._pinned_bytes(options),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from petatron.base.errors import Problem
@@ -90,15 +91,12 @@ def recompute_plans(run: RunConfig, *, device: DeviceKind) -> list[RecomputePlan
     spec, shape, frozen = model_spec(run), ActivationShape.from_config(run, device=device), frozen_params(run)
     pipeline = pipeline_plan(run)
     in_flight = pipeline.in_flight(num_micro_batches(run))
+    plan = partial(plan_recompute, run.memory, spec, shape, num_local_stages=pipeline.virtual, frozen=frozen)
     plans: list[RecomputePlan] = []
     errors: list[BudgetError] = []
     for stage, count in zip(pipeline_stages(run), in_flight, strict=True):
         try:
-            plans.append(
-                plan_recompute(
-                    run.memory, spec, shape, stage, in_flight=count, num_local_stages=pipeline.virtual, frozen=frozen
-                )
-            )
+            plans.append(plan(stage, in_flight=count))
         except BudgetError as error:
             errors.append(error)
     if errors:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from petatron.config import RunConfig
@@ -109,13 +110,8 @@ def bf16_options(run: RunConfig) -> list[MemoryOption]:
 def _micro_batch_options(run: RunConfig) -> OptionGroup:
     """Smaller micro-batches, of which a step has more. The global batch is unchanged, and must be given if it was derived before."""
     size, batch = run.train.micro_batch_size, run.train.global_batch_size
-    smaller = [number for number in range(size - 1, 0, -1) if size % number == 0]
-    return OptionGroup(
-        [
-            _option("train", "both", only_slows=True, micro_batch_size=number, global_batch_size=batch)
-            for number in smaller
-        ]
-    )
+    option, smaller = partial(_option, "train", "both", only_slows=True), range(size - 1, 0, -1)
+    return OptionGroup([option(micro_batch_size=n, global_batch_size=batch) for n in smaller if size % n == 0])
 
 
 def _recompute_options(run: RunConfig) -> OptionGroup:
@@ -129,10 +125,8 @@ def _recompute_options(run: RunConfig) -> OptionGroup:
         for further in (branches, (*branches, "attention"))
         for modules in [tuple(dict.fromkeys((*asked, *further)))]
     ]
-    some = [
-        full_recompute_option("block", number)
-        for number in sorted({max(1, layers * part // 8) for part in range(1, 8)} - {layers})
-    ]
+    numbers = sorted({max(1, layers * part // 8) for part in range(1, 8)} - {layers})
+    some = [full_recompute_option("block", number) for number in numbers]
     every = full_recompute_option("uniform", 1)
     return OptionGroup([*parts, *some, every], [*parts, every])  # whole layers save least, but recompute most at a time
 
@@ -146,13 +140,8 @@ def full_recompute_option(method: str, number: int) -> MemoryOption:
 def _activation_offload_options(run: RunConfig) -> OptionGroup:
     layers, now = max_layers_per_stage(run) or 0, run.memory.cpu_offloading_num_layers
     numbers = sorted({max(1, layers * part // 8) for part in range(1, 7)})
-    return OptionGroup(
-        [
-            _option("memory", "passes", only_slows=True, cpu_offloading_num_layers=number)
-            for number in numbers
-            if now < number < layers
-        ]
-    )
+    option = partial(_option, "memory", "passes", only_slows=True)
+    return OptionGroup([option(cpu_offloading_num_layers=number) for number in numbers if now < number < layers])
 
 
 def _sharding_options(run: RunConfig) -> OptionGroup:
@@ -199,12 +188,8 @@ def _gradient_dtype_options(run: RunConfig) -> OptionGroup:
 def _optimizer_offload_options(run: RunConfig) -> OptionGroup:
     if run.memory.optimizer_cpu_offload or rule_spec(run.optim).offload_problem is not None:
         return OptionGroup()
-    return OptionGroup(
-        [
-            _option("memory", "state", optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
-            for fraction in _OFFLOAD_FRACTIONS
-        ]
-    )
+    option = partial(_option, "memory", "state", optimizer_cpu_offload=True)
+    return OptionGroup([option(optimizer_offload_fraction=fraction) for fraction in _OFFLOAD_FRACTIONS])
 
 
 def smaller_state_options(run: RunConfig) -> list[Sequence[MemoryOption]]:

@@ -52,7 +52,7 @@ def figure_svg(panels: Sequence[Panel], labels: Sequence[str], *, theme: Theme, 
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pt" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
         f"<style>{SHAPE_STYLE}{panel_style(theme)}</style>"
         f'<rect width="{width}" height="{height}" fill="{theme.page}"/>'
-        f'<text x="{_MARGIN + 4}" y="28" style="font-size:17px;font-weight:600">{_text(title, 110)}</text>{legend}{body}</svg>\n'
+        f'<text x="{_MARGIN + 4}" y="28" style="font-size:17px;font-weight:600">{html_text(title, 110)}</text>{legend}{body}</svg>\n'
     )
 
 
@@ -60,7 +60,7 @@ def panel_svg(panel: Panel, clip_id: str, num_colors: int) -> str:
     """Returns one panel for a page, which has the style."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pt" viewBox="0 0 {PANEL_WIDTH} {PANEL_HEIGHT}" role="img" '
-        f'aria-label="{_text(panel.title)}">{panel_body(panel, clip_id, num_colors)}</svg>'
+        f'aria-label="{html_text(panel.title)}">{panel_body(panel, clip_id, num_colors)}</svg>'
     )
 
 
@@ -68,7 +68,7 @@ def panel_body(panel: Panel, clip_id: str, num_colors: int) -> str:
     left, top, width, height = PLOT_BOX
     unit = f" ({panel.unit})" if panel.unit else ""
     parts = [
-        f'<text class="ttl" x="{left}" y="22">{_text(panel.title + unit)}</text>',
+        f'<text class="ttl" x="{left}" y="22">{html_text(panel.title + unit)}</text>',
         f'<clipPath id="{clip_id}"><rect x="{left - 1}" y="{top - 6}" width="{width + 7}" height="{height + 6}"/></clipPath>',
         *_grid(panel),
         f'<g clip-path="url(#{clip_id})">',
@@ -142,7 +142,7 @@ def _legend(labels: Sequence[str], theme: Theme, width: int) -> tuple[str, int]:
         parts.append(
             f'<line x1="{x:.0f}" x2="{x + 22:.0f}" y1="{y}" y2="{y}" stroke="{theme.run_color(index)}" stroke-width="3"/>'
         )
-        parts.append(f'<text x="{x + 28:.0f}" y="{y}" dy="4">{_text(label)}</text>')
+        parts.append(f'<text x="{x + 28:.0f}" y="{y}" dy="4">{html_text(label)}</text>')
         x += needed
     return "".join(parts), (row + 1) * _LEGEND_ROW + 6
 
@@ -165,5 +165,6 @@ def _y(value: float, panel: Panel) -> float:
     return top + min(2.0, max(-1.0, (high - value) / (high - low))) * height
 
 
-def _text(text: str, max_chars: int | None = None) -> str:
+def html_text(text: str, max_chars: int | None = None) -> str:
+    """Returns foreign text without control characters, escaped for SVG and HTML."""
     return escape(printable(text, max_chars=max_chars))

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from petatron.base.terminal_escape import printable, printable_lines
+from petatron.base.terminal_escape import printable_lines
 from petatron.base.version import __version__
 from petatron.config.schema.default_names import LM_LOSS
 from petatron.history.curves import METRICS, Panel, build_panels
 from petatron.history.draw.axes import compact, x_text
-from petatron.history.draw.svg import panel_svg
+from petatron.history.draw.svg import html_text, panel_svg
 from petatron.history.draw.theme import THEMES
 from petatron.history.metrics_file import Evaluation, TaskMetrics
 from petatron.history.report.style import report_script, report_style
@@ -52,9 +52,11 @@ _DATA_FIELDS = "data."
 def report_html(run: RecordedRun) -> str:
     """Returns the whole page."""
     name, placed = escape(run.label), (_DATA_FIELDS, _LAYOUT_FIELDS)
-    notes = "".join(f"<p>{_text(note)}</p>" for note in run.notes)
+    notes = "".join(f"<p>{html_text(note)}</p>" for note in run.notes)
     notes = f'<div class="notes">{notes}</div>' if notes else ""
     others = [setting for path, setting in run.settings.values.items() if not path.startswith(placed)]
+    recorded = list(run.metrics.start_metadata("environment").items())[:_MAX_ROWS]
+    environment = [(html_text(str(name), 60), html_text(str(value), 300)) for name, value in recorded]
     sections = [
         _section("Curves", _plots(run)),
         _section("Evaluation", _evaluations(run.metrics.evaluations)),
@@ -62,8 +64,8 @@ def report_html(run: RecordedRun) -> str:
         _section("Text samples", _samples(run.metrics.samples)),
         _section("Settings", _settings(others)),
         _section("Data", _settings_of(run, _DATA_FIELDS)),
-        _section("Layout", f'<p class="dim">{_text(run.layout)}</p>' + _settings_of(run, _LAYOUT_FIELDS)),
-        _section("Environment", _metadata_table(run.metrics.start_metadata("environment"))),
+        _section("Layout", f'<p class="dim">{html_text(run.layout)}</p>' + _settings_of(run, _LAYOUT_FIELDS)),
+        _section("Environment", _table((), environment, classes=("k", "v"))),
         _section("Checkpoints", _checkpoints(run)),
         _section("Summary of the last start", _summary(run.metrics.summary)),
         _section("Events", _events(run)),
@@ -75,7 +77,7 @@ def report_html(run: RecordedRun) -> str:
         f"<title>{name} · Petatron run</title><style>{report_style()}</style></head><body><main>"
         f'<div class="head"><h1>{name}</h1><span class="state {run.state}">{run.state}</span></div>'
         f'<p class="lead">{_lead(run)}</p>{_tiles(run)}{notes}{"".join(sections)}'
-        f"<footer>Written by Petatron {_text(__version__)} on {time.strftime('%Y-%m-%d %H:%M')}.</footer></main>"
+        f"<footer>Written by Petatron {html_text(__version__)} on {time.strftime('%Y-%m-%d %H:%M')}.</footer></main>"
         f"<script>{report_script()}</script></body></html>\n"
     )
 
@@ -88,8 +90,8 @@ def _lead(run: RecordedRun) -> str:
     first = run.metrics.events[0].message if run.metrics.events else ""
     reason = run.state_reason[:1].upper() + run.state_reason[1:]
     changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed_s))
-    described = f"{_text(first, 400)}<br>" if first else ""
-    return f"{described}{_text(reason)}. Last change {changed}."
+    described = f"{html_text(first, 400)}<br>" if first else ""
+    return f"{described}{html_text(reason)}. Last change {changed}."
 
 
 def _tiles(run: RecordedRun) -> str:
@@ -98,13 +100,13 @@ def _tiles(run: RecordedRun) -> str:
     tiles = []
     for name, text in shown:
         value, _, note = text.partition(" (")
-        small = f"<span>{_text(note.removesuffix(')'))}</span>" if note else ""
-        tiles.append(f'<div class="tile"><span>{name}</span><b>{_text(value)}</b>{small}</div>')
+        small = f"<span>{html_text(note.removesuffix(')'))}</span>" if note else ""
+        tiles.append(f'<div class="tile"><span>{name}</span><b>{html_text(value)}</b>{small}</div>')
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _plots(run: RecordedRun) -> str:
-    smooth = _SMOOTH if run.metrics.column("iteration").size >= _SMOOTHED_FROM else 0.0
+    smooth = _SMOOTH if run.metrics.columns["iteration"].size >= _SMOOTHED_FROM else 0.0
     panels = build_panels([run], metrics=[name for name in _METRICS if name in METRICS], smooth=smooth)
     plots = "".join(_plot(panel, f"clip{index}") for index, panel in enumerate(panels))
     note = (
@@ -137,7 +139,7 @@ def _script_json(value: Any) -> str:
 def _evaluations(evaluations: Sequence[Evaluation]) -> str:
     rows = [
         (
-            _text(evaluation.label, 60),
+            html_text(evaluation.label, 60),
             f"{evaluation.iteration:,}",
             f"{evaluation.loss:.4f}",
             _perplexity(evaluation),
@@ -153,7 +155,7 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> str:
 
 def _tasks(tasks: Sequence[TaskMetrics]) -> str:
     rows = [
-        (_text(result.task, 60), f"{result.iteration:,}", _named(result.values))
+        (html_text(result.task, 60), f"{result.iteration:,}", _named(result.values))
         for result in reversed(tasks[-_MAX_ROWS:])
     ]
     return _folded(_table(("task", "step", "metrics"), rows, numbers=(1,)), "all results", len(rows))
@@ -167,7 +169,7 @@ def _perplexity(evaluation: Evaluation) -> str:
 
 
 def _named(losses: Mapping[str, float]) -> str:
-    return ", ".join(f"{_text(name, 60)} {compact(value)}" for name, value in losses.items())
+    return ", ".join(f"{html_text(name, 60)} {compact(value)}" for name, value in losses.items())
 
 
 def _samples(records: Sequence[Mapping[str, Any]]) -> str:
@@ -200,20 +202,17 @@ def _settings(settings: Sequence[SettingWithOrigin]) -> str:
     """Shows what is not a default, and everything folded."""
 
     def table(settings: Iterable[SettingWithOrigin]) -> str:
-        rows = [(_text(setting.path), _text(setting.text, 400), _text(setting.origin, 300)) for setting in settings]
+        rows = [
+            (html_text(setting.path), html_text(setting.text, 400), html_text(setting.origin, 300))
+            for setting in settings
+        ]
         return _table(("setting", "value", "origin"), rows, classes=("k", "v", ""))
 
     changed = [setting for setting in settings if not setting.is_default or setting.origin != "default"]
     defaults = [setting for setting in settings if setting not in changed]
-    folded = (
-        f"<details><summary>{len(defaults)} at their defaults</summary>{table(defaults)}</details>" if defaults else ""
-    )
+    title = f"{len(defaults)} at their defaults"
+    folded = f"<details><summary>{title}</summary>{table(defaults)}</details>" if defaults else ""
     return (table(changed) if changed else "") + folded
-
-
-def _metadata_table(metadata: Mapping[str, Any]) -> str:
-    rows = [(_text(str(name), 60), _text(str(value), 300)) for name, value in list(metadata.items())[:_MAX_ROWS]]
-    return _table((), rows, classes=("k", "v"))
 
 
 def _checkpoints(run: RecordedRun) -> str:
@@ -223,7 +222,7 @@ def _checkpoints(run: RecordedRun) -> str:
     ]
     elsewhere = run.settings.get("checkpoint.save")
     if not rows and elsewhere is not None:
-        return f'<p class="dim">None here; --save was {_text(str(elsewhere), 400)}.</p>'
+        return f'<p class="dim">None here; --save was {html_text(str(elsewhere), 400)}.</p>'
     return _table(("step", "size", "written"), rows, numbers=(0, 1))
 
 
@@ -237,13 +236,13 @@ def _summary(record: Mapping[str, Any] | None) -> str:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         shown = x_text(value, "time") if is_number and name.endswith("_s") and abs(value) < 1e9 else None
         shown = shown or (compact(value) if isinstance(value, float) else f"{value:,}" if is_number else str(value))
-        rows.append((_text(name.removesuffix("_s").replace("_", " "), 60), _text(shown, 400)))
+        rows.append((html_text(name.removesuffix("_s").replace("_", " "), 60), html_text(shown, 400)))
     return _table((), rows, classes=("", "v")) + _commands(record.get("next_commands"))
 
 
 def _commands(commands: Any) -> str:
     lines = [
-        f"<i># {_text(str(command.get('purpose', '')), 200)}</i>\n{_text(command['command'], 1000)}"
+        f"<i># {html_text(str(command.get('purpose', '')), 200)}</i>\n{html_text(command['command'], 1000)}"
         for command in (commands if isinstance(commands, list) else [])[:20]
         if isinstance(command, Mapping) and isinstance(command.get("command"), str)
     ]
@@ -253,7 +252,7 @@ def _commands(commands: Any) -> str:
 def _events(run: RecordedRun) -> str:
     rows = [
         (time.strftime("%m-%d %H:%M:%S", time.localtime(event.time)) if abs(event.time) < 1e11 else "-",
-         f"{event.iteration:,}", _text(event.message, 1000))
+         f"{event.iteration:,}", html_text(event.message, 1000))
         for event in run.metrics.events[-_MAX_ROWS:]
     ]  # fmt: skip
     return _folded(_table(("time", "step", "event"), rows, numbers=(1,)), "all events", len(rows), most=0)
@@ -269,20 +268,16 @@ def _table(
     """Builds a table of cells that are HTML already."""
     if not rows:
         return ""
-    kinds = [
-        "n" if index in numbers else classes[index] if index < len(classes) else "" for index in range(len(rows[0]))
-    ]
-    top = "".join(f'<th class="{kind}">{cell}</th>' for kind, cell in zip(kinds, head))
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row)) + "</tr>" for row in rows
-    )
+    named = [*classes, *[""] * len(rows[0])]
+    kinds = ["n" if index in numbers else named[index] for index in range(len(rows[0]))]
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in zip(kinds, row))
+
+    top, body = cells("th", head), "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     kind = ' class="fit"' if numbers else ' class="stack"' if len(classes) > 2 else ""
     header = f"<thead><tr>{top}</tr></thead>" if head else ""
     return f'<div class="scroll"><table{kind}>{header}<tbody>{body}</tbody></table></div>'
-
-
-def _text(text: str, max_chars: int | None = None) -> str:
-    return escape(printable(text, max_chars=max_chars))
 
 
 def _lines(text: str) -> str:

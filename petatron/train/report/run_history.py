@@ -29,7 +29,7 @@ def read_history(path: Path, *, up_to_iteration: int, every_point: bool = True) 
         metrics = read_metrics(path, every_point=every_point)
     except OSError:
         return RunHistory()
-    train = zip(metrics.column("iteration").tolist(), metrics.column("lm_loss").tolist())
+    train = zip(metrics.columns["iteration"].tolist(), metrics.columns["lm_loss"].tolist())
     valid = ((evaluation.iteration, evaluation.loss) for evaluation in metrics.split_evaluations("valid"))
     return RunHistory(
         *(

@@ -11,9 +11,8 @@ import pytest
 from petatron.base.errors import CheckpointError, ConfigError, LaunchError
 from petatron.bench import serve
 from petatron.bench.arguments import add_arguments
-from petatron.bench.serve import FirstTokenTimes, ServeMeasurements, make_requests, percentile
+from petatron.bench.serve import FirstTokenTimes, ServeMeasurements, make_requests, percentile, word_tokenizer
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
-from petatron.bench.serving.random_checkpoint import word_tokenizer
 from petatron.bench.serving.server_process import server_process
 from petatron.cli.bench import main
 from tests.serve.fake_engine import FakeEngine
@@ -206,7 +205,7 @@ def test_every_id_of_the_tokenizer_is_a_word(tmp_path: Path):
 
 def test_more_than_one_rank_is_refused(tmp_path: Path):
     from petatron.bench.peers.bench_model import bench_spec
-    from petatron.bench.serving.random_checkpoint import save_random_checkpoint
+    from petatron.bench.serve import save_random_checkpoint
 
     save_random_checkpoint(bench_spec(["--preset", "tiny-llama", "--device", "cpu", "--no-bf16"]), tmp_path / "run")
     with pytest.raises(ConfigError, match="asks for 2 ranks"):

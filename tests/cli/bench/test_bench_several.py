@@ -16,8 +16,8 @@ from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError, DataError
 from petatron.base.output_file import writable_problems
 from petatron.bench import train as bench_train
-from petatron.bench.measure import progress as bench_news
 from petatron.bench.measure import runner as bench_runner
+from petatron.bench.measure import timing as bench_timing
 from petatron.bench.measure.runner import BenchRunner
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import BenchSpec, Contender
@@ -245,7 +245,7 @@ def test_a_run_without_its_fp8_flags():
 
 
 def test_progress_is_said_on_the_way(tmp_path: Path, scripted: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(bench_news, "LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(bench_timing, "LOG_INTERVAL_S", 0.0)
     run(tmp_path, "--against bf16 --warmup-seconds 0.01")
     said = capsys.readouterr().err.splitlines()
     for line in ("building petatron", "building bf16", "warming up for 0 s: petatron, bf16", "timed 1 of 2 rounds"):
@@ -282,7 +282,7 @@ OTHERS = {
 @diagonal(3)
 @pytest.mark.parametrize("words", OTHERS, ids=lambda words: words.partition(" ")[0])
 def test_so_it_is_in_other_benches(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(bench_news, "LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(bench_timing, "LOG_INTERVAL_S", 0.0)
     monkeypatch.chdir(tmp_path)
     assert bench.main(words.split()) == 0
     assert set(OTHERS[words]) <= set(capsys.readouterr().err.splitlines())
@@ -315,7 +315,7 @@ def test_a_file_that_can_no_longer_be_written_is_told_once(tmp_path: Path, monke
         path.parent.rmdir()
         return bench.BenchResult(rows=(("speed", "1"),), values={})
 
-    monkeypatch.setattr(f"{bench.BENCHES['data'][0]}.run", measure)
+    monkeypatch.setattr("petatron.bench.data.run", measure)
     with pytest.raises(DataError) as lost:
         bench.main(["data", "--json", str(path)])
     assert str(lost.value) == f"Cannot write {path}: No such file or directory. Choose a writable file."
@@ -326,7 +326,7 @@ def test_so_it_is_in_every_bench(name: str, tmp_path: Path, monkeypatch: pytest.
     def unexpected(*_: object) -> None:
         raise AssertionError("the bench ran")
 
-    monkeypatch.setattr(f"{bench.BENCHES[name][0]}.run", unexpected)
+    monkeypatch.setattr(f"petatron.bench.{name}.run", unexpected)
     with pytest.raises(ConfigError, match=r"--json .* is in a folder that does not exist"):
         bench.main([name, "--json", str(tmp_path / "none" / "found.json")])
 

@@ -23,7 +23,7 @@ def read(tmp_path: Path, content: bytes, *, every_point: bool = True) -> RunMetr
 
 
 def steps(metrics: RunMetrics) -> list[int]:
-    return [int(step) for step in metrics.column("iteration")]
+    return [int(step) for step in metrics.columns["iteration"]]
 
 
 def test_damaged_lines_are_skipped_and_counted(tmp_path: Path):
@@ -61,7 +61,7 @@ def test_the_later_record_of_a_step_wins(tmp_path: Path):
     again = [event("resumed at iteration 20 from there", 20), train(30, 2.7), train(40, 2.6)]
     metrics = read(tmp_path, lines([*first, *again]))
     assert steps(metrics) == [1, 10, 20, 30, 40]
-    assert metrics.column("lm_loss").tolist()[2:] == [3.0, 2.7, 2.6]
+    assert metrics.columns["lm_loss"].tolist()[2:] == [3.0, 2.7, 2.6]
     assert metrics.superseded == 2 and metrics.resumed_at == [20]
     assert [found.iteration for found in metrics.evaluations] == [10, 20]
     redone = read(tmp_path, lines([*first, event("resumed at iteration 10", 10), train(20, 3.1), valid(20, 3.4)]))
@@ -83,12 +83,12 @@ def test_any_number_of_resumes_leaves_one_rising_curve(
             records.append(train(step, float(number)))
             standing[step] = float(number)
     metrics = read(tmp_path_factory.mktemp("resumes"), lines(records))
-    assert dict(zip(steps(metrics), metrics.column("lm_loss").tolist())) == standing
+    assert dict(zip(steps(metrics), metrics.columns["lm_loss"].tolist())) == standing
 
 
 def test_numbers_that_are_not_finite_are_told_from_missing_ones(tmp_path: Path):
     run = write_run(tmp_path, [train(1, math.nan), train(2, -math.inf), {**train(3), "lm_loss": None}, train(4, 2.0)])
-    losses = read_metrics(run / "metrics.jsonl").column("lm_loss")
+    losses = read_metrics(run / "metrics.jsonl").columns["lm_loss"]
     assert losses.tolist()[:2] == [math.inf, -math.inf] and math.isnan(losses[2]) and losses[3] == 2.0
 
 
@@ -101,14 +101,14 @@ def test_a_quick_reading_tells_what_a_whole_one_does(tmp_path: Path):
             whole.last(name) == quick.last(name) and whole.finite(name)[:1].tolist() == quick.finite(name)[:1].tolist()
         )
     assert whole.evaluations == quick.evaluations and whole.best_evaluation() == quick.best_evaluation()
-    assert len(quick.column("iteration")) < len(whole.column("iteration"))
+    assert len(quick.columns["iteration"]) < len(whole.columns["iteration"])
 
 
 def test_several_losses_are_columns(tmp_path: Path):
     records = [train(1), train(2, named_losses={"lm": 1.0, "aux": 2.0}), train(3, named_losses={"lm": 0.5})]
     metrics = read(tmp_path, lines(records))
     assert metrics.named_losses == ("lm", "aux")
-    assert metrics.column("lm").tolist()[1:] == [1.0, 0.5] and math.isnan(metrics.column("aux")[2])
+    assert metrics.columns["lm"].tolist()[1:] == [1.0, 0.5] and math.isnan(metrics.columns["aux"][2])
 
 
 def test_tasks_are_read_and_the_later_result_wins(tmp_path: Path):

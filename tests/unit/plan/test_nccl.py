@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from petatron.plan.pipeline_simulator import ActionCosts, simulate
-from petatron.schedule import ActionKind, Schedule, ScheduleShape, build_schedule, forward_only
+from petatron.schedule import Schedule, ScheduleShape, build_schedule, forward_only
 from petatron.schedule.actions import Action, ActionKind
 from tests.longform import diagonal
 from tests.nccl_rules.nccl_program import simulate_program
