@@ -14,7 +14,7 @@ from tests.fuzz.mutate import make_case
 from tests.fuzz.worker import Failure, repeat
 
 CORPUS = Path(__file__).parent / "corpus"
-SUITE_CASES = 6
+SUITE_CASES = 12
 """Cases of every kind in the default suite."""
 _KEPT_OF_A_CAUSE = 2
 

@@ -77,6 +77,7 @@ def test_it_is_another_model_than_attention_alone(alone):
     assert not verdict.agrees
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["--pp 2", later("--dp 2 --data-parallel-sharding-strategy optim_grads_params")])
 def test_its_linears_run_in_fp8(ranks: RankPool, layout: str):
     weights = ("layers.1.gla.inputs.weight", "layers.1.gla.out.weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from petatron.models.registry import model_spec, spec_from_config
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
 from petatron.validate import load_config
-from tests.hf.zoo import truth
+from tests.hf.zoo import BUILDERS
 from tests.longform import later
 
 BASE = (
@@ -79,9 +80,14 @@ def spec_of(flags: str) -> ModelSpec:
     return model_spec(load_config(f"{BASE} {flags}".split()).config)
 
 
+@cache
+def config_of(name: str) -> dict[str, Any]:
+    return BUILDERS[name]().config.to_dict()
+
+
 def changed(name: str, **changes: Any) -> dict[str, Any]:
     """A model's config.json with some keys changed, or left out if None is given."""
-    content = {**truth(name).config, **changes}
+    content = {**config_of(name), **changes}
     return {key: value for key, value in content.items() if value is not None}
 
 

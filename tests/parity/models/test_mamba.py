@@ -96,6 +96,7 @@ def test_every_layout_trains_the_same_model(ranks: RankPool, layout: str, world_
     check_layout(ranks, layout, model, world_size=world_size)
 
 
+@pytest.mark.matrix
 def test_its_linears_run_in_fp8(ranks: RankPool):
     weights = ("layers.0.mamba.in_proj.weight", "layers.0.mamba.out_proj.weight")
     check_fp8_linears(ranks, f"{HYBRID} --mamba-head-dim 8 --mamba-num-groups 2", weights)
