@@ -170,7 +170,10 @@ TOY = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 10".split()
     ("flags", "notice"),
     [
         ("--save-interval 5", "--save-interval has no effect: there is no --save"),
-        ("--expert-tensor-parallel-size 1 --tp 2", "--expert-tensor-parallel-size has no effect: the model has no experts"),
+        (
+            "--expert-tensor-parallel-size 1 --tp 2",
+            "--expert-tensor-parallel-size has no effect: the model has no experts",
+        ),
         (
             "--tp 2 --sp --tp-comm-overlap --bf16 --fp8-format hybrid",
             "--tp-comm-overlap has no effect: scales of FP8 are those of the whole gathered input",
