@@ -116,6 +116,11 @@ OTHER_VALUES: Mapping[str, Mapping[str, OtherValue]] = {
     "ckpt_format": dict.fromkeys(
         ("torch_dist", "torch_dcp", "torch", "fsdp_dtensor"), OtherValue("petatron", _ONE_FORMAT)
     ),
+    "recompute_modules": {
+        "mla_up_proj": OtherValue(
+            "attention", "the up-projections are recomputed with all of attention; no number changes"
+        )
+    },
     "moe_token_dispatcher_type": {
         "flex": OtherValue("alltoall", "alltoall dispatches the same tokens to the same experts")
     },
@@ -132,6 +137,9 @@ def own_value(field: str, text: str) -> OtherValue | None:
         return OtherValue(str(int(pair[1]) + 1), "")
     return OTHER_VALUES.get(field, {}).get(text)
 
+
+TIKTOKEN_FLAGS = ("--tiktoken-pattern", "--tiktoken-num-special-tokens")
+"""Flags that a tokenizer of tiktoken's alone reads."""
 
 MEGATRON_DEFAULTS_FLAG = "--megatron-defaults"
 MEGATRON_DEFAULTS: Mapping[str, FieldValue] = {"fp8_recipe": "delayed", "muon_momentum": 0.9}
@@ -165,7 +173,6 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "position_embedding_type": {"mrope": "multimodal models", "relative": "relative position bias"},
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
     "fp8_recipe": {"mxfp8": "the mxfp8 recipe", "custom": "custom FP8 recipes"},
-    "recompute_modules": {"mla_up_proj": "recompute of the up-projections of latent attention alone"},
     "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {
         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), "BERT"),

@@ -77,6 +77,7 @@ def problems(text: str) -> list[str]:
         ("--cuda-graphs false", {"cuda_graphs": "off"}),
         ("--cuda-graphs on --no-cuda-graphs", {"cuda_graphs": "off"}),
         ("--moe-layer-recompute", {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")}),
+        ("--recompute-modules core_attn mla_up_proj", {"recompute_modules": ("core_attn", "attention")}),
         ("--encoder-seq-length 64", {"seq_length": 64}),
         ("--cpu-optimizer", {"optimizer_cpu_offload": True}),
         ("--layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
@@ -129,7 +130,6 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--cuda-graph-impl none 3", "'3' is not a flag and follows no flag that takes it. Flags start with two dashes."),
         ("--moe-extended-tp", "--moe-extended-tp is an old name. Use --expert-tensor-parallel-size."),
         ("--cp-comm-type allgather", "--cp-comm-type allgather is not one of p2p, all_gather, a2a or a2a+p2p. Did you mean all_gather?"),
-        ("--recompute-modules core_attn mla_up_proj", "--recompute-modules mla_up_proj needs recompute of the up-projections of latent attention alone, which is not in this version. Use core_attn, attention, layernorm, mlp, moe, moe_act, shared_experts, mamba or delta."),
         ("--recompute-modules mpl", "--recompute-modules mpl is not one of core_attn, attention, layernorm, mlp, moe, moe_act, shared_experts, mamba or delta. Did you mean mlp?"),
         ("--recompute-modules zzz", "--recompute-modules zzz is not one of core_attn, attention, layernorm, mlp, moe, moe_act, shared_experts, mamba or delta. It is: With selective recompute: which modules."),
         ("--recompute-modules layer_norm", "--recompute-modules layer_norm is not one of core_attn, attention, layernorm, mlp, moe, moe_act, shared_experts, mamba or delta. Did you mean layernorm?"),
@@ -430,6 +430,12 @@ def test_the_table_names_flags_and_commands_that_exist():
 )
 def test_a_value_that_asks_for_nothing_is_accepted(text: str):
     assert problems(text) == []
+
+
+def test_flags_of_a_tokenizer_are_refused_with_it_alone():
+    assert problems("--tiktoken-pattern v2 --tokenizer-type NullTokenizer") == []
+    told = " ".join(problems("--tokenizer-type TikTokenizer --tiktoken-pattern v2"))
+    assert told.count("needs tiktoken tokenizers, which is not in this version") == 2
 
 
 def test_values_of_megatron_that_are_one_of_ours_are_told():

@@ -253,3 +253,12 @@ def test_foreign_text_stays_inside_its_comment(tmp_path: Path):
     loaded = yaml.safe_load(run.yaml())
     assert loaded["model"] == {"num_layers": 2} and set(loaded) == {"model", "checkpoint"}
     assert "\x1b" not in run.yaml()
+
+
+def test_flags_that_mean_something_only_together(tmp_path: Path):
+    """YaRN of latent attention, another tokenizer than tiktoken's, and Megatron's default recipe of FP8."""
+    flags = "--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 40 --fp8-format hybrid"
+    run = port(f"torchrun pretrain_gpt.py {flags} --tokenizer-type NullTokenizer --tiktoken-pattern v2", tmp_path)
+    assert run.flags.of_kind("blocking") == []
+    made = {setting.path: setting.value for setting, _ in run.settings}
+    assert (made["model.position_embedding_type"], made["precision.fp8_recipe"]) == ("yarn", "delayed")
