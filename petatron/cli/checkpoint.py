@@ -20,6 +20,7 @@ from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.cli.subcommands.megatron_convert import from_megatron_flags, is_megatron_command
 from petatron.cli.subcommands.progress import StderrProgress
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ _SHOWN_KEYS = 5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one subcommand of `petatron checkpoint`."""
+    """Run one subcommand of `petatron checkpoint`; the flags of Megatron-LM's converter are understood too."""
+    if argv[:1] == ["convert"] and is_megatron_command(argv[1:]):
+        argv = ["convert", *from_megatron_flags(argv[1:])]
     options = parser(converting=bool(argv) and argv[0] == "convert").parse_args(argv)
     configure_logging()
     actions = {"inspect": _inspect, "verify": _verify, "diff": _diff, "prune": _prune}

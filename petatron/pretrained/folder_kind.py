@@ -91,7 +91,10 @@ def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool
     if is_hf_folder(folder):
         _check_hf_load(folder, config)
         return
-    refuse_unconverted(folder, "--load")
+    if is_megatron_folder(folder):
+        _check_megatron_load(folder, config)
+        return
+    refuse_unconverted(folder)
     broken = (
         sorted(path.name for path in folder.glob("step-*") if not path.name.endswith(".tmp")) if folder.is_dir() else []
     )
@@ -126,15 +129,23 @@ def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool
         )
 
 
-def refuse_unconverted(folder: Path, flag: str = "") -> None:
-    """Raises for checkpoints of other programs that must be converted first; the flag that named the folder is told."""
-    if has_steps(folder):
-        return
-    if is_megatron_folder(folder):
-        convert = f"petatron checkpoint convert {folder} NEW_FOLDER --to petatron"
-        raise CheckpointError(f"{flag} {folder} was saved by Megatron-LM. Convert it first: {convert}".lstrip())
-    if (folder / CONFIG_FILE).is_file():
+def refuse_unconverted(folder: Path) -> None:
+    """Raises for the folder of a model whose weights are not read as they are."""
+    if not has_steps(folder) and not is_megatron_folder(folder) and (folder / CONFIG_FILE).is_file():
         reject_pickle_weights(folder)
+
+
+def _check_megatron_load(folder: Path, config: CheckpointConfig) -> None:
+    """What Megatron-LM saved starts a run as it is, and continues one after a conversion."""
+    if not config.finetune:
+        raise CheckpointError(
+            f"--load {folder} was saved by Megatron-LM. To go on with its run, optimizer state included, convert it first: petatron "
+            f"checkpoint convert {folder} NEW_FOLDER --to petatron. To start a run from its weights, use --from {folder}."
+        )
+    if config.ckpt_step is not None:
+        raise CheckpointError(
+            f"--load {folder} was saved by Megatron-LM. Leave --ckpt-step out, and give the iter_ folder of the step."
+        )
 
 
 def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
@@ -149,7 +160,7 @@ def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
 
 
 def find_model(checkpoint: str | Path) -> Path:
-    """Returns the folder of a Hugging Face model, or of the newest step of a run; `CheckpointError` if it is neither."""
+    """Returns the folder of a Hugging Face model, of the newest step of a run, or that Megatron-LM saved to; raises if it is none."""
     path = local_model(checkpoint, where="CHECKPOINT")
     if not path.is_dir():
         raise CheckpointError(
@@ -158,14 +169,15 @@ def find_model(checkpoint: str | Path) -> Path:
         )
     if is_hf_folder(path):
         return path
-    if not has_steps(path):
-        if (path / CONFIG_FILE).is_file():
-            reject_pickle_weights(path)
-        raise CheckpointError(
-            f"{path} holds no checkpoint, and is no Hugging Face model. Give the folder of a run, of one of its steps, or of a "
-            "Hugging Face model; what Megatron-LM saved is converted by petatron checkpoint convert."
-        )
-    return resolve_step(path, None)
+    if has_steps(path):
+        return resolve_step(path, None)
+    if is_megatron_folder(path):
+        return path
+    refuse_unconverted(path)
+    raise CheckpointError(
+        f"{path} holds no checkpoint, and is no Hugging Face model. Give the folder of a run, of one of its steps, of a Hugging Face "
+        "model, or of what Megatron-LM saved."
+    )
 
 
 def weights_kind_problems(weights: str | None, model_format: str) -> list[Problem]:

@@ -19,6 +19,7 @@ from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, model_folder_error
+from petatron.checkpoint.megatron import open_megatron
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
@@ -69,11 +70,11 @@ def from_pretrained(
 ) -> Model:
     """Loads the model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
 
-    The folder is that of a Hugging Face model, of checkpoints, or of one checkpoint. Without a mesh one is built for the layout
-    of the flags. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None means that of the flags, else that of
-    the weights. Without `gradients` there is no memory for any: the model generates and evaluates. `weights` is a kind of state of a
-    checkpoint to read in the place of its weights: `ema`, their average. Files next to the weights (tokenizer, token ids) are stored for
-    `save_pretrained`.
+    The folder is that of a Hugging Face model, of checkpoints, of one checkpoint, or of what Megatron-LM saved. Without a mesh one is
+    built for the layout of the flags. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None means that of the flags,
+    else that of the weights. Without `gradients` there is no memory for any: the model generates and evaluates. `weights` is a kind of
+    state of a checkpoint to read in the place of its weights: `ema`, their average. Files next to the weights (tokenizer, token ids) are
+    stored for `save_pretrained`.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -87,14 +88,19 @@ def from_pretrained(
     precision = None if dtype is None else _precision_of(dtype)
     if isinstance(source, str | Path):
         path = local_model(source, where="from_pretrained")
-        folder = open_model_folder(path)
-        files = find_companion_files(folder.path, CheckpointError)
-        contents = {name: read_companion_file(file, CheckpointError) for name, file in files.items()}
-        run = _folder_run_config(folder, mesh, flags, precision)
+        companions = None
+        if detect_format(path) == "megatron":
+            run = _megatron_run_config(path, mesh, flags, precision)
+        else:
+            folder = open_model_folder(path)
+            files = find_companion_files(folder.path, CheckpointError)
+            contents = {name: read_companion_file(file, CheckpointError) for name, file in files.items()}
+            run = _folder_run_config(folder, mesh, flags, precision)
+            companions = CompanionFiles.from_config_json(folder.config, contents)
         model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
         loaded = load_checkpoint(str(path), model=model, random_states=False, weights=weights)
         assert loaded is not None, "a folder without a model was opened as one"
-        model.companion_files = CompanionFiles.from_config_json(folder.config, contents)
+        model.companion_files = companions
         return model
     if problems := weights_kind_problems(weights, "transformers"):
         raise ConfigError(problems)
@@ -128,6 +134,15 @@ def _folder_run_config(
             run = _run_config(settings, mesh, flags, precision, stored=stored)
         folder.check_size(model_spec(run))
     return run
+
+
+def _megatron_run_config(
+    path: Path, mesh: ParallelMesh | None, flags: Sequence[str], precision: str | None
+) -> RunConfig:
+    """Returns the config of the model that Megatron-LM saved, which its arguments describe."""
+    checkpoint = open_megatron(path)
+    stored = next(tensor.dtype for tensor in checkpoint.tensors.values())
+    return _run_config((checkpoint.model, checkpoint.moe), mesh, flags, precision, stored=stored)
 
 
 def _precision_of(dtype: torch.dtype | str) -> str:

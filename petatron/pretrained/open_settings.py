@@ -18,6 +18,7 @@ from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
+from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.checkpoint_settings import CheckpointSettings
@@ -25,7 +26,7 @@ from petatron.config.required_settings import required
 from petatron.data.tokenizer import folder_tokenizer
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.pretrained.config_sections import config_sections
-from petatron.pretrained.folder_kind import check_load_dir, detect_format, refuse_unconverted
+from petatron.pretrained.folder_kind import check_load_dir, detect_format, is_megatron_folder, refuse_unconverted
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.open_step import open_step, stored_imports
 
@@ -44,6 +45,8 @@ def read_checkpoint_args(
         return _read_start_folder(local_model(start_folder, settings_only=settings_only), settings_only=settings_only)
     folder = Path(required("load", config.load))
     check_load_dir(folder, config, may_be_empty=False)
+    if not step_folder.list_steps(folder) and is_megatron_folder(folder):
+        return _read_start_folder(folder, settings_only=settings_only)
     if not step_folder.list_steps(folder):
         return CheckpointSettings(str(folder), _settings_from_hf_folder(HuggingFaceFolder(folder)))
     with step_list.naming_step_flag("--ckpt-step"):
@@ -51,7 +54,7 @@ def read_checkpoint_args(
 
 
 def _read_start_folder(folder: Path, *, settings_only: bool) -> CheckpointSettings:
-    """Reads the model of a Hugging Face folder, of a run's newest step, or of one step."""
+    """Reads the model of a Hugging Face folder, of a run's newest step, of one step, or of what Megatron-LM saved."""
     try:
         kind = detect_format(folder)
     except CheckpointError as error:
@@ -59,12 +62,18 @@ def _read_start_folder(folder: Path, *, settings_only: bool) -> CheckpointSettin
     if kind == "petatron":
         step = step_list.resolve_step(folder, None, warn=False)  # whoever loads the weights warns
         return _settings_from_step(step, step_folder.read_manifest(step))
+    if kind == "megatron":
+        checkpoint = open_megatron(folder)
+        sections = config_sections(checkpoint.model, checkpoint.moe)
+        return CheckpointSettings(
+            str(folder), {**sections, "tokenizer": _tokenizer_section(checkpoint.tokenizer, folder)}
+        )
     if settings_only and kind == "huggingface" and not is_hf_folder(folder):
         sections = config_sections(*HuggingFaceFolder(folder).settings(without_weights=True))
         return CheckpointSettings(
             str(folder), {**sections, "tokenizer": _tokenizer_section({}, folder)}, has_weights=False
         )
-    refuse_unconverted(folder, "--from")
+    refuse_unconverted(folder)
     return CheckpointSettings(str(folder), _settings_from_hf_folder(HuggingFaceFolder(folder)))
 
 

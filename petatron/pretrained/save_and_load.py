@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from petatron.base.errors import CheckpointError, ConfigError
+from petatron.base.format_text import abbreviate_names
 from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
@@ -18,15 +19,17 @@ from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest
 from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.run_on_all_ranks import AllRanks
+from petatron.checkpoint.state import Chunk, folder_tensor_name
 from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful, build_document, local_tensors
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.export_hf_folder import CompanionFiles, build_hf_folder
-from petatron.pretrained.folder_kind import has_steps, weights_kind_problems
+from petatron.pretrained.folder_kind import has_steps, is_megatron_folder, weights_kind_problems
 from petatron.pretrained.model_state import model_components
+from petatron.pretrained.open_weights import open_model_source
 
 LOOP_METADATA = "loop"
 """In the metadata of a run: what a loop of one's own gave to `save_checkpoint`."""
@@ -138,8 +141,11 @@ def load_state(
             f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
         )
     is_model = held == "model"
-    if is_model and (problems := weights_kind_problems(weights, "huggingface")):
+    kind = {"model": "huggingface", "megatron": "megatron"}.get(held, "petatron")
+    if problems := weights_kind_problems(weights, kind):
         raise ConfigError(problems)
+    if held == "megatron":
+        return _load_megatron(path, load, mesh)
 
     def read_manifest(source: Path) -> Manifest:
         if is_model:
@@ -174,6 +180,26 @@ def load_state(
     return LoadedState(document, tuple(notes), loaded.is_signed)
 
 
+def _load_megatron(path: Path, load: ComponentLoad, mesh: ParallelMesh) -> LoadedState:
+    """Fills the weights from what Megatron-LM saved; every rank reads tensor by tensor, and copies its boxes."""
+    ranks = AllRanks(mesh.control, default_failure=f"the Megatron checkpoint in {path} could not be read")
+
+    def fill() -> None:
+        source = open_model_source(path, model_format="megatron")
+        chunks = load.select(EMPTY_DOCUMENT, str(path))
+        shapes = {folder_tensor_name(key): shape for key, shape in source.shapes.items()}
+        if unlike := sorted(chunk.name for chunk in chunks if shapes.get(chunk.name) != chunk.logical_shape):
+            raise CheckpointError(
+                f"{path} is of another model: it has no {abbreviate_names(unlike)} of the shape that this run's model has. Leave the "
+                "settings of the model out, which it says itself, or give those that it was trained with."
+            )
+        source.fill(chunks)
+
+    ranks.run(fill)
+    notes = load.restore(EMPTY_DOCUMENT, None, None, partial(reading_untrusted, path, step_folder.damaged_error))
+    return LoadedState(EMPTY_DOCUMENT, tuple(notes), is_signed=False)
+
+
 def has_weights(folder: str, mesh: ParallelMesh) -> bool:
     """Whether a load of this folder would fill a model; every rank calls it, and all return what rank 0 sees.
 
@@ -188,11 +214,13 @@ def has_weights(folder: str, mesh: ParallelMesh) -> bool:
     return manager.broadcast_from_rank0(lambda: _loadable_kind(path)) is not None
 
 
-def _loadable_kind(path: Path) -> Literal["checkpoint", "model"] | None:
+def _loadable_kind(path: Path) -> Literal["checkpoint", "model", "megatron"] | None:
     """Returns what a folder contains to load, as this rank sees it."""
     if has_steps(path):
         return "checkpoint"
     if is_hf_folder(path):
         return "model"
+    if is_megatron_folder(path):
+        return "megatron"
     check_steps_not_lost(path)
     return None

@@ -181,7 +181,7 @@ def test_folders_without_a_model(folder: Path, tmp_path: Path):
     for name, words in {
         "none": r"--from .*none is not a folder\. .*name of a model on the hub",
         "empty": r"--from .*empty holds no model",
-        "megatron": r"--from .*megatron was saved by Megatron-LM\. Convert it first",
+        "megatron": r"megatron/latest_checkpointed_iteration.txt names iter_0000005, but there is no folder",
         "pickled": r"holds its weights as pickles",
     }.items():
         if name != "none":

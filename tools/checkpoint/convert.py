@@ -1,4 +1,4 @@
-"""`petatron checkpoint convert` as a script, under the path that Megatron users look for; runs from a clone."""
+"""`petatron checkpoint convert` under the path and with the flags that Megatron users' scripts call; runs from a clone."""
 
 from __future__ import annotations
 

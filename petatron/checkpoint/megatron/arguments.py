@@ -182,6 +182,15 @@ def _vocab_size(arguments: Mapping[str, Any]) -> int | None:
     return size + 1
 
 
+def tokenizer_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tokenizer's type and files, if it is of a kind of ours that says what ids mean."""
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    values = {name: value for name in names if isinstance(value := arguments.get(name), str)}
+    known = fields_by_name()["tokenizer_type"].choices
+    kind = values.get("tokenizer_type")
+    return values if kind in known and kind != "NullTokenizer" and len(values) > 1 else {}
+
+
 def _activation(arguments: Mapping[str, Any]) -> str:
     """Megatron's fused GELU, its default where there are biases, is the tanh approximation."""
     if arguments.get("swiglu"):

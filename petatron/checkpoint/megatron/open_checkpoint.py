@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.format_text import abbreviate_names
 from petatron.base.model_folder_names import TRACKER_FILE
 from petatron.base.untrusted_files import is_count, read_limited_bytes, reading_untrusted
-from petatron.checkpoint.megatron.arguments import config_from_arguments
+from petatron.checkpoint.megatron.arguments import config_from_arguments, tokenizer_values
 from petatron.checkpoint.megatron.layer_kind_arguments import moe_layer_freq
 from petatron.checkpoint.megatron.lazy_weight import (
     STATE_KINDS,
@@ -68,8 +68,9 @@ class MegatronTraining:
 class MegatronCheckpoint:
     """An opened checkpoint. `model` and `moe` are values for ModelConfig and MoEConfig; `moe` is empty without experts.
 
-    `iteration` is 0 for a release. `other_state` names what the checkpoint has besides weights. `open_training` opens the optimizer's state
-    and the position of the run, and raises if the state is of a kind that is not read; None if there is none.
+    `iteration` is 0 for a release. `tokenizer` has values for TokenizerConfig, if it is of a kind of ours. `other_state` names what the
+    checkpoint has besides weights. `open_training` opens the optimizer's state and the position of the run, and raises if the state is of
+    a kind that is not read; None if there is none.
     """
 
     iteration: int
@@ -77,6 +78,7 @@ class MegatronCheckpoint:
     moe: dict[str, Any]
     tensors: Mapping[str, LazyTensor]
     other_state: tuple[str, ...]
+    tokenizer: dict[str, Any] = field(default_factory=dict)
     open_training: Callable[[], MegatronTraining] | None = None
 
 
@@ -121,7 +123,13 @@ def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
         raise megatron_file_error(step, f"says that it is of iteration {iteration}")
     trains = contents.optimizer is not None and iteration > 0
     return MegatronCheckpoint(
-        iteration, values, experts, tensors, contents.other_state, open_training if trains else None
+        iteration,
+        values,
+        experts,
+        tensors,
+        contents.other_state,
+        tokenizer_values(contents.arguments),
+        open_training if trains else None,
     )
 
 

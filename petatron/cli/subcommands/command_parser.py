@@ -91,7 +91,7 @@ class CommandParser(argparse.ArgumentParser):
             self._root._problems.append(str(error))
 
 
-CHECKPOINT = "the folder of a run, of one of its steps, or of a Hugging Face model"
+CHECKPOINT = "the folder of a run, of one of its steps, of a Hugging Face model, or of what Megatron-LM saved"
 WEIGHTS_HELP = "kind of state to take as the weights, as checkpoint inspect lists it: ema (the model's)"
 
 

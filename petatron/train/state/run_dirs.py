@@ -34,7 +34,7 @@ def check_run_dirs(config: CheckpointConfig) -> None:
     if config.load is not None:
         check_load_dir(Path(config.load), config, may_be_empty=continues)
     if config.pretrained_checkpoint is not None and not (config.load is not None and list_steps(Path(config.load))):
-        refuse_unconverted(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
+        refuse_unconverted(Path(config.pretrained_checkpoint))
     if config.save is not None:
         check_not_inside_step(Path(config.save), f"--save {config.save}")
         if is_hf_folder(Path(config.save)):

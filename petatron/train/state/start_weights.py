@@ -44,7 +44,7 @@ def find_start_folder(config: CheckpointConfig, mesh: ParallelMesh) -> StartFold
         if has_weights(config.load, mesh):
             return StartFolder("--load", config.load)
     if config.pretrained_checkpoint is not None:
-        refuse_unconverted(Path(config.pretrained_checkpoint), "--pretrained-checkpoint")
+        refuse_unconverted(Path(config.pretrained_checkpoint))
         return StartFolder("--pretrained-checkpoint", config.pretrained_checkpoint)
     if config.load is not None:
         _log.warning("--load %s holds no checkpoint yet; training starts at the beginning", config.load)
