@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from petatron.cli.train import load_planned
+from petatron.config.schema.fields import flatten_config
+from petatron.port.ported_run import port_file
+from petatron.validate import resolve_config
 from tests.examples.example_scripts import (
     ROOT,
     TRAINING,
@@ -74,6 +77,17 @@ def test_data_and_variables_of_the_environment_reach_the_command(name: str, tmp_
     flags = training_flags(command)
     assert flags[flags.index("--data-path") + 1] == "/data/a b" and "--mock-data" not in flags
     assert flags[flags.index("--save") + 1] == flags[flags.index("--load") + 1] == "/shared/run"
+
+
+@scripts
+def test_port_reads_a_script_as_bash_does(name: str, tmp_path: Path):
+    command = started_command(TRAINING[name], tmp_path)
+    run = port_file(TRAINING[name], given={})
+    assert not run.blocks, run.groups()
+    assert run.world_size == launched_ranks(command)
+    ported, _ = resolve_config(run.flags.argv, world_size=run.world_size)
+    typed, _ = resolve_config(training_flags(command), world_size=run.world_size)
+    assert flatten_config(ported.config) == flatten_config(typed.config)
 
 
 def test_sbatch_of_the_70b_script_starts_one_task_per_gpu(tmp_path: Path):
