@@ -56,6 +56,8 @@ WITHOUT_EFFECT = {
     "--inference-fuse-tp-communication": _KERNELS,
     "--use-flashinfer-fused-rope": _KERNELS,
     "--attention-backend": _KERNELS,
+    "--mamba-inference-conv-states-dtype": "windows of convolutions are kept in the precision of the model",
+    "--mamba-inference-ssm-states-dtype": "states of Mamba-2 are kept in fp32",
     "--enable-chunked-prefill": "long prompts are always computed in chunks",
     "--use-legacy-static-engine": "there is one engine",
     "--inference-dynamic-batching-async-sched-mode": "there is one way to schedule",
@@ -75,8 +77,6 @@ REFUSED = {
     "--use-coordinator": "Start a server instead: tools/run_text_generation_server.py, with --dp N for several replicas.",
     "--inference-dynamic-batching-prefix-caching-coordinator-policy": "Start a server instead, with --dp N for several replicas.",
     "--inference-coordinator-port": "Start a server instead: tools/run_text_generation_server.py --port.",
-    "--mamba-inference-conv-states-dtype": "Leave it out: states are in the precision of the model.",
-    "--mamba-inference-ssm-states-dtype": "Leave it out: states are in fp32.",
     "--model-provider": "Leave it out: the checkpoint says which model it is.",
     "--lora-path": "Merge the adapter into the model first.",
 }

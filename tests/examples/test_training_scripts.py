@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -51,6 +52,17 @@ def test_the_full_size_fits_and_needs_what_the_head_says(name: str, tmp_path: Pa
     assert float(plan.gigabytes) <= 78.0
     unexpected = [notice for notice in plan.loaded.notices if "has no effect" in notice]
     assert not unexpected
+
+
+def test_the_page_of_examples_has_the_same_numbers(tmp_path: Path):
+    page = (ROOT / "examples" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| \[(.+?\.sh)\]\(.*\| ([\d,]+ GPUs \| [\d.]+ GB) \|$", page, re.MULTILINE))
+    for name, script in TRAINING.items():
+        ranks = launched_ranks(started_command(script, tmp_path))
+        assert rows.pop(name) == f"{ranks:,} GPUs | {head_memory_gb(script)} GB"
+    assert not rows
+    for target in re.findall(r"\]\(([^)]+)\)", page):
+        assert (ROOT / "examples" / target).exists()
 
 
 @pytest.mark.parametrize("name", PRESETS)
