@@ -7,7 +7,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_inference import server_flags
+
+from petatron.base.errors import ConfigError
 from petatron.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["serve", "--port", "5000", *sys.argv[1:]]))
+    try:
+        flags = server_flags(sys.argv[1:])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    sys.exit(main(["serve", "--port", "5000", *flags]))

@@ -12,7 +12,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 if [[ -n "${TOY:-}" ]]; then # the same flags on two ranks
     NNODES=1 GPUS_PER_NODE=2 TP=1 PP=2
-    GLOBAL_BATCH=4 RAMPUP="2 2 4" TRAIN_ITERS=3 DECAY_ITERS=3
+    GLOBAL_BATCH=4 RAMPUP_START=2 RAMPUP_STEP=2 RAMPUP_SAMPLES=4 TRAIN_ITERS=3 DECAY_ITERS=3
 fi
 NNODES=${NNODES:-128}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
@@ -27,7 +27,9 @@ PP=${PP:-16}
 GLOBAL_BATCH=${GLOBAL_BATCH:-1536}
 TRAIN_ITERS=${TRAIN_ITERS:-500000}
 DECAY_ITERS=${DECAY_ITERS:-430000}
-read -ra RAMPUP <<< "${RAMPUP:-16 16 5859375}" # from 16 samples, by 16, over the first 5.9 million
+RAMPUP_START=${RAMPUP_START:-16} # the batch grows from 16 samples, by 16, over the first 5.9 million
+RAMPUP_STEP=${RAMPUP_STEP:-16}
+RAMPUP_SAMPLES=${RAMPUP_SAMPLES:-5859375}
 
 MODEL=(
     --num-layers 96
@@ -54,7 +56,7 @@ LAYOUT=(
 TRAINING=(
     --micro-batch-size 1
     --global-batch-size "$GLOBAL_BATCH"
-    --rampup-batch-size "${RAMPUP[@]}"
+    --rampup-batch-size "$RAMPUP_START" "$RAMPUP_STEP" "$RAMPUP_SAMPLES"
     --train-iters "$TRAIN_ITERS"
     --lr 6.0e-5
     --min-lr 6.0e-6

@@ -102,11 +102,16 @@ def test_a_toy_of_a_fragment_has_a_learning_rate(capsys: pytest.CaptureFixture[s
     assert "iteration        1/       1" in out + err
 
 
+SETTINGS = "TP=4 PP=4 CP=1 NUM_LAYERS=80 HIDDEN_SIZE=8192 NUM_HEADS=64 SEQ_LENGTH=4096".split()
+"""Variables that variables_in_comments.sh has in comments."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in SCRIPTS.iterdir()))
 def test_every_script_trains_as_a_toy(capfd: pytest.CaptureFixture[str], name: str):
-    code = main(["port", "--run", str(SCRIPTS / name), "--toy", "--train-iters", "2"])
+    given = [text for value in SETTINGS for text in ("--set", value)] if name == "variables_in_comments.sh" else []
+    code = main(["port", "--run", str(SCRIPTS / name), "--toy", "--train-iters", "2", *given])
     captured = capfd.readouterr()
-    needs_values = name in ("gpt3_175b.sh", "functional_test.yaml")
+    needs_values = name in ("gpt3_175b.sh", "functional_test.yaml", "mixtral_fragment.sh")
     assert code == needs_values, captured.out + captured.err
     assert "iteration        2/       2" in captured.out + captured.err

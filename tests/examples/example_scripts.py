@@ -32,7 +32,9 @@ def example_environment(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHON": sys.executable, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", **variables}
 
 
-def started_command(script: Path, folder: Path, stubs: Mapping[str, str] | None = None, **variables: str) -> list[str]:
+def started_command(
+    script: Path, folder: Path, stubs: Mapping[str, str] | None = None, /, **variables: str
+) -> list[str]:
     """Runs a script with recorders in place of torchrun and srun; returns the command that it starts at last."""
     tools, record = folder / "tools", folder / "recorded"
     tools.mkdir(exist_ok=True)

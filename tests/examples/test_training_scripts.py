@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from petatron.cli.train import load_planned
+from petatron.config.schema.fields import flatten_config
+from petatron.port.ported_run import port_file
+from petatron.validate import resolve_config
 from tests.examples.example_scripts import (
     ROOT,
     TRAINING,
@@ -50,6 +54,17 @@ def test_the_full_size_fits_and_needs_what_the_head_says(name: str, tmp_path: Pa
     assert not unexpected
 
 
+def test_the_page_of_examples_has_the_same_numbers(tmp_path: Path):
+    page = (ROOT / "examples" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| \[(.+?\.sh)\]\(.*\| ([\d,]+ GPUs \| [\d.]+ GB) \|$", page, re.MULTILINE))
+    for name, script in TRAINING.items():
+        ranks = launched_ranks(started_command(script, tmp_path))
+        assert rows.pop(name) == f"{ranks:,} GPUs | {head_memory_gb(script)} GB"
+    assert not rows
+    for target in re.findall(r"\]\(([^)]+)\)", page):
+        assert (ROOT / "examples" / target).exists()
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_flags_of_a_script_are_its_preset(name: str, tmp_path: Path):
     command = started_command(TRAINING[name], tmp_path)
@@ -74,6 +89,17 @@ def test_data_and_variables_of_the_environment_reach_the_command(name: str, tmp_
     flags = training_flags(command)
     assert flags[flags.index("--data-path") + 1] == "/data/a b" and "--mock-data" not in flags
     assert flags[flags.index("--save") + 1] == flags[flags.index("--load") + 1] == "/shared/run"
+
+
+@scripts
+def test_port_reads_a_script_as_bash_does(name: str, tmp_path: Path):
+    command = started_command(TRAINING[name], tmp_path)
+    run = port_file(TRAINING[name], given={})
+    assert not run.blocks, run.groups()
+    assert run.world_size == launched_ranks(command)
+    ported, _ = resolve_config(run.flags.argv, world_size=run.world_size)
+    typed, _ = resolve_config(training_flags(command), world_size=run.world_size)
+    assert flatten_config(ported.config) == flatten_config(typed.config)
 
 
 def test_sbatch_of_the_70b_script_starts_one_task_per_gpu(tmp_path: Path):

@@ -18,8 +18,18 @@ from petatron.port.shell_values import ShellText
 from petatron.validate import resolve_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
+COMMENTED = {
+    "TP": "4",
+    "PP": "4",
+    "CP": "1",
+    "NUM_LAYERS": "80",
+    "HIDDEN_SIZE": "8192",
+    "NUM_HEADS": "64",
+    "SEQ_LENGTH": "4096",
+}
 GIVEN = {
     "gpt3_175b.sh": {"1": "/ckpt", "2": "/tb", "3": "/v.json", "4": "/m.txt", "5": "/data"},
+    "variables_in_comments.sh": COMMENTED,
     "functional_test.yaml": {"DATA_PATH": "/d", "CHECKPOINT_SAVE_PATH": "/s", "CHECKPOINT_LOAD_PATH": "/s"},
 }
 # World size, flags, and some settings of each.
@@ -32,6 +42,7 @@ EXPECTED = {
     "env_defaults.sh": (2, 16, {"global_batch_size": 64, "bf16": True, "recompute_granularity": "selective"}),
     "quotes_heredoc.sh": (1, 16, {"num_layers": 4, "hidden_size": 128, "moe_layer_freq": "([0]*1+[1]*3)", "wandb_exp_name": "run one"}),
     "lost_continuation.sh": (64, 22, {"num_layers": 80, "hidden_size": 8192, "data_path": ("/path/to/data",)}),
+    "variables_in_comments.sh": (64, 23, {"num_layers": 80, "tensor_model_parallel_size": 4, "lr": 3e-4, "global_batch_size": 1024}),
     "deepseek_srun.sh": (16, 36, {"multi_latent_attention": True, "micro_batch_size": 1, "moe_layer_freq": "([0]*1+[1]*27)"}),
     "mini_moe.sh": (2, 21, {"moe_router_topk": 2, "sequence_parallel": True}),
     "functional_test.yaml": (None, 35, {"lr": 0.00015, "deterministic_mode": True, "save": "/s"}),
@@ -57,6 +68,14 @@ def test_scripts_of_every_style(name: str, tmp_path: Path):
     from_file, problems = resolve_config(files=(file,), world_size=run.world_size)
     from_flags, _ = resolve_config(run.flags.argv, world_size=run.world_size)
     assert not problems and flatten_config(from_file.config) == flatten_config(from_flags.config)
+
+
+def test_a_fragment_is_blocked_by_what_it_leaves_out_alone():
+    run = port_file(SCRIPTS / "mixtral_fragment.sh", given={})
+    assert run.world_size == 8 and not run.flags.of_kind("blocking", "missing")
+    assert {problem.where for problem in run.problems} == {"--train-iters", "--lr"}
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert (made["expert_model_parallel_size"], made["num_experts"], made["moe_aux_loss_coeff"]) == (4, 8, 0.01)
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -1,0 +1,243 @@
+"""Flags of Megatron's inference scripts as those of `petatron generate` and `petatron serve`: one table, and what is done with the rest.
+
+A flag is passed on under our name, changes nothing here (with the reason), or is refused with what to use instead. Flags that describe the
+model or its training are not needed, since the checkpoint says them; of the other flags of `petatron train`, layout and precision are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.flags.parse import parse_flags
+from petatron.config.schema.fields import fields_by_path
+
+RENAMED = {
+    "--num-tokens-to-generate": ("--max-tokens", ""),
+    "--temperature": ("--temperature", ""),
+    "--top-k": ("--top-k", "0"),  # a value that means all tokens is left out
+    "--top-p": ("--top-p", "0"),
+    "--top-n-logprobs": ("--logprobs", ""),
+    "--seed": ("--seed", ""),
+    "--inference-max-seq-length": ("--max-length", ""),
+    "--inference-max-requests": ("--max-batch-size", ""),
+    "--inference-dynamic-batching-max-requests": ("--max-batch-size", ""),
+    "--inference-dynamic-batching-max-tokens": ("--max-batch-tokens", ""),
+    "--inference-dynamic-batching-block-size": ("--page-size", ""),
+    "--num-speculative-tokens": ("--speculative-tokens", "0"),
+}
+"""Megatron's name -> ours in `petatron generate`, and the value that asks for nothing."""
+
+SERVER_NAMES = {"--max-batch-size": "--max-sequences", "--max-batch-tokens": "--max-step-tokens"}
+"""The name in `petatron serve` of what `petatron generate` calls otherwise."""
+
+_MEMORY = "the cache takes what memory allows"
+_GRAPHS = "CUDA graphs are recorded where they help"
+_REPEAT = "prompts are answered once, as fast as the engine can"
+_KERNELS = "kernels are not chosen by flags"
+WITHOUT_EFFECT = {
+    "--max-tokens-to-oom": _MEMORY,
+    "--inference-dynamic-batching-buffer-size-gb": _MEMORY,
+    "--inference-dynamic-batching-paused-buffer-size-gb": _MEMORY,
+    "--inference-dynamic-batching-unified-memory-level": _MEMORY,
+    "--inference-dynamic-batching-prefix-caching": "equal beginnings of prompts are always computed once",
+    "--inference-dynamic-batching-prefix-caching-eviction-policy": "the page that was not used for longest goes first",
+    "--inference-dynamic-batching-num-cuda-graphs": _GRAPHS,
+    "--inference-dynamic-batching-cuda-graph-sizing-distribution": _GRAPHS,
+    "--inference-cuda-graph-scope": _GRAPHS,
+    "--decode-only-cuda-graphs": _GRAPHS,
+    "--cuda-graph-impl": _GRAPHS,
+    "--cuda-graph-modules": _GRAPHS,
+    "--moe-pad-experts-for-cuda-graph-inference": _GRAPHS,
+    "--inference-dynamic-batching-sampling-backend": _KERNELS,
+    "--inference-grouped-gemm-backend": _KERNELS,
+    "--inference-moe-token-dispatcher-type": _KERNELS,
+    "--inference-fuse-tp-communication": _KERNELS,
+    "--use-flashinfer-fused-rope": _KERNELS,
+    "--attention-backend": _KERNELS,
+    "--mamba-inference-conv-states-dtype": "windows of convolutions are kept in the precision of the model",
+    "--mamba-inference-ssm-states-dtype": "states of Mamba-2 are kept in fp32",
+    "--enable-chunked-prefill": "long prompts are always computed in chunks",
+    "--use-legacy-static-engine": "there is one engine",
+    "--inference-dynamic-batching-async-sched-mode": "there is one way to schedule",
+    "--inference-dynamic-batching": "requests are always batched as they come",
+    "--inference-logging-step-interval": "the engine writes no log of its steps",
+    "--inference-ckpt-non-strict": "what generation does not need is never read",
+    "--inference-rng-tracker": "draws are a function of the seed",
+    "--inference-repeat-n": _REPEAT,
+    "--incoming-requests-per-step": _REPEAT,
+    "--incoming-requests-per-sec": _REPEAT,
+    "--output-every-n-results": "all answers are written",
+    "--dist-ckpt-strictness": "what generation does not need is never read",
+}
+"""Flags that are accepted and change nothing, with the reason."""
+
+REFUSED = {
+    "--use-coordinator": "Start a server instead: tools/run_text_generation_server.py, with --dp N for several replicas.",
+    "--inference-dynamic-batching-prefix-caching-coordinator-policy": "Start a server instead, with --dp N for several replicas.",
+    "--inference-coordinator-port": "Start a server instead: tools/run_text_generation_server.py --port.",
+    "--model-provider": "Leave it out: the checkpoint says which model it is.",
+    "--lora-path": "Merge the adapter into the model first.",
+}
+"""Flags that ask for something else, with what to use."""
+
+_KEPT_SETTINGS = (
+    *("parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"),
+    *("parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"),
+    *("precision.bf16", "precision.fp16"),
+)
+DEFAULTS = {"--max-tokens": "30", "--temperature": "1.0", "--top-k": "1"}
+"""Megatron's scripts generate 30 tokens and take the likeliest, unless they are told otherwise."""
+
+
+@dataclass(slots=True)
+class InferenceArguments:
+    """A command line of Megatron's: what is read here, and `flags` for `petatron generate` or `serve`."""
+
+    checkpoint: str | None = None
+    prompts: list[str] = field(default_factory=list)
+    prompt_file: str | None = None
+    prompt_limit: int | None = None
+    output_path: str | None = None
+    return_log_probs: bool = False
+    flags: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def value_of(self, name: str) -> str | None:
+        """Returns the value of one of our flags, if it is there."""
+        return self.flags[self.flags.index(name) + 1] if name in self.flags else None
+
+
+def _read_termination_id(arguments: InferenceArguments, value: str) -> None:
+    if value == "-1":
+        arguments.flags.append("--ignore-eos")
+    else:
+        fix = "Use --stop-words, or leave it out: answers end at the model's end of text."
+        arguments.problems.append(Problem("--termination-id", value, "names an id, and only -1 is understood", fix))
+
+
+def _read_prompt_limit(arguments: InferenceArguments, value: str) -> None:
+    if value.isdecimal() and int(value) > 0:
+        arguments.prompt_limit = int(value)
+    else:
+        rule, fix = "is not a number above 0", "Say how many prompts of the file are answered."
+        arguments.problems.append(Problem("--prompt-file-num-truncate", value, rule, fix))
+
+
+_READ: dict[str, Callable[[InferenceArguments, str], None]] = {
+    "--load": lambda arguments, value: setattr(arguments, "checkpoint", value),
+    "--output-path": lambda arguments, value: setattr(arguments, "output_path", value),
+    "--prompt-file": lambda arguments, value: setattr(arguments, "prompt_file", value),
+    "--prompt-file-num-truncate": _read_prompt_limit,
+    "--termination-id": _read_termination_id,
+}
+
+
+def _flag_groups(argv: Sequence[str]) -> list[tuple[str, str, list[str]]]:
+    """Returns each flag as typed, with dashes for underscores, and its values; a value after `=` is one of them."""
+    groups: list[tuple[str, str, list[str]]] = []
+    for text in argv:
+        if text.startswith("--"):
+            typed, equals, value = text.partition("=")
+            groups.append((typed, typed.replace("_", "-"), [value] if equals else []))
+        elif groups:
+            groups[-1][2].append(text)
+        else:
+            groups.append((text, "", []))
+    return groups
+
+
+def read_arguments(argv: Sequence[str]) -> InferenceArguments:
+    """Reads a command line of Megatron's inference scripts; problems and notices are in the result."""
+    arguments = InferenceArguments()
+    for typed, name, values in _flag_groups(argv):
+        value = values[0] if values else ""
+        if not name:
+            arguments.problems.append(Problem(typed, "", "is not a flag", "Flags begin with --."))
+        elif name in REFUSED:
+            arguments.problems.append(Problem(typed, value, "is not in this version", REFUSED[name]))
+        elif name in WITHOUT_EFFECT:
+            arguments.notices.append(f"{typed} is accepted and changes nothing: {WITHOUT_EFFECT[name]}")
+        elif name == "--prompts":
+            arguments.prompts += values
+        elif name == "--stop-words":
+            arguments.flags += [part for text in values for part in ("--stop", text)]
+        elif name == "--return-log-probs":
+            arguments.return_log_probs = True
+        elif name not in RENAMED and name not in _READ:
+            arguments.others += [typed, *values]
+        elif len(values) != 1:
+            arguments.problems.append(Problem(typed, " ".join(values), "takes one value", "Give one."))
+        elif name in _READ:
+            _READ[name](arguments, value)
+        elif not _asks_for_nothing(value, RENAMED[name][1]):
+            arguments.flags += [RENAMED[name][0], value]
+        else:
+            arguments.flags += [RENAMED[name][0], ""]  # said, so that no default takes its place
+    return arguments
+
+
+def _asks_for_nothing(value: str, nothing: str) -> bool:
+    try:
+        return bool(nothing) and float(value) == float(nothing)
+    except ValueError:
+        return False
+
+
+def generate_flags(arguments: InferenceArguments) -> list[str]:
+    """Returns the flags of `petatron generate`, with Megatron's defaults; `ConfigError` with every problem of the command line."""
+    kept, dropped = _flags_of_train(arguments)
+    if arguments.checkpoint is None:
+        arguments.problems.append(Problem("--load", "", "is not given", "Name the folder of a checkpoint."))
+    if bool(arguments.prompts) == (arguments.prompt_file is not None):
+        rule = "or --prompt-file says what to continue; one of them"
+        rule += " alone" if arguments.prompts else " is needed"
+        arguments.problems.append(Problem("--prompts", "", rule, "Add --prompts 'Once upon a time', say."))
+    if arguments.problems:
+        raise ConfigError(arguments.problems)
+    if dropped:
+        arguments.notices.append(f"not needed, the checkpoint says the model: {', '.join(dropped)}")
+    flags = list(arguments.flags)
+    if "--top-p" in flags and "--top-k" not in flags and arguments.value_of("--top-p"):
+        flags += ["--top-k", ""]  # Megatron refuses both, and its default is one of them
+    for name, value in DEFAULTS.items():
+        flags += [] if name in flags else [name, value]
+    flags += [] if "--logprobs" in flags else ["--logprobs", "0"]  # answers then have the ids of their tokens
+    return [*_without_empty(flags), *kept, "--generation-config", "off"]
+
+
+def server_flags(argv: Sequence[str]) -> list[str]:
+    """Returns the flags of `petatron serve` for a command line of Megatron's server; sampling is a matter of requests there."""
+    flags: list[str] = []
+    for typed, name, values in _flag_groups(argv):
+        ours = RENAMED.get(name, ("", ""))[0]
+        engine = name.startswith("--inference-") or name == "--num-speculative-tokens"
+        if name in REFUSED:
+            raise ConfigError([Problem(typed, " ".join(values), "is not in this version", REFUSED[name])])
+        if engine and ours:
+            flags += [SERVER_NAMES.get(ours, ours), *values] if ours != "--page-size" else []
+        elif name not in WITHOUT_EFFECT:
+            flags += [typed, *values]
+    return flags
+
+
+def _without_empty(flags: Sequence[str]) -> list[str]:
+    """Returns flags without those whose value is empty."""
+    empty = {index for index, text in enumerate(flags) if text == "" and index}
+    return [text for index, text in enumerate(flags) if index not in empty and index + 1 not in empty]
+
+
+def _flags_of_train(arguments: InferenceArguments) -> tuple[list[str], list[str]]:
+    """Returns those of layout and precision under our names, and the spellings of the others; problems of both are added."""
+    parsed = parse_flags(arguments.others)
+    arguments.problems += parsed.problems
+    kept: list[str] = []
+    for setting in parsed.settings:
+        if setting.path in _KEPT_SETTINGS:
+            info = fields_by_path()[setting.path]
+            kept += [info.flag] if setting.value is True else [info.flag, str(setting.value)]
+    dropped = [setting.origin.detail for setting in parsed.settings if setting.path not in _KEPT_SETTINGS]
+    return kept, list(dict.fromkeys(map(str, dropped)))
