@@ -37,26 +37,26 @@ if TYPE_CHECKING:
     from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec
     from petatron.optim.build_update_rules import register_optimizer
     from petatron.optim.mixed_precision import MasterOptimizer
-    from petatron.pretrained.open_model import from_pretrained
-    from petatron.pretrained.run_model import Model
+    from petatron.pretrained.from_pretrained import from_pretrained
     from petatron.pretrained.save_and_load import load_checkpoint
+    from petatron.pretrained.saveable_model import Model
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
     from petatron.train.own_loop import restore, save_checkpoint
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
-    from petatron.train.state.components import AlternativeWeights
-    from petatron.train.state.run_components import register_component
+    from petatron.train.state.optional_components import register_component
+    from petatron.train.state.progress_state import AlternativeWeights
     from petatron.train.state.train_state import TrainState
     from petatron.validate import load_config
 
 _HOMES = {
-    "AlternativeWeights": "petatron.train.state.components",
+    "AlternativeWeights": "petatron.train.state.progress_state",
     "Batch": "petatron.models.batch",
     "Chunk": "petatron.checkpoint.state",
     "ConfigError": "petatron.base.errors",
     "DataError": "petatron.base.errors",
     "MasterOptimizer": "petatron.optim.mixed_precision",
-    "Model": "petatron.pretrained.run_model",
+    "Model": "petatron.pretrained.saveable_model",
     "ModelSpec": "petatron.models.model_spec",
     "ParallelMesh": "petatron.mesh.mesh",
     "PetatronError": "petatron.base.errors",
@@ -69,7 +69,7 @@ _HOMES = {
     "build_model": "petatron.train.build_run",
     "build_optimizer": "petatron.train.build_run",
     "decoder_spec": "petatron.models.decoder_spec",
-    "from_pretrained": "petatron.pretrained.open_model",
+    "from_pretrained": "petatron.pretrained.from_pretrained",
     "generate": "petatron.infer.generate",
     "launch": "petatron.train.build_run",
     "load": "petatron.train.python_run",
@@ -83,7 +83,7 @@ _HOMES = {
     "MetricSpec": "petatron.models.stage_inputs_outputs",
     "NextToken": "petatron.models.objective",
     "Objective": "petatron.models.objective",
-    "register_component": "petatron.train.state.run_components",
+    "register_component": "petatron.train.state.optional_components",
     "RecordSource": "petatron.data.dataset_kinds",
     "register_dataset": "petatron.data.dataset_kinds",
     "register_model": "petatron.models.registry",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 
 
 def groups_of(*modules: nn.Module, rule: str = "adam") -> dict[str, GroupSpec]:

@@ -272,7 +272,10 @@ def test_only_checked_configs_are_resolved():
         and isinstance(node.func, ast.Name)
         and node.func.id in ("LoadedConfig", "resolve_derived")
     }
-    assert made == {"validate/load.py calls LoadedConfig", "validate/load.py calls resolve_derived"}
+    assert made == {
+        "validate/load_checked_config.py calls LoadedConfig",
+        "validate/load_checked_config.py calls resolve_derived",
+    }
 
 
 def test_no_room_imports_a_constant_from_a_rule():
@@ -351,8 +354,8 @@ REMOVES_TREES = ("rmtree", "rmdir", "removedirs")
 WRITES = ("write_text", "write_bytes", "save_file", "mkstemp", "mktemp", "NamedTemporaryFile")
 WRITES_BY_NAME = {
     FILES: "the rule itself",
-    "petatron/base/output_file.py": "a file that the user names",
-    "petatron/pretrained/config_sections.py": "in a temporary folder of its own",
+    "petatron/base/check_output_file.py": "a file that the user names",
+    "petatron/pretrained/settings_as_config_file.py": "in a temporary folder of its own",
     "petatron/verify/trace.py": "in a folder that `petatron verify` made for it",
     "petatron/data/bpe/train_bpe.py": "a file that the user names",
     "petatron/schedule/measured_timeline.py": "a file that the user names",

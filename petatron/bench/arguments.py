@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from petatron.base.errors import Problem
-from petatron.bench.measure.arguments import minimum_problems
+from petatron.bench.measure.check_arguments import minimum_problems
 from petatron.bench.measure.memory_cases import CASES
-from petatron.bench.measure.suite_entries import ENTRIES
+from petatron.bench.measure.suite_models import ENTRIES
 from petatron.bench.peers import OURS, OWN_BF16, PEER_ATTENTIONS, PEERS
 
 OPERATION_NAMES = (

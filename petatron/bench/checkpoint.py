@@ -41,7 +41,7 @@ from petatron.bench.loading.load_process import (
     LoadMeasurement,
     measure_load,
 )
-from petatron.bench.measure.arguments import positive_problems
+from petatron.bench.measure.check_arguments import positive_problems
 from petatron.bench.measure.timing import alternating_orders
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk, ModelFolder

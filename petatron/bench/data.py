@@ -32,7 +32,7 @@ from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
-from petatron.bench.measure.arguments import positive_problems
+from petatron.bench.measure.check_arguments import positive_problems
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs

@@ -2,7 +2,7 @@
 
 On a GPU a configuration trains two steps, of which the second is measured, and the next begins with its memory free. What the device
 cannot hold, as predicted, is left out. On a CPU shapes are tiny, and there is no allocator to ask: what is predicted and measured is
-state with all gradients and the tensors saved for backward (`measure/memory_snapshot.py`), without workspace; what that does not see
+state with all gradients and the tensors saved for backward (`measure/peak_memory_breakdown.py`), without workspace; what that does not see
 (FP8 weights, recompute, offload, a second micro-batch) is left out there. Labels say which forms are tiny.
 """
 
@@ -16,13 +16,13 @@ import torch
 from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.log import get_logger
 from petatron.bench import BenchResult
-from petatron.bench.measure.arguments import resolve_device, select_names
+from petatron.bench.measure.check_arguments import resolve_device, select_names
 from petatron.bench.measure.machine import versions
 from petatron.bench.measure.memory_cases import CASES, MemoryCase
-from petatron.bench.measure.memory_snapshot import snapshot_step
+from petatron.bench.measure.peak_memory_breakdown import snapshot_step
 from petatron.bench.measure.timing import allocated_bytes, free_cached_memory, peak_allocated_bytes, synchronize
 from petatron.bench.peers import BenchSpec
-from petatron.bench.peers.bench_model import bench_spec, make_batches
+from petatron.bench.peers.bench_workload import bench_spec, make_batches
 from petatron.bench.peers.ours import PetatronContender
 from petatron.estimate.memory.forecast import largest_forecast, recompute_plans, state_bytes_per_rank
 

@@ -31,7 +31,7 @@ from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.checkpoint import model_shapes
-from petatron.bench.measure.arguments import resolve_device
+from petatron.bench.measure.check_arguments import resolve_device
 from petatron.bench.measure.machine import choice_row, device_name
 from petatron.bench.measure.timing import large_copy, mean_ms, run_rounds
 from petatron.bench.measure.units import format_si
@@ -43,7 +43,7 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.update_rules import OptimizerKernels
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 
 _DEFAULTS = {"cuda": 1.24e9, "cpu": 4e6}

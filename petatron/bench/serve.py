@@ -33,8 +33,8 @@ from petatron.bench import BenchResult
 from petatron.bench.arguments import SERVED_PRESET, count_problems
 from petatron.bench.measure.timing import alternating_orders, free_cached_memory
 from petatron.bench.peers import BenchSpec
-from petatron.bench.peers.bench_model import bench_spec
-from petatron.bench.peers.engines import build_weights
+from petatron.bench.peers.bench_workload import bench_spec
+from petatron.bench.peers.generation_contenders import build_weights
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
 from petatron.bench.serving.server_process import server_process
 from petatron.config.required_settings import known_vocab_size

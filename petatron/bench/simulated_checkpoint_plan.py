@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile
+from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, StoredFile
 from petatron.checkpoint.files.manifest import (
     RankTable,
     StoredBox,

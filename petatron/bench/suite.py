@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from petatron.base.check_output_file import writable_problems
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
-from petatron.base.output_file import writable_problems
 from petatron.bench import BenchResult
 from petatron.bench.arguments import SUITE_SECONDS
-from petatron.bench.measure.arguments import file_problems, positive_problems
-from petatron.bench.measure.suite_entries import SuiteEntry, select_entries
+from petatron.bench.measure.check_arguments import file_problems, positive_problems
+from petatron.bench.measure.suite_models import SuiteEntry, select_entries
 from petatron.bench.measure.suite_table import (
     BEGIN,
     END,

@@ -35,12 +35,11 @@ from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench import peers as contenders
 from petatron.bench.arguments import count_problems
-from petatron.bench.measure.arguments import positive_problems
+from petatron.bench.measure.check_arguments import positive_problems
 from petatron.bench.measure.host_time import DEPTHS, measure_host
 from petatron.bench.measure.kernel_breakdown import profile_steps
 from petatron.bench.measure.machine import sample_gpu
-from petatron.bench.measure.report import TrainMeasurements, merge_runs, report
-from petatron.bench.measure.runner import BenchRunner, time_alternating
+from petatron.bench.measure.run_contenders import BenchRunner, time_alternating
 from petatron.bench.measure.timing import (
     allocated_bytes,
     alternating_orders,
@@ -49,8 +48,9 @@ from petatron.bench.measure.timing import (
     paired_speedups,
     synchronize,
 )
+from petatron.bench.measure.train_report import TrainMeasurements, merge_runs, report
 from petatron.bench.peers import OURS, OWN_BF16, PEER_ATTENTIONS, PEERS, BenchSpec
-from petatron.bench.peers.bench_model import bench_spec, make_batches
+from petatron.bench.peers.bench_workload import bench_spec, make_batches
 from petatron.config.schema.fields import closest_matches, fields_by_name, join_with_or
 from petatron.models.batch import Batch
 

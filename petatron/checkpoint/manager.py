@@ -26,15 +26,14 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.checkpoint.files import step_folder, step_list
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.manifest import Manifest, TableFile
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 from petatron.checkpoint.files.step_list import DamagedCheckpointError
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.rank_reader import RankReader
-from petatron.checkpoint.message_exchange import exchange_messages
 from petatron.checkpoint.run_on_all_ranks import AllRanks, LocalResult
-from petatron.checkpoint.save import weight_transfers
+from petatron.checkpoint.save import plan_weight_transfers
 from petatron.checkpoint.save.async_save import AsyncSaveThread, StagingBuffer
 from petatron.checkpoint.save.gather_weights import WeightGather
 from petatron.checkpoint.save.rank_writer import (
@@ -45,6 +44,7 @@ from petatron.checkpoint.save.rank_writer import (
     write_rank_files,
 )
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanKey, SavePlanner, save_plan_key
+from petatron.checkpoint.sparse_all_to_all import exchange_messages
 from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.mesh.collectives import all_gather, all_reduce, recursive_doubling_max
 from petatron.mesh.json_collectives import broadcast_json
@@ -194,16 +194,16 @@ class CheckpointManager:
             return survey.messages()
 
         received = exchange_messages(self._ranks.run(messages, *error_texts), axis)
-        round_bytes = weight_transfers.ROUND_BYTES
+        round_bytes = plan_weight_transfers.ROUND_BYTES
         while True:
             plan = self._ranks.run(partial(survey.plan, received, round_bytes), *error_texts)
             rounds, peak = self._ranks.max_or_raise(
                 LocalResult(plan), [len(plan.transfers.rounds), plan.transfers.max_send_bytes]
             )
-            if peak <= weight_transfers.ROUND_BYTES or round_bytes <= _MIN_ROUND_BYTES:
+            if peak <= plan_weight_transfers.ROUND_BYTES or round_bytes <= _MIN_ROUND_BYTES:
                 break
             # Some rank sends to many writers at once. Smaller rounds for each of them bound the sender's memory.
-            round_bytes = max(round_bytes * weight_transfers.ROUND_BYTES // (peak + 1), _MIN_ROUND_BYTES)
+            round_bytes = max(round_bytes * plan_weight_transfers.ROUND_BYTES // (peak + 1), _MIN_ROUND_BYTES)
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in local.values())
         total = all_reduce(torch.tensor([plan.primary_bytes + kept]), axis)
         return plan.with_rounds(rounds), int(total)

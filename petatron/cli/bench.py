@@ -15,9 +15,9 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import DataError, raise_problems
 from petatron.base.log import configure_logging
-from petatron.base.output_file import writable_problems
 from petatron.base.version import __version__
 from petatron.bench import BenchResult
 from petatron.bench.arguments import TAKES_RUN_FLAGS, add_arguments

@@ -25,8 +25,8 @@ from petatron.cli.subcommands.progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.checkpoint.inspect.diff_checkpoints import CheckpointDiff
-    from petatron.checkpoint.inspect.inspect_checkpoint import Finding, VerificationReport
     from petatron.checkpoint.inspect.summarize_checkpoint import CheckpointSummary
+    from petatron.checkpoint.inspect.verify_checkpoint import Finding, VerificationReport
 
 _CONVERT = "petatron.cli.subcommands.checkpoint_convert"
 _SHOWN_KEYS = 5
@@ -97,8 +97,8 @@ def parser(*, converting: bool = False) -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files.step_folder import damaged_error
-    from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
     from petatron.checkpoint.inspect.summarize_checkpoint import summarize_checkpoint
+    from petatron.checkpoint.inspect.verify_checkpoint import find_checkpoint
 
     summary = summarize_checkpoint(find_checkpoint(options.path, options.step))
     if options.json:
@@ -160,7 +160,7 @@ def _changed_settings(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 def _verify(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files.signature import read_public_keys
     from petatron.checkpoint.files.step_folder import list_steps
-    from petatron.checkpoint.inspect.inspect_checkpoint import (
+    from petatron.checkpoint.inspect.verify_checkpoint import (
         VerificationReport,
         find_checkpoint,
         latest_findings,
@@ -238,7 +238,7 @@ def _progress(action: str) -> StderrProgress:
 
 def _diff(options: argparse.Namespace) -> int:
     from petatron.checkpoint.inspect.diff_checkpoints import diff_checkpoints
-    from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
+    from petatron.checkpoint.inspect.verify_checkpoint import find_checkpoint
 
     if options.rtol < 0 or options.top < 0:
         flag, value = ("--rtol", options.rtol) if options.rtol < 0 else ("--top", options.top)
@@ -292,9 +292,9 @@ def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol:
 
 def _prune(options: argparse.Namespace) -> int:
     from petatron.checkpoint.files import step_folder
-    from petatron.checkpoint.files.disk import Disk
-    from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint, verify_checkpoint
-    from petatron.train.state.run_dirs import lock_save_dir
+    from petatron.checkpoint.files.digested_file_io import Disk
+    from petatron.checkpoint.inspect.verify_checkpoint import find_checkpoint, verify_checkpoint
+    from petatron.train.state.check_run_dirs import lock_save_dir
 
     class DryRunDisk(Disk):
         """Changes nothing."""

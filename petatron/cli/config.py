@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.base.format_text import count_with_noun
-from petatron.base.output_file import writable_problems
 from petatron.cli.train import read_settings_alone
 from petatron.config.flags.megatron_page import megatron_page
 from petatron.config.flags.reference_page import reference_page
@@ -18,7 +18,7 @@ from petatron.config.schema.fields import closest_matches, join_with_or
 from petatron.config.show import format_config, format_config_diff
 from petatron.config.yaml_file import dump_yaml, read_yaml_file
 from petatron.validate import resolve_config
-from petatron.validate.load import without_problems
+from petatron.validate.load_checked_config import without_problems
 
 _USAGE = """usage:
   petatron config show [X] [flags ...] [--changed] [--yaml]

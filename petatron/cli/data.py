@@ -117,7 +117,7 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _tokenizer_config(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
     from petatron.config.schema.training import TokenizerConfig
-    from petatron.validate.files import unused_tokenizer_files
+    from petatron.validate.data_and_output_settings import unused_tokenizer_files
 
     if args.tokenizer_type is not None and args.tokenizer_type not in TOKENIZER_TYPES:
         fix = f"Use one of {', '.join(TOKENIZER_TYPES)}."

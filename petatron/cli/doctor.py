@@ -189,7 +189,7 @@ def _attention_backends(device: torch.device) -> tuple[str, ...]:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from petatron.kernels.matmul import unsupported_reason
+    from petatron.kernels.cpu_matmul import unsupported_reason
 
     half = torch.bfloat16  # a CPU without its instructions would be slow, and may report that on stderr
     dtype = half if unsupported_reason(device.type, half) is None else torch.float32
@@ -219,13 +219,13 @@ def _kernels(device: torch.device) -> tuple[str, ...]:
 
 def _gemm_kernels(device: str, dtype: torch.dtype) -> Iterator[str]:
     """Yields the GEMMs outside the registry: they are PyTorch functions."""
-    from petatron.kernels import matmul, weight_grad_gemm
+    from petatron.kernels import cpu_matmul, weight_grad_gemm
     from petatron.kernels.moe import grouped_gemm
 
     name = str(dtype).removeprefix("torch.")
     for reason, fast, slow in (
         (
-            matmul.unsupported_reason(device, dtype),
+            cpu_matmul.unsupported_reason(device, dtype),
             f"GEMMs and attention: {name}",
             f"GEMMs and attention: {name} widened to float32, results rounded once; not {name}",
         ),

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import ConfigError, PetatronError, Problem, raise_problems
-from petatron.base.output_file import writable_problems
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.port.ported_run import PortedRun, port_file

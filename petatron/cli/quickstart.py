@@ -26,7 +26,7 @@ from petatron.quickstart.run_length import MAX_STEPS, RunLengthChoice, choose_ru
 from petatron.validate import load_config, resolve_config
 
 if TYPE_CHECKING:
-    from petatron.quickstart.held_out import HeldOutLoss, TrainedModel
+    from petatron.quickstart.evaluate_held_out import HeldOutLoss, TrainedModel
     from petatron.quickstart.stages import Workspace
 
 PROMPT = "import os\n\n\ndef main("
@@ -93,7 +93,7 @@ def quickstart(options: QuickstartOptions) -> int:
     code = _train(space, options, summary, started_s=started)
     if code:
         return code
-    from petatron.quickstart.held_out import evaluate_held_out
+    from petatron.quickstart.evaluate_held_out import evaluate_held_out
 
     with _one_thread():
         title = "evaluation: the checkpoint, loaded into one process instead of the ranks that trained it"

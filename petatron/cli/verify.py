@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
-from petatron.base.output_file import writable_problems
 from petatron.cli.subcommands import verify_matrix
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset
@@ -68,7 +68,12 @@ def main(argv: list[str]) -> int:
         return run_rank_main(lambda: _record(flags, options))
     from petatron.mesh.launch.local_launcher import run_ranks
     from petatron.verify.compare_traces import TOLERANCES
-    from petatron.verify.verify import SINGLE_PROCESS_FLAGS, compare_recorded_runs, parse_injection, plan_verification
+    from petatron.verify.verify_layouts import (
+        SINGLE_PROCESS_FLAGS,
+        compare_recorded_runs,
+        parse_injection,
+        plan_verification,
+    )
 
     wrong = [] if options.steps >= 1 else [Problem("--steps", str(options.steps), "is below 1", "Use 5, say.")]
     raise_problems(wrong + (writable_problems("--json", options.json) if options.json else []))
@@ -111,7 +116,7 @@ def main(argv: list[str]) -> int:
 def _record(argv: list[str], options: argparse.Namespace) -> int:
     from petatron.base.log import configure_logging
     from petatron.mesh.launch.process_group import stop_process_group
-    from petatron.verify.verify import parse_injection, record_run
+    from petatron.verify.verify_layouts import parse_injection, record_run
 
     configure_logging(rank=max(1, read_environment().rank))  # quiet on every rank: the table is what the user came for
     injection = parse_injection(options.inject) if options.inject else None

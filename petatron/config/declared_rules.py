@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from petatron.base.errors import Problem
-from petatron.config.optimizers import unused_optimizer_settings
+from petatron.config.declared_optimizers import unused_optimizer_settings
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name, join_with_or
 from petatron.config.schema.metadata import NotWith
 from petatron.config.schema.model_identity import MODEL_SECTIONS

@@ -1,7 +1,7 @@
 """Derives unset values, with the reason: the only place where one setting determines another.
 
 Every step reads the values so far and either sets one path, with the reason, or leaves it unset. A step never fails: when
-its inputs make no sense (heads that do not divide the width) it sets nothing, and `validate/load.py` reports it.
+its inputs make no sense (heads that do not divide the width) it sets nothing, and `validate/load_checked_config.py` reports it.
 Some fields stay unset on purpose because only the machine knows: the communication backend, the log folder of a run
 that is not saved, the vocabulary of a tokenizer that has not been opened yet.
 

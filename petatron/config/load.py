@@ -1,10 +1,10 @@
 """Reads argv, a preset and files into one config that records the origin of each value.
 
-Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` or
-`--from` a model that exists is one more source, which defines it (`checkpoint_settings.py`). Before flags are applied,
-the model is adapted to them (`adapt/`): `--toy`, fewer layers than a preset's patterns have, values that they make meaningless. What is
-still unset is derived. What is read here is not checked yet: `validate/load.py` asks every rule, raises all problems together, and
-resolves a config without any: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after that, except `with_vocab_size` and
+Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` or `--from` a
+model that exists is one more source, which defines it (`checkpoint_settings.py`). Before flags are applied, the model is adapted to them
+(`adapt/`): `--toy`, fewer layers than a preset's patterns have, values that they make meaningless. What is still unset is derived. What
+is read here is not checked yet: `validate/load_checked_config.py` asks every rule, raises all problems together, and resolves a config
+without any: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after that, except `with_vocab_size` and
 `pretrained/open_tokenizer.py`, which fill in what only a tokenizer's file says.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from petatron.base.errors import ConfigError, PetatronError, Problem
-from petatron.config.adapt.adapt_model import AdaptedModel, adapt_model
+from petatron.config.adapt.adapt_preset_to_flags import AdaptedModel, adapt_model
 from petatron.config.checkpoint_settings import (
     WEIGHTS_PATH,
     AppliedSettings,

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.data.document_sample_shuffle_index import legacy_random_state
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 
 Sample = NDArray[np.int64] | Mapping[str, NDArray[Any]]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from petatron.base.errors import ConfigError, DataError, Problem
-from petatron.config.plugin_settings import build_plugin, find_plugin
+from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.data.batch_loader import LoaderOptions, Sample, SampleDataset, epoch_permutation, make_batch
 from petatron.data.index_cache import fingerprint
 from petatron.data.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from petatron.base.device import host_memory_bytes
 from petatron.base.errors import DataError
 from petatron.base.format_text import format_bytes
 from petatron.base.log import get_logger
-from petatron.config.schema.default_names import GPT_DATASET
+from petatron.config.schema.default_objective_names import GPT_DATASET
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, SourceShare, register_dataset
 from petatron.data.document_sample_shuffle_index import (

@@ -20,8 +20,8 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.required_settings import known_vocab_size
 from petatron.mesh import collectives
 from petatron.models.batch import Batch
-from petatron.models.batch_arrays import mark_long_rows
 from petatron.models.decoder import GREEDY_TARGETS, TOKEN_LOSSES
+from petatron.models.mtp_and_longrope_arrays import mark_long_rows
 from petatron.parallel.context import split_batch
 from petatron.parallel.parallel_model import ParallelModel
 

@@ -18,7 +18,7 @@ from petatron.base.errors import RunFolderError
 from petatron.base.format_text import count_with_noun
 from petatron.base.terminal_escape import printable
 from petatron.checkpoint.files.step_list import STEP_FOLDER_NAME, list_steps
-from petatron.config.settings_text import layout_text
+from petatron.config.layout_and_precision_text import layout_text
 from petatron.history.metrics_file import METRICS_FILE, RunMetrics, read_metrics
 from petatron.history.run_settings import CONFIG_FILE, RunSettings, read_settings
 from petatron.history.run_state import RunState, is_locked, run_state

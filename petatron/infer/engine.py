@@ -29,10 +29,10 @@ import torch
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
-from petatron.infer.completion import Completion, EngineStats, TokenEvent
 from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.draft.drafter import Drafter
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
 from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler

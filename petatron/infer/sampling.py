@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.infer.completion import TokenLogprob
+from petatron.infer.engine_outputs import TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
 
 

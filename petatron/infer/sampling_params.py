@@ -60,7 +60,7 @@ class SamplingParams:
         None: nothing. They are those of the model, before temperature, penalties and filters.
     pooling: returns one vector of the prompt's last hidden states instead of new tokens.
     prefix_group: equal beginnings of prompts are computed once among requests of one group; "": of those that name none.
-    owner: who asks; slots, pages and tokens of steps are shared equally among owners that want them (`owner_queue.py`).
+    owner: who asks; slots, pages and tokens of steps are shared equally among owners that want them (`fair_share_queue.py`).
     """
 
     max_new_tokens: int = 16

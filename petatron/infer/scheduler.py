@@ -1,12 +1,12 @@
 """Chooses what one step computes: one token of every running sequence, and chunks of waiting prompts beside them.
 
-Requests of one owner are served in the order in which they came, those of several in turn (`owner_queue.py`). A sequence that runs has a
-slot for recurrent states, and pages. When pages run out, the sequence that came last, of the owner that has most pages, gives both back and
-waits in front of its owner's queue: what it had is computed again, so its tokens are the same. In the same way an owner that has more than
-its share gives way to one that waits and has less. A sequence that grows beyond the original context of LongRoPE is computed anew, too. A
-sequence whose beginning a running one is just computing waits until it is there, and those behind it may go first: a prompt that comes
-many times at once is computed once. Everything is a function of the requests and their tokens, so every rank decides the same without
-asking.
+Requests of one owner are served in the order in which they came, those of several in turn (`fair_share_queue.py`). A sequence that runs
+has a slot for recurrent states, and pages. When pages run out, the sequence that came last, of the owner that has most pages, gives both
+back and waits in front of its owner's queue: what it had is computed again, so its tokens are the same. In the same way an owner that has
+more than its share gives way to one that waits and has less. A sequence that grows beyond the original context of LongRoPE is computed
+anew, too. A sequence whose beginning a running one is just computing waits until it is there, and those behind it may go first: a prompt
+that comes many times at once is computed once. Everything is a function of the requests and their tokens, so every rank decides the same
+without asking.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence as Sequences
 from typing import NamedTuple
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.owner_queue import OwnerQueue, StepTokens
+from petatron.infer.fair_share_queue import OwnerQueue, StepTokens
 from petatron.infer.pages import CacheSize, PagePool, SlotPool
 from petatron.infer.sequence import AwaitedPrefix, Sequence
 

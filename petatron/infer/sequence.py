@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from petatron.infer.completion import Completion
 from petatron.infer.constraint import ConstraintState
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.pages import SCRATCH_SLOT, PrefixRoot
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.text_stream import TextStream

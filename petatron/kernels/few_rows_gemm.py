@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from petatron.kernels.cpu_matmul import matmul
 from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand, dequantize
-from petatron.kernels.matmul import matmul
 
 PERMUTED_ORDER = (2, 0, 3, 1)
 """Which of four neighbors each byte of a permuted weight is."""

@@ -12,7 +12,7 @@ MIN_PADDED_DOCUMENT = 1024
 """The shortest document, in tokens, that goes to the dense kernel, in a layout that the host plans."""
 ALIBI_RADIX = 256
 MAX_ALIBI_POSITIONS = ALIBI_RADIX**2
-"""A position is two digits, each exact in half precision (`layers/attention_positions.py`)."""
+"""A position is two digits, each exact in half precision (`layers/alibi_and_temperature.py`)."""
 Scaling = Literal["tensorwise", "rowwise", "block_1x128", "block_128x128"]
 SCALINGS: dict[str, Scaling] = {
     "tensorwise": "tensorwise",

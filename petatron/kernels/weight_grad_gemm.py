@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
-from petatron.kernels.matmul import is_widened
+from petatron.kernels.cpu_matmul import is_widened
 
 
 def unsupported_reason(device: str) -> str | None:

@@ -17,7 +17,7 @@ from petatron.kernels.attention import paged
 from petatron.kernels.attention.paged import KeyValue, PagedAttentionKernels
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
-from petatron.layers.attention_positions import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
+from petatron.layers.alibi_and_temperature import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
 from petatron.layers.core_attention import AttentionSinks, CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
@@ -29,7 +29,7 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
-from petatron.layers.token_layout import is_batch_first
+from petatron.layers.token_rows import is_batch_first
 from petatron.sharding.shard_spec import Section, Shard
 
 
@@ -37,10 +37,10 @@ from petatron.sharding.shard_spec import Section, Shard
 class AttentionSpec(SoftmaxAttentionSpec):
     """Self-attention.
 
-    visibility: its bias may be ALiBi's (`attention_positions.py`).
+    visibility: its bias may be ALiBi's (`alibi_and_temperature.py`).
     qk_norm: the norm of every query and key head, or, by `qk_norm_scope`, of all of them together.
     rope_interleaved: pairs of channels that rope rotates are neighbors instead of half a head apart.
-    temperature: see `attention_positions.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
+    temperature: see `alibi_and_temperature.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
     qkv_clip: the largest size of what the first GEMM gives for queries, keys and values; None: it has none.
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
     softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.

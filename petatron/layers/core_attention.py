@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.attention import attention, rows
-from petatron.kernels.attention.padded import PackingKernels
+from petatron.kernels.attention.packed_document_attention import PackingKernels
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.comm_slot import ContextSlot

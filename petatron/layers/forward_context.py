@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.generation_state import GenerationStep
-from petatron.layers.token_layout import TokenRows
+from petatron.layers.token_rows import TokenRows
 
 RopeCosSin = tuple[Tensor, Tensor]
 

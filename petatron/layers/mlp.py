@@ -18,7 +18,7 @@ from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, R
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
-from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
+from petatron.layers.token_rows import from_rows, rows_in_memory_order, to_rows
 from petatron.sharding.shard_spec import Shard
 
 

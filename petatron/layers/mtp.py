@@ -8,8 +8,9 @@ with the embedding E and the output head of the model itself. So a position sees
 end of a sequence, for which there are none, have no loss. Norms, W and the layer are a depth's own; the layer is of the kind of the
 model's last one.
 
-Tokens shifted by k are arrays of the batch, made of whole sequences before context parallelism splits them (`models/batch_arrays.py`).
-Their embeddings come from where the embedding is, the first pipeline stage, and travel to the last one with the activations.
+Tokens shifted by k are arrays of the batch, made of whole sequences before context parallelism splits them
+(`models/mtp_and_longrope_arrays.py`). Their embeddings come from where the embedding is, the first pipeline stage, and travel to the last
+one with the activations.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from petatron.layers.ops.recompute_output import (
 )
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
-from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
+from petatron.layers.token_rows import from_rows, rows_in_memory_order, to_rows
 from petatron.sharding.initial_values import ONES, ZEROS
 from petatron.sharding.shard_spec import Shard
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import DataError
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 
 
 @dataclass(frozen=True, slots=True)

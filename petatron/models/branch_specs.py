@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any, Literal
 
 from petatron.config.required_settings import required
-from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
+from petatron.config.schema.attention_layer_freq import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.sections.hybrid import branch_symbols
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH
 from petatron.config.schema.sections.rope import parse_longrope_factors
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.attention.visibility import Visibility
+from petatron.layers.alibi_and_temperature import AttentionTemperature
 from petatron.layers.attention import AttentionSpec
-from petatron.layers.attention_positions import AttentionTemperature
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.default_names import LM_LOSS
+from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
@@ -23,7 +23,7 @@ from petatron.layers.transformer_layer import LayerSpec
 from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
-from petatron.models.batch_arrays import are_rows_long, labels_name, tokens_name
+from petatron.models.mtp_and_longrope_arrays import are_rows_long, labels_name, tokens_name
 from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.default_names import LM_LOSS
-from petatron.config.schema.layer_patterns import linear_layers
+from petatron.config.schema.attention_layer_freq import linear_layers
+from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.sections.hybrid import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_symbols
 from petatron.config.schema.sections.vocabulary import padded_rows
-from petatron.kernels.vocab_parallel_cross_entropy import chunk_tokens
+from petatron.kernels.fused_linear_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mtp import MtpLayerSpec, embedding_name
@@ -26,9 +26,15 @@ from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models import branch_specs
 from petatron.models.batch import Batch
-from petatron.models.batch_arrays import LOSS_WEIGHTS, add_shifted_arrays, mark_long_rows, mask_name, weights_name
 from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, TOKEN_LOSSES, Decoder, mtp_loss
 from petatron.models.model_spec import ModelSpec
+from petatron.models.mtp_and_longrope_arrays import (
+    LOSS_WEIGHTS,
+    add_shifted_arrays,
+    mark_long_rows,
+    mask_name,
+    weights_name,
+)
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from petatron.config.optimizers import rule_spec
+from petatron.config.declared_optimizers import rule_spec
 from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.spec.param_spec import ParamSpec
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 
 OptimizerGroupRule = Callable[[str, ParamSpec], GroupSpec]
 """Returns the optimizer group of a parameter, by its name and spec."""

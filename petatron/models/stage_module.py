@@ -12,7 +12,7 @@ from petatron.base.errors import TrainError
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.generation_state import GenerationStep
-from petatron.layers.token_layout import TokenRows
+from petatron.layers.token_rows import TokenRows
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import StageOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from petatron.config.optimizers import register_rule_spec, rule_spec
+from petatron.config.declared_optimizers import register_rule_spec, rule_spec
 from petatron.config.schema.optimizers.update_rule_spec import UpdateRuleSpec
 from petatron.config.schema.training import OptimizerConfig
 from petatron.optim.adafactor import AdafactorRule

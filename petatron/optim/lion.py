@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from petatron.config.schema.optimizers.lion import LionSpec
 from petatron.optim.update_rules import ParamSlice, RuleContext, StepScalars, UncountedRule, UpdateFunction
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 
 _CHUNK = 1 << 24  # elements whose scaled gradient and direction exist at a time
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from petatron.base.errors import TrainError
 from petatron.base.format_text import gigabytes
 from petatron.base.log import get_logger
-from petatron.config.optimizers import rule_spec, used_rules
+from petatron.config.declared_optimizers import rule_spec, used_rules
 from petatron.config.required_settings import required
 from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.parallel import MemoryConfig
@@ -30,10 +30,10 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.build_update_rules import build_update_rule
 from petatron.optim.gradient_norm import GlobalNorm
 from petatron.optim.matrix_update import MatrixUpdate
+from petatron.optim.offload_storage import AllocateZeros, DiskStorage, describe_offload_target
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import SegmentRange, StateSegment, plan_ranges, slice_flat_shard
-from petatron.optim.state_storage import AllocateZeros, DiskStorage, describe_offload_target
-from petatron.optim.tensor_update import TensorUpdate
+from petatron.optim.update_by_tensor_sums import TensorUpdate
 from petatron.optim.update_rules import (
     TORCH_KERNELS,
     ElementRule,

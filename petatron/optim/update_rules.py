@@ -1,9 +1,10 @@
 """Update rules: the step of an optimizer, given its scalars on the device.
 
 What a rule declares of itself is elsewhere (`UpdateRuleSpec`); here is how it updates weights. There are three kinds, one for each unit:
-an `ElementRule` is called for every segment of elements, a `TensorRule` for every logical tensor (`tensor_update.py`), a `MatrixRule` for
-every logical matrix (`matrix_update.py`). A rule stores no state per element or matrix: it is passed in by the optimizer, which
-allocates it as declared. Whether a step is skipped is a scalar on the device, so that no step synchronizes with the host.
+an `ElementRule` is called for every segment of elements, a `TensorRule` for every logical tensor (`update_by_tensor_sums.py`), a
+`MatrixRule` for every logical matrix (`matrix_update.py`). A rule stores no state per element or matrix: it is passed in by the
+optimizer, which allocates it as declared. Whether a step is skipped is a scalar on the device, so that no step synchronizes with the
+host.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from petatron.config.schema.optimizers.sgd import SgdSpec
 from petatron.kernels.optimizer import adam
 from petatron.kernels.optimizer.adam import AdamKernel, AdamRates, AdamState, SquaresKernel, adam_scalars
 from petatron.kernels.registry import KernelChoice
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 
 _SGD_CHUNK = 1 << 24  # elements whose scaled gradient exists at a time
 

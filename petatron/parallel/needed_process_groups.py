@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from petatron.config import RunConfig
-from petatron.config.optimizers import rule_spec
+from petatron.config.declared_optimizers import rule_spec
 from petatron.sharding.shard_spec import Placement
 
 

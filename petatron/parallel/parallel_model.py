@@ -29,7 +29,7 @@ from petatron.parallel.pipeline.objective_terms import valid_count
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
-from petatron.schedule.pipeline_plan import PipelinePlan
+from petatron.schedule.pipeline_of_run import PipelinePlan
 from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.flat_shard import all_gather_params
 

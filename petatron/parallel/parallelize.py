@@ -35,15 +35,15 @@ from petatron.parallel.context import apply_context_parallel
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.data.param_gather_wait import wait_for_params_before_use
 from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
-from petatron.parallel.fp8 import Fp8GemmSet, apply_fp8
+from petatron.parallel.install_fp8_gemms import Fp8GemmSet, apply_fp8
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.select_kernels import select_kernels
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.fp8_gather import Fp8Weights
-from petatron.sharding.group_spec import FROZEN_GROUP, GroupSpec
 from petatron.sharding.initial_values import InitialValues
+from petatron.sharding.optimizer_group_spec import FROZEN_GROUP, GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, TensorShard
 
 if TYPE_CHECKING:

@@ -34,12 +34,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.gemm import ChunkedGemm, Gemm, Tensors
+from petatron.kernels.linear_gemms import ChunkedGemm, Gemm, Tensors
 from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradTarget
 from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
 from petatron.layers.spec.param_spec import ParamSpec
-from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.layers.token_rows import from_rows, is_batch_first, to_rows
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle

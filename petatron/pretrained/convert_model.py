@@ -2,7 +2,7 @@
 
 A converted model is written to a temporary folder and renamed when all of it is on disk, so a folder that exists is complete. In
 the formats `petatron` and `huggingface` every tensor passes through one buffer of the size of the largest: that, and the few
-blocks (or, from Megatron, the one logical tensor) that `open_weights.py` reads with, is all the memory a conversion needs. Megatron's
+blocks (or, from Megatron, the one logical tensor) that `model_source.py` reads with, is all the memory a conversion needs. Megatron's
 legacy files contain a rank's whole share, which must fit in memory when they are written.
 """
 
@@ -26,7 +26,7 @@ from petatron.base.format_text import format_bytes
 from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.safe_files import remove_tree
 from petatron.checkpoint.files import step_folder
-from petatron.checkpoint.files.disk import Disk, free_bytes
+from petatron.checkpoint.files.digested_file_io import Disk, free_bytes
 from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, serialize_tensors
 from petatron.checkpoint.megatron import OptimizerForm, TrainingExport, write_megatron
@@ -35,11 +35,11 @@ from petatron.checkpoint.save.rank_writer import weight_index_file
 from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
-from petatron.pretrained.config_sections import config_yaml_text
-from petatron.pretrained.export_hf_folder import json_bytes
+from petatron.pretrained.describe_hf_folder import json_bytes
 from petatron.pretrained.folder_kind import ModelFormat
+from petatron.pretrained.model_source import ModelSource
 from petatron.pretrained.new_folder import create_tmp_folder
-from petatron.pretrained.open_weights import ModelSource
+from petatron.pretrained.settings_as_config_file import config_yaml_text
 from petatron.pretrained.training_state import OPTIMIZER_STATE, TrainingState, fetch_float32
 from petatron.sharding.boxes import Box
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from petatron.checkpoint.inspect.check_model_folder import warn_of_damaged_model_folder
+from petatron.checkpoint.inspect.check_weights_copy import warn_of_damaged_model_folder
 from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.checkpoint.stateful import FixedPlace, SavedState, Stateful
 from petatron.mesh.rng import RandomStreams

@@ -16,7 +16,7 @@ from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
-from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
+from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.state import WEIGHT_PREFIX
@@ -25,10 +25,10 @@ from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.required_settings import required
 from petatron.data.tokenizer import folder_tokenizer
 from petatron.models.hf.check_claimed_counts import check_counts
-from petatron.pretrained.config_sections import config_sections
 from petatron.pretrained.folder_kind import check_load_dir, detect_format, is_megatron_folder, refuse_unconverted
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.open_step import open_step, stored_imports
+from petatron.pretrained.settings_as_config_file import config_sections
 
 _SECTIONS = ("model", "moe", "parallel", "tokenizer")
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")

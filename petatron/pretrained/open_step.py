@@ -9,7 +9,7 @@ from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
-from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
+from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.config.imports import import_stored
 from petatron.models.registry import is_registered

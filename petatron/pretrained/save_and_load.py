@@ -16,8 +16,8 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest
 from petatron.checkpoint.files.step_list import check_steps_not_lost
-from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest
-from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
+from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder, folder_manifest
+from petatron.checkpoint.load.averaged_weights import read_manifest_with_weights
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.state import Chunk, folder_tensor_name
@@ -26,10 +26,10 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.export_hf_folder import CompanionFiles, build_hf_folder
+from petatron.pretrained.describe_hf_folder import CompanionFiles, build_hf_folder
 from petatron.pretrained.folder_kind import has_steps, is_megatron_folder, weights_kind_problems
+from petatron.pretrained.model_source import open_model_source
 from petatron.pretrained.model_state import model_components
-from petatron.pretrained.open_weights import open_model_source
 
 LOOP_METADATA = "loop"
 """In the metadata of a run: what a loop of one's own gave to `save_checkpoint`."""

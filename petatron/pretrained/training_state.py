@@ -26,7 +26,7 @@ from petatron.checkpoint.megatron import MegatronTraining
 from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.config.schema.model_identity import model_identity
 from petatron.optim.lr_schedule import schedule_settings
-from petatron.pretrained.config_sections import load_config_sections
+from petatron.pretrained.settings_as_config_file import load_config_sections
 from petatron.sharding.shard_spec import Shape
 
 MOMENT_PREFIXES = ("exp_avg/", "exp_avg_sq/")

@@ -37,8 +37,8 @@ from petatron.base.errors import ConfigError, LaunchError, PetatronError, Proble
 from petatron.base.log import configure_logging
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
-from petatron.infer.completion import Completion, EngineStats, TokenEvent, TokenLogprob
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent, TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.process_group import stop_process_group

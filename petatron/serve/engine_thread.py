@@ -20,10 +20,16 @@ from typing import Literal, Protocol
 from petatron.base.errors import LaunchError, PetatronError, RequestError
 from petatron.base.log import get_logger
 from petatron.infer.check_request import ServedModel
-from petatron.infer.completion import Completion, EngineStats, TokenEvent
+from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.generation import Generation, GenerationCancelled, NotServingError, QueueFullError, ServerError
-from petatron.serve.open_sequences import OpenSequences
+from petatron.serve.generation_handle import (
+    Generation,
+    GenerationCancelled,
+    NotServingError,
+    QueueFullError,
+    ServerError,
+)
+from petatron.serve.sequence_admission import OpenSequences
 
 EngineState = Literal["serving", "swapping", "draining", "failed"]
 _ALIVE_CHECK_S = 0.2

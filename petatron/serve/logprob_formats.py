@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from petatron.infer.completion import TokenLogprob
+from petatron.infer.engine_outputs import TokenLogprob
 from petatron.serve.token_texts import TokenTexts
 
 LEAST_LOGPROB = -9999.0

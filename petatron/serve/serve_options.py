@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.network_address import is_loopback
+from petatron.base.loopback_address import is_loopback
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
 from petatron.serve.reasoning import ReasoningFormat, template_reasoning
 from petatron.serve.tool_calls import ToolCallFormat, template_format

@@ -32,7 +32,7 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.sharding.bucket import Bucket, BucketGrads, BucketParam
 from petatron.sharding.flat_shard import ALIGNMENT, FlatShard, OwnedRange, ParamRange, assign_whole_blocks, rank_share
 from petatron.sharding.fp8_gather import BucketFp8Gather, Fp8Weights
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
 
 _log = get_logger(__name__)

@@ -22,7 +22,7 @@ from typing import Protocol
 from torch import Tensor
 
 from petatron.mesh.mesh import Axis
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape, TensorShard
 
 ALIGNMENT = 64

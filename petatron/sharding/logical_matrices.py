@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.sharding.flat_shard import OwnedRange, ParameterGroup, element_ranges
-from petatron.sharding.group_spec import Unit
+from petatron.sharding.optimizer_group_spec import Unit
 from petatron.sharding.shard_spec import Placement, Shape, TensorShard
 
 

@@ -22,9 +22,9 @@ from petatron.models.registry import model_spec
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.update_rules import OptimizerKernels
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.initial_model import HasConfig, build_initial_model, config_of
-from petatron.pretrained.initial_model import launch as launch
-from petatron.pretrained.run_model import Model
+from petatron.pretrained.launch_and_build_model import HasConfig, build_initial_model, config_of
+from petatron.pretrained.launch_and_build_model import launch as launch
+from petatron.pretrained.saveable_model import Model
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.run_metadata import TrainProgress

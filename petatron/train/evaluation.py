@@ -12,9 +12,9 @@ from petatron.config.schema.training import TrainConfig
 from petatron.data.batch_loader import BatchLoader
 from petatron.models.objective import names_losses
 from petatron.train.build_run import evaluation_batch_size
-from petatron.train.report.metrics import validation_record
-from petatron.train.signals import EvaluationStopCheck
+from petatron.train.report.log_records import validation_record
 from petatron.train.state.train_state import TrainState
+from petatron.train.stop_monitor import EvaluationStopCheck
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from petatron.train.build_run import DataLoaders
 from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_is_due, evaluation_record
 from petatron.train.hooks.build_hooks import build_instruments
 from petatron.train.report.closing_summary import Activity, RunTotals, forced_end_text
-from petatron.train.report.metrics import (
+from petatron.train.report.log_records import (
     IntervalMeter,
     MetricRecord,
     MetricWriter,
@@ -36,8 +36,8 @@ from petatron.train.report.metrics import (
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.report.task_evaluation import TaskEvaluator
 from petatron.train.report.text_samples import TextSampler
-from petatron.train.signals import StopMonitor, time_limit_left_s
 from petatron.train.state.train_state import TrainState
+from petatron.train.stop_monitor import StopMonitor, time_limit_left_s
 from petatron.train.train_step import train_step
 
 _log = get_logger(__name__)

@@ -20,13 +20,13 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import DataLoaders, build_loaders
 from petatron.train.loop import TrainLoop
-from petatron.train.report.metrics import MetricWriter
+from petatron.train.report.log_records import MetricWriter
 from petatron.train.report.out_of_memory import check_memory_capacity, report_out_of_memory
 from petatron.train.report.run_header import RunHeader
 from petatron.train.report.task_evaluation import TaskEvaluator, read_eval_tasks
 from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts
-from petatron.train.state.run_components import check_components
-from petatron.train.state.run_dirs import check_run_dirs
+from petatron.train.state.check_run_dirs import check_run_dirs
+from petatron.train.state.optional_components import check_components
 from petatron.train.state.train_state import TrainState
 from petatron.validate.preflight import preflight
 

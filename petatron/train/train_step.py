@@ -17,7 +17,7 @@ from petatron.schedule.actions import COMPUTE_KINDS, TimedAction
 from petatron.schedule.measured_timeline import timed_action_from_json, timed_action_to_json, write_measured
 from petatron.train.hooks.build_hooks import StepInstruments, build_instruments
 from petatron.train.hooks.step_timers import StepTimers
-from petatron.train.report.metrics import StepMetrics
+from petatron.train.report.log_records import StepMetrics
 from petatron.train.state.train_state import TrainState
 
 _log = get_logger(__name__)

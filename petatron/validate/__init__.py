@@ -4,6 +4,6 @@
 (`kernels/limits.py`, `config/schema/`) that kernels, schedules and layers use too, or the spec of a model (`layer_abilities.py`).
 """
 
-from petatron.validate.load import check_config, load_config, resolve_config, without_problems
+from petatron.validate.load_checked_config import check_config, load_config, resolve_config, without_problems
 
 __all__ = ["check_config", "load_config", "resolve_config", "without_problems"]

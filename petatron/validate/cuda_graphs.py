@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.schema.default_names import NEXT_TOKEN
+from petatron.config.schema.default_objective_names import NEXT_TOKEN
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.parallel import FSDP_STRATEGIES, MODEL_PARALLEL_SIZES
 from petatron.config.schema.run import RawRunConfig
@@ -27,7 +27,7 @@ from petatron.kernels.limits import (
     flash_supports_heads,
     grouped_gemm_supports,
 )
-from petatron.models.random_numbers import uses_random_numbers
+from petatron.models.uses_random_numbers import uses_random_numbers
 from petatron.validate.moe import MOE_OVERLAP_FLAG
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"

@@ -8,8 +8,8 @@ from itertools import islice
 
 from petatron.base.errors import Problem
 from petatron.config.declared_rules import divisors, multiples_near, number_problems
+from petatron.config.schema.attention_layer_freq import layer_pattern_problems
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.layer_patterns import layer_pattern_problems
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.hybrid import (

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.base.network_address import is_default_loopback
+from petatron.base.loopback_address import is_default_loopback
 from petatron.config.declared_rules import at_least, divisors, multiples_near, or_default, within
 from petatron.config.pipeline_stages import stage_problems
 from petatron.config.schema.fields import flag_name, join_with_or

@@ -17,7 +17,7 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend
-from petatron.config.schema.default_names import GPT_DATASET, NEXT_TOKEN
+from petatron.config.schema.default_objective_names import GPT_DATASET, NEXT_TOKEN
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.declared_optimizers import find_rule_spec, unknown_optimizer, used_rules
 from petatron.config.declared_rules import above, at_least, multiples_near, within
-from petatron.config.optimizers import find_rule_spec, unknown_optimizer, used_rules
 from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.fields import fields_by_name, flag_name

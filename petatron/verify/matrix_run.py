@@ -41,7 +41,7 @@ from petatron.validate import load_config
 from petatron.verify.compare_traces import TraceComparison
 from petatron.verify.matrix import MATRIX_TOLERANCES, MatrixEntry
 from petatron.verify.trace import Injection, record_steps, write_trace
-from petatron.verify.verify import compare_recorded_runs, parse_injection, plan_verification
+from petatron.verify.verify_layouts import compare_recorded_runs, parse_injection, plan_verification
 
 TIMEOUT_MINUTES = 1.5
 """How long ranks wait for each other; a step of these models takes a fraction of a second."""

@@ -12,7 +12,7 @@ from petatron.base.errors import ConfigError
 from petatron.cli.doctor import main
 from petatron.cli.subcommands.doctor_nccl import render
 from petatron.mesh.diagnose.bandwidth import BandwidthResult
-from petatron.verify.communication_check import CommunicationReport
+from petatron.verify.communication_self_test import CommunicationReport
 
 
 @pytest.mark.usefixtures("forked_ranks")

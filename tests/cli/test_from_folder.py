@@ -19,9 +19,9 @@ from petatron.config import CheckpointConfig, LoadedConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
+from petatron.pretrained.model_source import open_model_source
 from petatron.pretrained.open_tokenizer import open_tokenizer
-from petatron.pretrained.open_weights import open_model_source
-from petatron.train.state.run_dirs import check_run_dirs
+from petatron.train.state.check_run_dirs import check_run_dirs
 from petatron.validate import load_config, resolve_config
 
 RUN = "--mock-data --lr 1e-12 --eval-iters 0 --num-workers 0 --live off --log-interval 1 --train-iters 1 --device cpu".split()

@@ -17,10 +17,10 @@ import pytest
 from petatron.cli.main import main
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import HuggingFaceTokenizer
-from petatron.infer.completion import TokenEvent
 from petatron.infer.engine import Engine
+from petatron.infer.engine_outputs import TokenEvent
 from petatron.infer.sampling_params import SamplingParams
-from petatron.pretrained.open_model import from_pretrained
+from petatron.pretrained.from_pretrained import from_pretrained
 from tests.cli.text_model import train_text_model
 
 LINES = [

@@ -11,7 +11,7 @@ from petatron.base.errors import ConfigError
 from petatron.cli.main import main
 from petatron.cli.verify import _conclusion
 from petatron.verify.compare_traces import TraceComparison
-from petatron.verify.verify import parse_injection, plan_verification
+from petatron.verify.verify_layouts import parse_injection, plan_verification
 
 TINY = "tiny-llama --num-layers 1 --hidden-size 32 --seq-length 16 --vocab-size 61 --global-batch-size 4 --num-workers 0".split()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint, verify_checkpoint
+from petatron.checkpoint.inspect.verify_checkpoint import find_checkpoint, verify_checkpoint
 from petatron.config.schema.model_identity import identity_differences, model_identity
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.python_run import load

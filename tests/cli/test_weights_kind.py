@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from petatron.cli.main import main
-from petatron.infer.completion import Completion
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.engine_process import EngineProcess
 from petatron.serve.open_engine import CheckpointEngine, model_settings

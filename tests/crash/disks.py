@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from petatron.checkpoint.files.disk import Disk, StoredFile
+from petatron.checkpoint.files.digested_file_io import Disk, StoredFile
 
 Moment = tuple[str, str]
 """What was just done, and the name of what it was done to."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 
 Names = dict[str, "Node"]
 Survives = Callable[[], bool]

@@ -14,7 +14,7 @@ import pytest
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files import step_folder
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.config import RunConfig
 from tests.crash.disks import FailingDisk
 from tests.crash.nursery import Nursery

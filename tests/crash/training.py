@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from petatron.base.device import detect_device
 from petatron.checkpoint.files import step_folder
-from petatron.checkpoint.files.disk import Disk, StoredFile
+from petatron.checkpoint.files.digested_file_io import Disk, StoredFile
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loaders
 from petatron.train.loop import TrainLoop
-from petatron.train.report.metrics import MetricRecord
+from petatron.train.report.log_records import MetricRecord
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
 

@@ -7,7 +7,7 @@ import torch
 
 from petatron.base.device import detect_device
 from petatron.bench.memory import CASES, measure_on_gpu
-from petatron.bench.peers.bench_model import bench_spec
+from petatron.bench.peers.bench_workload import bench_spec
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from petatron.validate import load_config

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step import prompt_graphs
 from petatron.models.decoder import Decoder

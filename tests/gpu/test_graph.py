@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch

@@ -9,7 +9,7 @@ import pytest
 
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.models.hf import OWN_MODEL_TYPE
-from petatron.pretrained.run_model import Model
+from petatron.pretrained.saveable_model import Model
 from tests.hf.own_models import own_model
 from tests.longform import later
 

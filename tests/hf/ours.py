@@ -24,7 +24,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.models.hf import fill_model, parse_config_json
-from petatron.pretrained.run_model import Model
+from petatron.pretrained.saveable_model import Model
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.sharding.shard_spec import TensorShard
 from petatron.train.build_run import build_model

@@ -13,7 +13,7 @@ from petatron.integrations import transformers as petatron_transformers
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
-from petatron.pretrained.run_model import Model
+from petatron.pretrained.saveable_model import Model
 from petatron.train.build_run import build_model
 from tests.unit.infer.test_sample import LATENT, MODEL
 

@@ -22,8 +22,8 @@ from petatron.integrations.transformers.weights import logical_parts
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
-from petatron.models.batch_arrays import add_shifted_arrays
-from petatron.pretrained.run_model import Model
+from petatron.models.mtp_and_longrope_arrays import add_shifted_arrays
+from petatron.pretrained.saveable_model import Model
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
 from tests.hf.own_models import IDS, ROWS, opened, own_logits, own_model, padded

@@ -19,7 +19,7 @@ from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from tests.dist import RankPool
 from tests.hf.ours import copy_model, logits_of, problem_of, run_config
 from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, continued, truth

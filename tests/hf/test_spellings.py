@@ -15,7 +15,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.models.hf import build_config_json, family_name_of_config, from_hf_config, keys_of_flags
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.registry import model_spec
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from tests.hf.ours import run_config
 
 SHAPE: dict[str, Any] = {

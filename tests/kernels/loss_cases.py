@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.vocab_parallel_cross_entropy import AllReduce, VocabColumns, WriteWeightGrad
+from petatron.kernels.fused_linear_cross_entropy import AllReduce, VocabColumns, WriteWeightGrad
 from tests.load_deadline import scaled
 
 Result = TypeVar("Result")

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.gemm import PLAIN_GEMM, PlainGemm, WeightGrad
-from petatron.kernels.vocab_parallel_cross_entropy import (
+from petatron.kernels.fused_linear_cross_entropy import (
     CHUNK_BYTES,
     LARGE_BATCH_CHUNK_BYTES,
     GradRequest,
@@ -20,6 +19,7 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
     chunk_tokens,
     linear_cross_entropy,
 )
+from petatron.kernels.linear_gemms import PLAIN_GEMM, PlainGemm, WeightGrad
 from tests.kernels.loss_cases import Case, MainGrad, Ranks, distance
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

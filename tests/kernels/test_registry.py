@@ -24,7 +24,7 @@ from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kern
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
 from petatron.mesh.mesh import ParallelMesh
-from petatron.parallel.context.sequence_parts import AxisParts
+from petatron.parallel.context.contiguous_part_exchange import AxisParts
 
 CPU = KernelContext("cpu", (0, 0), torch.bfloat16, True, None)
 HOPPER = KernelContext("cuda", (9, 0), torch.bfloat16, True, None)

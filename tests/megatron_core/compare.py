@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import petatron
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 
 
 def logit_difference(folder: Path, scratch: Path) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from tests.megatron_core.compare import logit_difference
 from tests.megatron_core.run_core import WHEEL, run_core
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import petatron
 from petatron.config import ModelConfig, MoEConfig
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.attention import AttentionSpec
 from petatron.models.batch import Batch

@@ -12,11 +12,11 @@ import petatron
 from petatron.base.errors import ConfigError, TrainError
 from petatron.cli.main import main
 from petatron.config import RunConfig
-from petatron.estimate.memory.options import option_groups
+from petatron.estimate.memory.memory_saving_options import option_groups
 from petatron.estimate.state_bytes import local_element_counts, state_bytes
 from petatron.mesh.comm_record import CommEvent
 from petatron.models.optimizer_groups import optimizer_group
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.validate import load_config
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.trace import StepTrace

@@ -17,7 +17,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.train.build_run import build_loader
-from petatron.train.state.run_components import _KINDS
+from petatron.train.state.optional_components import _KINDS
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from petatron.verify.trace import TracedShard, assemble_tensors

@@ -17,7 +17,7 @@ from petatron.optim.update_rules import (
     UncountedRule,
     UpdateFunction,
 )
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from petatron.validate import load_config
 from petatron.verify.compare_traces import compare_traces
 from petatron.verify.matrix import MATRIX, MATRIX_TOLERANCES, MatrixEntry, parse_entry
 from petatron.verify.matrix_run import make_case
-from petatron.verify.random_model import random_model_flags
+from petatron.verify.random_model_shapes import random_model_flags
 from petatron.verify.trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import diagonal

@@ -16,7 +16,7 @@ from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from tests.longform import diagonal
 
 SECRET = "-----BEGIN PRIVATE KEY-----"

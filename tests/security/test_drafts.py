@@ -19,14 +19,14 @@ from petatron.data.index_cache import cached_digest, load_or_build
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.launch.rank_exit import write_error_file
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim.state_storage import DiskStorage
+from petatron.optim.offload_storage import DiskStorage
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from petatron.quickstart.stages import STAGES_FILE, Workspace
 from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.run_training import run_training
-from petatron.train.state.run_dirs import lock_save_dir
+from petatron.train.state.check_run_dirs import lock_save_dir
 from petatron.verify.matrix_run import record_failure
 from tests.longform import diagonal
 

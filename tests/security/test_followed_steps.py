@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
+from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.serve.http.follow_run import newest_sound_step, step_properties
 from tests.heard import heard
 from tests.longform import diagonal

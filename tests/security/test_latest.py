@@ -13,13 +13,13 @@ import pytest
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.step_list import DamagedCheckpointError, resolve_step
-from petatron.checkpoint.inspect.inspect_checkpoint import find_checkpoint
+from petatron.checkpoint.inspect.verify_checkpoint import find_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.save_and_load import has_weights
-from petatron.train.state.run_dirs import check_run_dirs
+from petatron.train.state.check_run_dirs import check_run_dirs
 from tests.golden.make_checkpoint import MODEL, RUN
 from tests.longform import diagonal
 from tests.security.limits import limited

@@ -12,8 +12,8 @@ import torch
 
 from petatron.base.errors import CheckpointError, PetatronError, TrainError
 from petatron.checkpoint.files import step_folder
-from petatron.checkpoint.files.disk import Disk
-from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
+from petatron.checkpoint.files.digested_file_io import Disk
+from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.cli.main import main
@@ -22,7 +22,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.run_training import run_training
-from petatron.train.state.run_dirs import check_run_dirs, lock_save_dir
+from petatron.train.state.check_run_dirs import check_run_dirs, lock_save_dir
 from petatron.validate import load_config
 from tests.longform import diagonal
 

@@ -15,12 +15,12 @@ from petatron.base.errors import CheckpointError, PetatronError
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import table_digest
 from petatron.checkpoint.inspect.diff_checkpoints import diff_checkpoints
-from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
+from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.config.schema.run import RunConfig
+from petatron.pretrained.model_source import open_model_source
 from petatron.pretrained.open_settings import read_checkpoint_args
-from petatron.pretrained.open_weights import open_model_source
 from tests.longform import diagonal
 from tests.security.limits import limited
 from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table

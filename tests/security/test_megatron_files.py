@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.megatron.pickle_allowlist import load_dist_metadata, load_tensor_blob, load_torch_file
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject, PickleError, read_pickle
+from petatron.checkpoint.megatron.read_megatron_pickles import load_dist_metadata, load_tensor_blob, load_torch_file
 from tests.longform import diagonal
 from tests.security.limits import limited
 from tests.unit.checkpoint.megatron.megatron_files import WIDTH, Case, DistFile, write_dist, write_legacy

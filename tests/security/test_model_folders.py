@@ -18,9 +18,9 @@ from petatron.checkpoint.files.safetensors_file import read_header
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.pretrained.folder_kind import detect_format
+from petatron.pretrained.model_source import open_model_source
 from petatron.pretrained.new_folder import check_not_inside_step
 from petatron.pretrained.open_settings import read_checkpoint_args
-from petatron.pretrained.open_weights import open_model_source
 from tests.longform import diagonal
 from tests.security.limits import limited
 

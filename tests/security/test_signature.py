@@ -24,7 +24,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.files import signature
 from petatron.checkpoint.files.manifest import table_digest
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, open_signer, read_public_keys
-from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
+from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.cli.main import main
 from petatron.validate import load_config
 from tests.longform import diagonal

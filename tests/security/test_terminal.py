@@ -31,8 +31,8 @@ from petatron.cli.subcommands.progress import StderrProgress
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.launch.local_launcher import run_ranks
 from petatron.train.report.console import LiveWriter, build_console_writer
+from petatron.train.report.log_records import event_record
 from petatron.train.report.metric_writers import WandbWriter
-from petatron.train.report.metrics import event_record
 from tests.unit.checkpoint.megatron.megatron_files import Case, write_legacy
 
 ROOT = Path(__file__).parent.parent.parent
@@ -360,7 +360,7 @@ def test_only_who_draws_goes_around_the_door() -> None:
     drawing = {
         "cli/checkpoint.py",
         "cli/data.py",
-        "serve/isolation/limited_jobs.py",  # its standard output is a pipe to the server
+        "serve/isolation/limited_worker.py",  # its standard output is a pipe to the server
         "mesh/launch/local_launcher.py",
         "train/report/console.py",
         "train/report/metric_writers.py",

@@ -12,7 +12,7 @@ import numpy as np
 
 from petatron.base.errors import DataError
 from petatron.data.tokenizer import ByteTokenizer, Tokenizer
-from petatron.infer.completion import Completion, EngineStats, TokenEvent, TokenLogprob
+from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent, TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
 
 

@@ -17,8 +17,8 @@ from petatron.serve.engine_thread import EngineThread, ServedEngine
 from petatron.serve.http.app import build_app
 from petatron.serve.http.limited_protocol import limited_protocol
 from petatron.serve.http.server_state import ServerState
-from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits, ServeOptions
+from petatron.serve.served_model_properties import ModelCard
 from tests.load_deadline import Deadline, scaled
 
 TEMPLATE = (

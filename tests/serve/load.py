@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import httpx
 
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
 from tests.load_deadline import scaled
 

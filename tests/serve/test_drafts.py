@@ -11,8 +11,8 @@ import torch
 import petatron
 from petatron.cli.serve.arguments import engine_options, parser
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.serve.model_card import ModelCard
 from petatron.serve.open_engine import CheckpointEngine, model_settings
+from petatron.serve.served_model_properties import ModelCard
 from tests.serve.live_server import TEMPLATE, LiveServer, live_server
 
 FLAGS = "--mock-data --lr 1e-3 --train-iters 2 --vocab-size 257 --num-layers 2 --mtp-num-layers 1 --device cpu".split()

@@ -17,8 +17,8 @@ import pytest
 
 from petatron.serve.http.app import build_app
 from petatron.serve.http.server import DrainingServer, build_server
-from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits, ServeOptions
+from petatron.serve.served_model_properties import ModelCard
 from tests.load_deadline import scaled, wait_until
 from tests.serve.fake_engine import FakeEngine
 

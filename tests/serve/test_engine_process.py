@@ -16,8 +16,8 @@ import torch
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, DataError, LaunchError, PetatronError, Problem
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.infer.completion import Completion
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.serve import engine_process
 from petatron.serve.engine_process import EngineProcess

@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from petatron.base.errors import LaunchError
-from petatron.infer.completion import TokenEvent, TokenLogprob
+from petatron.infer.engine_outputs import TokenEvent, TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.generation import Generation
+from petatron.serve.generation_handle import Generation
 from petatron.serve.http import follow_run as follow_run_module
 from petatron.serve.http.follow_run import follow_run
 from petatron.serve.http.run_generations import joined_texts
 from petatron.serve.http.server_state import ServerState
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 

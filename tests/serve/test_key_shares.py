@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.generation import Generation, QueueFullError
-from petatron.serve.open_sequences import OpenSequences
+from petatron.serve.generation_handle import Generation, QueueFullError
+from petatron.serve.sequence_admission import OpenSequences
 from petatron.serve.serve_options import ServeLimits
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server

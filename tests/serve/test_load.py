@@ -26,8 +26,8 @@ from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.serve.http.follow_run import follow_run
-from petatron.serve.model_card import ModelCard
 from petatron.serve.open_engine import CheckpointEngine, model_settings
+from petatron.serve.served_model_properties import ModelCard
 from tests.forked_python import ForkedPython
 from tests.load_deadline import scaled
 from tests.serve.live_server import TEMPLATE, live_server

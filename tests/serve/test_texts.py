@@ -15,9 +15,9 @@ from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.prompt.chat_template import ChatTemplate, tokenizer_chat_template
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 from petatron.serve.http.openai_requests import PromptFields
-from petatron.serve.http.sampling import encode_prompts
-from petatron.serve.model_card import ModelCard
+from petatron.serve.http.request_to_engine import encode_prompts
 from petatron.serve.serve_options import ServeLimits
+from petatron.serve.served_model_properties import ModelCard
 from petatron.serve.token_texts import TokenTexts
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import live_server

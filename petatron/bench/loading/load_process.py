@@ -159,7 +159,7 @@ def _block_digests(tensor: Tensor) -> list[str]:
     import torch
 
     from petatron.checkpoint.files.block_digest import block_digest
-    from petatron.checkpoint.files.disk import BLOCK_BYTES
+    from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES
 
     content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
     digests = []

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from petatron.bench.measure.timing import alternating_orders, gc_disabled, synchronize
-from petatron.bench.peers.bench_model import bench_spec, make_batches
+from petatron.bench.peers.bench_workload import bench_spec, make_batches
 from petatron.bench.peers.ours import PetatronContender
 from petatron.models.batch import Batch
 

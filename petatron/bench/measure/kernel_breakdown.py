@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from petatron.bench.measure.runner import BenchRunner
+from petatron.bench.measure.run_contenders import BenchRunner
 from petatron.bench.measure.timing import synchronize
 
 KERNEL_CLASSES = ("GEMM", "attention", "elementwise", "optimizer", "copies", "communication", "other", "idle")

@@ -19,8 +19,8 @@ from torch import Tensor
 from petatron.bench.measure.timing import ProgressLog, median_ms
 from petatron.bench.measure.units import format_si
 from petatron.kernels.attention import attention, cudnn, flash
-from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.padded import PackingKernels
+from petatron.kernels.attention.document_layout import Documents
+from petatron.kernels.attention.packed_document_attention import PackingKernels
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.registry import KernelContext, choose_kernel
 

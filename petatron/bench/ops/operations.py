@@ -28,9 +28,9 @@ from petatron.bench.ops.qkv_split import qkv_split_cases
 from petatron.bench.ops.recurrences import channel_delta_cases, delta_cases, scan_cases
 from petatron.bench.ops.recurrent_decode import recurrent_decode_cases
 from petatron.kernels import activation, norm
+from petatron.kernels.cpu_matmul import matmul
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantize
-from petatron.kernels.matmul import matmul
-from petatron.kernels.vocab_parallel_cross_entropy import (
+from petatron.kernels.fused_linear_cross_entropy import (
     GradRequest,
     VocabColumns,
     WriteWeightGrad,

@@ -26,7 +26,7 @@ _MODULES: Mapping[str, str] = {
     OURS: "petatron.bench.peers.ours",
     "torchtitan": "petatron.bench.peers.torchtitan",
     "hf": "petatron.bench.peers.huggingface",
-    OWN_BF16: "petatron.bench.peers.bf16",
+    OWN_BF16: "petatron.bench.peers.ours_without_fp8",
 }
 PEER_ATTENTIONS = ("sdpa", "flex")
 PEERS = tuple(name for name in _MODULES if name != OURS)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from petatron.base.errors import ConfigError, Problem
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.adamw import ClippedAdamW
-from petatron.bench.peers.bench_model import precision_problems
+from petatron.bench.peers.bench_workload import precision_problems
 from petatron.bench.peers.huggingface_experts import (
     RouterLosses,
     cast_expert_weights,

@@ -15,7 +15,7 @@ from pathlib import Path
 from petatron.base.errors import Problem
 from petatron.base.log import get_logger
 from petatron.bench.peers import BenchSpec, Contender
-from petatron.bench.peers.bench_model import precision_problems
+from petatron.bench.peers.bench_workload import precision_problems
 from petatron.bench.peers.peer_source import PeerSource, folder_problems, peer_sources
 from petatron.config.schema.model_identity import variant_defaults
 
@@ -55,7 +55,7 @@ def source_problems(source: PeerSource, fp8_recipe: str | None) -> list[Problem]
         fix = f"Use {' or '.join(recipes)}."
         problems.append(Problem("--fp8-recipe", fp8_recipe, f"is no recipe of {source}'s", fix))
     if has_chunked_loss(source):
-        from petatron.bench.peers.torchtitan_chunks import missing_needs
+        from petatron.bench.peers.torchtitan_v0_3 import missing_needs
 
         problems += missing_needs(source)
     return problems

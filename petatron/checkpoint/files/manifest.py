@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from petatron.base.untrusted_files import MAX_INT64, is_count
-from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile
+from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, StoredFile
 from petatron.checkpoint.files.safetensors_file import DTYPES, MAX_DIMS
 from petatron.models.hf.folder_entries import EntryRegion
 from petatron.sharding.boxes import Box, Shape
@@ -56,7 +56,7 @@ class StoredBox:
     """A box of a logical tensor, stored from `start_in_entry` on in the entry `entry_name` of a file.
 
     Leading dimensions of size 1 that the entry does not have are dropped; `transposed`: the entry has its two dimensions swapped.
-    `scale`: of an entry that another program quantized. `interleaved`: see `entry_layout.py`.
+    `scale`: of an entry that another program quantized. `interleaved`: see `map_box_to_entry.py`.
     """
 
     file: str

@@ -27,7 +27,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.safe_files import symlink_target
 from petatron.base.untrusted_files import not_a_file_reason, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.files.block_digest import DigestKind, digest_kind
-from petatron.checkpoint.files.disk import Disk, StoredFile, digest_file
+from petatron.checkpoint.files.digested_file_io import Disk, StoredFile, digest_file
 from petatron.checkpoint.files.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,

@@ -18,8 +18,8 @@ from torch import Tensor
 from petatron.checkpoint.files.manifest import Manifest, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error, read_manifest
-from petatron.checkpoint.inspect.inspect_checkpoint import ProgressCallback
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
+from petatron.checkpoint.inspect.verify_checkpoint import ProgressCallback
 from petatron.checkpoint.load.box_reads import BoxRead, ReadPlan, execute_reads
 from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.sharding.boxes import overlap, tiling_problem

@@ -12,8 +12,8 @@ from typing import Any
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
+from petatron.config.layout_and_precision_text import layout_text
 from petatron.config.saved_config import without_private_settings
-from petatron.config.settings_text import layout_text
 
 
 @dataclass(frozen=True, slots=True)

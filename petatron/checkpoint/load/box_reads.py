@@ -25,9 +25,9 @@ from torch import Tensor
 from petatron.base import untrusted_files
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.block_digest import matches_digest
-from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_into
-from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box, to_entry_layout
+from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, StoredFile, read_into
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
+from petatron.checkpoint.files.map_box_to_entry import addressed_shape, entry_box, to_entry_layout
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, DTYPES, TensorInfo, read_header
 from petatron.checkpoint.files.step_folder import check_size, damaged_error, digest_mismatch_error
 from petatron.checkpoint.load.dequantize import PACKED_DTYPE, PackedRead, apply_scale, read_scale, unpacked_shape

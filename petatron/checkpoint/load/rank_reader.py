@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from petatron.checkpoint.files import step_folder
-from petatron.checkpoint.files.disk import StoredFile
+from petatron.checkpoint.files.digested_file_io import StoredFile
 from petatron.checkpoint.files.manifest import Manifest, RankTable, StoredTensor, TableFile
 from petatron.checkpoint.load import box_reads
 from petatron.checkpoint.load.box_directory import BoxDirectory, MessageRow, box_requests, parse_answer, table_rows
-from petatron.checkpoint.message_exchange import exchange_messages
 from petatron.checkpoint.run_on_all_ranks import AllRanks
+from petatron.checkpoint.sparse_all_to_all import exchange_messages
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.json_collectives import all_gather_json, broadcast_json
 from petatron.mesh.mesh import Axis

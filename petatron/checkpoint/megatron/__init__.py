@@ -4,9 +4,9 @@ checkpoint = open_megatron(folder)                      # .iteration .model .moe
 write_megatron(folder, iteration=..., spec=..., fetch=..., tp=2, pp=1)
 """
 
-from petatron.checkpoint.megatron.legacy_writer import write_megatron
 from petatron.checkpoint.megatron.open_checkpoint import LazyTensor, MegatronCheckpoint, MegatronTraining, open_megatron
 from petatron.checkpoint.megatron.training_writer import OptimizerForm, TrainingExport
+from petatron.checkpoint.megatron.write_checkpoint import write_megatron
 
 __all__ = [
     "LazyTensor",

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import is_count, open_regular_file
-from petatron.checkpoint.files.disk import read_into
+from petatron.checkpoint.files.digested_file_io import read_into
 from petatron.checkpoint.files.safetensors_file import MAX_DIMS
-from petatron.checkpoint.megatron.pickle_allowlist import load_dist_metadata, load_tensor_blob
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
+from petatron.checkpoint.megatron.read_megatron_pickles import load_dist_metadata, load_tensor_blob
 from petatron.sharding.boxes import Box, BoxIndex, tiling_problem
 from petatron.sharding.shard_spec import Shape
 

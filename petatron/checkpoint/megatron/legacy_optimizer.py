@@ -28,7 +28,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.lazy_weight import STATE_KINDS, StateKind
 from petatron.checkpoint.megatron.optimizer_state import torch_state, unreadable_kind
-from petatron.checkpoint.megatron.pickle_allowlist import load_torch_object
+from petatron.checkpoint.megatron.read_megatron_pickles import load_torch_object
 
 DISTRIBUTED_FILE = "distrib_optim.pt"
 _PARAM_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128

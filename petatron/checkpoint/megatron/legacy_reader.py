@@ -32,7 +32,7 @@ from petatron.checkpoint.megatron.lazy_weight import (
 )
 from petatron.checkpoint.megatron.legacy_optimizer import DISTRIBUTED_FILE, rank_optimizer_state
 from petatron.checkpoint.megatron.optimizer_state import check_readable, optimizer_parts, read_grad_scaler, read_step
-from petatron.checkpoint.megatron.pickle_allowlist import load_torch_file
+from petatron.checkpoint.megatron.read_megatron_pickles import load_torch_file
 from petatron.checkpoint.megatron.weight_layouts import stored_layout, unshard, unsharded_shape
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, is_weight, layer_index, mcore_name, with_layer
 from petatron.config.schema.sections.vocabulary import padded_rows

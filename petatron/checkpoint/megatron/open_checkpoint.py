@@ -26,7 +26,7 @@ from petatron.checkpoint.megatron.lazy_weight import (
     StoredOptimizer,
 )
 from petatron.checkpoint.megatron.legacy_reader import read_legacy
-from petatron.checkpoint.megatron.pickle_allowlist import megatron_file_error
+from petatron.checkpoint.megatron.read_megatron_pickles import megatron_file_error
 from petatron.checkpoint.megatron.run_arguments import Sections, training_sections
 from petatron.checkpoint.megatron.torch_dist_reader import read_torch_dist
 from petatron.checkpoint.megatron.weight_layouts import extract_logical

@@ -47,7 +47,7 @@ from petatron.checkpoint.megatron.optimizer_state import (
     read_step,
     unreadable_kind,
 )
-from petatron.checkpoint.megatron.pickle_allowlist import load_common_state, load_torch_file, megatron_file_error
+from petatron.checkpoint.megatron.read_megatron_pickles import load_common_state, load_torch_file, megatron_file_error
 from petatron.checkpoint.megatron.weight_names import is_weight, mcore_name
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape

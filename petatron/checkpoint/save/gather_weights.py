@@ -1,6 +1,6 @@
 """Gathers the boxes of weights that ranks hold into the whole tensors of a model folder, each on the rank that writes it.
 
-Transfers go in rounds of bounded size, one exchange each (planned by `weight_transfers.py`), so device memory is bounded by a
+Transfers go in rounds of bounded size, one exchange each (planned by `plan_weight_transfers.py`), so device memory is bounded by a
 round, however large a tensor is. With one rank nothing is sent, and an entry that is one box aliases that box's memory.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.files.entry_layout import to_entry_layout
+from petatron.checkpoint.files.map_box_to_entry import to_entry_layout
+from petatron.checkpoint.save.plan_weight_transfers import TransferRound, WeightTransfer
 from petatron.checkpoint.save.save_plan import SavePlan
-from petatron.checkpoint.save.weight_transfers import TransferRound, WeightTransfer
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.collectives import all_to_all
 from petatron.mesh.mesh import Axis

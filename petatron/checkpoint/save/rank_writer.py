@@ -17,7 +17,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import format_bytes
-from petatron.checkpoint.files.disk import Disk, free_bytes
+from petatron.checkpoint.files.digested_file_io import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable, StoredTensor, TableFile
 from petatron.checkpoint.files.safetensors_file import serialize_tensors
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER, make_tmp_step, rank_file_path, write_table

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from petatron.infer.batch.answers_file import BatchProgress
     from petatron.infer.batch.request_options import RequestOptions
     from petatron.infer.beam.beam_search import BeamParams
-    from petatron.infer.completion import Completion, TokenEvent
     from petatron.infer.engine import Engine
+    from petatron.infer.engine_outputs import Completion, TokenEvent
     from petatron.infer.sampling_params import SamplingParams
     from petatron.serve.open_engine import ModelSettings, OpenedEngine
 

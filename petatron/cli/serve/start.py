@@ -78,7 +78,7 @@ def _answer(
     from petatron.serve.http.app import build_app
     from petatron.serve.http.follow_run import follow_run
     from petatron.serve.http.server import address_of, build_server
-    from petatron.serve.model_card import ModelCard
+    from petatron.serve.served_model_properties import ModelCard
 
     name = options.served_model_name or checkpoint.resolve().name
     defaults = _sampling_defaults(args, checkpoint)

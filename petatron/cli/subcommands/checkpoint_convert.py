@@ -16,7 +16,7 @@ from petatron.cli.subcommands.progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.pretrained.convert_model import Conversion, ConversionProgress, TokenizerFiles
-    from petatron.pretrained.open_weights import ModelSource
+    from petatron.pretrained.model_source import ModelSource
 
 FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
     from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
     from petatron.pretrained.hub import local_model
-    from petatron.pretrained.open_weights import average_sources, last_steps, open_model_source
+    from petatron.pretrained.model_source import average_sources, last_steps, open_model_source
 
     kind = None if options.kind == "auto" else options.kind
     path = local_model(options.source, where="SOURCE")

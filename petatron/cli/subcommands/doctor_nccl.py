@@ -17,7 +17,7 @@ from petatron.mesh.launch.environment import RankEnvironment, read_environment
 from petatron.mesh.launch.rank_exit import run_rank_main
 
 if TYPE_CHECKING:
-    from petatron.verify.communication_check import CommunicationReport
+    from petatron.verify.communication_self_test import CommunicationReport
 
 _RANKS_ON_ONE_GPU = 4
 """Ranks on a single GPU: two for tp and two for pp."""
@@ -65,7 +65,7 @@ def _check_on_rank(environment: RankEnvironment, device: str, ranks_per_device: 
     from petatron.mesh.launch.process_group import start_process_group, stop_process_group
     from petatron.mesh.mesh import ParallelMesh
     from petatron.mesh.rank_layout import Layout
-    from petatron.verify.communication_check import check_communication, current_device
+    from petatron.verify.communication_self_test import check_communication, current_device
 
     leads = environment.rank == 0
     kind = "cuda" if device == "cuda" else "cpu"

@@ -18,7 +18,7 @@ from petatron.evaluate.score import max_scored_tokens
 from petatron.evaluate.task import ContextLimits, TaskResult
 from petatron.evaluate.task_list import LAMBADA, WIKITEXT103, TaskSettings, build_tasks
 from petatron.mesh.mesh import ParallelMesh
-from petatron.pretrained.open_model import from_pretrained
+from petatron.pretrained.from_pretrained import from_pretrained
 from petatron.serve.open_engine import ModelSettings
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from petatron.base.device import detect_device, host_memory_bytes
 from petatron.base.format_text import count_with_noun
 from petatron.config import LoadedConfig, RunConfig
-from petatron.config.settings_text import precision_name, precision_text
+from petatron.config.layout_and_precision_text import precision_name, precision_text
 from petatron.estimate.memory.forecast import (
     HostMemory,
     MemoryForecast,
@@ -21,7 +21,7 @@ from petatron.estimate.memory.forecast import (
 )
 from petatron.estimate.memory.layouts import fitting_changes
 from petatron.pretrained.open_tokenizer import open_tokenizer
-from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
 from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_changes
 
 _ASSUMED_HOST_BYTES = 1_000_000_000_000

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import Problem, raise_problems
-from petatron.base.output_file import writable_problems
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rank_exit import run_rank_main
@@ -102,7 +102,7 @@ def _positive(text: str) -> int:
 
 def _cases(entries: tuple[MatrixEntry, ...], options: argparse.Namespace) -> list[MatrixCase]:
     from petatron.verify.matrix_run import make_case
-    from petatron.verify.random_model import random_model_flags
+    from petatron.verify.random_model_shapes import random_model_flags
 
     return [
         make_case(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from petatron.base.errors import ConfigError
 from petatron.base.format_text import count_with_noun
 from petatron.config import pipeline_stages
-from petatron.config.schema import layer_patterns
+from petatron.config.schema import attention_layer_freq
 from petatron.config.schema.fields import FieldValue, unflatten_config
 from petatron.config.schema.moe_layer_freq import moe_layers
 
@@ -24,9 +24,9 @@ HYBRID, PIPELINE_LAYOUT = "model.hybrid_layer_pattern", "parallel.pipeline_model
 _NUM_LAYERS = "model.num_layers"
 _MARKS = {
     "moe.moe_layer_freq": moe_layers,
-    "model.window_attn_skip_freq": lambda config: layer_patterns.window_layers(config.model),
-    "model.linear_attention_freq": lambda config: layer_patterns.linear_layers(config.model),
-    "model.no_rope_freq": lambda config: layer_patterns.no_rope_layers(config.model),
+    "model.window_attn_skip_freq": lambda config: attention_layer_freq.window_layers(config.model),
+    "model.linear_attention_freq": lambda config: attention_layer_freq.linear_layers(config.model),
+    "model.no_rope_freq": lambda config: attention_layer_freq.no_rope_layers(config.model),
 }
 PATTERN_PATHS = (HYBRID, *_MARKS, PIPELINE_LAYOUT)
 
@@ -74,7 +74,7 @@ def cut_layers(values: Mapping[str, FieldValue], num_layers: int, *, every_patte
             wanted = [marks[index] for index in kept]
             same = _marked_layers({**values, **changed, _NUM_LAYERS: num_layers}, num_layers).get(path)
             if _is_list(values[path]) or [*(same or ())] != wanted:
-                changed[path] = layer_patterns.format_layers(wanted)
+                changed[path] = attention_layer_freq.format_layers(wanted)
     if (layout := _cut_layout(values[PIPELINE_LAYOUT], num_layers)) is not None:
         changed[PIPELINE_LAYOUT] = layout
     first = next((place for place, index in enumerate(kept) if place != index), len(kept))

@@ -30,7 +30,7 @@ from petatron.estimate.memory.forecast import (
     recompute_plans,
     state_bytes_per_rank,
 )
-from petatron.estimate.memory.options import (
+from petatron.estimate.memory.memory_saving_options import (
     MemoryOption,
     OptionGroup,
     apply_options,
@@ -39,7 +39,7 @@ from petatron.estimate.memory.options import (
     option_groups,
     problems_of,
 )
-from petatron.estimate.memory.peak import PeakMoment
+from petatron.estimate.memory.peak_moments import PeakMoment
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
 from petatron.estimate.state_bytes import StateBytes
 

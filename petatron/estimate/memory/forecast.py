@@ -1,7 +1,7 @@
 """Forecasts the peak memory of a rank: pure arithmetic, so it is known before any rank starts.
 
     weights, optimizer      `estimate/state_bytes.py`
-    gradients               those that exist at the peak (`peak.py`)
+    gradients               those that exist at the peak (`peak_moments.py`)
     activations             saved by the micro-batches in flight, and the largest recomputed group
     logits                  saved by the micro-batches in flight outside their layers, most of it for the loss
     workspace               of the moment: logits of a chunk of the loss, or the gradients inside of a branch
@@ -23,13 +23,13 @@ from typing import Literal
 from petatron.base.errors import Problem
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import pipeline_stages
-from petatron.estimate.memory.peak import PeakMoment, peak_moments
+from petatron.estimate.memory.peak_moments import PeakMoment, peak_moments
 from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, offloaded_bytes, plan_recompute
 from petatron.estimate.state_bytes import StateBytes, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.frozen_params import frozen_params
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
 
 DeviceKind = Literal["cpu", "cuda"]
 

@@ -27,7 +27,7 @@ from petatron.estimate.memory.forecast import (
     recompute_plans,
     state_bytes_per_rank,
 )
-from petatron.estimate.memory.options import (
+from petatron.estimate.memory.memory_saving_options import (
     MemoryOption,
     apply_options,
     full_recompute_option,
@@ -36,7 +36,7 @@ from petatron.estimate.memory.options import (
     sharded_optimizer_option,
     smaller_state_options,
 )
-from petatron.estimate.memory.peak import frees_gradients
+from petatron.estimate.memory.peak_moments import frees_gradients
 from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
 
 _TENSOR, _PIPELINE, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8, 16), (2, 4)

@@ -48,7 +48,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.frozen_params import frozen_params
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_plan import num_micro_batches
+from petatron.schedule.pipeline_of_run import num_micro_batches
 
 _FLOPS, _FLOPS_FP32, _MEMORY_BANDWIDTH = 600e12, 60e12, 4e12
 _HOST_BANDWIDTH, _INTRA_NODE_BANDWIDTH, _INTER_NODE_BANDWIDTH = 50e9, 150e9, 50e9

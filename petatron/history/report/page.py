@@ -15,7 +15,7 @@ from typing import Any
 
 from petatron.base.terminal_escape import printable_lines
 from petatron.base.version import __version__
-from petatron.config.schema.default_names import LM_LOSS
+from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.history.curves import METRICS, Panel, build_panels
 from petatron.history.draw.axes import compact, x_text
 from petatron.history.draw.svg import html_text, panel_svg

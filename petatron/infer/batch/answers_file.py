@@ -18,8 +18,8 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import open_atomic, reopen_file, write_atomic
 from petatron.base.untrusted_files import read_limited_json
 from petatron.infer.batch.prompts_file import PromptLine
-from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
+from petatron.infer.engine_outputs import Completion
 
 _WAITING_SHARE = 2
 """Requests that are submitted, for each that can run: enough to keep the engine full, whatever the length of the file."""

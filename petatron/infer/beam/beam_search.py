@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.infer.check_request import check_request
-from petatron.infer.completion import TokenLogprob
 from petatron.infer.engine import Engine
+from petatron.infer.engine_outputs import TokenLogprob
 from petatron.infer.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 MAX_LENGTH_PENALTY = 50

@@ -7,8 +7,8 @@ copy. `release` leaves the model with the dequantized weights, in its own precis
 
 On a CPU the GEMMs of layers and output head may make copies of their weights, once and not in every step, where all of them fit a quarter
 of its memory. Two kinds of copies, each where it pays: in float32, where the CPU has no instructions for the weight's dtype and a GEMM
-would convert it (`kernels/matmul.py`); and packed, for decode steps of several sequences. Both compute what the GEMM without them does, up
-to the order of its sums. They are read within the engine's steps only: whatever else runs the model reads the weight itself.
+would convert it (`kernels/cpu_matmul.py`); and packed, for decode steps of several sequences. Both compute what the GEMM without them does,
+up to the order of its sums. They are read within the engine's steps only: whatever else runs the model reads the weight itself.
 
 A BLAS copies both operands of a GEMM into the order in which its kernel reads them. With thousands of rows that costs nothing; with 2 to 64
 the copy of the weight is most of the GEMM. Two other orders of the weight are cheaper. [D, O] in place of [O, D] is copied faster. And
@@ -30,15 +30,15 @@ from torch import Tensor, nn
 from petatron.base.device import host_memory_bytes
 from petatron.base.log import get_logger
 from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype
+from petatron.kernels.cpu_matmul import is_widened, matmul, unsupported_reason
 from petatron.kernels.few_rows_gemm import FewRowsGemmKernels, Fp8Weight, many_rows_gemm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, Fp8Operand
-from petatron.kernels.gemm import PLAIN_GEMM, PlainGemm, Tensors, WeightGrad
-from petatron.kernels.matmul import is_widened, matmul, unsupported_reason
+from petatron.kernels.linear_gemms import PLAIN_GEMM, PlainGemm, Tensors, WeightGrad
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear, LinearOp
 from petatron.layers.vocabulary.output_head import OutputHead, plain_logits_gemm
 from petatron.models.decoder import Decoder
-from petatron.parallel.fp8 import fp8_linears
+from petatron.parallel.install_fp8_gemms import fp8_linears
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.tensor_parallel import gemm_of, set_gemm
 

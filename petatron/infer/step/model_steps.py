@@ -20,11 +20,11 @@ from petatron.infer.step.graph_capture import GraphCapture, GraphSizes
 from petatron.infer.step.layer_states import allocate_pages, allocate_states
 from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepInputs, StepOutputs
 from petatron.infer.step.prompt_graphs import PromptGraphs
-from petatron.infer.step.recorded_steps import RecordedDepths, RecordedSteps
+from petatron.infer.step.recorded_cpu_steps import RecordedDepths, RecordedSteps
 from petatron.kernels.attention.paged import PagedBatch, fresh_documents
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.spec.generation_state import GenerationStep
-from petatron.layers.spec.sequence_group import sequence_groups
+from petatron.layers.spec.generation_step_groups import sequence_groups
 from petatron.mesh import collectives
 from petatron.models.decoder import HIDDEN, Decoder
 from petatron.parallel.parallel_model import ParallelModel

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.infer.completion import TokenLogprob
+from petatron.infer.engine_outputs import TokenLogprob
 from petatron.infer.sampling import SampledRow, sample_tokens, token_logprobs
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.infer.sequence import Sequence as RunningSequence

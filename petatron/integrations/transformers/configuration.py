@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.hf import OWN_MODEL_TYPE, parse_config_json
 from petatron.models.registry import model_spec
-from petatron.pretrained.config_sections import config_sections, load_config_sections
+from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 
 
 def _setting(name: str) -> property:

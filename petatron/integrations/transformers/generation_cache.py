@@ -18,7 +18,7 @@ from transformers import Cache
 from petatron.integrations.transformers.packed_inputs import PackedInputs
 from petatron.kernels.attention.paged import PagedBatch, PromptChunk, fresh_documents
 from petatron.layers.spec.generation_state import GenerationState, GenerationStep, PagedState, RecurrentState
-from petatron.layers.spec.sequence_group import sequence_groups
+from petatron.layers.spec.generation_step_groups import sequence_groups
 
 PAGE_SIZE = 16
 

@@ -29,14 +29,14 @@ from petatron.kernels.registry import KernelContext
 from petatron.layers.mtp import MtpLayerSpec
 from petatron.layers.spec.generation_state import GenerationState
 from petatron.layers.vocabulary.embedding import TokenEmbedding
-from petatron.models.batch_arrays import mark_long_rows
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.hf import folder_shapes
 from petatron.models.hf.config_json import own_config_json
+from petatron.models.mtp_and_longrope_arrays import mark_long_rows
 from petatron.parallel.select_kernels import select_kernels
 from petatron.pretrained.hub import local_model
-from petatron.pretrained.open_weights import ModelSource, open_model_source
+from petatron.pretrained.model_source import ModelSource, open_model_source
 
 _ONE_DEVICE = 'Use device_map={"": device}, or leave it out; `petatron generate --tp 2` and the like split a model.'
 _MAX_SEED = 2**31

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 
 IGNORED = -100

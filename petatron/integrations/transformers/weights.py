@@ -14,7 +14,7 @@ from torch import Tensor
 from petatron.checkpoint.state import Chunk, folder_tensor_key
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
-from petatron.pretrained.open_weights import ModelSource
+from petatron.pretrained.model_source import ModelSource
 from petatron.sharding.shard_spec import ModelParallelCoordinate, TensorShard, compute_placement
 
 

@@ -4,11 +4,11 @@ What a token sees is one value (`visibility.py`). Every kernel declares what of 
 fastest first:
 
     neither window nor documents       cuDNN on Hopper, else PyTorch's choice; FlashAttention where values are narrower than keys
-    documents                          cuDNN on Hopper for long ones (`documents.py`), else FlashAttention on NVIDIA GPUs
+    documents                          cuDNN on Hopper for long ones (`document_layout.py`), else FlashAttention on NVIDIA GPUs
     windows, with or without them      FlashAttention on NVIDIA GPUs
-    everything else                    the sequence is cut into rectangles (`mask.py`), so that masked-out parts cost neither
-                                       time nor memory: prefixes, first tokens, spans of keys, rules of scores (`score_rules.py`; those
-                                       of a soft cap or a bias in tiles only), any precision and device
+    everything else                    the sequence is cut into rectangles (`visible_key_intervals.py`), so that masked-out parts cost
+                                       neither time nor memory: prefixes, first tokens, spans of keys, rules of scores (`score_rules.py`;
+                                       those of a soft cap or a bias in tiles only), any precision and device
 
 The first three are for half precision. None of them synchronizes with the device: what the host needs to know of the documents
 was computed with the batch.
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from petatron.kernels.attention import blocks, cudnn, dense, flash, padded, rows
 from petatron.kernels.attention.blocks import block_attention
-from petatron.kernels.attention.documents import cut_into_chunks
-from petatron.kernels.attention.mask import BlockMask, VisibleKeys
-from petatron.kernels.attention.padded import PackingKernels, PaddedKernels, padded_attention
+from petatron.kernels.attention.document_layout import cut_into_chunks
+from petatron.kernels.attention.packed_document_attention import PackingKernels, PaddedKernels, padded_attention
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import CAUSAL, Visibility, VisibilitySupport
+from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 
 __all__ = ["KERNELS", "attention", "block_attention"]
 

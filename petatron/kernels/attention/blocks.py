@@ -19,10 +19,16 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import flash
-from petatron.kernels.attention.mask import BlockMask, MaskRectangle, MaskTile, mask_rectangles, mask_tiles
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules, distance_columns
-from petatron.kernels.attention.tiles import AttentionDropout, TileRules, tile_backward, tile_forward
+from petatron.kernels.attention.tile_attention import AttentionDropout, TileRules, tile_backward, tile_forward
 from petatron.kernels.attention.visibility import EVERYTHING
+from petatron.kernels.attention.visible_key_intervals import (
+    BlockMask,
+    MaskRectangle,
+    MaskTile,
+    mask_rectangles,
+    mask_tiles,
+)
 from petatron.kernels.compute_dtype import compute_dtype
 
 VISIBILITY = EVERYTHING

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from petatron.kernels.attention.documents import Documents, KeySpans
+    from petatron.kernels.attention.document_layout import Documents, KeySpans
 
 VisibilityKind = Literal["causal", "full", "prefix", "cross"]
 DistanceBias = Literal["alibi", "relative"]

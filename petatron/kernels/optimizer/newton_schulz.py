@@ -17,7 +17,7 @@ from itertools import chain, cycle, islice, repeat
 import torch
 from torch import Tensor
 
-from petatron.kernels.matmul import matmul
+from petatron.kernels.cpu_matmul import matmul
 
 Coefficients = tuple[float, float, float]
 

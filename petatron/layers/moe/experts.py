@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.kernels.activation import GluVariant
-from petatron.kernels.gemm import Gemm
+from petatron.kernels.linear_gemms import Gemm
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGrad
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
 from petatron.layers.comm_slot import TensorSlot

@@ -36,7 +36,7 @@ from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
-from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.layers.token_rows import from_rows, is_batch_first, to_rows
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Section, Shard
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
-from petatron.kernels.matmul import matmul
+from petatron.kernels.cpu_matmul import matmul
 from petatron.kernels.moe.permute import Permutation, build_permutation, sort_by_expert
 from petatron.layers.moe.load_balancing import (
     SINGLE_RANK,
@@ -39,7 +39,7 @@ from petatron.layers.moe.load_balancing import (
     sinkhorn,
     z_loss,
 )
-from petatron.layers.token_layout import from_rows, is_batch_first, to_rows
+from petatron.layers.token_rows import from_rows, is_batch_first, to_rows
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

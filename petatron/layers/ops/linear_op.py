@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-from petatron.kernels.gemm import PLAIN_GEMM, Gemm, Tensors, WeightGrad
+from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
     RecomputableFunction,
@@ -43,7 +43,7 @@ from petatron.layers.ops.recompute_output import (
     RecomputeHandle,
     as_recomputable,
 )
-from petatron.layers.token_layout import from_rows, rows_in_memory_order, to_rows
+from petatron.layers.token_rows import from_rows, rows_in_memory_order, to_rows
 
 WriteWeightGrad = Callable[[Tensor, bool], None]
 """(out, accumulate): writes a gradient to a tensor, or adds to it."""

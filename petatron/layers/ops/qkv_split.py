@@ -14,7 +14,7 @@ from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
 from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, SavedViewFunction, Tensors
-from petatron.layers.token_layout import TokenRows, is_batch_first
+from petatron.layers.token_rows import TokenRows, is_batch_first
 
 QKNorms = tuple[RMSNorm, RMSNorm]
 """The norms of queries and of keys."""

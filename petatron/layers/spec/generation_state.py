@@ -12,7 +12,7 @@ from torch import Tensor
 
 from petatron.kernels.attention.paged import PagedBatch
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.layers.spec.sequence_group import SequenceGroup
+from petatron.layers.spec.generation_step_groups import SequenceGroup
 
 Pages = Mapping[str, Tensor]
 """The pages of one layer, by the names of its rows: [pages, page size, ...]."""

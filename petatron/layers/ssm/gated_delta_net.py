@@ -39,8 +39,8 @@ from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import StateSlots, StateTensor
+from petatron.layers.spec.generation_step_groups import SequenceGroup
 from petatron.layers.spec.param_spec import ParamSpec
-from petatron.layers.spec.sequence_group import SequenceGroup
 from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts

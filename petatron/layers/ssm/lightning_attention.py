@@ -38,8 +38,8 @@ from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import StateSlots, StateTensor
+from petatron.layers.spec.generation_step_groups import SequenceGroup
 from petatron.layers.spec.param_spec import ParamSpec
-from petatron.layers.spec.sequence_group import SequenceGroup
 from petatron.layers.ssm.mamba2 import SelectiveScan, document_starts
 from petatron.layers.ssm.ops import ScanInputs
 from petatron.layers.ssm.output_gate import GroupedRMSNorm

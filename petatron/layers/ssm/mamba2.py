@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.ssm import causal_conv as conv_reference
 from petatron.kernels.ssm import chunk_scan as scan_reference
 from petatron.kernels.ssm.decode import conv_step as conv_step_reference
@@ -44,8 +44,8 @@ from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import StateSlots, StateTensor
+from petatron.layers.spec.generation_step_groups import SequenceGroup
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
-from petatron.layers.spec.sequence_group import SequenceGroup
 from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
 from petatron.layers.ssm.ops import ConvKernels, ConvStepKernels, ScanInputs, causal_conv

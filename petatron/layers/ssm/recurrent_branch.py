@@ -14,8 +14,8 @@ from petatron.layers.linear import Linear
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import BranchModule, BranchSpec
 from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
+from petatron.layers.spec.generation_step_groups import SequenceGroup, group_outputs
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
-from petatron.layers.spec.sequence_group import SequenceGroup, group_outputs
 from petatron.sharding.shard_spec import Section, Shard
 
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-from petatron.kernels.gemm import PLAIN_GEMM, Gemm
-from petatron.kernels.matmul import matmul
-from petatron.kernels.vocab_parallel_cross_entropy import (
+from petatron.kernels.cpu_matmul import matmul
+from petatron.kernels.fused_linear_cross_entropy import (
     REFERENCE,
     CrossEntropyKernels,
     GradRequest,
@@ -29,10 +28,11 @@ from petatron.kernels.vocab_parallel_cross_entropy import (
     linear_losses_and_greedy,
     softcapped_kernels,
 )
+from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm
 from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.linear import LinearOp
 from petatron.layers.ops.linear_op import WeightGradTarget, WriteWeightGrad, local_linear
-from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
+from petatron.layers.token_rows import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 
 from petatron.base.errors import LaunchError
-from petatron.base.network_address import is_default_loopback
+from petatron.base.loopback_address import is_default_loopback
 from petatron.base.terminal_escape import escaped_output, raw_stream
 from petatron.mesh.diagnose import failure_report
 from petatron.mesh.launch.environment import RankEnvironment, rank_variables, secret_from_env

@@ -15,6 +15,14 @@ from petatron.models.hf.config_json import (
     parse_config_json,
     to_hf_config,
 )
+from petatron.models.hf.convert_hf_tensors import (
+    drop_missing_predictions,
+    fill_model,
+    output_head_name,
+    stored_names_by_full_name,
+    to_hf,
+    to_logical,
+)
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.find_family import (
     FAMILIES,
@@ -26,14 +34,6 @@ from petatron.models.hf.find_family import (
     keys_of_flags,
 )
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry, family_entries, folder_entries, folder_shapes
-from petatron.models.hf.tensor_names import (
-    drop_missing_predictions,
-    fill_model,
-    output_head_name,
-    stored_names_by_full_name,
-    to_hf,
-    to_logical,
-)
 
 __all__ = [
     "FAMILIES",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from petatron.base.errors import Problem
-from petatron.config.schema.layer_patterns import format_layers, linear_layers, window_layers
+from petatron.config.schema.attention_layer_freq import format_layers, linear_layers, window_layers
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Read, Settings, Translation, Write
 from petatron.models.model_spec import ModelSpec

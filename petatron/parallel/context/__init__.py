@@ -4,7 +4,7 @@
 chunks, and rank r has chunks r and 2c - 1 - r, in this order ("zigzag"): every rank then has the same work. If a block of
 adjacent ranks merges its chunks sorted by position, it has two runs again: those of one rank of a zigzag over the blocks. So
 one rule of positions serves every scheme below. A layer that scans the sequence needs one contiguous part per rank instead
-(`sequence_parts.py`): the model says which order it wants (`models/stage_inputs_outputs.py`). Attention between such layers
+(`contiguous_part_exchange.py`): the model says which order it wants (`models/stage_inputs_outputs.py`). Attention between such layers
 computes the same in contiguous parts, by every scheme below, but then later ranks have more work than earlier ones.
 
 **Communication**, with `kv` the elements of a rank's keys and values, q and o those of its queries and outputs, and c the ranks
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.attention import attention
-from petatron.kernels.attention.padded import PackingKernels
+from petatron.kernels.attention.packed_document_attention import PackingKernels
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.comm_slot import ContextSlot
@@ -43,8 +43,8 @@ from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.batch import Batch, SequencePart
 from petatron.models.stage_inputs_outputs import SequenceOrder
+from petatron.parallel.context.contiguous_part_exchange import AxisParts
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
-from petatron.parallel.context.sequence_parts import AxisParts
 from petatron.parallel.context.ulysses import UlyssesAllToAll
 from petatron.parallel.context.zigzag import positions_of
 

@@ -31,10 +31,10 @@ from petatron.kernels.attention.blocks import (
     block_backward,
     zero_qkv_grads,
 )
-from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
-from petatron.kernels.attention.tiles import AttentionDropout
+from petatron.kernels.attention.tile_attention import AttentionDropout
 from petatron.kernels.attention.visibility import Visibility
+from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 from petatron.models.stage_inputs_outputs import SequenceOrder

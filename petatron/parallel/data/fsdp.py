@@ -47,7 +47,7 @@ from petatron.parallel.data.fsdp_all_gather_reduce_scatter import (
 )
 from petatron.parallel.data.fsdp_param_group import FsdpParamGroup, fsdp_units, owned_flat_shard, shard_dim
 from petatron.sharding.fp8_gather import Fp8Weights, ScaledMatrix
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement
 
 ShardingStrategy = Literal["optim_grads", "optim_grads_params"]

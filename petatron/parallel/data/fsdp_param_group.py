@@ -21,7 +21,7 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.parallel.data.fsdp_all_gather_reduce_scatter import Fp8AllGather
 from petatron.parallel.data.gradient_reduction import all_reduce_partial_grads, groups_with_partial_grads
 from petatron.sharding.flat_shard import FlatShard, OwnedRange, ParamRange, rank_share
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import Placement, Shape
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from petatron.base.errors import ConfigError, PetatronError, RequestError
-from petatron.serve.generation import NotServingError, QueueFullError
+from petatron.serve.generation_handle import NotServingError, QueueFullError
 
 RETRY_AFTER_S = 1
 _ALTERNATIVE = re.compile(r"\[|^(str|int|float|bool|constrained-\w+)$")

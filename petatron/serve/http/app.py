@@ -25,10 +25,10 @@ from petatron.serve.http.responses_requests import ResponsesRequest
 from petatron.serve.http.routes import chat, completions, embeddings, megatron, model_info
 from petatron.serve.http.routes.responses import post_response
 from petatron.serve.http.server_state import ServerState, state_of
-from petatron.serve.isolation.limited_process import Isolation
-from petatron.serve.model_card import ModelCard
+from petatron.serve.isolation.limited_worker_pool import Isolation
 from petatron.serve.playground import PlaygroundPage
 from petatron.serve.serve_options import ServeOptions
+from petatron.serve.served_model_properties import ModelCard
 
 _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], type[BaseModel]], ...] = (
     ("PUT", "/api", megatron.put_api, megatron.MegatronRequest),

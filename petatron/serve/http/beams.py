@@ -8,9 +8,9 @@ from dataclasses import replace
 from fastapi import Request
 
 from petatron.infer.beam.beam_search import BeamAnswer, BeamParams, BeamSearch
-from petatron.infer.completion import Completion
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.generation import Generation
+from petatron.serve.generation_handle import Generation
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import SamplingFields
 from petatron.serve.http.run_generations import complete

@@ -12,12 +12,12 @@ from petatron.base.log import get_logger
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error, read_manifest_head
 from petatron.checkpoint.files.step_list import list_steps
-from petatron.checkpoint.inspect.inspect_checkpoint import verify_checkpoint
 from petatron.checkpoint.inspect.run_metadata_check import other_run_problems
 from petatron.checkpoint.inspect.summarize_checkpoint import run_metadata
+from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.serve.engine_thread import ServedEngine
 from petatron.serve.http.server_state import ServerState
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 
 DEFAULT_INTERVAL_S = 5.0
 _log = get_logger(__name__)

@@ -22,7 +22,7 @@ from pydantic_core import SchemaValidator, core_schema
 
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import NestedFields, OpenAIRequest
-from petatron.serve.http.request_fields import IGNORED_HEADER, FieldRule, check_extra_fields, header_value
+from petatron.serve.http.request_field_rules import IGNORED_HEADER, FieldRule, check_extra_fields, header_value
 from petatron.serve.http.server_state import state_of
 
 Body = TypeVar("Body", bound=BaseModel)

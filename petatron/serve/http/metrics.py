@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from petatron.infer.completion import Completion
-from petatron.serve.generation import Generation
+from petatron.infer.engine_outputs import Completion
+from petatron.serve.generation_handle import Generation
 
 if TYPE_CHECKING:
     from petatron.serve.engine_thread import EngineThread

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's routes. What becomes of fields that are not listed, `request_fields.py` says."""
+"""The bodies of OpenAI's routes. What becomes of fields that are not listed, `request_field_rules.py` says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from petatron.infer.sampling_params import MAX_TOP_LOGPROBS
-from petatron.serve.http.request_fields import REFUSED
+from petatron.serve.http.request_field_rules import REFUSED
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES, MAX_MESSAGES, MAX_GRAMMAR_CHARS = 64, 512, 1024, 4096, 1 << 16
 MAX_CHOICES, MAX_ALLOWED_IDS, MAX_TOOLS, MAX_SALT_CHARS = 4096, 1 << 17, 256, 1024

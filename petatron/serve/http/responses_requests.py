@@ -16,7 +16,7 @@ from petatron.serve.http.openai_requests import (
     NestedFields,
     OpenAIRequest,
 )
-from petatron.serve.http.request_fields import FieldRule
+from petatron.serve.http.request_field_rules import FieldRule
 
 LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

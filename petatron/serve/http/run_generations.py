@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from petatron.base.log import get_logger
-from petatron.infer.completion import Completion, TokenEvent
-from petatron.serve.generation import Generation, Inbox
+from petatron.infer.engine_outputs import Completion, TokenEvent
+from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError, to_api_error
 from petatron.serve.http.server_state import ServerState
 

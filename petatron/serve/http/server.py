@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
-from petatron.serve.generation import NotServingError
+from petatron.serve.generation_handle import NotServingError
 from petatron.serve.http.limited_protocol import limited_protocol
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.serve_options import ServeOptions

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from fastapi import Request
 
 from petatron.serve.engine_thread import EngineThread
-from petatron.serve.generation import Generation
+from petatron.serve.generation_handle import Generation
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.metrics import ServerMetrics
-from petatron.serve.isolation.limited_process import Isolation
-from petatron.serve.model_card import ModelCard
+from petatron.serve.isolation.limited_worker_pool import Isolation
 from petatron.serve.serve_options import ServeOptions
+from petatron.serve.served_model_properties import ModelCard
 
 
 @dataclass(slots=True)

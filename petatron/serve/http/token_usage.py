@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.serve.reasoning import AnswerSplitter, count_reasoning_tokens
 from petatron.serve.token_texts import TokenTexts
 

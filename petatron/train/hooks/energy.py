@@ -11,7 +11,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
 from petatron.train.hooks.step_hook import StepHook
-from petatron.train.report.metrics import MetricRecord, StepMetrics, event_record
+from petatron.train.report.log_records import MetricRecord, StepMetrics, event_record
 
 
 def open_energy_counter(device: torch.device) -> Callable[[], float]:

@@ -10,7 +10,7 @@ import torch
 
 from petatron.base.log import get_logger
 from petatron.train.hooks.step_hook import StepHook
-from petatron.train.report.metrics import MetricRecord, StepMetrics, event_record
+from petatron.train.report.log_records import MetricRecord, StepMetrics, event_record
 
 _log = get_logger(__name__)
 MAX_HISTORY_ENTRIES = 100_000

@@ -12,7 +12,7 @@ from petatron.mesh.mesh import Axis
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.train.hooks.step_hook import StepHook
-from petatron.train.report.metrics import StepMetrics
+from petatron.train.report.log_records import StepMetrics
 
 
 class ReplicaCheck(StepHook):

@@ -22,7 +22,7 @@ from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.rng import stable_seed
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.hooks.step_hook import StepHook
-from petatron.train.report.metrics import MetricRecord, event_record
+from petatron.train.report.log_records import MetricRecord, event_record
 
 UNEXPECTED_FACTOR, MEMORY_STEPS = 10.0, 100
 """A loss or gradient is suspicious if it is this many times the largest of this many steps before."""

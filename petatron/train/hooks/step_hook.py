@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from petatron.train.report.metrics import MetricRecord, StepMetrics
+from petatron.train.report.log_records import MetricRecord, StepMetrics
 
 
 class StepHook:

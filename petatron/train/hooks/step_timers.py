@@ -17,7 +17,7 @@ from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.schedule.actions import COMPUTE_KINDS, ActionKind, TimedAction
 from petatron.train.hooks.step_hook import StepHook
-from petatron.train.report.metrics import MetricRecord, StepMetrics, event_record
+from petatron.train.report.log_records import MetricRecord, StepMetrics, event_record
 
 _NAME_WIDTH = 48
 _HEADINGS = {"max": "max time", "minmax": "(min, max) time", "all": "times"}

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from petatron.base.format_text import count_with_noun
 from petatron.checkpoint.files.step_list import step_name
 from petatron.config import RunConfig
-from petatron.train.report.metrics import LogRecord, MetricRecord, format_duration, format_percent
+from petatron.train.report.log_records import LogRecord, MetricRecord, format_duration, format_percent
 
 Activity = Literal["evaluation", "saving", "sampling"]
 Validation = tuple[int, float]

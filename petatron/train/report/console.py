@@ -23,9 +23,9 @@ import numpy as np
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import escaped_stream, printable, printable_lines, raw_stream
 from petatron.history.draw.braille import BrailleCanvas
-from petatron.train.report.metrics import LogRecord, MetricRecord, MetricWriter, format_duration, format_percent
+from petatron.train.report.earlier_loss_curves import RunHistory
+from petatron.train.report.log_records import LogRecord, MetricRecord, MetricWriter, format_duration, format_percent
 from petatron.train.report.record_text import format_record, is_for_consoles
-from petatron.train.report.run_history import RunHistory
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

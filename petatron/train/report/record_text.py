@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from petatron.config.schema.default_names import LM_LOSS
+from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.evaluate.comparison_table import format_estimate
 from petatron.evaluate.confidence_interval import Estimate, perplexity
 from petatron.train.report.closing_summary import summary_lines
-from petatron.train.report.metrics import LogRecord, MetricRecord, format_duration, format_percent
+from petatron.train.report.log_records import LogRecord, MetricRecord, format_duration, format_percent
 
 TIME_LIMIT = "--exit-duration-in-mins"
 _CONTINUED = " => "

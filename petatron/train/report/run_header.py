@@ -17,8 +17,8 @@ from petatron.base.device import DeviceInfo
 from petatron.base.format_text import abbreviate_names, count_with_noun
 from petatron.base.version import __version__
 from petatron.config import RunConfig
+from petatron.config.layout_and_precision_text import precision_text
 from petatron.config.required_settings import known_vocab_size
-from petatron.config.settings_text import precision_text
 from petatron.data.blended_dataset import parse_weighted_prefixes
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
@@ -26,7 +26,7 @@ from petatron.estimate.memory.forecast import forecast_memory, format_gigabytes
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.models.frozen_params import describe_frozen, frozen_params
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_plan import num_micro_batches
+from petatron.schedule.pipeline_of_run import num_micro_batches
 from petatron.train.build_run import RunLength
 from petatron.train.global_batch_size import BatchSizeSchedule
 

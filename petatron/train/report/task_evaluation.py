@@ -15,7 +15,7 @@ from petatron.config import RunConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.task import TaskResult
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.signals import EvaluationStopCheck
+from petatron.train.stop_monitor import EvaluationStopCheck
 
 if TYPE_CHECKING:
     from petatron.evaluate.task_list import TaskSettings

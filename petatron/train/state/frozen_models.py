@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from petatron.base.errors import CheckpointError
-from petatron.pretrained.open_model import from_pretrained
-from petatron.pretrained.run_model import Model
+from petatron.pretrained.from_pretrained import from_pretrained
+from petatron.pretrained.saveable_model import Model
 
 
 def open_frozen_models(model: Model) -> None:

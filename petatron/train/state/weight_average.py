@@ -26,7 +26,7 @@ from petatron.checkpoint.stateful import SavedState
 from petatron.config import RunConfig
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.state.components import AlternativeWeights
+from petatron.train.state.progress_state import AlternativeWeights
 
 _SWAP_ELEMENTS = 1 << 24
 

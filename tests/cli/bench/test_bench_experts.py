@@ -7,7 +7,7 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.bench.peers import build, problems
-from petatron.bench.peers.bench_model import bench_spec, make_batches
+from petatron.bench.peers.bench_workload import bench_spec, make_batches
 from petatron.bench.peers.huggingface import TransformersContender
 from petatron.cli.bench import main
 from tests.longform import diagonal

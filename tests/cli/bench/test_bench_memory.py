@@ -10,7 +10,7 @@ import pytest
 from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError
 from petatron.bench.memory import CASES, MeasuredCase, measure_on_gpu
-from petatron.bench.peers.bench_model import bench_spec
+from petatron.bench.peers.bench_workload import bench_spec
 from petatron.cli.bench import main
 from petatron.estimate.memory.forecast import largest_forecast
 

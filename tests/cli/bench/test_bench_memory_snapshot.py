@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from petatron.bench.measure.memory_snapshot import (
+from petatron.bench.measure.memory_trace import MemoryBlock, StackFrame, blocks_at_peak
+from petatron.bench.measure.peak_memory_breakdown import (
     OUTSIDE_LAYERS,
     MemoryPart,
     MemorySnapshot,
     _block_parts,  # pyright: ignore[reportPrivateUsage]
     snapshot_step,
 )
-from petatron.bench.measure.memory_trace import MemoryBlock, StackFrame, blocks_at_peak
 from petatron.bench.measure.saved_tensors import SavedTensor, SavedTensorLog
-from petatron.bench.peers.bench_model import bench_spec, make_batches
+from petatron.bench.peers.bench_workload import bench_spec, make_batches
 from petatron.bench.peers.ours import PetatronContender
 from petatron.cli.bench import main
 from petatron.estimate.activation_bytes import layer_bytes

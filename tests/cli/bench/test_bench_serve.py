@@ -204,7 +204,7 @@ def test_every_id_of_the_tokenizer_is_a_word(tmp_path: Path):
 
 
 def test_more_than_one_rank_is_refused(tmp_path: Path):
-    from petatron.bench.peers.bench_model import bench_spec
+    from petatron.bench.peers.bench_workload import bench_spec
     from petatron.bench.serve import save_random_checkpoint
 
     save_random_checkpoint(bench_spec(["--preset", "tiny-llama", "--device", "cpu", "--no-bf16"]), tmp_path / "run")

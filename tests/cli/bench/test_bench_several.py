@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from petatron.base.check_output_file import writable_problems
 from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError, DataError
-from petatron.base.output_file import writable_problems
 from petatron.bench import train as bench_train
-from petatron.bench.measure import runner as bench_runner
+from petatron.bench.measure import run_contenders as bench_runner
 from petatron.bench.measure import timing as bench_timing
-from petatron.bench.measure.runner import BenchRunner
+from petatron.bench.measure.run_contenders import BenchRunner
 from petatron.bench.measure.units import format_si
 from petatron.bench.peers import BenchSpec, Contender
-from petatron.bench.peers.bf16 import without_fp8
+from petatron.bench.peers.ours_without_fp8 import without_fp8
 from petatron.cli import bench
 from petatron.models.batch import Batch
 from petatron.validate import load_config

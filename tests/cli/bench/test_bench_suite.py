@@ -15,7 +15,7 @@ import pytest
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.bench import suite
-from petatron.bench.measure.suite_entries import ENTRIES, select_entries
+from petatron.bench.measure.suite_models import ENTRIES, select_entries
 from petatron.bench.measure.suite_table import (
     BEGIN,
     END,
@@ -28,7 +28,7 @@ from petatron.bench.measure.suite_table import (
     update_table,
 )
 from petatron.bench.peers import problems
-from petatron.bench.peers.bench_model import bench_spec
+from petatron.bench.peers.bench_workload import bench_spec
 from petatron.cli.bench import main
 from petatron.validate import load_config
 from tests.load_deadline import scaled, wait_until

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from petatron.bench.peers import BenchSpec, build, problems, version
-from petatron.bench.peers.bench_model import bench_spec
+from petatron.bench.peers.bench_workload import bench_spec
 from petatron.bench.peers.torchtitan import has_usable_source
 from petatron.bench.peers.torchtitan_weights import load_torchtitan_weights
 from petatron.models.batch import Batch

@@ -17,10 +17,10 @@ from petatron.bench import train as bench_train
 from petatron.bench.measure.host_time import host_calls
 from petatron.bench.measure.kernel_breakdown import KERNEL_CLASSES, break_down_kernels, kernel_class
 from petatron.bench.measure.machine import parse_readings, sample_gpu
-from petatron.bench.measure.report import TrainMeasurements, merge_runs, report
-from petatron.bench.measure.runner import BenchRunner, time_alternating
+from petatron.bench.measure.run_contenders import BenchRunner, time_alternating
+from petatron.bench.measure.train_report import TrainMeasurements, merge_runs, report
 from petatron.bench.peers import BenchSpec, Contender, build, problems
-from petatron.bench.peers.bench_model import NUM_BATCHES, bench_spec, make_batches
+from petatron.bench.peers.bench_workload import NUM_BATCHES, bench_spec, make_batches
 from petatron.cli.bench import main
 from petatron.models.batch import Batch
 from tests.load_deadline import wait_until

@@ -14,7 +14,7 @@ from petatron.cli.main import main
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.estimate.memory.forecast import recompute_plans
 from petatron.train.run_training import run_training
-from petatron.train.state.run_dirs import lock_save_dir
+from petatron.train.state.check_run_dirs import lock_save_dir
 from petatron.validate import load_config
 from petatron.validate.preflight import preflight
 
@@ -158,7 +158,7 @@ def test_unwritable_save_folder(tmp_path: Path, capsys, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("petatron.checkpoint.files.disk.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("petatron.checkpoint.files.digested_file_io.tempfile.TemporaryFile", refuse)
     code, text = _fails(capsys, "--mock-data", "--save", str(tmp_path / "run"))
     assert code == 1 and f"cannot be written to {tmp_path}/run: Permission denied. Make that folder writable" in text
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import petatron
 from petatron.checkpoint.files import manifest, step_folder
-from petatron.checkpoint.files.disk import digest_file
+from petatron.checkpoint.files.digested_file_io import digest_file
 from petatron.pretrained.open_settings import read_checkpoint_args
 from tests.fuzz.kind import Case, Files, Kind, Refused
 from tests.fuzz.kinds import models

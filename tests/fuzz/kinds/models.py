@@ -15,8 +15,8 @@ import petatron
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.open_weights import ModelSource, open_model_source
-from petatron.pretrained.run_model import Model
+from petatron.pretrained.model_source import ModelSource, open_model_source
+from petatron.pretrained.saveable_model import Model
 from tests.fuzz.kinds.files import files_of
 
 _SHAPE = (

@@ -24,9 +24,9 @@ from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import Constraint
 from petatron.serve.http.app import build_app
-from petatron.serve.isolation.limited_jobs import LimitedJobs, SentTokenizer
-from petatron.serve.model_card import ModelCard
+from petatron.serve.isolation.limited_worker import LimitedJobs, SentTokenizer
 from petatron.serve.serve_options import ServeLimits, ServeOptions
+from petatron.serve.served_model_properties import ModelCard
 from tests.fuzz.kind import Kind, Refused
 from tests.serve.in_process_engine import InProcessEngine
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from petatron.kernels.attention import AttentionCall, attention, block_attention, chosen_kernel, flash
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
-from petatron.kernels.attention.documents import Documents, KeySpans
-from petatron.kernels.attention.mask import BlockMask, VisibleKeys
+from petatron.kernels.attention.document_layout import Documents, KeySpans
 from petatron.kernels.attention.visibility import Visibility
+from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 from tests import reference_attention as reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

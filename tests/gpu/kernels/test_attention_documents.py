@@ -9,8 +9,8 @@ from torch import Tensor
 
 from petatron.kernels.attention import attention, cudnn, flash
 from petatron.kernels.attention import rows as reference_rows
-from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.padded import PaddedKernels, padded_attention
+from petatron.kernels.attention.document_layout import Documents
+from petatron.kernels.attention.packed_document_attention import PaddedKernels, padded_attention
 from petatron.kernels.attention.visibility import Visibility
 from tests import reference_attention as reference
 
@@ -27,7 +27,7 @@ hopper = pytest.mark.skipif(
 
 @pytest.fixture
 def moves():
-    return pytest.importorskip("petatron.kernels.triton.attention.rows")
+    return pytest.importorskip("petatron.kernels.triton.attention.gather_scatter_rows")
 
 
 def starts_of(lengths: list[list[int]]) -> Tensor:

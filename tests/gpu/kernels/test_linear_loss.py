@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.embedding_grad import embedding_grad as plain_embedding_grad
-from petatron.kernels.vocab_parallel_cross_entropy import (
+from petatron.kernels.fused_linear_cross_entropy import (
     REFERENCE,
     CrossEntropyKernels,
     GradRequest,
@@ -27,7 +27,7 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 
 def triton_kernels() -> CrossEntropyKernels:
     pytest.importorskip("triton")
-    from petatron.kernels.triton.vocab_parallel_cross_entropy import TRITON
+    from petatron.kernels.triton.fused_linear_cross_entropy import TRITON
 
     return TRITON
 

@@ -22,8 +22,8 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.models.batch import Batch
 from petatron.models.hf import family_name_of_config, from_hf_config, matching_family, to_hf_config
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.open_weights import open_model_source
-from petatron.pretrained.run_model import Model
+from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.saveable_model import Model
 from petatron.train.build_run import build_model
 from petatron.validate import load_config, resolve_config
 from tests.dist import RankPool

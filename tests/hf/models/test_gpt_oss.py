@@ -23,7 +23,7 @@ from petatron.estimate.flops import parameter_count
 from petatron.models.hf import from_hf_config, matching_family, to_hf_config
 from petatron.models.registry import model_spec
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.hf.ours import weights_of

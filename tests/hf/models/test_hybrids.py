@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from petatron.base.errors import ConfigError
-from petatron.bench.peers.bench_model import bench_spec
+from petatron.bench.peers.bench_workload import bench_spec
 from petatron.bench.peers.huggingface import build_model as build_peer
 from petatron.estimate.flops import parameter_count
 from petatron.mesh.mesh import ParallelMesh

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
 from petatron.base.errors import ConfigError
-from petatron.config.schema.layer_patterns import linear_layers
+from petatron.config.schema.attention_layer_freq import linear_layers
 from petatron.estimate.flops import parameter_count
 from petatron.models.hf import matching_family, parse_config_json, to_hf_config, to_logical
 from petatron.models.registry import model_spec

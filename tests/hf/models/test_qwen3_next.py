@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
 from petatron.base.errors import ConfigError
-from petatron.config.schema.layer_patterns import linear_layers
+from petatron.config.schema.attention_layer_freq import linear_layers
 from petatron.estimate.flops import parameter_count
 from petatron.layers.rope import inverse_frequencies
 from petatron.models.decoder_spec import decoder_spec

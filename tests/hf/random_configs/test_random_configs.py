@@ -25,7 +25,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import FAMILIES, from_hf_config
 from petatron.models.hf.translation import ConfigReader
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from tests.hf.random_configs import families
 from tests.hf.random_configs.families import random_config
 from tests.hf.zoo import weights_of

@@ -27,8 +27,8 @@ from petatron.evaluate.task_list import TaskSettings, build_tasks
 from petatron.infer.engine_options import EngineOptions
 from petatron.integrations.lm_eval.lm_eval_model import PetatronLM
 from petatron.mesh.mesh import ParallelMesh
-from petatron.serve.model_card import ModelCard
 from petatron.serve.open_engine import CheckpointEngine, model_settings
+from petatron.serve.served_model_properties import ModelCard
 from tests.integrations.lm_eval.bos_tokenizer import BOS, bos_tokenizer
 from tests.serve.live_server import LiveServer, live_server
 

@@ -14,10 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from petatron.kernels.attention import attention, block_attention, flash
 from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
-from petatron.kernels.attention.documents import Documents
-from petatron.kernels.attention.mask import BlockMask, MaskRectangle, VisibleKeys, mask_rectangles, mask_tiles
-from petatron.kernels.attention.tiles import AttentionDropout, TileRules, tile_backward, tile_forward
+from petatron.kernels.attention.document_layout import Documents
+from petatron.kernels.attention.tile_attention import AttentionDropout, TileRules, tile_backward, tile_forward
 from petatron.kernels.attention.visibility import Visibility
+from petatron.kernels.attention.visible_key_intervals import (
+    BlockMask,
+    MaskRectangle,
+    VisibleKeys,
+    mask_rectangles,
+    mask_tiles,
+)
 from tests import reference_attention as reference
 
 CPU = torch.device("cpu")

@@ -14,22 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.attention import cudnn, documents, flash, rows
+from petatron.kernels.attention import cudnn, document_layout, flash, rows
 from petatron.kernels.attention.dense import equal_length_attention
-from petatron.kernels.attention.documents import (
+from petatron.kernels.attention.document_layout import (
     MIN_PADDED_DOCUMENT,
     PADDED_LENGTHS_PER_OCTAVE,
     Documents,
     padded_lengths,
 )
-from petatron.kernels.attention.padded import PaddedKernels, padded_attention
+from petatron.kernels.attention.packed_document_attention import PaddedKernels, padded_attention
 from tests import reference_attention as reference
 from tests.longform import diagonal, later
 
 if importlib.util.find_spec("triton") is None:
     TWINS: list[ModuleType] = [rows]
 else:
-    from petatron.kernels.triton.attention import rows as triton_rows
+    from petatron.kernels.triton.attention import gather_scatter_rows as triton_rows
 
     TWINS = [rows, triton_rows]
 
@@ -198,7 +198,7 @@ def assert_attends(inputs: list[Tensor], starts: Tensor) -> Tensor:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of 32 tokens are long, so that a test is short."""
-    monkeypatch.setattr(documents, "MIN_PADDED_DOCUMENT", 32)
+    monkeypatch.setattr(document_layout, "MIN_PADDED_DOCUMENT", 32)
 
 
 @pytest.mark.usefixtures("small")
@@ -225,7 +225,7 @@ class TestPadded:
 @given(packings(200), st.sampled_from([(2, 2), (4, 2), (3, 1)]))
 def test_any_packing_equals_reference(lengths: list[list[int]], heads: tuple[int, int]):
     starts = starts_of(*lengths)
-    with mock.patch.object(documents, "MIN_PADDED_DOCUMENT", 32):
+    with mock.patch.object(document_layout, "MIN_PADDED_DOCUMENT", 32):
         if Documents.of(starts).padded_rows is not None:
             batch, length = starts.shape
             shapes = [(length, batch, count, 4) for count in (*heads, heads[1])]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import attention, block_attention
-from petatron.kernels.attention.mask import BlockMask, VisibleKeys
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
+from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 13, 2, 4, 2, 6
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from petatron.base.errors import DataError
 from petatron.kernels.attention import KERNELS, AttentionCall, attention, block_attention, chosen_kernel, paged
-from petatron.kernels.attention.documents import PADDING_DOCUMENT, Documents, KeySpans
-from petatron.kernels.attention.mask import BlockMask, VisibleKeys
+from petatron.kernels.attention.document_layout import PADDING_DOCUMENT, Documents, KeySpans
 from petatron.kernels.attention.paged import KeyValue, PagedBatch, PromptChunk
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
+from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 from tests import reference_attention as reference
 from tests.longform import diagonal
 

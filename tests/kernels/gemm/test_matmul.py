@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from petatron.base.device import parse_instructions
 from petatron.cli import doctor
-from petatron.kernels import gemm, matmul, weight_grad_gemm
+from petatron.kernels import cpu_matmul, linear_gemms, weight_grad_gemm
 from petatron.kernels.attention import attention
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.moe.grouped_gemm import GroupedGemm
@@ -39,7 +39,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def force(monkeypatch: pytest.MonkeyPatch, *, instructions: frozenset[str]) -> None:
-    monkeypatch.setattr(matmul, "cpu_instructions", lambda: instructions)
+    monkeypatch.setattr(cpu_matmul, "cpu_instructions", lambda: instructions)
 
 
 def half(*shape: int, seed: int = 0) -> Tensor:
@@ -61,11 +61,15 @@ def half(*shape: int, seed: int = 0) -> Tensor:
 def test_cpus_that_widen(description: str, bf16: bool, fp16: bool, monkeypatch: pytest.MonkeyPatch):
     force(monkeypatch, instructions=parse_instructions(description))
     for dtype, native in ((torch.bfloat16, bf16), (torch.float16, fp16)):
-        reason = matmul.unsupported_reason("cpu", dtype)
+        reason = cpu_matmul.unsupported_reason("cpu", dtype)
         assert reason is None if native else reason is not None and str(dtype)[6:] in reason
-        assert matmul.is_widened(torch.ones(1, 1, dtype=dtype), torch.ones(1, 1, dtype=dtype)) is not native
-        assert matmul.unsupported_reason("cuda", dtype) is None
-    assert matmul.unsupported_reason("cpu", torch.float32) is matmul.unsupported_reason("cpu", torch.float64) is None
+        assert cpu_matmul.is_widened(torch.ones(1, 1, dtype=dtype), torch.ones(1, 1, dtype=dtype)) is not native
+        assert cpu_matmul.unsupported_reason("cuda", dtype) is None
+    assert (
+        cpu_matmul.unsupported_reason("cpu", torch.float32)
+        is cpu_matmul.unsupported_reason("cpu", torch.float64)
+        is None
+    )
 
 
 def test_doctor_says_which_way(widened: bool):
@@ -86,7 +90,7 @@ def test_linear_gemms(widened: bool):
     def reference(a: Tensor, b: Tensor) -> Tensor:
         return (a.float() @ b.float()).to(HALF) if widened else a @ b
 
-    plain = gemm.PLAIN_GEMM
+    plain = linear_gemms.PLAIN_GEMM
     assert plain.forward(x, weight)[0].equal(reference(x, weight.t()))
     x_grad, weight_grad = plain.backward(grad, weight, ())
     assert x_grad.equal(reference(grad, weight))
@@ -123,7 +127,7 @@ def test_autograd_saves_operands_as_they_are():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        out = matmul.matmul(a, b)
+        out = cpu_matmul.matmul(a, b)
     assert [tensor.dtype for tensor in saved] == [HALF, HALF]
     a_grad, b_grad = torch.autograd.grad(out, (a, b), grad)
     assert a_grad.equal((grad.float() @ b.float().t()).to(HALF)) and b_grad.equal(

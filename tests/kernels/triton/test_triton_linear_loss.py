@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels import vocab_parallel_cross_entropy as linear_loss
-from petatron.kernels.vocab_parallel_cross_entropy import REFERENCE, GradRequest, VocabColumns, linear_cross_entropy
+from petatron.kernels import fused_linear_cross_entropy as linear_loss
+from petatron.kernels.fused_linear_cross_entropy import REFERENCE, GradRequest, VocabColumns, linear_cross_entropy
 from tests.kernels.loss_cases import Case, MainGrad, Ranks, distance
 
 pytest.importorskip("triton")
-from petatron.kernels.triton.vocab_parallel_cross_entropy import TRITON
+from petatron.kernels.triton.fused_linear_cross_entropy import TRITON
 from tests.longform import diagonal
 
 TOKENS = 3

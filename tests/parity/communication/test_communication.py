@@ -256,7 +256,7 @@ def test_events_say_who_asked(ranks: RankPool):
     assert asked == {
         ("tp", "layers/linear.py"),
         ("tp", "vocabulary/embedding.py"),
-        ("tp", "kernels/vocab_parallel_cross_entropy.py"),
+        ("tp", "kernels/fused_linear_cross_entropy.py"),
         ("tp", "pipeline/executor.py"),  # backward: autograd has no frame of the layer
         ("world", "parallel/parallel_model.py"),
         ("dp_cp", "data/gradient_reduction.py"),

@@ -22,7 +22,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_loaders
 from petatron.train.loop import TrainLoop
-from petatron.train.report.metrics import MetricRecord
+from petatron.train.report.log_records import MetricRecord
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
 from petatron.verify.matrix import MatrixEntry, parse_entry

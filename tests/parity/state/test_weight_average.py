@@ -24,7 +24,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loader, build_loaders
 from petatron.train.evaluation import EvaluatedLosses, evaluate
 from petatron.train.loop import TrainLoop
-from petatron.train.state.run_components import check_components
+from petatron.train.state.optional_components import check_components
 from petatron.train.state.train_state import TrainState
 from petatron.train.state.weight_average import WeightAverage
 from petatron.train.train_step import train_step

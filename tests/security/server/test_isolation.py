@@ -18,8 +18,8 @@ from petatron.data.prompt.chat_template import ChatTemplate
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.grammar import check_schema_numbers
 from petatron.infer.sampling_params import Constraint
-from petatron.serve.isolation.limited_jobs import LimitedJobs
-from petatron.serve.isolation.limited_process import Isolation, LimitedPool, LimitedProcess
+from petatron.serve.isolation.limited_worker import LimitedJobs
+from petatron.serve.isolation.limited_worker_pool import Isolation, LimitedPool, LimitedProcess
 from petatron.serve.serve_options import ServeLimits
 from tests.longform import diagonal
 from tests.security.limits import limited
@@ -142,7 +142,7 @@ def test_a_request_of_a_hundred_bytes_does_not_end_the_server(server: LiveServer
 
 def test_a_template_that_never_ends_leaves_the_server_free():
     """Eight of them, more than there are processes and threads; and the server ends."""
-    from petatron.serve.model_card import ModelCard
+    from petatron.serve.served_model_properties import ModelCard
 
     engine = FakeEngine()
     card = ModelCard.of_engine(engine, name="fake", created_s=1, chat_template=TEMPLATES["time"])

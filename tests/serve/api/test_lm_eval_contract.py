@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from petatron.infer.completion import TokenLogprob
+from petatron.infer.engine_outputs import TokenLogprob
 from petatron.serve.logprob_formats import LEAST_LOGPROB, chat_logprobs, completion_logprobs, top_by_text
 from petatron.serve.token_texts import TokenTexts
 from tests.serve.fake_engine import FakeEngine

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from petatron.infer.beam.beam_search import BeamParams, BeamSearch
-from petatron.infer.completion import TokenLogprob
+from petatron.infer.engine_outputs import TokenLogprob
 from tests.load_deadline import scaled
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server

@@ -11,7 +11,7 @@ import pytest
 
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 

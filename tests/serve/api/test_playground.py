@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from petatron.history.report.style import report_style
-from petatron.infer.completion import TokenEvent
+from petatron.infer.engine_outputs import TokenEvent
 from petatron.serve.playground import PlaygroundPage
 from petatron.serve.serve_options import ServeLimits
 from petatron.serve.token_texts import TokenTexts

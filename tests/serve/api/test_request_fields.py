@@ -20,9 +20,9 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from petatron.infer.grammar import ANY_WHITESPACE
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.http.openai_requests import ChatCompletionRequest, CompletionRequest
-from petatron.serve.http.request_fields import IGNORED_HEADER, NO_EFFECT, REFUSED, field_rules
+from petatron.serve.http.request_field_rules import IGNORED_HEADER, NO_EFFECT, REFUSED, field_rules
 from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from petatron.infer.completion import Completion as EngineCompletion
+from petatron.infer.engine_outputs import Completion as EngineCompletion
 from petatron.serve.http.token_usage import usage
 from petatron.serve.reasoning import count_reasoning_tokens
 from tests.serve.api.test_tool_calls import HERMES, TOOLS

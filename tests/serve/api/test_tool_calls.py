@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 from petatron.serve.tool_calls import ToolCall, ToolCallFormat, ToolCallParser, template_format
 from tests.longform import diagonal
 from tests.serve.api.writing_engine import WritingEngine

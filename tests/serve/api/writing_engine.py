@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint import manager
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.save import file_plan, gather_weights, weight_transfers
+from petatron.checkpoint.save import file_plan, gather_weights, plan_weight_transfers
 from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
@@ -74,7 +74,7 @@ def _chunks(world: Axis, *, filled: bool) -> list[Chunk]:
 def _save(folder: str, round_bytes: int, file_bytes: int) -> None:
     world = _world()
     with (
-        mock.patch.object(weight_transfers, "ROUND_BYTES", round_bytes),
+        mock.patch.object(plan_weight_transfers, "ROUND_BYTES", round_bytes),
         mock.patch.object(manager, "_MIN_ROUND_BYTES", 1),
         mock.patch.object(file_plan, "_MAX_FILE_BYTES", file_bytes),
     ):
@@ -148,7 +148,7 @@ def _bounded(folder: str, round_bytes: int) -> tuple[int, int, int]:
         made.append(self)
 
     with (
-        mock.patch.object(weight_transfers, "ROUND_BYTES", round_bytes),
+        mock.patch.object(plan_weight_transfers, "ROUND_BYTES", round_bytes),
         mock.patch.object(manager, "_MIN_ROUND_BYTES", 8),
         mock.patch.object(gather_weights.WeightGather, "__init__", watched),
     ):
@@ -184,7 +184,7 @@ def _one_sender(folder: str) -> int:
         for number, name in enumerate(names if world.rank == 0 else [])
     ]
     with (
-        mock.patch.object(weight_transfers, "ROUND_BYTES", 800),
+        mock.patch.object(plan_weight_transfers, "ROUND_BYTES", 800),
         mock.patch.object(manager, "_MIN_ROUND_BYTES", 8),
         mock.patch.object(file_plan, "_MAX_FILE_BYTES", 1600),
     ):

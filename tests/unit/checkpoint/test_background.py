@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.step_folder import list_steps
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.save.async_save import StagingBuffer

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.save import file_plan as file_plans
 from petatron.checkpoint.state import Chunk
@@ -29,7 +29,7 @@ from petatron.data.bpe.train_bpe import train_bpe
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import folder_entries, parse_config_json
 from petatron.pretrained import convert_model as convert_module
-from petatron.pretrained import open_weights
+from petatron.pretrained import model_source
 from petatron.pretrained.convert_model import (
     ConversionOptions,
     ConversionProgress,
@@ -38,8 +38,8 @@ from petatron.pretrained.convert_model import (
     convert,
 )
 from petatron.pretrained.folder_kind import detect_format
-from petatron.pretrained.open_weights import ModelSource, open_model_source
-from petatron.train.state.run_dirs import check_run_dirs
+from petatron.pretrained.model_source import ModelSource, open_model_source
+from petatron.train.state.check_run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
 from tests.longform import diagonal
@@ -313,7 +313,7 @@ def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pyte
 
     checkpoint = open_megatron(tmp_path / "theirs")
     tensors = {name: replace(lazy, load=partial(load, name, lazy)) for name, lazy in checkpoint.tensors.items()}
-    monkeypatch.setattr(open_weights, "open_megatron", lambda path: replace(checkpoint, tensors=tensors))
+    monkeypatch.setattr(model_source, "open_megatron", lambda path: replace(checkpoint, tensors=tensors))
     source = open_model_source(tmp_path / "theirs")
     convert(source, tmp_path / "out", ConversionOptions(target_format="huggingface"))
     assert sorted(loads) == sorted(tensors)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files import disk as disk_module
-from petatron.checkpoint.files.disk import Disk, StoredFile, digest_file
+from petatron.checkpoint.files import digested_file_io as disk_module
+from petatron.checkpoint.files.digested_file_io import Disk, StoredFile, digest_file
 from petatron.checkpoint.save.rank_writer import check_free_space
 
 

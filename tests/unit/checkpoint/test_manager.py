@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.disk import check_writable
+from petatron.checkpoint.files.digested_file_io import check_writable
 from petatron.checkpoint.files.step_folder import DamagedCheckpointError
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.step_folder import DamagedCheckpointError
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk, ModelFolder

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh

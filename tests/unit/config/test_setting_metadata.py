@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import pytest
 
 from petatron.config import ModelConfig, RawModelConfig, RawRunConfig
-from petatron.config.adapt.adapt_model import meaningless_values
+from petatron.config.adapt.adapt_preset_to_flags import meaningless_values
 from petatron.config.adapt.toy_model import toy_values
 from petatron.config.declared_rules import (
     conflict_problems,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError, DataError
 from petatron.data.batch_loader import BatchLoader, LoaderOptions, epoch_permutation, make_batch, stack_arrays
 from petatron.data.gpt_dataset import MockDataset
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 from tests.load_deadline import scaled
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.data.bpe.train_bpe import train_bpe
-from petatron.data.prompt.token_bounds import max_token_bytes
+from petatron.data.prompt.min_token_count import max_token_bytes
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer
 
 NFC = {"type": "NFC"}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.config.saved_config import saved_yaml
+from petatron.train.report.log_records import event_record, validation_record
 from petatron.train.report.metric_writers import JsonlWriter
-from petatron.train.report.metrics import event_record, validation_record
 from petatron.validate import load_config
 from tests.unit.train.report.records import log_record
 

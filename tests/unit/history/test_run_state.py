@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from petatron.config.settings_text import layout_text
+from petatron.config.layout_and_precision_text import layout_text
 from petatron.history.run_folder import open_run
 from petatron.history.run_state import is_locked, run_state
 from petatron.history.summary import common_step_losses, result_differences, setting_differences, summarize_run

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
 from tests.dist import RankPool
 from tests.unit.infer.test_engine import GREEDY, check_by_hand, exact_model

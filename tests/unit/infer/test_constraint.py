@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError, DataError
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from petatron.infer.completion import Completion
 from petatron.infer.constraint import ConstraintCompiler
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.grammar import ANY_WHITESPACE
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from tests.dist import RankPool

@@ -8,9 +8,9 @@ import pytest
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.text_stream import TextStream
 from tests.unit.infer.test_sample import model_in

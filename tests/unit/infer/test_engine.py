@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError, DataError
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer import scheduler
-from petatron.infer.completion import Completion, TokenEvent
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
 from petatron.models.decoder import Decoder
 from tests.unit.infer.test_sample import LATENT, LATENT_YARN, POSITIONS, VOCAB, model_in

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step.generation_weights import (
     HostGemm,
@@ -30,7 +30,7 @@ needs_packing = pytest.mark.skipif(
 
 @pytest.fixture
 def no_half_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petatron.kernels.matmul.cpu_instructions", frozenset[str])
+    monkeypatch.setattr("petatron.kernels.cpu_matmul.cpu_instructions", frozenset[str])
 
 
 def answers(engine: Engine) -> list[Completion]:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from petatron.infer.completion import Completion
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.pages import CacheSize
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import ScheduledSequence, Scheduler

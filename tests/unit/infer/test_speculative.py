@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.infer.completion import Completion
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.step.layer_states import layer_states
 from petatron.layers.attention import AttentionSpec
@@ -24,8 +24,8 @@ from petatron.layers.spec.generation_state import PagedState
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
-from petatron.models.batch_arrays import add_shifted_arrays
 from petatron.models.decoder import Decoder
+from petatron.models.mtp_and_longrope_arrays import add_shifted_arrays
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.build_run import build_model, build_optimizer
 from petatron.validate import load_config

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petatron.kernels.gemm import PLAIN_GEMM, WeightGrad
+from petatron.kernels.linear_gemms import PLAIN_GEMM, WeightGrad
 
 
 @dataclass

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from petatron.kernels.attention import attention
-from petatron.kernels.attention.documents import Documents, cut_into_chunks
+from petatron.kernels.attention.document_layout import Documents, cut_into_chunks
 from petatron.kernels.attention.visibility import Visibility
-from petatron.layers.attention_positions import AlibiBias, AttentionTemperature, alibi_slopes, l2_norm
+from petatron.layers.alibi_and_temperature import AlibiBias, AttentionTemperature, alibi_slopes, l2_norm
 
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 11, 2, 6, 2, 5
 

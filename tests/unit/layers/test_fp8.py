@@ -14,7 +14,7 @@ from torch import Tensor
 import petatron
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Kernels
-from petatron.kernels.gemm import PLAIN_GEMM
+from petatron.kernels.linear_gemms import PLAIN_GEMM
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, looped_linear
 from petatron.layers.ops import fp8_weight
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory, is_fp8_layer

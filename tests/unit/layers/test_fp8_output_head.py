@@ -13,13 +13,13 @@ from torch import Tensor
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Matrix, power_of_two_scale, quantize
-from petatron.kernels.gemm import PLAIN_GEMM, Gemm
-from petatron.kernels.vocab_parallel_cross_entropy import (
+from petatron.kernels.fused_linear_cross_entropy import (
     GradRequest,
     VocabColumns,
     WriteWeightGrad,
     linear_cross_entropy,
 )
+from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm
 from petatron.layers.ops import fp8_output_head
 from petatron.layers.ops.fp8_output_head import Fp8OutputHeadGemm, fp8_output_head_factory
 from petatron.layers.spec.activation_shape import ActivationShape

@@ -19,7 +19,7 @@ from petatron.layers.mlp import Activation
 from petatron.layers.norm import RMSNorm
 from petatron.layers.ops.linear_op import GemmOp, WriteWeightGrad, local_linear
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
-from petatron.layers.token_layout import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
+from petatron.layers.token_rows import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
 from petatron.layers.vocabulary.embedding import TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.rope import RotaryEmbedding
-from petatron.layers.token_layout import TokenRows, is_batch_first
+from petatron.layers.token_rows import TokenRows, is_batch_first
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.stage_module import run_layers_sequentially

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from petatron.kernels import embedding_grad as embedding_reference
-from petatron.kernels import vocab_parallel_cross_entropy as linear_cross_entropy
+from petatron.kernels import fused_linear_cross_entropy as linear_cross_entropy
 from petatron.layers.vocabulary.embedding import TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard

@@ -27,7 +27,7 @@ from petatron.models.decoder import Decoder
 from petatron.models.registry import model_spec
 from petatron.parallel.activation_recompute import apply_recompute
 from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_parallel
-from petatron.parallel.fp8 import apply_fp8
+from petatron.parallel.install_fp8_gemms import apply_fp8
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.tensor_parallel import (
     ColumnParallelOp,

@@ -18,12 +18,12 @@ from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token, parameter_count
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
-from petatron.models.batch_arrays import add_shifted_arrays, labels_name, mask_name, tokens_name
 from petatron.models.decoder import Decoder
+from petatron.models.mtp_and_longrope_arrays import add_shifted_arrays, labels_name, mask_name, tokens_name
 from petatron.models.registry import model_spec
-from petatron.pretrained.run_model import Model
+from petatron.pretrained.saveable_model import Model
 from petatron.train.build_run import build_model
 from petatron.validate import load_config
 from tests.unit.models import test_activations as activations

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
-from petatron.optim import tensor_update
+from petatron.optim import update_by_tensor_sums
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from tests.longform import diagonal
 from tests.unit.optim.test_muon import Block, fill_gradients, flatten
@@ -93,7 +93,7 @@ def test_boxes_of_few_rows_give_the_same_weights(monkeypatch: pytest.MonkeyPatch
     config = OptimizerConfig(optimizer="adafactor", lr=1e-2, adafactor_scale_parameter=True)
     weights = []
     for limit in (1 << 24, 7):
-        monkeypatch.setattr(tensor_update, "_BOX_ELEMENTS", limit)
+        monkeypatch.setattr(update_by_tensor_sums, "_BOX_ELEMENTS", limit)
         torch.manual_seed(3)
         groups = flatten(Block().double(), config)
         optimizer = MixedPrecisionOptimizer(config, groups, ParallelMesh.single())

@@ -28,8 +28,8 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.muon import MuonRule
 from petatron.optim.update_rules import RuleContext
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, assign_whole_blocks, flatten_parameters
-from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.logical_matrices import split_into_matrices
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Section, Shard, compute_placement
 from petatron.validate import load_config
 

@@ -10,7 +10,7 @@ import petatron
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.models.optimizer_groups import optimizer_group
 from petatron.models.registry import model_spec
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.kernels.gemm import PLAIN_GEMM, WeightGrad
+from petatron.kernels.linear_gemms import PLAIN_GEMM, WeightGrad
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.moe.moe_layer import MoELayer

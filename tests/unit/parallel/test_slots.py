@@ -19,7 +19,7 @@ from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis
 from petatron.models.stage_inputs_outputs import SequenceOrder
 from petatron.parallel.context import ContextParallelAttention, apply_context_parallel
-from petatron.parallel.context.sequence_parts import AxisParts
+from petatron.parallel.context.contiguous_part_exchange import AxisParts
 from petatron.parallel.tensor_parallel import (
     ColumnParallelOp,
     RowParallelOp,

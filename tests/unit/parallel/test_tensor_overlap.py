@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.gemm import PlainGemm
+from petatron.kernels.linear_gemms import PlainGemm
 from petatron.layers.ops.linear_op import GemmOp
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.mesh import collectives

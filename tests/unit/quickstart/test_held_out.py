@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from petatron.base.errors import DataError
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.quickstart.held_out import UnigramModel, evaluate_held_out
+from petatron.quickstart.evaluate_held_out import UnigramModel, evaluate_held_out
 
 VOCAB = 7
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=30)

@@ -21,8 +21,8 @@ from petatron.train.hooks.replica_check import ReplicaCheck
 from petatron.train.hooks.result_validation import ResultValidation
 from petatron.train.hooks.step_hook import StepHook
 from petatron.train.loop import TrainingResult
+from petatron.train.report.log_records import StepMetrics
 from petatron.train.report.metric_writers import tagged_scalars
-from petatron.train.report.metrics import StepMetrics
 from petatron.train.state.train_state import TrainState
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run

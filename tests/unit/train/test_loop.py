@@ -26,7 +26,7 @@ from petatron.models.stage_inputs_outputs import LossSpec, ModelIO, StageOutput
 from petatron.train.build_run import RunLength, build_loaders
 from petatron.train.evaluation import EvaluatedLosses, evaluate
 from petatron.train.loop import TrainingResult, TrainLoop
-from petatron.train.report.metrics import MetricRecord
+from petatron.train.report.log_records import MetricRecord
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
 from tests.dist import RankPool

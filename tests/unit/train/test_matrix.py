@@ -28,8 +28,8 @@ from petatron.verify.matrix_run import (
     run_cases,
     write_cases,
 )
-from petatron.verify.random_model import random_model_flags
-from petatron.verify.verify import plan_verification
+from petatron.verify.random_model_shapes import random_model_flags
+from petatron.verify.verify_layouts import plan_verification
 from tests.longform import diagonal
 
 AXES = ("tp+sp", "pp", "vpp", "cp", "ep", "dp+zero1", "fsdp")

@@ -12,7 +12,7 @@ import torch
 
 import petatron
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.cli.main import main
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.mesh import ParallelMesh

@@ -16,7 +16,7 @@ from petatron.config import TrainConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train import loop as loop_module
-from petatron.train.signals import StopMonitor
+from petatron.train.stop_monitor import StopMonitor
 from tests.dist import RankPool
 from tests.heard import heard
 from tests.load_deadline import wait_until
@@ -31,7 +31,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def told() -> Iterator[list[str]]:
-    with heard("petatron.train.signals") as messages:
+    with heard("petatron.train.stop_monitor") as messages:
         yield messages
 
 
@@ -109,7 +109,7 @@ def test_one_rank_heeds_a_time_limit_at_once():
 
 def _two_ranks() -> tuple[list[str | None], list[str]]:
     mesh = ParallelMesh(Layout(dp_shard=2), dist.get_rank())
-    with heard("petatron.train.signals") as said, StopMonitor(TrainConfig(), mesh.control) as stopping:
+    with heard("petatron.train.stop_monitor") as said, StopMonitor(TrainConfig(), mesh.control) as stopping:
         if mesh.rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: bool(said))

@@ -14,7 +14,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.parallel.context import apply_context_parallel
 from petatron.parallel.needed_process_groups import used_axes
 from petatron.validate import load_config
-from petatron.verify.verify import plan_verification
+from petatron.verify.verify_layouts import plan_verification
 
 TRAIN = "--preset tiny-llama --mock-data --train-iters 1 --lr 1e-3".split()
 HIERARCHIES = ((), (1, 1), (2, 2), (1, 4), (4, 1), (2, 1), (1, 2), (2, 4), (3, 2), (2,), (2, 2, 2), (0, 4))

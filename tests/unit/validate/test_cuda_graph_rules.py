@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from petatron.models.random_numbers import uses_random_numbers
+from petatron.models.uses_random_numbers import uses_random_numbers
 from petatron.validate import resolve_config
 
 BASE = shlex.split(

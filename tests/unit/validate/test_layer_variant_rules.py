@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from petatron.base.errors import ConfigError
-from petatron.config.schema.layer_patterns import no_rope_layers, window_layers
+from petatron.config.schema.attention_layer_freq import no_rope_layers, window_layers
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.model_identity import identity_differences, model_identity, variant_defaults
 from petatron.validate import load_config

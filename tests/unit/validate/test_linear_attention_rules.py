@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from petatron.config.schema.layer_patterns import linear_layers
+from petatron.config.schema.attention_layer_freq import linear_layers
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.model_identity import identity_differences, model_identity
 from petatron.layers.attention import AttentionSpec

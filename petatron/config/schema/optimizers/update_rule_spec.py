@@ -6,7 +6,7 @@ and who takes the others, which state it has for a parameter (memory estimates, 
 
     unit      a step needs                               communication
     element   one element                                none
-    tensor    sums over a logical tensor's elements      all-reduces of rows, columns and scalars (`optim/tensor_update.py`)
+    tensor    sums over a logical tensor's elements      all-reduces of rows, columns and scalars (`optim/update_by_tensor_sums.py`)
     matrix    a logical matrix, whole                    its elements meet on one rank (`optim/matrix_update.py`)
 
 Nothing here imports torch.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from petatron.base.errors import Problem
-from petatron.config.named_settings import parse_named_settings
+from petatron.config.parse_name_value import parse_named_settings
 
 SettingsT = TypeVar("SettingsT")
 RuleUnit = Literal["element", "tensor", "matrix"]

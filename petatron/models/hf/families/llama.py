@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from petatron.base.errors import Problem
-from petatron.config.schema.layer_patterns import format_layers, no_rope_layers
+from petatron.config.schema.attention_layer_freq import format_layers, no_rope_layers
 from petatron.models.hf.decoder_config_json import PLAIN, SQUARED_RELU, biases, dropouts, llama
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope

@@ -14,22 +14,22 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.generation import Generation, Inbox
+from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import check_beams
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
 from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
+from petatron.serve.http.request_to_engine import encode_prompts, new_tokens, sampling_params
 from petatron.serve.http.routes.completions import answer_request, check_batch, check_samples, continuous_usage
 from petatron.serve.http.run_generations import TokenStream
-from petatron.serve.http.sampling import encode_prompts, new_tokens, sampling_params
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import RunningUsage, reasoning_tokens_of, usage
 from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
-from petatron.serve.model_card import ModelCard
 from petatron.serve.reasoning import AnswerSplitter, ReasoningParser, opens_reasoning
+from petatron.serve.served_model_properties import ModelCard
 from petatron.serve.tool_calls import ToolCallParser
 
 THINKING = "enable_thinking"

@@ -10,15 +10,14 @@ from typing import Any, Protocol
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.generation import Generation, Inbox
+from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
 from petatron.serve.http.json_body import read_request
 from petatron.serve.http.openai_requests import CompletionRequest, SamplingFields
-from petatron.serve.http.run_generations import TokenStream, answer_of, complete
-from petatron.serve.http.sampling import (
+from petatron.serve.http.request_to_engine import (
     EncodedPrompt,
     check_prompt,
     encode_prompts,
@@ -27,11 +26,12 @@ from petatron.serve.http.sampling import (
     samples,
     sampling_params,
 )
+from petatron.serve.http.run_generations import TokenStream, answer_of, complete
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import RunningUsage, usage
 from petatron.serve.logprob_formats import completion_logprobs, prompt_logprobs
-from petatron.serve.model_card import ModelCard
 from petatron.serve.serve_options import ServeLimits
+from petatron.serve.served_model_properties import ModelCard
 
 _DEFAULT_MAX_TOKENS = 16
 

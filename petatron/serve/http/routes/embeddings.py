@@ -19,14 +19,14 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from petatron.infer.sampling_params import SamplingParams
-from petatron.serve.generation import Generation
+from petatron.serve.generation_handle import Generation
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_body import read_request
 from petatron.serve.http.openai_requests import EmbeddingRequest, PoolingFields, Prompt, RerankRequest, ScoreRequest
-from petatron.serve.http.request_fields import POOLING_RULES
+from petatron.serve.http.request_field_rules import POOLING_RULES
+from petatron.serve.http.request_to_engine import encode_prompts
 from petatron.serve.http.routes.completions import check_batch
 from petatron.serve.http.run_generations import complete
-from petatron.serve.http.sampling import encode_prompts
 from petatron.serve.http.server_state import state_of
 
 

@@ -14,15 +14,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from petatron.infer.beam.beam_search import BeamParams
-from petatron.infer.completion import Completion
+from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
-from petatron.serve.generation import Generation
+from petatron.serve.generation_handle import Generation
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beams import search_beams
 from petatron.serve.http.json_body import read_body
-from petatron.serve.http.routes.completions import check_batch
-from petatron.serve.http.run_generations import complete
-from petatron.serve.http.sampling import (
+from petatron.serve.http.request_to_engine import (
     check_ids,
     check_prompt,
     check_text,
@@ -31,9 +29,11 @@ from petatron.serve.http.sampling import (
     samples,
     stable_temperature,
 )
+from petatron.serve.http.routes.completions import check_batch
+from petatron.serve.http.run_generations import complete
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.logprob_formats import finite, own_logprob
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 
 _NO_BREAK = r"(?:[^:]|:+[^:\n])*:*"
 _NO_BREAK_AFTER_COLON = rf":*(?:[^:\n]{_NO_BREAK})?"

@@ -9,11 +9,11 @@ from fastapi.responses import JSONResponse
 
 from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatPromptFields, DetokenizeRequest, OpenAIRequest, TokenizeRequest
+from petatron.serve.http.request_to_engine import check_ids, encode_text
 from petatron.serve.http.routes.chat import chat_prompt, unread_template_values
 from petatron.serve.http.run_generations import large_answer
-from petatron.serve.http.sampling import check_ids, encode_text
 from petatron.serve.http.server_state import state_of
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 
 
 async def get_models(request: Request) -> JSONResponse:

@@ -14,19 +14,19 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from petatron.infer.completion import Completion, TokenEvent, TokenLogprob
-from petatron.serve.generation import Generation, Inbox
+from petatron.infer.engine_outputs import Completion, TokenEvent, TokenLogprob
+from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_body import ignore_fields, nested_unknown_fields, read_request
 from petatron.serve.http.openai_requests import ChatCompletionRequest
-from petatron.serve.http.request_fields import check_extra_fields
+from petatron.serve.http.request_field_rules import check_extra_fields
 from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest, chat_of, in_own_names
 from petatron.serve.http.routes.chat import PreparedChat, prepare_chat, unread_template_values
 from petatron.serve.http.run_generations import TokenStream, complete
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import reasoning_tokens_of
 from petatron.serve.logprob_formats import AlignedTokens, chat_logprobs
-from petatron.serve.model_card import ModelCard
+from petatron.serve.served_model_properties import ModelCard
 from petatron.serve.tool_calls import ToolCall
 
 _Event = dict[str, Any]

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from petatron.base.errors import ConfigError
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.megatron.pickle_allowlist import load_torch_file
+from petatron.checkpoint.megatron.read_megatron_pickles import load_torch_file
 from petatron.config.schema.model import ModelConfig
 from petatron.models.registry import spec_from_config
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from tests.golden.make_megatron import CASES, FOLDER
 from tests.megatron_core.compare import logit_difference
 from tests.megatron_core.models import VOCAB, arguments

@@ -18,12 +18,12 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
 from petatron.checkpoint.megatron.legacy_optimizer import _laid_out, _Parameter
-from petatron.checkpoint.megatron.pickle_allowlist import load_torch_file
+from petatron.checkpoint.megatron.read_megatron_pickles import load_torch_file
 from petatron.checkpoint.megatron.run_arguments import megatron_arguments, megatron_scheduler, training_sections
 from petatron.cli.main import main
 from petatron.models.batch import Batch
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
-from petatron.pretrained.open_weights import open_model_source
+from petatron.pretrained.model_source import open_model_source
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
 from tests.golden.make_megatron import FOLDER, NUM_LOSSES, RUNS, SAVED_AT

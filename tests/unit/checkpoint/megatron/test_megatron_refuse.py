@@ -17,7 +17,7 @@ import torch
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.megatron.pickle_allowlist import load_dist_metadata
+from petatron.checkpoint.megatron.read_megatron_pickles import load_dist_metadata
 from tests.unit.checkpoint.megatron.megatron_files import WIDTH, Case, DistFile, write_dist, write_legacy
 
 LLAMA = Case()

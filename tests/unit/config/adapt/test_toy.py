@@ -13,7 +13,7 @@ from petatron.base.errors import ConfigError
 from petatron.cli.main import main
 from petatron.cli.train import read_checkpoint
 from petatron.config import LoadedConfig, preset_names
-from petatron.config.schema.layer_patterns import linear_layers, window_layers
+from petatron.config.schema.attention_layer_freq import linear_layers, window_layers
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.estimate.flops import parameter_count
 from petatron.mesh.mesh import ParallelMesh

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config import RunConfig
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec

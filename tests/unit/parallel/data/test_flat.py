@@ -12,7 +12,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.parallel import parallelize
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import group_tensor_shards
-from petatron.sharding.group_spec import GroupSpec
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Section, Shard, compute_placement
 from petatron.train.build_run import build_model
 from tests.optimizer_groups import groups_of

@@ -38,8 +38,8 @@ from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_para
 from petatron.parallel.tensor_parallel import apply_tensor_parallel, shard_params, shard_vocabulary
 from petatron.sharding.flat_buffer import FlatBufferOptions, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
-from petatron.sharding.group_spec import GroupSpec
 from petatron.sharding.initial_values import NormalValues
+from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement
 from petatron.validate import load_config
 from tests.dist import RankPool

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.base.errors import TrainError
-from petatron.kernels.attention.documents import Documents
+from petatron.kernels.attention.document_layout import Documents
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout

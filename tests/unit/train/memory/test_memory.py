@@ -18,7 +18,7 @@ from petatron.estimate.memory.forecast import (
     moments_per_rank,
     recompute_plans,
 )
-from petatron.estimate.memory.peak import PeakMoment
+from petatron.estimate.memory.peak_moments import PeakMoment
 from petatron.estimate.state_bytes import StateBytes, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from petatron.train.report.metrics import LogRecord
+from petatron.train.report.log_records import LogRecord
 
 
 def log_record(**changes: Any) -> LogRecord:

@@ -25,9 +25,9 @@ from petatron.train.report.console import (
     format_compact,
     y_range,
 )
+from petatron.train.report.earlier_loss_curves import read_history
+from petatron.train.report.log_records import event_record, validation_record
 from petatron.train.report.metric_writers import JsonlWriter
-from petatron.train.report.metrics import event_record, validation_record
-from petatron.train.report.run_history import read_history
 from tests.unit.train.report.records import SUMMARY, log_record
 
 rich_console = pytest.importorskip("rich.console")

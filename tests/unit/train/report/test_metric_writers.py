@@ -17,6 +17,7 @@ from petatron.base.errors import ConfigError, TrainError
 from petatron.config.schema.training import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import ConsoleWriter
+from petatron.train.report.log_records import event_record, sample_record, validation_record
 from petatron.train.report.metric_writers import (
     JsonlWriter,
     TensorBoardWriter,
@@ -24,7 +25,6 @@ from petatron.train.report.metric_writers import (
     build_writers,
     tagged_scalars,
 )
-from petatron.train.report.metrics import event_record, sample_record, validation_record
 from tests.forked_python import run_forked
 from tests.unit.train.report.records import log_record
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from petatron.train.report.metrics import (
+from petatron.train.report.log_records import (
     IntervalMeter,
     LogRecord,
     StepMetrics,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.layer_patterns import no_rope_layers
+from petatron.config.schema.attention_layer_freq import no_rope_layers
 from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.families.llama import read_no_rope, rotary_layers, write_no_rope
 from petatron.models.hf.family import Family, ModuleMapping

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.layer_patterns import format_layers, linear_layers
+from petatron.config.schema.attention_layer_freq import format_layers, linear_layers
 from petatron.models.hf import moe_config_json as moe
 from petatron.models.hf.check_claimed_counts import MAX_HEADS
 from petatron.models.hf.decoder_config_json import SILU_ALONE, latent_attention, llama, no_biases

@@ -18,7 +18,7 @@ from petatron.base.companion_files import find_companion_files, read_companion_f
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
-from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, model_folder_error
+from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder, model_folder_error
 from petatron.checkpoint.megatron import open_megatron
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
@@ -26,14 +26,14 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import drop_missing_predictions, family_name_of_config, parse_config_json, to_logical
 from petatron.models.registry import model_spec
-from petatron.pretrained.config_sections import config_sections, load_config_sections
-from petatron.pretrained.export_hf_folder import CompanionFiles
+from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.folder_kind import detect_format, refuse_unconverted, weights_kind_problems
 from petatron.pretrained.hub import local_model
-from petatron.pretrained.initial_model import build_initial_model, launch
+from petatron.pretrained.launch_and_build_model import build_initial_model, launch
 from petatron.pretrained.open_step import open_step
-from petatron.pretrained.run_model import Model
 from petatron.pretrained.save_and_load import load_checkpoint
+from petatron.pretrained.saveable_model import Model
+from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 from petatron.sharding.flat_shard import group_tensor_shards
 
 _DTYPE_TO_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}

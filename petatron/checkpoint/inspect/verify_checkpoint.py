@@ -21,13 +21,13 @@ from petatron.base.safe_files import symlink_target
 from petatron.base.untrusted_files import open_regular_file, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.block_digest import is_sha256, matches_digest
-from petatron.checkpoint.files.disk import BLOCK_BYTES, StoredFile, read_into
-from petatron.checkpoint.files.entry_layout import addressed_shape, entry_box
+from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, StoredFile, read_into
 from petatron.checkpoint.files.manifest import MAX_MANIFEST_BYTES, Manifest, StoredBox
+from petatron.checkpoint.files.map_box_to_entry import addressed_shape, entry_box
 from petatron.checkpoint.files.safetensors_file import TensorInfo, read_header
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, read_signature, signature_problem
 from petatron.checkpoint.files.step_list import check_steps_not_lost, read_latest, warn_of_unusable_latest
-from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder
+from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder
 from petatron.checkpoint.inspect.run_metadata_check import run_metadata_problems
 from petatron.checkpoint.inspect.summarize_checkpoint import run_metadata
 from petatron.config.schema.model_identity import identity_differences

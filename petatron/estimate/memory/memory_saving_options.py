@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from petatron.config import RunConfig
-from petatron.config.optimizers import rule_spec
+from petatron.config.declared_optimizers import rule_spec
 from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.config.schema.fields import flag_name
 from petatron.estimate.memory.time_cost import computes_in_fp32

@@ -32,7 +32,7 @@ _FORWARD_FILE = "parallel/pipeline/executor.py"
 _GRADIENTS = StackFrame("sharding/bucket.py", "allocate")
 _PURPOSES_BY_FUNCTION = {
     StackFrame("layers/ops/fp8_weight.py", "get"): "FP8 weights",
-    StackFrame("kernels/vocab_parallel_cross_entropy.py", "linear_cross_entropy"): "chunk of the loss",
+    StackFrame("kernels/fused_linear_cross_entropy.py", "linear_cross_entropy"): "chunk of the loss",
 }
 
 

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
-from petatron.kernels.gemm import PLAIN_GEMM, Gemm
+from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm
 
 CHUNK_BYTES, LARGE_BATCH_CHUNK_BYTES = 7 << 28, 1 << 31
 """The largest size of a chunk's logits, and that of a batch of 32,768 tokens or more, whose activations dwarf it: 7,325 and 8,372

@@ -27,19 +27,19 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
-from petatron.checkpoint.huggingface.model_folder import HuggingFaceFolder, folder_manifest, model_folder_error
+from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder, folder_manifest, model_folder_error
 from petatron.checkpoint.load import box_reads
+from petatron.checkpoint.load.averaged_weights import read_manifest_with_weights
 from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
-from petatron.checkpoint.load.weights_of_kind import read_manifest_with_weights
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
 from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
 from petatron.models.hf import folder_shapes
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.pretrained.config_sections import config_sections, load_config_sections
 from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights, weights_kind_problems
 from petatron.pretrained.open_step import open_step
+from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 from petatron.pretrained.training_state import (
     TrainingState,
     has_training_state,

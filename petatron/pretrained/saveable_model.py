@@ -14,7 +14,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
 from petatron.checkpoint.files import step_folder
-from petatron.checkpoint.files.disk import Disk
+from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
@@ -22,7 +22,7 @@ from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.export_hf_folder import CompanionFiles
+from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.model_state import model_components
 from petatron.pretrained.new_folder import create_tmp_folder, tmp_folder
 from petatron.pretrained.save_and_load import save_with_manager

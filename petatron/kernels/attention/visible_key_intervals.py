@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention.documents import chunk_starts, document_ends
+from petatron.kernels.attention.document_layout import chunk_starts, document_ends
 from petatron.kernels.attention.visibility import Visibility
 
 TILE = 512

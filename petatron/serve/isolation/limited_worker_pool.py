@@ -26,7 +26,7 @@ from petatron.data.prompt.chat_template import ChatTemplate
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.grammar import check_constraint_library
 from petatron.infer.sampling_params import Constraint
-from petatron.serve.isolation.limited_jobs import MAX_RENDERED_CHARS, SentTokenizer
+from petatron.serve.isolation.limited_worker import MAX_RENDERED_CHARS, SentTokenizer
 
 _START_TIMEOUT_S = 60.0
 _MAX_ANSWER_BYTES = 8 * MAX_RENDERED_CHARS
@@ -82,7 +82,7 @@ class LimitedProcess:
             return self._process
         self.close()
         # -P: the folder that the server was started in is no place to import from.
-        command = [sys.executable, "-P", "-m", "petatron.serve.isolation.limited_jobs"]
+        command = [sys.executable, "-P", "-m", "petatron.serve.isolation.limited_worker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None

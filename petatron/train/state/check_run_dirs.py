@@ -12,7 +12,7 @@ from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
 from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.safe_files import reopen_file
-from petatron.checkpoint.files.disk import check_writable
+from petatron.checkpoint.files.digested_file_io import check_writable
 from petatron.checkpoint.files.signature import open_signer
 from petatron.checkpoint.files.step_list import LATEST_FILE, list_steps
 from petatron.config import CheckpointConfig

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from petatron.base.errors import PetatronError
-from petatron.infer.completion import Completion, TokenEvent
+from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
 
 

@@ -22,7 +22,7 @@ from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
 from petatron.validate.cuda_graphs import check_cuda_graphs
-from petatron.validate.files import check_files
+from petatron.validate.data_and_output_settings import check_files
 from petatron.validate.fp8 import check_fp8
 from petatron.validate.layers import check_hybrid, check_recurrent_layers
 from petatron.validate.layout import check_data_parallel, check_layout, check_pipeline

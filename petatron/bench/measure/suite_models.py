@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from petatron.bench.measure.arguments import select_names
+from petatron.bench.measure.check_arguments import select_names
 
 _TINY = (
     "--device cpu --no-bf16 --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32 "

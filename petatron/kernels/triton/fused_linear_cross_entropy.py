@@ -13,7 +13,7 @@ exponentials, once for the gradient. Three choices keep the second read away fro
 Bytes per logit: 2 read, 2 written, and up to 2 more on cache misses. For 16,384 tokens of 128,256: 8.4 to 12.6 GB, 2.1 to 3.2 ms at
 4.0 TB/s; two exponentials per logit are 1.2 ms of the special-function units, overlapped.
 
-All arithmetic is in float32; float64 is for the reference in `kernels/vocab_parallel_cross_entropy.py`, whose functions these three equal.
+All arithmetic is in float32; float64 is for the reference in `kernels/fused_linear_cross_entropy.py`, whose functions these three equal.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from petatron.kernels.fused_linear_cross_entropy import CrossEntropyKernels
 from petatron.kernels.triton.kernel_launch import kernel_launcher
-from petatron.kernels.vocab_parallel_cross_entropy import CrossEntropyKernels
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # finite: minus infinity below itself is not a number

@@ -1,4 +1,4 @@
-"""Attention of packed documents as dense causal batches of long documents and one varlen call for short ones (`documents.py`).
+"""Attention of packed documents as dense causal batches of long documents and one varlen call for short ones (`document_layout.py`).
 
     q, k, v  ->  rows  ->  a dense call per group of long documents, a varlen call for the short ones  ->  tokens
 
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-from petatron.kernels.attention.documents import DocumentGroup, PaddedRows
+from petatron.kernels.attention.document_layout import DocumentGroup, PaddedRows
 from petatron.kernels.attention.visibility import VisibilitySupport
 from petatron.kernels.strides import empty_heads
 
@@ -33,7 +33,7 @@ SavedTensors = tuple[Tensor, ...]
 
 
 class PackingKernels(Protocol):
-    """The interface of `rows.py` and its faster implementations."""
+    """The interface of `gather_scatter_rows.py` and its faster implementations."""
 
     def gather_rows(self, tensors_SBHE: Sequence[Tensor], token_index_R: Tensor) -> list[Tensor]: ...
 
@@ -43,7 +43,7 @@ class PackingKernels(Protocol):
 
 
 class VarlenAttention(Protocol):
-    """`flash.py`: causal attention of concatenated documents, [R, H, E]."""
+    """`torch_kernels_with_lse.py`: causal attention of concatenated documents, [R, H, E]."""
 
     def varlen_forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, max_seqlen: int
@@ -65,7 +65,7 @@ class VarlenAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PaddedKernels:
-    """The kernels of padded attention. dense: `cudnn.py` or `flash.py`, attention of a dense batch, [N, H, L, E]."""
+    """The kernels of padded attention. dense: `cudnn.py` or `torch_kernels_with_lse.py`, attention of a dense batch, [N, H, L, E]."""
 
     packing: PackingKernels
     dense: ModuleType

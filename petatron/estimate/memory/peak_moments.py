@@ -32,7 +32,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.frozen_params import frozen_params, without_names
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_plan import num_micro_batches
+from petatron.schedule.pipeline_of_run import num_micro_batches
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 
 

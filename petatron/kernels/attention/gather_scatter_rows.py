@@ -1,4 +1,4 @@
-"""Gathers tokens into the rows of a layout (`documents.py`) and scatters them back, for several tensors at once: the reference.
+"""Gathers tokens into the rows of a layout (`document_layout.py`) and scatters them back, for several tensors at once: the reference.
 
 S sequence, B batch, H heads, E head dim, R rows.
 """

@@ -8,13 +8,13 @@ import torch
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.bench.measure.arguments import resolve_device
+from petatron.bench.measure.check_arguments import resolve_device
 from petatron.bench.peers import BenchSpec
 from petatron.config.load import RawLoadedConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.config.schema.parallel import MESH_SIZES
-from petatron.kernels.matmul import unsupported_reason
+from petatron.kernels.cpu_matmul import unsupported_reason
 from petatron.models.batch import Batch
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.validate import load_config, resolve_config

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from petatron.kernels.matmul import is_widened, linear, matmul
+from petatron.kernels.cpu_matmul import is_widened, linear, matmul
 from petatron.kernels.weight_grad_gemm import matmul_into
 
 Tensors = tuple[Tensor, ...]

@@ -9,13 +9,13 @@ from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
+from petatron.data.prompt.min_token_count import max_token_bytes
 from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, prefix_ids
-from petatron.data.prompt.token_bounds import max_token_bytes
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.sampling_params import NO_DEFAULTS, SamplingDefaults
 from petatron.serve.engine_thread import ServedEngine
 from petatron.serve.fill_in_middle import FillInMiddle, find_fill_in_middle
-from petatron.serve.isolation.limited_process import Isolation
+from petatron.serve.isolation.limited_worker_pool import Isolation
 from petatron.serve.token_texts import TokenTexts
 
 

@@ -22,15 +22,15 @@ from petatron.mesh.rng import RandomStreams
 from petatron.models.frozen_params import everything_frozen, frozen_logical_names, frozen_params
 from petatron.models.objective import model_objective
 from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
-from petatron.models.random_numbers import uses_random_numbers
 from petatron.models.registry import model_spec
+from petatron.models.uses_random_numbers import uses_random_numbers
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.parallel.needed_process_groups import used_axes
 from petatron.parallel.parallelize import parallelize
 from petatron.parallel.pipeline.requested_cuda_graphs import enable_requested_cuda_graphs
 from petatron.parallel.router_statistics import RouterStatistics
-from petatron.pretrained.run_model import Model
-from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+from petatron.pretrained.saveable_model import Model
+from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
 from petatron.validate.layer_abilities import check_training
 
 

@@ -2,7 +2,7 @@
 
 It has a limit of memory, which it sets itself; the server ends it when a job takes too long, and starts another. It reads jobs from its
 input and writes answers to its output, each a line of JSON: what runs here may be under somebody else's control, so what it writes is
-read as data. `python -m petatron.serve.isolation.limited_jobs`.
+read as data. `python -m petatron.serve.isolation.limited_worker`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from petatron.serve.generation import Generation, QueueFullError
+from petatron.serve.generation_handle import Generation, QueueFullError
 
 _REMEMBERED_S = 20.0
 """So long after a refusal an owner counts as one that asks: clients come again within some seconds."""

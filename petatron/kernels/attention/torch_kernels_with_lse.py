@@ -16,8 +16,8 @@ from torch import Tensor
 
 from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.cpu_matmul import is_widened
 from petatron.kernels.limits import flash_supports_heads
-from petatron.kernels.matmul import is_widened
 
 VARLEN_VISIBILITY = VisibilitySupport.of("causal", "full", window=True, documents=True)
 """Of `varlen_attention`."""
