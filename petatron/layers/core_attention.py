@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.attention import attention, rows
+from petatron.kernels.attention import attention, gather_scatter_rows
 from petatron.kernels.attention.packed_document_attention import PackingKernels
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
@@ -29,7 +29,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.softcap = softcap
-        self.packing_kernels: PackingKernels = rows
+        self.packing_kernels: PackingKernels = gather_scatter_rows
         self.attend: AttentionOp = attention
 
     def kernel_slots(self) -> Mapping[str, str]:

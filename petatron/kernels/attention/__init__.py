@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from petatron.kernels.attention import blocks, cudnn, dense, flash, padded, rows
+from petatron.kernels.attention import blocks, cudnn, dense, flash, gather_scatter_rows, packed_document_attention
 from petatron.kernels.attention.blocks import block_attention
 from petatron.kernels.attention.document_layout import cut_into_chunks
 from petatron.kernels.attention.packed_document_attention import PackingKernels, PaddedKernels, padded_attention
@@ -46,7 +46,7 @@ class AttentionCall(NamedTuple):
     v_SBKE: Tensor
     visibility: Visibility
     dropout: float = 0.0
-    packing_kernels: PackingKernels = rows
+    packing_kernels: PackingKernels = gather_scatter_rows
     lengths_vary: bool = False
     rules: ScoreRules | None = None
 
@@ -71,14 +71,14 @@ def attention(
     visibility: Visibility = CAUSAL,
     *,
     dropout: float = 0.0,
-    packing_kernels: PackingKernels = rows,
+    packing_kernels: PackingKernels = gather_scatter_rows,
     lengths_vary: bool = False,
     rules: ScoreRules | None = None,
 ) -> Tensor:
     """Softmax attention of each token to what it sees; in cross attention keys and values are those of another sequence.
 
-    `packing_kernels` gathers tokens into padded rows and scatters them back: `rows` or a faster implementation. `lengths_vary`: hardly
-    a length comes again. cuDNN builds a plan for each, so few of them are computed by it.
+    `packing_kernels` gathers tokens into padded rows and scatters them back: `gather_scatter_rows` or a faster implementation.
+    `lengths_vary`: hardly a length comes again. cuDNN builds a plan for each, so few of them are computed by it.
     """
     if not q_SBHE.numel() or not k_SBKE.numel():
         return _no_attention(q_SBHE, k_SBKE, v_SBKE)
@@ -176,7 +176,9 @@ _DOCUMENTS = VisibilitySupport.of("causal", "full", documents=True)
 KERNELS: tuple[AttentionKernel, ...] = (
     AttentionKernel("dense", dense.VISIBILITY, None, _run_dense),
     AttentionKernel("dense, of equal documents", _DOCUMENTS, _has_equal_documents, _run_equal_documents),
-    AttentionKernel("dense, of padded documents", padded.VISIBILITY, _has_long_documents, _run_long_documents),
+    AttentionKernel(
+        "dense, of padded documents", packed_document_attention.VISIBILITY, _has_long_documents, _run_long_documents
+    ),
     AttentionKernel("FlashAttention of unequal lengths", flash.VARLEN_VISIBILITY, _varlen_takes, _run_varlen),
     AttentionKernel("blocks and tiles", blocks.VISIBILITY, None, _run_blocks),
 )

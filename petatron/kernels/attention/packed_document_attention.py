@@ -43,7 +43,7 @@ class PackingKernels(Protocol):
 
 
 class VarlenAttention(Protocol):
-    """`torch_kernels_with_lse.py`: causal attention of concatenated documents, [R, H, E]."""
+    """`flash.py`: causal attention of concatenated documents, [R, H, E]."""
 
     def varlen_forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, max_seqlen: int
@@ -65,7 +65,7 @@ class VarlenAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PaddedKernels:
-    """The kernels of padded attention. dense: `cudnn.py` or `torch_kernels_with_lse.py`, attention of a dense batch, [N, H, L, E]."""
+    """The kernels of padded attention. dense: `cudnn.py` or `flash.py`, attention of a dense batch, [N, H, L, E]."""
 
     packing: PackingKernels
     dense: ModuleType

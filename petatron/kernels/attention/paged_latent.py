@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.attention import block_attention, paged
-from petatron.kernels.attention.torch_kernels_with_lse import widens
+from petatron.kernels.attention.flash import widens
 from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 from petatron.kernels.compute_dtype import to_compute_dtype

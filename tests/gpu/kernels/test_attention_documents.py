@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import attention, cudnn, flash
-from petatron.kernels.attention import rows as reference_rows
+from petatron.kernels.attention import gather_scatter_rows as reference_rows
 from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.attention.packed_document_attention import PaddedKernels, padded_attention
 from petatron.kernels.attention.visibility import Visibility

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from petatron.kernels.attention import cudnn, document_layout, flash, rows
+from petatron.kernels.attention import cudnn, document_layout, flash, gather_scatter_rows
 from petatron.kernels.attention.dense import equal_length_attention
 from petatron.kernels.attention.document_layout import (
     MIN_PADDED_DOCUMENT,
@@ -27,11 +27,11 @@ from tests import reference_attention as reference
 from tests.longform import diagonal, later
 
 if importlib.util.find_spec("triton") is None:
-    TWINS: list[ModuleType] = [rows]
+    TWINS: list[ModuleType] = [gather_scatter_rows]
 else:
     from petatron.kernels.triton.attention import gather_scatter_rows as triton_rows
 
-    TWINS = [rows, triton_rows]
+    TWINS = [gather_scatter_rows, triton_rows]
 
 
 def starts_of(*lengths: list[int]) -> Tensor:
@@ -179,7 +179,7 @@ def dense(rows_RHE: Tensor, edge: tuple[int, int]) -> Tensor:
     return rows_RHE[edge[0] : edge[1]].transpose(0, 1).unsqueeze(0)
 
 
-KERNELS = PaddedKernels(rows, flash, Looped())
+KERNELS = PaddedKernels(gather_scatter_rows, flash, Looped())
 
 
 def assert_attends(inputs: list[Tensor], starts: Tensor) -> Tensor:
