@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from petatron.base.errors import ConfigError
 from petatron.cli.doctor import main
 from petatron.cli.subcommands.doctor_nccl import render
 from petatron.mesh.diagnose.bandwidth import BandwidthResult
+from petatron.mesh.mesh import ParallelMesh
+from petatron.verify import communication_self_test
 from petatron.verify.communication_self_test import CommunicationReport
+from tests.dist import RankPool
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_get_a_verdict_and_a_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert main(["--gloo", "--ranks", "2", "--json", str(tmp_path / "found.json")]) == 0
@@ -22,6 +27,23 @@ def test_two_ranks_get_a_verdict_and_a_report(tmp_path: Path, capfd: pytest.Capt
     found = json.loads((tmp_path / "found.json").read_text())
     assert {one["op"] for one in found["measured"]} >= {"all_reduce", "all_gather", "all_to_all", "send", "shift"}
     assert len(found["losses"]) == 2 and all(one["correct"] for one in found["measured"])
+
+
+def _check_small(message_bytes: tuple[int, ...]) -> CommunicationReport:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communication_self_test, "_SHARED_DEVICE_MESSAGE_BYTES", message_bytes)
+        return communication_self_test.check_communication(
+            lambda layout: ParallelMesh(layout, dist.get_rank()), ranks=2, shared_device=False, log=lambda text: None
+        )
+
+
+def test_two_ranks_find_that_small_messages_arrive(ranks: RankPool):
+    """The short form: what every rank of the command does."""
+    report, other = ranks.run(_check_small, 2, (1 << 8, 1 << 12))
+    assert {one.op for one in report.measured} >= {"all_reduce", "all_gather", "all_to_all", "send", "shift"}
+    assert {one.bytes for one in report.measured} == {1 << 8, 1 << 12} and len(report.losses) == 2
+    assert not report.problems and not other.problems
+    assert "VERDICT: communication over gloo works" in render(report, shared=False, backend="gloo")
 
 
 def test_wrong_values_and_losses_are_a_verdict_too():

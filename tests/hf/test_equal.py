@@ -75,7 +75,7 @@ MODELS = [
 ]
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize(("name", "layout"), MODELS)
 def test_equals_transformers(ranks: RankPool, name: str, layout: str, tmp_path: Path):
     check(ranks, name, *LAYOUTS[layout], tmp_path)

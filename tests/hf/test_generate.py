@@ -25,13 +25,14 @@ LAYOUTS = {
     "all-dp2": ("--dp 2", 2, PLAIN),
     "tp2-pp2": ("--tp 2 --pp 2", 4, PLAIN),
     "tp2-sp-pp2": ("--tp 2 --sequence-parallel --pp 2", 4, ["llama-gqa", "gpt2", "mixtral", "deepseek-v3"]),
-    "ep2": ("--ep 2", 2, EXPERTS),
+    "ep2": ("--ep 2", 2, EXPERTS[::2]),
+    "all-ep2": ("--ep 2", 2, EXPERTS),
     "pp2-ep2": ("--pp 2 --ep 2", 4, ["mixtral"]),
     "variants-pp2": ("--pp 2", 2, VARIANTS),
     "some-variants-pp2": ("--pp 2", 2, VARIANTS[::4]),
     "variants-tp2-pp2": ("--tp 2 --pp 2", 4, VARIANTS),
 }
-LATER = ("tp2-pp2", "pp2", "all-dp2", "variants-pp2", "variants-tp2-pp2")
+LATER = ("tp2-pp2", "pp2", "all-dp2", "all-ep2", "variants-pp2", "variants-tp2-pp2")
 
 
 @pytest.mark.parametrize("layout", [later(layout) if layout in LATER else layout for layout in LAYOUTS])

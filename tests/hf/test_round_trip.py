@@ -37,7 +37,7 @@ def their_folder(name: str, folder: Path) -> Path:
     return folder
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize("name", one_in(3, [*ONE_EXPERT, *BUILDERS]))
 def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
     """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
@@ -90,7 +90,7 @@ def trained(name: str, folder: Path, flags: str = "") -> tuple[Any, Truth]:
     return model, true
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize("name", one_in(3, BUILDERS))
 def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
     model, true = trained(name, tmp_path)

@@ -58,7 +58,7 @@ def expected(ids: Tensor, grad: Tensor) -> Tensor:
     return table.grad[:ROWS]
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("kind", "accumulate"),

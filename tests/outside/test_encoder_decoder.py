@@ -50,7 +50,7 @@ def alone() -> list[StepTrace]:
     return train(two_stream_run())
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
@@ -110,6 +110,7 @@ def test_logits_are_collected_from_the_last_stage(ranks: RankPool, layout: str, 
         torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_resumed_in_another_layout(ranks: RankPool, tmp_path: Path):
     check_resume(
         ranks, tmp_path, MODEL, "--tp 2", world_size=2, saved_in="--pp 4", saving_ranks=4, live_rank=live_two_streams

@@ -76,6 +76,7 @@ def test_single_precision(ranks: RankPool, name: str):
     _check(ranks, found, steps=3, dtype="float32", model_flags=f"{found.model_flags} {_small(found)}")
 
 
+@pytest.mark.matrix
 def test_twenty_steps_in_single_precision(ranks: RankPool):
     layout = "--dp 2 --use-distributed-optimizer --overlap-param-gather --micro-batch-size 1"
     small = "--num-layers 1 --seq-length 8 --global-batch-size 4"

@@ -80,7 +80,7 @@ CUTS = {
 }
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize("name", CUTS)
 def test_stages_of_any_size(ranks: RankPool, name: str):
     model, layout = CUTS[name]

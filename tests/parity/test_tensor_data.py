@@ -42,6 +42,7 @@ def test_layout_in_single_precision(ranks: RankPool, layout: str, world_size: in
     check_layout(ranks, layout, "--train-iters 4", world_size=world_size, dtype="float32")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [

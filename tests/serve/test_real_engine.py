@@ -213,6 +213,7 @@ def _stop(process: ForkedPython) -> int:
         process.kill()
 
 
+@pytest.mark.slow
 def test_megatrons_commands_as_typed(run_folder: Path, tmp_path: Path):
     log = tmp_path / "log"
     process, url = _serve(["tools/run_text_generation_server.py", "--load", str(run_folder), "--port", "0"], log)

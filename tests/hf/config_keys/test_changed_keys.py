@@ -141,7 +141,7 @@ def test_every_family_is_compared():
     assert {_model(name).config.model_type for name in ONE_OF_EACH_FAMILY} == set(FAMILIES)
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
 def test_a_changed_key_is_refused_or_followed(name: str, tmp_path: Path):
     """One value of each key: those that nobody here reads together, and those that are read and change no size together."""

@@ -164,7 +164,7 @@ EVERY_CASE += [(case, torch.float32, False, False) for case in CASES[1:5]]
 EVERY_CASE += [(case, torch.float16, True, True) for case in (*CASES[:2], CASES[5])]
 
 
-@diagonal(3)
+@diagonal(4)
 @needs_triton
 @pytest.mark.parametrize(("case", "dtype", "from_batch_major", "batch_first"), EVERY_CASE, ids=str)
 def test_twin(case: Heads, dtype: torch.dtype, from_batch_major: bool, batch_first: bool):

@@ -56,7 +56,7 @@ def assert_close(ours: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert (ours.double() - wanted.double()).norm() <= BOUNDS[dtype] * wanted.double().norm()
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 20), (torch.bfloat16, 64)])
 def test_rows(kind: str, dtype: torch.dtype, width: int):
@@ -101,7 +101,7 @@ def test_no_tokens_at_all(capacity: int | None):
     assert all(torch.equal(mine, true) for mine, true in zip(ours, wanted, strict=True))
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize("name", GATE_ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (9, 256), (5, 300), (3, 1024), (0, 8)])
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -52,7 +52,7 @@ def test_forward(shape: tuple[int, int], dtype: torch.dtype, with_branch: bool, 
     assert far(rstd, true_rstd) <= 1e-6
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize("shape", [(5, 7), (300, 64), (17, 128), (5, 3000)], ids=str)
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 def test_amax_of_what_is_written(shape: tuple[int, int], eps: float):
@@ -82,7 +82,7 @@ def backward_cases() -> list:
     ]
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize(("shape", "dtype", "joined", "again", "zero_centered_gamma"), backward_cases(), ids=str)
 def test_backward(shape: tuple[int, int], dtype: torch.dtype, joined: bool, again: bool, zero_centered_gamma: bool):
     (x, grad, grad_residual), weight = sample(shape, dtype, 3)

@@ -72,7 +72,7 @@ def batch_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Pa
     return q, k, v, batch
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_plain_one(case: Case, dtype: torch.dtype):

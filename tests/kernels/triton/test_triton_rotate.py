@@ -63,7 +63,7 @@ def product(case: Heads, dtype: torch.dtype, *, batch_first: bool) -> Tensor:
     return ordered(torch.randn(case.length, case.batch, columns, device=DEVICE).to(dtype), batch_first=batch_first)
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.heads}-{case.groups}-{case.width}-{case.turned}")
 @pytest.mark.parametrize(
     ("dtype", "from_batch_first", "batch_first"),

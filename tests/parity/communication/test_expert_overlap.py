@@ -30,6 +30,7 @@ LAYOUTS = {
 CASES = [("pp2", 5) if (name, count) == ("pp2", 5) else later(name, count) for name in LAYOUTS for count in (1, 2, 5)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "micro_batches"), CASES)
 def test_layout(ranks: RankPool, layout: str, micro_batches: int):
     flags, world_size = LAYOUTS[layout]

@@ -191,6 +191,7 @@ def test_bytes_of_fully_sharded_weights(ranks: RankPool):
         assert [(e.elements, e.dtype) for e in largest] == [(4, torch.int32)] * LAYERS
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_is_the_same_and_goes_on_either_way(ranks: RankPool, tmp_path: Path):
     flags = f"--bf16 --fp8-hybrid --dp 2 {ZERO1}"
     whole = trained(ranks, flags, 2)

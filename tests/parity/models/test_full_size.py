@@ -54,6 +54,7 @@ def test_the_ranks_of_a_table_row_together_are_the_model(ranks: RankPool, name: 
     assert min(counts) > 0.5 * max(counts), "no rank is left without work"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [later("7B on 8"), "13B on 8"])
 def test_a_table_row_trains_at_toy_width(ranks: RankPool, name: str):
     """The same flags on as many ranks, one process beside them."""

@@ -80,7 +80,7 @@ def flags_of(model: str, layout: str) -> tuple[str, str, int]:
     return f"{MODELS[model]} {documents}" if documents in flags else MODELS[model], flags, world_size
 
 
-@diagonal(3)
+@diagonal(5)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

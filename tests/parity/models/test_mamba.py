@@ -31,7 +31,7 @@ BIAS = f"{HYBRID} --add-bias-linear --normalization LayerNorm"
 PACKED = "--reset-attention-mask --reset-position-ids"
 
 
-@diagonal(3)
+@diagonal(5)
 @pytest.mark.parametrize(
     ("layout", "world_size", "model"),
     [

@@ -229,7 +229,7 @@ def check_data_parallel_costs(run: RunConfig, results: list[RankResult], trained
             assert gathered == (pytest.approx(STEPS * trained, rel=0.05) if sharded else 0)
 
 
-@diagonal(3)
+@diagonal(5)
 @pytest.mark.parametrize(
     ("model", "freeze"),
     [
@@ -250,7 +250,7 @@ def test_one_process_equals_plain_torch(model: str, freeze: str):
     check([train_rank(run_of(model, freeze))], plain_torch(model, freeze))
 
 
-@diagonal(3)
+@diagonal(5)
 @pytest.mark.parametrize(
     ("layout", "model", "freeze"),
     [

@@ -167,7 +167,7 @@ def test_frozen_master_weights_stay(flags: str, patterns: tuple[str, ...]):
     assert frozen.names and not frozen.changed
 
 
-@diagonal(3)
+@diagonal(5)
 @pytest.mark.parametrize("freeze_at", [later(0), 1], ids=["at first", "later"])
 @PATTERNS
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def cases(*layouts: tuple[str, int, str]) -> list[Any]:
     ]
 
 
-@diagonal(3)
+@diagonal(4)
 @pytest.mark.parametrize(
     ("rule", "layout", "world_size"),
     cases(

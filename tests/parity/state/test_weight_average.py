@@ -146,7 +146,7 @@ def check(found: list[Outcome], model: str, start: int = 0, interval: int = 1) -
     assert found[0].averaged_loss == pytest.approx(loss, rel=1e-9) and found[0].loss != found[0].averaged_loss
 
 
-@diagonal(2)
+@diagonal(3)
 @pytest.mark.parametrize(
     ("layout", "model", "world_size"),
     [

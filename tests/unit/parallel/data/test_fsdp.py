@@ -254,7 +254,7 @@ def check(ranks: RankPool, case: Case, *, gradient: float = 1e-11, weight: float
             assert float((seen.logits - reference.logits).abs().max()) < 100 * weight
 
 
-@diagonal(2)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "flags"),
     [
@@ -294,6 +294,7 @@ def test_micro_batches_in_flight(ranks: RankPool, strategy: str, cut: bool):
     check(ranks, Case(Layout(dp_shard=4), strategy, order=IN_FLIGHT, cut=cut))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("together", [1, later(2)])
 def test_recomputed_blocks(ranks: RankPool, together: int):
     check(ranks, Case(Layout(dp_shard=4), order=IN_FLIGHT, recompute=together))
@@ -324,6 +325,7 @@ def test_experts_are_shared_over_their_own_ranks(ranks: RankPool, layout: Layout
     check(ranks, Case(layout, flags=EXPERTS))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("reduce_dtype", [later(None), torch.bfloat16])
 def test_low_precision_comes_close(ranks: RankPool, reduce_dtype: torch.dtype | None):
     case = Case(Layout(dp_shard=4), dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
