@@ -70,8 +70,8 @@ def parse_table(text: str) -> dict[str, MegatronFlag]:
 
 
 def _parse_answer(line: str) -> MegatronFlag:
-    kind, text, remedy = [*(part.strip() for part in line.removeprefix(">").split(" | ")), "", ""][:3]
-    assert kind in get_args(FlagAnswerKind), line
+    name, text, remedy = [*(part.strip() for part in line.removeprefix(">").split(" | ")), "", ""][:3]
+    kinds: dict[str, FlagAnswerKind] = {kind: kind for kind in get_args(FlagAnswerKind)}
     if text == _OTHER_COMMAND:
-        return MegatronFlag(kind, command=remedy)
-    return MegatronFlag(kind, text, remedy)
+        return MegatronFlag(kinds[name], command=remedy)
+    return MegatronFlag(kinds[name], text, remedy)
