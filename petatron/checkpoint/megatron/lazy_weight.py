@@ -61,10 +61,9 @@ def other_state(names: Iterable[object]) -> tuple[str, ...]:
 
 def stored_scheduler(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state of the schedule of learning rate and weight decay, under the names of today."""
-    kept = content.get("opt_param_scheduler") or content.get("lr_scheduler")
-    return (
-        {_OLD_SCHEDULER_NAMES.get(name, name): value for name, value in kept.items()} if isinstance(kept, dict) else {}
-    )
+    kept: Any = content.get("opt_param_scheduler") or content.get("lr_scheduler")
+    named = kept if isinstance(kept, dict) else {}
+    return {_OLD_SCHEDULER_NAMES.get(str(name), str(name)): value for name, value in named.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,10 +123,13 @@ def _plain_state(
             wide = masters[number] if isinstance(masters, list) and number < len(masters) else []
             if len(wide) != len(narrow):
                 raise _mismatch(path, f"a group has {len(wide)} master weights for {len(narrow)} parameters of 16 bits")
-            yield from (("master", member, tensor) for member, tensor in zip(narrow, wide))
+            for member, tensor in zip(narrow, wide):
+                yield "master", member, tensor
             for member, place in zip(members, places):
                 moments = states.get(place, {})
-                yield from ((kind, member, moments[kind]) for kind in STATE_KINDS if kind in moments)
+                for kind in STATE_KINDS:
+                    if kind in moments:
+                        yield kind, member, moments[kind]
 
 
 def _groups(part: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
@@ -190,11 +193,11 @@ def _buffer_places(
         int(arguments.get("pipeline_model_parallel_size") or 1) > 1
     )
     padding = math.lcm(ranks, _BUCKET_ALIGNMENT, 1 << 16 if arguments.get("ddp_pad_buckets_for_high_nccl_busbw") else 1)
-    for candidate in dict.fromkeys((bucket_size, None, default)):
-        places, total = _laid_out(group, candidate, padding, tied=tied)
+    layouts = [_laid_out(group, candidate, padding, tied=tied) for candidate in (bucket_size, None, default)]
+    for places, total in layouts:
         if total == size:
             return places
-    raise _mismatch(path, f"a buffer has {size} elements, and the parameters that belong there take {total}")
+    raise _mismatch(path, f"a buffer has {size} elements, and the parameters that belong there take {layouts[0][1]}")
 
 
 def _laid_out(

@@ -135,7 +135,7 @@ def _read_optimizer(
             f"The optimizers of the ranks in {step} are at different steps. Copy the folders of one step."
         )
     experts = int(arguments.get("num_experts") or 0) // sizes.ep
-    tensors = {
+    tensors: dict[StateKind, dict[str, LazyWeight]] = {
         kind: dict(_unsharded_weights(_RankFiles(step, sizes, ranks, experts), expected))
         for kind, ranks in files.items()
     }

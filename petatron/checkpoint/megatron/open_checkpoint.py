@@ -140,22 +140,22 @@ def _open_training(
     logical: Callable[[Mapping[str, LazyWeight], tuple[MegatronWeight, ...]], dict[str, LazyTensor]],
 ) -> MegatronTraining:
     """Puts together what a run continues with; `logical` checks tensors of weights, and makes them logical ones."""
-    arguments, trained = (
-        contents.arguments,
-        tuple(weight for weight in weights if not weight.name.endswith(".expert_bias")),
-    )
+    arguments = contents.arguments
+    trained = tuple(weight for weight in weights if not weight.name.endswith(".expert_bias"))
     sections = training_sections(arguments, contents.scheduler, iteration=contents.iteration)
     narrow = sections["precision"].get("bf16") or sections["precision"].get("fp16")
     stored = dict(optimizer.tensors)
     if narrow:  # a weight that is float32 in the model is its own master weight
         stored["master"] = {**contents.lazy_weights({weight.name: weight for weight in weights}), **stored["master"]}
         stored["master"] = {name: kept for name, kept in stored["master"].items() if not name.endswith(".expert_bias")}
-    tensors = {kind: logical(stored[kind], trained) for kind in STATE_KINDS if kind != "master" or narrow}
+    tensors: dict[StateKind, dict[str, LazyTensor]] = {
+        kind: logical(stored[kind], trained) for kind in STATE_KINDS if kind != "master" or narrow
+    }
     batch, iteration = sections["train"]["global_batch_size"], contents.iteration
-    consumed = arguments.get("consumed_train_samples")
-    consumed = consumed if is_count(consumed) else iteration * batch
-    done = contents.scheduler.get("num_steps")  # samples of updates that were not skipped
-    done = min(done, consumed) if is_count(done) else min(optimizer.step * batch, consumed)
+    consumed: Any = arguments.get("consumed_train_samples")
+    consumed = int(consumed) if is_count(consumed) else iteration * batch
+    done: Any = contents.scheduler.get("num_steps")  # samples of updates that were not skipped
+    done = min(int(done) if is_count(done) else optimizer.step * batch, consumed)
     progress = {
         "iteration": iteration,
         "consumed_samples": consumed,

@@ -79,9 +79,9 @@ def read_step(parts: Sequence[Mapping[str, Any]], path: Path) -> int:
 
 
 def _steps(state: Mapping[str, Any]) -> Iterator[Any]:
-    states, groups = state.get("state"), state.get("param_groups")
-    states = states if isinstance(states, Mapping) else {}
-    candidates = [
+    states: Any = state.get("state")
+    states, groups = states if isinstance(states, Mapping) else {}, state.get("param_groups")
+    candidates: list[Any] = [
         states.get("common_step"),
         *(value.get("step") for value in states.values() if isinstance(value, dict)),
     ]

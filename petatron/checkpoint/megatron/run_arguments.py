@@ -34,8 +34,9 @@ def training_sections(arguments: Mapping[str, Any], scheduler: Mapping[str, Any]
     """
     values = {name: arguments.get(name) for names in _FIELDS.values() for name in names}
     in_samples = values["train_samples"] is not None
-    batch = values["global_batch_size"]
-    if not in_samples and is_count(batch, 1) and scheduler and not _counts_iterations(scheduler, batch, iteration):
+    given_batch = values["global_batch_size"]
+    batch = int(given_batch) if given_batch is not None and is_count(given_batch, 1) else 0
+    if not in_samples and batch and scheduler and not _counts_iterations(scheduler, batch, iteration):
         in_samples = True
         values["train_samples"] = _samples_at_the_end(arguments, batch, iteration)
     _drop_unused(values, in_samples)

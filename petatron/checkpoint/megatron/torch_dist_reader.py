@@ -57,6 +57,9 @@ _COMMON_STATE = "common_state/shard_0_1"
 """The object that has the arguments where there is no common.pt."""
 _OTHER_STATE = re.compile(r"(chained_\d+\.)?optimizer\b|rng_state|rerun_state_machine_state|opt_param_scheduler")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
+_KINDS: Mapping[str, StateKind] = {
+    "param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq",
+}  # fmt: skip
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _DEPTH = re.compile(r"(mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer))\.(.+)")
@@ -114,12 +117,13 @@ def _read_optimizer(
     names: dict[StateKind, dict[str, str]] = {kind: {} for kind in STATE_KINDS}
     for name in table.entries:
         if (match := _OPTIMIZER.fullmatch(name)) is not None:
-            kind = next((kind for kind in STATE_KINDS if kind == match[1]), "master")
-            names[kind][name] = match[2]
+            names[_KINDS[match[1]]][name] = match[2]
     if any(_BUCKETS.match(name) for name in table.entries):
         raise unreadable_kind("dp_reshardable or another kind of buckets", path)
     with reading_untrusted(table.step / ".metadata", megatron_file_error):
-        tensors = {kind: _weights(table, stored) for kind, stored in names.items()}
+        tensors: dict[StateKind, dict[str, LazyWeight]] = {
+            kind: _weights(table, stored) for kind, stored in names.items()
+        }
     return StoredOptimizer(tensors, read_step(parts, path), read_grad_scaler(parts))
 
 

@@ -265,10 +265,11 @@ def _write_torch_dist(
     step: Path, export: _MegatronExport, common: dict[str, Any], training: TrainingExport | None
 ) -> None:
     tensors, objects = _global_state(export)
-    for kind, name in ({} if training is None else training.tensor_names).items():
-        fetch = _FetchCache(partial(training.fetch, kind))
-        of_kind, _ = _global_state(replace(export, weights=_trained(export.weights), fetch=fetch))
-        tensors += [replace(tensor, name=f"optimizer.state.{name}.{tensor.name}") for tensor in of_kind]
+    if training is not None:
+        for kind, name in training.tensor_names.items():
+            fetch = _FetchCache(partial(training.fetch, kind))
+            of_kind, _ = _global_state(replace(export, weights=_trained(export.weights), fetch=fetch))
+            tensors += [replace(tensor, name=f"optimizer.state.{name}.{tensor.name}") for tensor in of_kind]
     write_dist_tensors(step, tensors, objects)
     torch.save(common, step / "common.pt")
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

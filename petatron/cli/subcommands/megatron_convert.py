@@ -77,20 +77,20 @@ def from_megatron_flags(argv: Sequence[str]) -> list[str]:
     if problems := _problems(options):
         raise ConfigError(problems)
     target = _SAVERS[options.saver]
-    words = [options.load_dir, options.save_dir, "--from", _LOADERS[options.loader], "--to", target]
+    arguments = [options.load_dir, options.save_dir, "--from", _LOADERS[options.loader], "--to", target]
     given = {flag: getattr(options, f"target_{size}_parallel_size") for flag, size in _SIZES.items()}
     if target == _MEGATRON:
         # Megatron's own saver writes the files of --ckpt-format torch.
-        words += ["--megatron-format", "torch_dist" if options.saver == "torch_dist" else "legacy"]
-        words += ["--megatron-spec", _SPECS[options.saver_transformer_impl or "transformer_engine"]]
+        arguments += ["--megatron-format", "torch_dist" if options.saver == "torch_dist" else "legacy"]
+        arguments += ["--megatron-spec", _SPECS[options.saver_transformer_impl or "transformer_engine"]]
         if unset := [
             f"--target-{_SIZES[flag]}-parallel-size" for flag, size in given.items() if size is None and flag != "--ep"
         ]:
             print(f"note: {', '.join(unset)} not given: 1 is used, whatever the source has", file=sys.stderr)
-    words += [word for flag, size in given.items() if size is not None for word in (flag, size)]
-    words += ["--dtype", "bf16" if options.bf16 else "fp16"] if options.bf16 or options.fp16 else []
-    words += ["--vocab-size", options.true_vocab_size] if options.true_vocab_size is not None else []
-    return [*words, *others]
+    arguments += [word for flag, size in given.items() if size is not None for word in (flag, size)]
+    arguments += ["--dtype", "bf16" if options.bf16 else "fp16"] if options.bf16 or options.fp16 else []
+    arguments += ["--vocab-size", options.true_vocab_size] if options.true_vocab_size is not None else []
+    return [*arguments, *others]
 
 
 def _problems(options: argparse.Namespace) -> list[Problem]:
