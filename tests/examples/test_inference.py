@@ -62,6 +62,18 @@ def test_flags_have_our_names_and_megatrons_defaults(table: ModuleType):
     assert "--top-k" not in flags_of(table, "--load run --prompts a --top_p 0.9")
 
 
+def test_a_tokenizer_that_is_unknown_here_is_left_to_the_checkpoint(table: ModuleType):
+    arguments = table.read_arguments(
+        "--load run --prompts a --tokenizer-type TikTokenizer --tiktoken-pattern v2 --tokenizer-model multi.json".split()
+    )
+    assert not [flag for flag in table.generate_flags(arguments) if "token" in flag and flag != "--max-tokens"]
+    assert "the checkpoint's tokenizer is used" in arguments.notices[-1] and "TikTokenizer" in arguments.notices[-1]
+    flags = flags_of(table, "--load run --prompts a --tokenizer_type GPT2BPETokenizer --vocab-file v --merge-file m")
+    tokenizer = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m".split()
+    assert [flag for flag in flags if flag in tokenizer] == tokenizer
+    assert flags_of(table, "--load run --prompts a --recompute-modules something_else --dataloader-type other")
+
+
 def test_every_mapped_flag_is_one_of_ours(table: ModuleType):
     ours = {option for action in generate_parser()._actions for option in action.option_strings}
     served = {option for action in serve_parser()._actions for option in action.option_strings}
@@ -101,6 +113,7 @@ def test_prompts_are_answered_as_megatrons_scripts_write_them(
 ):
     out = tmp_path / "answers.json"
     flags = ["--load", str(run), *MODEL.replace("--fp16", "").split(), "--num-tokens-to-generate", "4"]
+    flags += ["--tokenizer-type", "ByteTokenizer", "--model-provider", "gpt"]
     asked = ["--prompts", "Hello", "two words", "--return-log-probs", "--output-path", str(out)]
     assert answer_prompts.main([*flags, *asked]) == 0
     answers = json.loads(out.read_text())
