@@ -222,3 +222,33 @@ def test_an_example_runs(command: str, said: str, tmp_path: Path):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert said in done.stdout
+
+
+@pytest.mark.docs
+@pytest.mark.timeout(600)
+def test_two_ranks_of_torchrun_write_the_answers_of_one(run: Path, answer_prompts: ModuleType, tmp_path: Path):
+    asked = [
+        "--load",
+        str(run),
+        "--prompts",
+        "Hello",
+        "two words",
+        "--num-tokens-to-generate",
+        "4",
+        "--return-log-probs",
+    ]
+    assert answer_prompts.main([*asked, "--output-path", str(tmp_path / "one.json")]) == 0
+    script = ROOT / "examples" / "inference" / "gpt" / "gpt_dynamic_inference.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(
+        [*torchrun, *asked, "--tensor-model-parallel-size", "2", "--output-path", "two.json"],
+        cwd=tmp_path,
+        env=example_environment(),
+        capture_output=True,
+        timeout=scaled(120),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    for number in ("0", "1"):
+        assert two[number]["generated_tokens"] == one[number]["generated_tokens"]
+        assert two[number]["generated_log_probs"] == pytest.approx(one[number]["generated_log_probs"], abs=1e-5)
