@@ -18,6 +18,10 @@ fi
 
 FOLDER=$(mktemp -d -t petatron-toy-XXXXXX)
 # A typed flag wins over --toy, which shrinks what a file says: so the flags become a file first.
-"$PYTHON" -m petatron config show "$@" --world-size "$NUM_GPUS" --changed --yaml > "$FOLDER/flags.yaml"
+if ! "$PYTHON" -m petatron config show "$@" --world-size "$NUM_GPUS" --yaml > "$FOLDER/flags.yaml" 2> "$FOLDER/notes"; then
+    cat "$FOLDER/notes" >&2
+    exit 2
+fi
+read -ra TOY_FLAGS <<< "${TOY_FLAGS:-}" # what --toy cannot shrink
 exec "$PYTHON" "$ROOT/$ENTRY" --config "$FOLDER/flags.yaml" --toy --save "$FOLDER/run" --load "$FOLDER/run" \
-    --log-interval 1 --eval-iters 0 --live off
+    --log-interval 1 --eval-iters 0 --live off ${TOY_FLAGS[@]+"${TOY_FLAGS[@]}"}

@@ -68,6 +68,8 @@ WITHOUT_EFFECT = {
     "--inference-repeat-n": _REPEAT,
     "--incoming-requests-per-step": _REPEAT,
     "--incoming-requests-per-sec": _REPEAT,
+    "--no-record-throughput": "speed is measured by `petatron bench generate`",
+    "--model-provider": "the checkpoint says which model it is",
     "--output-every-n-results": "all answers are written",
     "--dist-ckpt-strictness": "what generation does not need is never read",
 }
@@ -77,10 +79,12 @@ REFUSED = {
     "--use-coordinator": "Start a server instead: tools/run_text_generation_server.py, with --dp N for several replicas.",
     "--inference-dynamic-batching-prefix-caching-coordinator-policy": "Start a server instead, with --dp N for several replicas.",
     "--inference-coordinator-port": "Start a server instead: tools/run_text_generation_server.py --port.",
-    "--model-provider": "Leave it out: the checkpoint says which model it is.",
     "--lora-path": "Merge the adapter into the model first.",
 }
 """Flags that ask for something else, with what to use."""
+
+TOKENIZER = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
+"""Flags of a tokenizer, which are passed on if it can be read here; otherwise the checkpoint's own takes its place."""
 
 _KEPT_SETTINGS = (
     *("parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"),
@@ -102,6 +106,7 @@ class InferenceArguments:
     output_path: str | None = None
     return_log_probs: bool = False
     flags: list[str] = field(default_factory=list)
+    tokenizer: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -167,6 +172,8 @@ def read_arguments(argv: Sequence[str]) -> InferenceArguments:
             arguments.flags += [part for text in values for part in ("--stop", text)]
         elif name == "--return-log-probs":
             arguments.return_log_probs = True
+        elif name in TOKENIZER or name.startswith("--tiktoken-"):
+            arguments.tokenizer += [name, *values]
         elif name not in RENAMED and name not in _READ:
             arguments.others += [typed, *values]
         elif len(values) != 1:
@@ -231,13 +238,21 @@ def _without_empty(flags: Sequence[str]) -> list[str]:
 
 
 def _flags_of_train(arguments: InferenceArguments) -> tuple[list[str], list[str]]:
-    """Returns those of layout and precision under our names, and the spellings of the others; problems of both are added."""
+    """Returns those of layout, precision and tokenizer under our names, and the spellings of the others; problems are added.
+
+    A value of a setting that generation does not read may be wrong.
+    """
     parsed = parse_flags(arguments.others)
-    arguments.problems += parsed.problems
+    unread = {info.flag for path, info in fields_by_path().items() if path not in _KEPT_SETTINGS}
+    arguments.problems += [problem for problem in parsed.problems if problem.where.replace("_", "-") not in unread]
     kept: list[str] = []
     for setting in parsed.settings:
         if setting.path in _KEPT_SETTINGS:
             info = fields_by_path()[setting.path]
             kept += [info.flag] if setting.value is True else [info.flag, str(setting.value)]
     dropped = [setting.origin.detail for setting in parsed.settings if setting.path not in _KEPT_SETTINGS]
+    if unknown := parse_flags(arguments.tokenizer).problems:
+        arguments.notices.append(f"the checkpoint's tokenizer is used: {unknown[0]}")
+    else:
+        kept += arguments.tokenizer
     return kept, list(dict.fromkeys(map(str, dropped)))

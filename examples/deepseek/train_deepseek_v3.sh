@@ -11,7 +11,8 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 if [[ -n "${TOY:-}" ]]; then # the same flags on two ranks
-    NNODES=1 GPUS_PER_NODE=2 PP=1 EP=2 GLOBAL_BATCH=4 TRAIN_ITERS=3 WARMUP_ITERS=1
+    NNODES=1 GPUS_PER_NODE=2 PP=2 EP=1 GLOBAL_BATCH=4 TRAIN_ITERS=3 WARMUP_ITERS=1
+    export TOY_FLAGS="--pipeline-model-parallel-layout Et|t|t|tmL" # of a toy's four layers
 fi
 NNODES=${NNODES:-256}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
@@ -23,6 +24,8 @@ export NUM_GPUS=$((NNODES * GPUS_PER_NODE))
 SAVE=${SAVE:-runs/deepseek-v3}
 PP=${PP:-16}
 EP=${EP:-64}
+# Two stages on each pipeline rank: the embedding with one layer, 29 pairs, one layer, and the last with prediction and loss.
+STAGES=${STAGES:-"Et|(tt|)*29t|tmL"}
 GLOBAL_BATCH=${GLOBAL_BATCH:-15360}
 TRAIN_ITERS=${TRAIN_ITERS:-240000}
 WARMUP_ITERS=${WARMUP_ITERS:-2000}
@@ -84,16 +87,16 @@ PRECISION=(
 
 LAYOUT=(
     --pipeline-model-parallel-size "$PP"
+    --pipeline-model-parallel-layout "$STAGES"
     --expert-model-parallel-size "$EP"
     --use-distributed-optimizer
     --overlap-grad-reduce
     --overlap-param-gather
 )
-if ((PP > 1)); then
-    # Two stages on each rank: the embedding with one layer, 29 pairs, then one layer, then the last with prediction and loss.
-    LAYOUT+=(--pipeline-model-parallel-layout "Et|(tt|)*29t|tmL")
-    LAYOUT+=(--recompute-memory-budget-gb 45) # what is recomputed is chosen; without it they would take 231 GB
-fi
+
+MEMORY=(
+    --recompute-memory-budget-gb 45 # what is recomputed is chosen; without it activations would take 231 GB
+)
 
 TRAINING=(
     --micro-batch-size 1
@@ -124,7 +127,7 @@ OUTPUT=(
     --eval-iters 10
 )
 
-FLAGS=("${MODEL[@]}" "${EXPERTS[@]}" "${PRECISION[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}")
+FLAGS=("${MODEL[@]}" "${EXPERTS[@]}" "${PRECISION[@]}" "${LAYOUT[@]}" "${MEMORY[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}")
 if [[ -n "${TOY:-}${PLAN:-}" ]]; then
     exec bash "$ROOT/examples/without_gpus.sh" pretrain_gpt.py "${FLAGS[@]}"
 fi

@@ -62,6 +62,18 @@ def test_flags_have_our_names_and_megatrons_defaults(table: ModuleType):
     assert "--top-k" not in flags_of(table, "--load run --prompts a --top_p 0.9")
 
 
+def test_a_tokenizer_that_is_unknown_here_is_left_to_the_checkpoint(table: ModuleType):
+    arguments = table.read_arguments(
+        "--load run --prompts a --tokenizer-type TikTokenizer --tiktoken-pattern v2 --tokenizer-model multi.json".split()
+    )
+    assert not [flag for flag in table.generate_flags(arguments) if "token" in flag and flag != "--max-tokens"]
+    assert "the checkpoint's tokenizer is used" in arguments.notices[-1] and "TikTokenizer" in arguments.notices[-1]
+    flags = flags_of(table, "--load run --prompts a --tokenizer_type GPT2BPETokenizer --vocab-file v --merge-file m")
+    tokenizer = "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m".split()
+    assert [flag for flag in flags if flag in tokenizer] == tokenizer
+    assert flags_of(table, "--load run --prompts a --recompute-modules something_else --dataloader-type other")
+
+
 def test_every_mapped_flag_is_one_of_ours(table: ModuleType):
     ours = {option for action in generate_parser()._actions for option in action.option_strings}
     served = {option for action in serve_parser()._actions for option in action.option_strings}
@@ -101,6 +113,7 @@ def test_prompts_are_answered_as_megatrons_scripts_write_them(
 ):
     out = tmp_path / "answers.json"
     flags = ["--load", str(run), *MODEL.replace("--fp16", "").split(), "--num-tokens-to-generate", "4"]
+    flags += ["--tokenizer-type", "ByteTokenizer", "--model-provider", "gpt"]
     asked = ["--prompts", "Hello", "two words", "--return-log-probs", "--output-path", str(out)]
     assert answer_prompts.main([*flags, *asked]) == 0
     answers = json.loads(out.read_text())
@@ -209,3 +222,33 @@ def test_an_example_runs(command: str, said: str, tmp_path: Path):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert said in done.stdout
+
+
+@pytest.mark.docs
+@pytest.mark.timeout(600)
+def test_two_ranks_of_torchrun_write_the_answers_of_one(run: Path, answer_prompts: ModuleType, tmp_path: Path):
+    asked = [
+        "--load",
+        str(run),
+        "--prompts",
+        "Hello",
+        "two words",
+        "--num-tokens-to-generate",
+        "4",
+        "--return-log-probs",
+    ]
+    assert answer_prompts.main([*asked, "--output-path", str(tmp_path / "one.json")]) == 0
+    script = ROOT / "examples" / "inference" / "gpt" / "gpt_dynamic_inference.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(
+        [*torchrun, *asked, "--tensor-model-parallel-size", "2", "--output-path", "two.json"],
+        cwd=tmp_path,
+        env=example_environment(),
+        capture_output=True,
+        timeout=scaled(120),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    for number in ("0", "1"):
+        assert two[number]["generated_tokens"] == one[number]["generated_tokens"]
+        assert two[number]["generated_log_probs"] == pytest.approx(one[number]["generated_log_probs"], abs=1e-5)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,10 +41,23 @@ def main(argv: Sequence[str]) -> int:
         asked.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         assert arguments.checkpoint is not None
         words = ["generate", arguments.checkpoint, "--prompts", str(asked), "--out", str(answers), *flags]
-        code = petatron(words)
+        code = _generate(words)
         if code == 0 and is_first:
             _write(arguments, prompts, [json.loads(line) for line in answers.read_text().splitlines()])
     return code
+
+
+def _generate(words: Sequence[str]) -> int:
+    """Returns the exit code of `petatron generate`. A rank with peers ends its process when it is done, so it gets a process of its own."""
+    if read_environment().launcher == "single":
+        return petatron(words)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen([sys.executable, "-m", "petatron", *words], env=environment)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda sent, _: process.send_signal(sent))
+    code = process.wait()
+    return code if code >= 0 else 128 - code
 
 
 def _prompts(arguments: InferenceArguments) -> list[str]:
