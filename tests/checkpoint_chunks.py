@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from petatron.checkpoint.state import Chunk
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.model_state import model_components
+from petatron.pretrained.saved_model_state import model_components
 
 
 def checkpoint_chunks(model: ParallelModel, optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:

@@ -2,7 +2,7 @@
 
 The flags are those of a run (`--preset llama-1b --seq-length 4096 --micro-batch-size 8 --bf16` ...); the batch is one micro-batch
 per update, and tokens are random and already on the device. Contenders have the same shapes, tokens, initial weights, fp32 master
-weights, AdamW and clipping (`peers`), and alternate in one process (`runner`). There, each keeps its state while the others run,
+weights, AdamW and clipping (`peers`), and alternate in one process (`run_contenders`). There, each keeps its state while the others run,
 and all share the memory of activations. Once ours is built and its memory measured,
 
     needed = contenders x our state + largest activations

@@ -1,10 +1,10 @@
 """Reads argv, a preset and files into one config that records the origin of each value.
 
-Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` or `--from` a
-model that exists is one more source, which defines it (`checkpoint_settings.py`). Before flags are applied, the model is adapted to them
-(`adapt/`): `--toy`, fewer layers than a preset's patterns have, values that they make meaningless. What is still unset is derived. What
-is read here is not checked yet: `validate/load_checked_config.py` asks every rule, raises all problems together, and resolves a config
-without any: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after that, except `with_vocab_size` and
+Order: schema defaults, then the preset, then files in the order given, then flags; later wins. With `--use-checkpoint-args` or `--from`
+a model that exists is one more source, which defines it (`settings_from_checkpoint.py`). Before flags are applied, the model is adapted
+to them (`adapt/`): `--toy`, fewer layers than a preset's patterns have, values that they make meaningless. What is still unset is
+derived. What is read here is not checked yet: `validate/load_checked_config.py` asks every rule, raises all problems together, and
+resolves a config without any: `RunConfig` instead of `RawRunConfig`. Nothing changes a config after that, except `with_vocab_size` and
 `pretrained/open_tokenizer.py`, which fill in what only a tokenizer's file says.
 """
 
@@ -17,7 +17,16 @@ from typing import TypedDict
 
 from petatron.base.errors import ConfigError, PetatronError, Problem
 from petatron.config.adapt.adapt_preset_to_flags import AdaptedModel, adapt_model
-from petatron.config.checkpoint_settings import (
+from petatron.config.declared_rules import unused_flag_notices, unused_settings
+from petatron.config.derived_defaults import derive_defaults
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
+from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
+from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
+from petatron.config.presets import preset_names, read_preset
+from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name, fields_by_path, unflatten_config
+from petatron.config.schema.run import RawRunConfig, RunConfig
+from petatron.config.schema.sections.rope import ROTARY_TYPES
+from petatron.config.settings_from_checkpoint import (
     WEIGHTS_PATH,
     AppliedSettings,
     ReadCheckpointSettings,
@@ -28,15 +37,6 @@ from petatron.config.checkpoint_settings import (
     unknown_settings,
     weights_folder,
 )
-from petatron.config.declared_rules import unused_flag_notices, unused_settings
-from petatron.config.derived_defaults import derive_defaults
-from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
-from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
-from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
-from petatron.config.presets import preset_names, read_preset
-from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name, fields_by_path, unflatten_config
-from petatron.config.schema.run import RawRunConfig, RunConfig
-from petatron.config.schema.sections.rope import ROTARY_TYPES
 from petatron.config.split_data_file import read_split_data
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file

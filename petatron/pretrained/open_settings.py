@@ -21,8 +21,8 @@ from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_met
 from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
-from petatron.config.checkpoint_settings import CheckpointSettings
 from petatron.config.required_settings import required
+from petatron.config.settings_from_checkpoint import CheckpointSettings
 from petatron.data.tokenizer import folder_tokenizer
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.pretrained.folder_kind import check_load_dir, detect_format, is_megatron_folder, refuse_unconverted

@@ -1,4 +1,4 @@
-"""Saves and loads the components of a run's state (`model_state.py`), for the training loop and for custom loops."""
+"""Saves and loads the components of a run's state (`saved_model_state.py`), for the training loop and for custom loops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.describe_hf_folder import CompanionFiles, build_hf_folder
 from petatron.pretrained.folder_kind import has_steps, is_megatron_folder, weights_kind_problems
 from petatron.pretrained.model_source import open_model_source
-from petatron.pretrained.model_state import model_components
+from petatron.pretrained.saved_model_state import model_components
 
 LOOP_METADATA = "loop"
 """In the metadata of a run: what a loop of one's own gave to `save_checkpoint`."""

@@ -23,9 +23,9 @@ from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.describe_hf_folder import CompanionFiles
-from petatron.pretrained.model_state import model_components
 from petatron.pretrained.new_folder import create_tmp_folder, tmp_folder
 from petatron.pretrained.save_and_load import save_with_manager
+from petatron.pretrained.saved_model_state import model_components
 from petatron.schedule.actions import TimedAction
 
 _log = get_logger(__name__)

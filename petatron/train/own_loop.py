@@ -28,9 +28,9 @@ from petatron.optim.loss_scaler import build_loss_scaler
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.launch_and_build_model import HasConfig, config_of
-from petatron.pretrained.model_state import model_components
 from petatron.pretrained.save_and_load import LOOP_METADATA, has_weights, save_with_manager
 from petatron.pretrained.saveable_model import Model
+from petatron.pretrained.saved_model_state import model_components
 from petatron.train.state.progress_state import DataOrder, DataOrderState, LossScaleState, ProgressState
 from petatron.train.state.run_metadata import TrainProgress, run_settings
 from petatron.train.state.train_state import TrainState

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from petatron.base.errors import Problem
-from petatron.config.checkpoint_settings import CHECKPOINT_ARGS_FLAG
 from petatron.config.declared_rules import or_default
 from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import TokenizerConfig
+from petatron.config.settings_from_checkpoint import CHECKPOINT_ARGS_FLAG
 
 _LEAVE_OUT = "Give it, or leave this out."
 _BOTH = "Give both, or leave this out."

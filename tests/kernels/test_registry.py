@@ -244,7 +244,8 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {
-        f"{folder.__name__}.{part}" for part in ("attention.split_kv", "attention.paged_chunks", "fp8.cast_tiles")
+        f"{folder.__name__}.{part}"
+        for part in ("attention.split_kv", "attention.paged_prompt_chunks", "fp8.cast_tiles")
     }
     helpers = {f"{folder.__name__}.{each}" for each in ("amax", "pdl", "kernel_launch")}
     shared = helpers | parts  # what kernels of all operations use, and the steps of operations

@@ -1,6 +1,6 @@
 """torchtitan's Llama 3, trained as its own trainer does on one device, from its source in a folder that `--peer-path` gives.
 
-Two generations of it are known, told apart by their files: 0.2 (`torchtitan_blocks`) and 0.3 (`torchtitan_chunks`), which computes its
+Two generations of it are known, told apart by their files: 0.2 (`torchtitan_v0_2`) and 0.3 (`torchtitan_v0_3`), which computes its
 head and loss in chunks and captures its forward and backward passes in a CUDA graph. Where several folders are given, the first is
 taken that can do the work with the installed torch; what keeps others from it is logged.
 """
@@ -98,7 +98,7 @@ def build(spec: BenchSpec) -> Contender:
     assert source is not None
     for torchao in peer_sources("torchao", spec.peer_paths):
         torchao.make_importable()
-    name = "torchtitan_chunks" if has_chunked_loss(source) else "torchtitan_blocks"
+    name = "torchtitan_v0_3" if has_chunked_loss(source) else "torchtitan_v0_2"
     ignored = {"--peer-attention": spec.peer_attention != "sdpa", "--peer-eager": not spec.peer_cuda_graphs}
     for flag, given in ignored.items():
         if given and not has_chunked_loss(source):

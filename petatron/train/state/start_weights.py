@@ -24,9 +24,9 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.folder_kind import check_load_dir, refuse_unconverted
-from petatron.pretrained.model_state import model_components
 from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state
 from petatron.pretrained.saveable_model import StartFolder
+from petatron.pretrained.saved_model_state import model_components
 from petatron.train.state.check_run_dirs import same_path
 from petatron.train.state.run_metadata import check_same_model
 

@@ -26,8 +26,8 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.requested_cuda_graphs import enable_auto_cuda_graphs
 from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.launch_and_build_model import HasConfig, build_initial_model, config_of
-from petatron.pretrained.model_state import Fp8HistoryState, MomentState, RandomState, model_components
 from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state, save_with_manager
+from petatron.pretrained.saved_model_state import Fp8HistoryState, MomentState, RandomState, model_components
 from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.frozen_models import open_frozen_models
