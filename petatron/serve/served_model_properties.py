@@ -25,8 +25,8 @@ class ModelCard:
 
     chat_template: the plain dialogue of `petatron chat` where `has_chat_template` is false. prefix_ids: that the tokenizer puts
     before a text, which a chat template writes itself. stop_ids: that end an answer unless a request says otherwise.
-    max_token_bytes: of text in one token, where that is known (`data/prompt/min_token_count.py`). isolation: where templates are rendered, if not
-    here. step: of the training run, where it follows one. sampling_defaults: of requests that do not say otherwise.
+    max_token_bytes: of text in one token, where that is known (`data/prompt/min_token_count.py`). isolation: where templates
+    are rendered, if not here. step: of the training run, where it follows one. sampling_defaults: of requests that do not say otherwise.
     fill_in_middle: the tokens for it, where the tokenizer has some.
     """
 

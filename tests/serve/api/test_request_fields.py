@@ -1,6 +1,7 @@
 """Every field that clients of OpenAI, vLLM, SGLang and llama.cpp send: it does what it says, is refused with a reason, or has no effect.
 
-The table of the server (`request_field_rules.py`) is walked with OpenAI's own client; its completeness is that of the installed client's types.
+The table of the server (`request_field_rules.py`) is walked with OpenAI's own client; its completeness is that of the installed client's
+types.
 """
 
 from __future__ import annotations
