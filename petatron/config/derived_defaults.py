@@ -21,7 +21,7 @@ from petatron.base.errors import Problem, raise_problems
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.data_blend import BlendError, parse_blend
-from petatron.config.schema.fields import FieldValue, flag_name, flatten_config, unflatten_config
+from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
@@ -122,7 +122,9 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
         values.fill("nproc_per_node", _exact_quotient(values["world_size"], values["nnodes"]), "world size / nodes")
     tp = _exact_quotient(values["tensor_model_parallel_size"], 1)
     values.fill("expert_tensor_parallel_size", tp, "the tensor-parallel size")
-    if values["num_experts"] is None and tp is not None and values["expert_tensor_parallel_size"] != tp:
+    etp, bounds = values["expert_tensor_parallel_size"], fields_by_name()["expert_tensor_parallel_size"].bounds
+    is_sound = etp is not None and bounds is not None and bounds.violation(etp) is None
+    if values["num_experts"] is None and tp is not None and is_sound and etp != tp:
         values.set("expert_tensor_parallel_size", tp, "there are no experts")
     if values["data_parallel_size"]:
         bucket = max(MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"])

@@ -24,7 +24,7 @@ def read_split_data(path: str) -> tuple[list[Setting], list[Problem]]:
         return [], [Problem(SPLIT_DATA_FLAG, path, f"cannot be read: {error.strerror or error}", "Check the path.")]
     except (ValueError, RecursionError):
         return [], [Problem(SPLIT_DATA_FLAG, path, "is not JSON", fix)]
-    if not isinstance(lists, dict) or not all(_is_list(entries) for entries in lists.values()):
+    if not isinstance(lists, dict) or not all(_is_list(prefixes) for prefixes in lists.values()):
         return [], [Problem(SPLIT_DATA_FLAG, path, "is not lists of prefixes by split", fix)]
     if unknown := [name for name in lists if name not in _SPLITS]:
         return [], [Problem(SPLIT_DATA_FLAG, path, f"has {', '.join(map(str, unknown))[:80]}, which is no split", fix)]
@@ -36,5 +36,5 @@ def read_split_data(path: str) -> tuple[list[Setting], list[Problem]]:
     ], []
 
 
-def _is_list(entries: object) -> bool:
-    return isinstance(entries, list) and all(isinstance(word, str | int | float) for word in entries)
+def _is_list(prefixes: object) -> bool:
+    return isinstance(prefixes, list) and all(isinstance(prefix, str | int | float) for prefix in prefixes)

@@ -24,6 +24,7 @@ from petatron.kernels.fused_linear_cross_entropy import (
     CrossEntropyKernels,
     GradRequest,
     VocabColumns,
+    WriteWeightGrad,
     linear_cross_entropy,
     linear_losses_and_greedy,
     softcapped_kernels,
@@ -31,7 +32,7 @@ from petatron.kernels.fused_linear_cross_entropy import (
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm
 from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.linear import LinearOp
-from petatron.layers.ops.linear_op import WeightGradTarget, WriteWeightGrad, local_linear
+from petatron.layers.ops.linear_op import WeightGradTarget, local_linear
 from petatron.layers.token_rows import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 

@@ -29,9 +29,9 @@ class ReplicaCheck(StepHook):
             digests = all_gather_json(digest, axis)
             differing |= {rank for rank, other in zip(axis.ranks, digests, strict=True) if other != digests[0]}
         everywhere = all_gather_json(sorted(differing), self._model.mesh.control)
-        if ranks := sorted({rank for found_ranks in everywhere for rank in found_ranks}):
+        if wrong := sorted({rank for ranks in everywhere for rank in ranks}):
             raise TrainError(
-                f"After iteration {metrics.iteration} the weights of rank {', '.join(map(str, ranks))} differ from those of its replicas, "
+                f"After iteration {metrics.iteration} the weights of rank {', '.join(map(str, wrong))} differ from those of its replicas, "
                 "which hold the same ones. Look at the hardware of these ranks; resume from a checkpoint before it began."
             )
 

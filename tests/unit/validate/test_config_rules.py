@@ -387,7 +387,14 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
         "optimizer_settings",
         "muon_scalar_optimizer",
     }
-    assert words - set(PATHS) == others | {"high_priority_stream_groups", "wandb_project", "wandb_exp_name"}
+    others |= {
+        "high_priority_stream_groups",
+        "wandb_project",
+        "wandb_exp_name",
+        "wandb_entity",
+        "step_batch_size_schedule",
+    }
+    assert words - set(PATHS) == others
 
 
 def test_query_groups_that_fit_heads_but_not_ranks():
