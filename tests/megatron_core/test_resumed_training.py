@@ -36,6 +36,14 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
             "llama legacy bf16": {"kind": "llama", "format": "legacy", "bf16": True},
         },
     ),
+    "ep 2": (  # experts have an optimizer of their own; both ranks see all samples, so the losses are those of one
+        {"ep": 2},
+        {
+            "moe distributed": {"kind": "moe", "optimizer": "distributed"},
+            "moe legacy": {"kind": "moe", "format": "legacy"},
+            "moe legacy distributed": {"kind": "moe", "format": "legacy", "optimizer": "distributed"},
+        },
+    ),
     "tp 2 pp 2": (
         {"tp": 2, "pp": 2},
         {
@@ -82,6 +90,7 @@ def test_losses_go_on_in_the_other_program(tmp_path: Path, name: str):
         assert main(["checkpoint", "convert", str(tmp_path / case), str(scratch / "in"), "--to", "petatron"]) == 0
         losses = resume(scratch / "in", scratch, until=HANDED_BACK_AT)
         form = ["--megatron-spec", "local", "--megatron-optimizer", job.get("optimizer", "plain")]
+        form += ["--ep", str(layout.get("ep", 1))]
         back = [str(scratch / "run"), str(tmp_path / f"{case} back"), "--to", "megatron", *form]
         assert main(["checkpoint", "convert", *back]) == 0
         os.symlink(scratch / "in" / "config.yaml", scratch / "run" / "config.yaml")
