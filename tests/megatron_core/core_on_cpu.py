@@ -259,7 +259,8 @@ def main() -> None:
 
     for job in jobs:
         result = {"save": save, "load": load, "train": train, "resume": resume}[job.task](job)
-        if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+        speaks = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
+        if parallel_state.is_pipeline_last_stage() and speaks:
             print(json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)  # Megatron's own workers would not let it end

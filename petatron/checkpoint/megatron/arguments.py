@@ -141,7 +141,8 @@ def config_from_arguments(
     if model["vocab_size"] is None:
         padded = arguments.get("padded_vocab_size")
         rule = f"is not in the checkpoint's arguments; its embedding is padded to {padded} rows"
-        problems.append(Problem("--vocab-size", "", rule, "Give the number of token ids of your tokenizer."))
+        fix = "Convert it with petatron checkpoint convert --vocab-size N, the number of token ids of its tokenizer."
+        problems.append(Problem("--vocab-size", "", rule, fix))
     moe = _moe_values(arguments, model, problems)
     model, moe = parse_values(model, problems, _FIX), parse_values(moe, problems, _FIX)
     if not problems:

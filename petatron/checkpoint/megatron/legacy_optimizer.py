@@ -93,8 +93,10 @@ def rank_optimizer_state(
                 path, f"{parameter.name} is {list(parameter.weight.shape)}, its {kind} {list(tensor.shape)}"
             )
         state[kind][parameter.chunk][parameter.name] = tensor
+    experts_alone = isinstance(buffers, list) and buffers[:1] == [None]
     names = [set(chunk) for chunk in state["exp_avg"]]
-    missing = [parameter.name for parameter in parameters if parameter.name not in names[parameter.chunk]]
+    owned = [parameter for parameter in parameters if parameter.is_expert or not experts_alone]
+    missing = [parameter.name for parameter in owned if parameter.name not in names[parameter.chunk]]
     if missing:
         raise _mismatch(path, f"{missing[0]} has none")
     return state
@@ -162,6 +164,8 @@ def _buffer_state(
     """Cuts the flat buffers of a distributed optimizer into the state of its parameters."""
     separate_experts = len(parts) > 1
     for number, buffer in enumerate(buffers if isinstance(buffers, list) else [buffers]):
+        if buffer is None:  # the first expert-parallel rank has what all of them have in common
+            continue
         if not isinstance(buffer, Mapping) or not buffer.get("buckets_coalesced"):
             raise unreadable_kind("the buckets of a Megatron before 2024", path)
         members = [member for member in parameters if not separate_experts or member.is_expert == (number == 1)]

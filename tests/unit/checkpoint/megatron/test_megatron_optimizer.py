@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_map_only
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.megatron import open_megatron
+from petatron.checkpoint.megatron import TrainingExport, open_megatron
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
 from petatron.checkpoint.megatron.legacy_optimizer import _laid_out, _Parameter
+from petatron.checkpoint.megatron.optimizer_state import optimizer_parts, read_grad_scaler, read_step
 from petatron.checkpoint.megatron.read_megatron_pickles import load_torch_file
 from petatron.checkpoint.megatron.run_arguments import megatron_arguments, megatron_scheduler, training_sections
+from petatron.checkpoint.megatron.weight_names import MegatronWeight
 from petatron.cli.main import main
 from petatron.models.batch import Batch
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
@@ -220,3 +222,21 @@ def test_flat_buffers_are_laid_out_as_megatron_does():
     assert [start for _, start in places] == [0, 64, 192] and total == 292
     places, total = _laid_out(group, 50, 128, tied=False)  # the first bucket ends with `a`, at 134 of 256 elements
     assert [start for _, start in places] == [0, 64, 134] and total == 234
+
+
+def test_a_dynamic_loss_scale_goes_both_ways():
+    loss_scale = {"value": 512.0, "clean_steps": 7, "patience": 1}
+    optim = {"lr": 1e-3, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
+    sections = {
+        "optim": optim,
+        "schedule": {},
+        "train": {"global_batch_size": 4, "train_iters": 9},
+        "precision": {"fp16": True},
+    }
+    progress = {"consumed_samples": 12, "update_samples": 8}
+    weights = [MegatronWeight("a.weight", "row", ("a",), (2, 2)), MegatronWeight("a.bias", "whole", ("b",), (2,))]
+    for form in ("distributed", "plain"):
+        export = TrainingExport(lambda kind, name: torch.zeros(2), 2, sections, progress, loss_scale, form)
+        parts = optimizer_parts(export.common_state(weights, "te", ep=1)["optimizer"], Path("common.pt"))
+        assert read_grad_scaler(parts) == loss_scale and read_step(parts, Path("common.pt")) == 2
+        assert export.arguments()["params_dtype"] == torch.float16 and export.arguments()["fp16"] is True
