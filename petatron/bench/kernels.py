@@ -31,7 +31,7 @@ from petatron.kernels.cpu_matmul import matmul
 from petatron.kernels.registry import choose_all_kernels
 
 _WITH_PEERS = ("scan", "delta", "channel-delta")
-_LAYERS = {"attention": attention.measure, "moe": moe.measure}  # whole layers, which have their own tables
+_LAYERS = {"attention": attention, "moe": moe}  # whole layers, which have their own tables
 _REASON_LENGTH = 300
 _WARMUP_S = 0.05
 _LAYER_REPEAT, _LAYER_WARMUP_S = 6, 0.5
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> BenchResult:
         _log.info("measuring %s, %d of %d", name, number, len(names))
         if name in _LAYERS:
             warmup_s = _LAYER_WARMUP_S if device.type == "cuda" else 0.0
-            tables += _LAYERS[name](device, repeat=min(args.repeat, _LAYER_REPEAT), warmup_s=warmup_s)
+            tables += _LAYERS[name].measure(device, repeat=min(args.repeat, _LAYER_REPEAT), warmup_s=warmup_s)
         else:
             measured += _measure_operation(name, place, repeat=args.repeat)
     rows = [*(choice_row(choice) for choice in choices), ("the device", str(speed))]

@@ -29,7 +29,8 @@ from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import Disk, free_bytes
 from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, serialize_tensors
-from petatron.checkpoint.megatron import OptimizerForm, TrainingExport, write_megatron
+from petatron.checkpoint.megatron import OptimizerForm, TrainingExport
+from petatron.checkpoint.megatron.write_checkpoint import write_megatron
 from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, entry_bytes, file_table_entries, plan_files
 from petatron.checkpoint.save.rank_writer import weight_index_file
 from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key

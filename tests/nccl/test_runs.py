@@ -103,10 +103,10 @@ FAULTY = """
 import sys, time
 import petatron.train.loop as loop
 step = loop.train_step
-def faulty(state, batches):
+def faulty(state, batches, *more):
     if state.mesh.rank == 2 and state.progress.iteration == 2:
         time.sleep(1000)
-    return step(state, batches)
+    return step(state, batches, *more)
 loop.train_step = faulty
 from petatron.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))

@@ -2,11 +2,12 @@
 
 checkpoint = open_megatron(folder)                      # .iteration .model .moe .tensors[name].load()
 write_megatron(folder, iteration=..., spec=..., fetch=..., tp=2, pp=1)
+
+Every run imports what reads. What writes is imported by its path (`write_checkpoint.py`): torch's writer costs a second.
 """
 
 from petatron.checkpoint.megatron.open_checkpoint import LazyTensor, MegatronCheckpoint, MegatronTraining, open_megatron
 from petatron.checkpoint.megatron.training_writer import OptimizerForm, TrainingExport
-from petatron.checkpoint.megatron.write_checkpoint import write_megatron
 
 __all__ = [
     "LazyTensor",
@@ -15,5 +16,4 @@ __all__ = [
     "OptimizerForm",
     "TrainingExport",
     "open_megatron",
-    "write_megatron",
 ]

@@ -67,7 +67,7 @@ def to_huggingface(folder: Path, scratch: Path) -> Any:
 
 
 def to_petatron(folder: Path, scratch: Path) -> Any:
-    convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="petatron"))
+    convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="petatron", training=False))
     return {name: content for name, content in _written(scratch / "new").items() if not name.endswith("config.yaml")}
 
 

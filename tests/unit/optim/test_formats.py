@@ -123,5 +123,5 @@ def test_idle_settings_are_said_aloud():
     )
     assert any("--optimizer-offload-fraction has no effect" in n for n in notices("--optimizer-offload-fraction 0.5"))
     assert not any("fraction" in n for n in notices("--optimizer-nvme-path /tmp/x --optimizer-offload-fraction 0.5"))
-    assert any("--optimizer-cpu-offload has no effect" in n for n in notices("--cpu-optimizer --device cpu"))
+    assert any("--cpu-optimizer has no effect" in n for n in notices("--cpu-optimizer --device cpu"))
     assert any("--use-precision-aware-optimizer" in n for n in notices("--use-precision-aware-optimizer"))

@@ -137,7 +137,8 @@ ONE_PROBLEM = [
     ),
     (
         "--world-size 6 --tp 4",
-        "--world-size 6 is not a multiple of tp 4 x pp 1 x cp 1 = 4. Nearest: 4 or 8; or change the layout.",
+        "--world-size 6 is not a multiple of tp 4 x pp 1 x cp 1 = 4. Nearest: 4 or 8; or change the layout. "
+        "`petatron train` starts the ranks it needs; a Python script is started on N ranks by `torchrun --nproc-per-node N`.",
     ),
     (
         "--world-size 8 --tp 2 --dp 3",

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron, write_megatron
+from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
+from petatron.checkpoint.megatron.write_checkpoint import write_megatron
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.registry import spec_from_config
 from tests.unit.checkpoint.megatron.megatron_files import DistFile

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.checkpoint.megatron import open_megatron, write_megatron
+from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.megatron.weight_layouts import extract_logical, fuse_logical, shard_weight, unshard
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
+from petatron.checkpoint.megatron.write_checkpoint import write_megatron
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.models.registry import spec_from_config
 from tests.longform import diagonal
