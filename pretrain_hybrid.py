@@ -3,4 +3,4 @@
 from petatron.cli.main import entry
 
 if __name__ == "__main__":
-    entry("train", "--is-hybrid-model")
+    entry("train", "--is-hybrid-model", "--megatron-defaults")
