@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import subprocess
@@ -41,6 +43,20 @@ def test_commands_run(page: Path, tmp_path: Path):
         words = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", text]
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=scaled(200))
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "from petatron" in p.read_text()], ids=lambda p: p.name)
+def test_what_the_python_blocks_import_exists(page: Path):
+    """The blocks themselves run in `make test-docs`; a module that was renamed shows here, in a second."""
+    for language, text in _blocks(page):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "petatron":
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    if not hasattr(module, alias.name):  # a submodule
+                        importlib.import_module(f"{node.module}.{alias.name}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
