@@ -349,6 +349,7 @@ class TrainLoop:
             try:
                 self._finish_save_or_log()
                 if self._last_saved_iteration != iteration:
+                    self._hooks.before_save(iteration)
                     with self._timers.phase("save-checkpoint"):
                         self._state.save(wait=not self._run.checkpoint.async_save)
                     self._pending_save_iteration = iteration

@@ -19,6 +19,7 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import DataLoaders, build_loaders
+from petatron.train.hooks.megatron_copies import megatron_copy_problems
 from petatron.train.loop import TrainLoop
 from petatron.train.report.log_records import MetricWriter
 from petatron.train.report.out_of_memory import check_memory_capacity, report_out_of_memory
@@ -76,7 +77,7 @@ class OpenedRun:
 def check_start(loaded: LoadedConfig) -> RunStart:
     """Checks files, folders, tokenizer, prompts and memory; nothing is built."""
     started_s = time.monotonic()
-    problems = preflight(loaded.config)
+    problems = [*preflight(loaded.config), *megatron_copy_problems(loaded.config)]
     if problems:
         raise ConfigError(problems)
     check_run_dirs(loaded.config.checkpoint)

@@ -50,6 +50,7 @@ def _run_folders(config: RawRunConfig) -> Iterator[Problem]:
     save, log = config.checkpoint.save, config.log
     named = {
         "save": save,
+        "save_megatron": config.checkpoint.save_megatron,
         "log_dir": log.log_dir if log.log_dir != save else None,
         "tensorboard_dir": log.tensorboard_dir,
     }

@@ -260,7 +260,7 @@ def arguments_from_config(
     model: ModelConfig, moe: MoEConfig | None, *, tp: int, pp: int, ep: int, padded_vocab_size: int, iteration: int
 ) -> Namespace:
     """Returns the arguments that Megatron reads from a checkpoint; `ConfigError` for what it has no argument for."""
-    if problems := _unsupported_by_megatron(model):
+    if problems := unsupported_by_megatron(model):
         raise ConfigError(problems)
     rotary = model.position_embedding_type == "rope"
     values: dict[str, Any] = {name: getattr(model, name) for name in _MODEL_FIELDS}
@@ -314,7 +314,8 @@ def _megatron_variant(value: float | str | None) -> float | int | list[int] | No
     return _megatron_layer_freq(value) if isinstance(value, str) else value
 
 
-def _unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
+def unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
+    """Returns the settings of a model that Megatron has no argument for."""
     problems = [
         Problem(flag_name(name), str(getattr(model, name)), "has no argument in Megatron", _FIX)
         for name, default in variant_defaults().items()

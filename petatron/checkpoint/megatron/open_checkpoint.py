@@ -82,6 +82,11 @@ class MegatronCheckpoint:
     open_training: Callable[[], MegatronTraining] | None = None
 
 
+def iteration_folder(iteration: int) -> str:
+    """Returns the name of an iteration's folder; Megatron has no step 0, which is a release."""
+    return "release" if iteration == 0 else f"iter_{iteration:07d}"
+
+
 def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronCheckpoint:
     """Opens the newest step of a folder that Megatron saved to, or one step's own folder.
 
@@ -184,7 +189,7 @@ def find_step(folder: Path) -> Path:
         raise CheckpointError(
             f"{tracker} says {text[:40]!r} instead of a number or `release`. Write the step to read into it."
         )
-    step = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+    step = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if not step.is_dir():
         there = abbreviate_names(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "no folder"
         raise CheckpointError(

@@ -23,7 +23,7 @@ from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.safe_files import write_atomic
 from petatron.checkpoint.megatron.arguments import arguments_from_config
 from petatron.checkpoint.megatron.layer_kind_arguments import has_attention
-from petatron.checkpoint.megatron.open_checkpoint import TRACKER_FILE
+from petatron.checkpoint.megatron.open_checkpoint import TRACKER_FILE, iteration_folder
 from petatron.checkpoint.megatron.torch_dist_writer import GlobalTensor, LazyChunk, write_dist_tensors
 from petatron.checkpoint.megatron.training_writer import TrainingExport
 from petatron.checkpoint.megatron.weight_layouts import fuse_logical, shard_weight
@@ -118,7 +118,7 @@ def write_megatron(
     arguments = arguments_from_config(model, moe, tp=tp, pp=pp, ep=ep, padded_vocab_size=rows, iteration=iteration)
     if layer_spec == "local":
         arguments.transformer_impl, arguments.moe_grouped_gemm = "local", False
-    step = folder / ("release" if iteration == 0 else f"iter_{iteration:07d}")
+    step = folder / iteration_folder(iteration)
     if step.exists() and any(step.iterdir()):
         raise CheckpointError(f"{step} is already there. Remove it, or write to another folder.")
     weights = megatron_weights(spec)

@@ -109,7 +109,8 @@ class OtherValue:
 
 
 _ONE_FORMAT = (
-    "a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` writes Megatron's formats"
+    "a run saves petatron; --save-megatron FOLDER writes Megatron's torch_dist files beside it, and `petatron checkpoint convert SOURCE "
+    "TARGET --to megatron` its other formats"
 )
 # Values of our own fields that Megatron spells otherwise: field -> value.
 OTHER_VALUES: Mapping[str, Mapping[str, OtherValue]] = {

@@ -323,6 +323,8 @@ class CheckpointConfig:
     """File of an Ed25519 private key to sign checkpoints with (extra: sign); their files get SHA-256 digests then."""
     load_fallback: Annotated[bool, "training", _LOADS] = False
     """If the checkpoint to load is damaged, say so and take the newest sound one before it."""
+    save_megatron: Annotated[FilePath, "training", _SAVES] | None = None
+    """Folder for Megatron's files (torch_dist) of every checkpoint, beside those in `--save`; written in the background."""
     ckpt_format: Literal["petatron"] = "petatron"
     """Checkpoint format."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from petatron.train.hooks.energy import EnergyMeter, open_energy_counter
+from petatron.train.hooks.megatron_copies import MegatronCopies
 from petatron.train.hooks.memory_hooks import GarbageCollection, MemoryHistory, UnusedMemory
 from petatron.train.hooks.progress_file import ProgressFile
 from petatron.train.hooks.replica_check import ReplicaCheck
@@ -48,6 +49,8 @@ def _build_hooks(state: TrainState, *, flops_per_token: float) -> list[StepHook]
                 flops_per_token=flops_per_token,
             )
         )
+    if run.checkpoint.save_megatron is not None and state.checkpoint_manager is not None and mesh.rank == 0:
+        hooks.append(MegatronCopies(run, state.checkpoint_manager))
     if run.log.log_energy and on_gpu:
         hooks.append(EnergyMeter(open_energy_counter(mesh.device), mesh.control))
     if run.log.record_memory_history and on_gpu and mesh.rank == 0:

@@ -25,6 +25,9 @@ class StepHook:
     def around_evaluation(self) -> None:
         """Called before and after every evaluation."""
 
+    def before_save(self, iteration: int) -> None:
+        """Called before a checkpoint is written, and older ones are pruned."""
+
     def after_save(self, iteration: int) -> None:
         """Called when a checkpoint has been published."""
 
@@ -57,6 +60,10 @@ class StepHooks(StepHook):
     def around_evaluation(self) -> None:
         for hook in self._hooks:
             hook.around_evaluation()
+
+    def before_save(self, iteration: int) -> None:
+        for hook in self._hooks:
+            hook.before_save(iteration)
 
     def after_save(self, iteration: int) -> None:
         for hook in self._hooks:

@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import TrainError
+from petatron.checkpoint.state import Chunk
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.pretrained.model_source import ModelSource, open_model_source
+from petatron.pretrained.training_state import TrainingState
 from petatron.train.hooks.energy import EnergyMeter
+from petatron.train.hooks.megatron_copies import megatron_copy_problems
 from petatron.train.hooks.memory_hooks import MemoryHistory, UnusedMemory
 from petatron.train.hooks.replica_check import ReplicaCheck
 from petatron.train.hooks.result_validation import ResultValidation
@@ -200,3 +204,67 @@ def test_checks_say_what_is_suspicious(flag: str, result: tuple[float, float], w
     validation._remember((1.0, 1.0))
     assert what in validation._suspicion(result, 1)
     assert validation._suspicion((9.0, 9.0), 1) == ""
+
+
+ROPE = "--position-embedding-type rope --untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize("flags", ["", "--async-save"])
+def test_megatron_copies_have_weights_and_optimizer_state_and_follow_pruning(tmp_path: Path, flags: str):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    saves = f"--save {ours} --save-megatron {theirs} --save-interval 1 --save-total-limit 2 {flags}"
+    (theirs / "copy_of_2").mkdir(parents=True)  # of a run that was killed
+    finish(f"--train-iters 3 {ROPE} {saves}")
+    assert sorted(path.name for path in theirs.iterdir()) == [
+        "iter_0000002",
+        "iter_0000003",
+        "latest_checkpointed_iteration.txt",
+    ]
+    sources = [open_model_source(folder) for folder in (ours, theirs)]
+    assert [source.step for source in sources] == [3, 3]
+    states = [source.open_training() for source in sources if source.open_training is not None]
+    assert len(states) == 2 and states[0].updates == states[1].updates == 3
+    wanted, copied = (_tensors(source, state) for source, state in zip(sources, states, strict=True))
+    assert wanted.keys() <= copied.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, copied[name]), name
+
+
+def _tensors(source: ModelSource, state: TrainingState) -> dict[str, torch.Tensor]:
+    tensors = {key: torch.empty(shape) for key, shape in (*source.shapes.items(), *state.shapes.items())}
+    for fill, shapes in ((source.fill, source.shapes), (state.fill, state.shapes)):
+        fill([Chunk(key, shapes[key], (0,) * len(shapes[key]), tensors[key]) for key in shapes])
+    return tensors
+
+
+def test_a_megatron_copy_that_fails_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").touch()
+    _, result, _ = finish(
+        f"--train-iters 1 {ROPE} --save {tmp_path / 'ours'} --save-megatron {tmp_path / 'file' / 'inside'}"
+    )
+    assert result.iteration == 1
+    assert "Megatron's files of iteration 1 were not written" in caplog.text and "--to megatron --step 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--optimizer lion", "the state of --optimizer lion"),
+        ("--no-save-optim", "--no-save-optim"),
+        ("--freeze *norm*", "frozen parameters"),
+    ],
+)
+def test_megatron_copies_without_optimizer_state_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, flags: str, text: str
+):
+    caplog.set_level("INFO")
+    finish(f"--train-iters 1 {ROPE} {flags} --save {tmp_path / 'ours'} --save-megatron {tmp_path / 'theirs'}")
+    assert f"(weights alone: {text}" in caplog.text or text in caplog.text.partition("weights alone")[2]
+    assert open_model_source(tmp_path / "theirs").step == 1
+
+
+def test_a_model_without_a_form_in_megatron_is_refused_before_it_trains(tmp_path: Path):
+    run = tiny_run(f"--save {tmp_path} --save-megatron {tmp_path / 'theirs'} --scale-embeddings {ROPE}")
+    [problem] = megatron_copy_problems(run)
+    assert problem.where == "--save-megatron" and "--scale-embeddings" in problem.rule
+    assert not list(megatron_copy_problems(tiny_run(f"--save {tmp_path} --scale-embeddings {ROPE}")))
