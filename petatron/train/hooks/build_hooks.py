@@ -49,8 +49,9 @@ def _build_hooks(state: TrainState, *, flops_per_token: float) -> list[StepHook]
                 flops_per_token=flops_per_token,
             )
         )
-    if run.checkpoint.save_megatron is not None and state.checkpoint_manager is not None and mesh.rank == 0:
-        hooks.append(MegatronCopies(run, state.checkpoint_manager))
+    source, copies, manager = run.checkpoint.save, run.checkpoint.save_megatron, state.checkpoint_manager
+    if source is not None and copies is not None and manager is not None and mesh.rank == 0:
+        hooks.append(MegatronCopies(Path(source), Path(copies), run, manager))
     if run.log.log_energy and on_gpu:
         hooks.append(EnergyMeter(open_energy_counter(mesh.device), mesh.control))
     if run.log.record_memory_history and on_gpu and mesh.rank == 0:

@@ -26,9 +26,9 @@ _log = get_logger(__name__)
 class MegatronCopies(StepHook):
     """Writes the copies, and removes those of checkpoints that were pruned; only rank 0 has one."""
 
-    def __init__(self, run: RunConfig, manager: CheckpointManager) -> None:
-        assert run.checkpoint.save is not None and run.checkpoint.save_megatron is not None, "asked for by both"
-        self._source, self._folder = Path(run.checkpoint.save), Path(run.checkpoint.save_megatron)
+    def __init__(self, source: Path, folder: Path, run: RunConfig, manager: CheckpointManager) -> None:
+        """`source` has the checkpoints, `folder` gets the copies."""
+        self._source, self._folder = source, folder
         self._why_weights_alone = _why_weights_alone(run)
         self._manager, self._thread = manager, AsyncSaveThread()
 
