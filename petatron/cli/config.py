@@ -65,7 +65,7 @@ def _show(argv: list[str]) -> int:
         # In a terminal the table scrolls the beginning away: a count first, and what is wrong last.
         print(f"{count_with_noun(len(problems), 'problem')}, after the table\n", file=sys.stderr, flush=True)
     if "--yaml" in argv:
-        print(dump_yaml(loaded.config, origins=loaded.origins), end="")
+        print(dump_yaml(loaded.config, origins=loaded.origins, changed_only="--changed" in argv), end="")
     else:
         print(format_config(loaded, changed_only="--changed" in argv))
     sys.stdout.flush()

@@ -107,22 +107,28 @@ def dump_yaml(
     *,
     origins: Mapping[str, ValueOrigin] | None = None,
     commented_out: Mapping[str, str] | None = None,
+    changed_only: bool = False,
 ) -> str:
     """Serializes a config to text that loads back to the same config.
 
     With `origins`, derived values are written as comments, so that the file pins only what was chosen and can be
     started again on another number of ranks. `commented_out` are paths that become comments too, each with the reason.
+    `changed_only` omits defaults and derived values.
     """
     values = flatten_config(config)
+    derived = {path: str(origin) for path, origin in (origins or {}).items() if origin.kind == "derived"}
+    reasons = {**derived, **(commented_out or {})}
     lines: list[str] = []
     for section in sections():
+        fields = [info for info in all_fields() if info.section == section]
+        if changed_only:
+            fields = [info for info in fields if values[info.path] != info.default and info.path not in derived]
+        if not fields:
+            continue
         lines.append(f"{section}:")
-        for info in (info for info in all_fields() if info.section == section):
-            value = values[info.path]
-            text = f"{info.name}: {yaml_value(value)}"
-            origin = origins.get(info.path) if origins else None
-            reason = str(origin) if origin is not None and origin.kind == "derived" else None
-            reason = (commented_out or {}).get(info.path, reason)
+        for info in fields:
+            text = f"{info.name}: {yaml_value(values[info.path])}"
+            reason = reasons.get(info.path)
             lines.append(f"  {text}" if reason is None else f"  # {text}  ({reason})")
         lines.append("")
     return "\n".join(lines)

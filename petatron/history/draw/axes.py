@@ -24,7 +24,9 @@ def ticks(low: float, high: float, most: int, *, x_axis: str = "") -> list[float
         step = max(1.0, step)
     first = math.ceil(low / step - 1e-9)
     count = min(4 * most, math.floor(high / step + 1e-9) - first + 1)
-    return [(first + index) * step for index in range(count)]
+    places = dict.fromkeys((first + index) * step for index in range(count))
+    # Far from zero a short axis has few numbers at all, and a product may be rounded out of it.
+    return [place for place in places if low - step * 1e-6 <= place <= high + step * 1e-6]
 
 
 def _round_up(rough: float) -> float:

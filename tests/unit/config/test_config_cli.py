@@ -158,8 +158,10 @@ def test_show_of_what_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path:
     assert f"{name} is neither a preset, nor a YAML file, nor a run folder with a config.yaml. {fix}\n" in err
 
 
-def test_show_yaml_is_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    code, out, _ = run(capsys, "config", "show", "llama3-8b", "--yaml", "--tp", "2")
+@pytest.mark.parametrize("option", [(), ("--changed",)])
+def test_show_yaml_is_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: tuple[str, ...]):
+    code, out, _ = run(capsys, "config", "show", "llama3-8b", "--yaml", "--tp", "2", *option)
+    assert (len(out.splitlines()) < 40) == bool(option), "only what is not a default"
     file = tmp_path / "config.yaml"
     file.write_text(out)
     again = load_config(files=[file], require_training=False).config

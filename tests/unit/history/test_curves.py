@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
@@ -93,6 +93,7 @@ def test_unknown_metrics_are_named_together():
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(-1e12, 1e12), st.floats(1e-9, 1e12), st.integers(2, 10))
+@example(225179981368.578, 6.1e-05, 2)
 def test_ticks_are_few_and_inside(low: float, span: float, most: int):
     found = ticks(low, low + span, most)
     assert len(found) <= 4 * most
