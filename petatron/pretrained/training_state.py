@@ -101,6 +101,11 @@ def megatron_training_state(
     )
 
 
+def has_megatron_state(optimizer: object) -> bool:
+    """Returns whether Megatron's files have a place for the state of `--optimizer NAME`."""
+    return optimizer == "adam"
+
+
 def manifest_training_state(
     step: Path, manifest: Manifest, names: Sequence[str], fill: Callable[[Sequence[Chunk]], None]
 ) -> TrainingState:
@@ -109,7 +114,7 @@ def manifest_training_state(
         metadata, scalars = run_metadata(manifest), manifest.metadata.get("optimizer")
         sections = run_config(metadata)
         optimizer = sections.get("optim", {}).get("optimizer")
-        if optimizer != "adam" or not isinstance(scalars, dict):
+        if not has_megatron_state(optimizer) or not isinstance(scalars, dict):
             raise CheckpointError(
                 f"{step} has the state of --optimizer {optimizer}, and only adam's has a place in Megatron's files. {_REMEDY}."
             )

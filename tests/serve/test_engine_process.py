@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -71,9 +72,23 @@ def _answers(engine: ServedEngine) -> list[Completion]:
     return answers
 
 
+def _assert_same(answers: list[Completion], expected: list[Completion]) -> None:
+    """Log-probabilities may differ by rounding: a grammar is ready sooner or later, so its request joins another batch."""
+    assert [_without_numbers(answer) for answer in answers] == [_without_numbers(answer) for answer in expected]
+    for answer, other in zip(answers, expected):
+        for tokens, others in ((answer.logprobs, other.logprobs), (answer.prompt_logprobs, other.prompt_logprobs)):
+            assert [token.logprob for token in tokens] == pytest.approx([token.logprob for token in others], abs=1e-4)
+        assert answer.pooled == pytest.approx(other.pooled, abs=1e-5)
+
+
+def _without_numbers(answer: Completion) -> Completion:
+    names = [[(token.token, [best for best, _ in token.top]) for token in answer.logprobs], len(answer.prompt_logprobs)]
+    return replace(answer, text=f"{answer.text} {names}", logprobs=[], prompt_logprobs=[], pooled=None)
+
+
 def test_answers_and_counts_are_those_of_an_engine_here(elsewhere: EngineProcess, run_folder: Path):
     here = CheckpointEngine(model_settings(run_folder / "step-00000001", options=OPTIONS))
-    assert _answers(elsewhere) == _answers(here)
+    _assert_same(_answers(elsewhere), _answers(here))
     assert elsewhere.stats == here.stats and elsewhere.stats.generated_tokens > 12
     assert (elsewhere.max_length, elsewhere.vocab_size) == (here.max_length, here.vocab_size)
     assert (elsewhere.step_number, elsewhere.stop_ids) == (1, here.stop_ids)
@@ -160,7 +175,8 @@ def test_another_step_is_loaded_or_the_former_stays(elsewhere: EngineProcess, ru
     after = _answers(elsewhere)
     assert after[0].ids != before[0].ids
     elsewhere.reload(tmp_path / "step-00000009")
-    assert elsewhere.step_number == 2 and _answers(elsewhere) == after
+    assert elsewhere.step_number == 2
+    _assert_same(_answers(elsewhere), after)
 
 
 def test_a_process_that_was_killed_fails_the_server(elsewhere: EngineProcess):

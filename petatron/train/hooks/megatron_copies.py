@@ -18,6 +18,7 @@ from petatron.checkpoint.megatron.arguments import unsupported_by_megatron
 from petatron.checkpoint.megatron.open_checkpoint import iteration_folder
 from petatron.checkpoint.save.async_save import AsyncSaveThread
 from petatron.config.schema.run import RunConfig
+from petatron.pretrained.training_state import has_megatron_state
 from petatron.train.hooks.step_hook import StepHook
 
 _log = get_logger(__name__)
@@ -68,7 +69,7 @@ class MegatronCopies(StepHook):
         for stopped in (
             *self._folder.glob("copy_of_*"),
             target,
-        ):  # of a run that was killed, or went on from an earlier checkpoint
+        ):  # by a kill, or from before the run went back to an earlier step
             remove_tree(stopped)
         source = open_model_source(self._source, model_format="petatron", step=iteration)
         convert(source, converted, ConversionOptions(target_format="megatron", training=not self._why_weights_alone))
@@ -90,7 +91,7 @@ def _why_weights_alone(run: RunConfig) -> str | None:
     """Returns why the state of the optimizer has no place in Megatron's files, if so."""
     if run.checkpoint.no_save_optim:
         return "--no-save-optim"
-    if run.optim.optimizer != "adam":
+    if not has_megatron_state(run.optim.optimizer):
         return f"Megatron's files have no place for the state of --optimizer {run.optim.optimizer}"
     if run.train.freeze:
         return "frozen parameters have no optimizer state, and Megatron wants that of all"
