@@ -271,8 +271,7 @@ class EngineThread:
                 generation.finished_s = now
                 del self._requests[event.request], self._ids[generation]
             if ended or generation.inbox is not None:
-                shown = None if isinstance(outcome, Exception) else event
-                deliveries.append((generation, shown, outcome))
+                deliveries.append((generation, None if isinstance(outcome, Exception) else event, outcome))
         self._hand_over(deliveries)
 
     def _replace_engine(self, swap: _Swap) -> None:

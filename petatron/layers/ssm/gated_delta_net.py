@@ -218,8 +218,7 @@ class GatedDeltaNet(RecurrentBranch):
         [channels_BC], [b_BH], [a_BH] = (group.gather(x_T) for x_T in (channels_TC, b_TH, a_TH))
         q, k, v = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
         gates = DeltaGateInputs(b_BH, a_BH, *self._decay_params())
-        o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)
-        return o.unsqueeze(0)
+        return self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B).unsqueeze(0)
 
     def _project(self, x: Tensor | RecomputableOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the channels of the convolution, z, b and a."""
