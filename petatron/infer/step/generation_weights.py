@@ -182,8 +182,7 @@ class GenerationWeights:
         originals = [original for _, original, _ in self._quantized if original.untyped_storage().resizable()]
         buffers = {original.untyped_storage().data_ptr(): original for original in originals}
         quantized = {param for param, _, _ in self._quantized}
-        params = {param for stage in model.stages.values() for param in stage.parameters()} - quantized
-        for param in params:
+        for param in {param for stage in model.stages.values() for param in stage.parameters()} - quantized:
             if param.data.untyped_storage().data_ptr() in buffers:
                 self._moved.append((param, param.data))
                 param.data = param.data.clone()

@@ -103,9 +103,8 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
             weight_decay=True,
         )
         by_head, one_for_all_heads = Shard(tp=0), Shard(partial_grad="always")
-        decay = LogDecayValues(low=LOWEST_DECAY)
         return {
-            "A_log": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=decay),
+            "A_log": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=LogDecayValues(low=LOWEST_DECAY)),
             "dt_bias": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=ONES),
             **self.in_proj_params(),
             "conv.weight": conv,
