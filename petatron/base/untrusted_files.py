@@ -50,14 +50,10 @@ def reading_untrusted(path: Path, make_error: Callable[[Path, str], PetatronErro
     except OSError as error:
         raise make_error(path, f"cannot be read: {error.strerror or error}") from error
     except BaseException as error:
-        if not (isinstance(error, Exception) or _is_panic(error)):
+        # Rust libraries raise their panics past `except Exception`.
+        if not (isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"):
             raise
         raise make_error(path, f"cannot be understood ({_reason(error)})") from error
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Rust libraries raise their panics past `except Exception`."""
-    return type(error).__module__ == "pyo3_runtime"
 
 
 def _reason(error: BaseException) -> str:

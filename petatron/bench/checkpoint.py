@@ -118,8 +118,7 @@ class _Bench:
             for name, shape in shapes.items()
         )
         manager = CheckpointManager(folder / "ours", ParallelMesh.single().world)
-        chunks = list(_chunks(shapes))
-        return cls(folder, manager, chunks, ModelFolder(entries, {"config.json": b"{}\n"}), busy)
+        return cls(folder, manager, list(_chunks(shapes)), ModelFolder(entries, {"config.json": b"{}\n"}), busy)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -196,8 +196,7 @@ def _ours(args: argparse.Namespace, spec: BenchSpec, engine: Engine) -> Generate
     prompts = _prompts(args, spec)
 
     def more(count: int) -> list[int]:
-        answers = engine.complete(prompts, SamplingParams(max_new_tokens=count, temperature=0.0))
-        return answers[0][0].ids
+        return engine.complete(prompts, SamplingParams(max_new_tokens=count, temperature=0.0))[0][0].ids
 
     return more
 

@@ -160,8 +160,7 @@ def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) ->
         name: compute_placement(name, tuple(parameter.shape), Shard(), ModelParallelCoordinate())
         for name, parameter in model.named_parameters()
     }
-    dtype = torch.bfloat16 if grads_dtype == "bf16" else None
-    options = FlatBufferOptions(bucket_size=1 << 62, grad_dtype=dtype)
+    options = FlatBufferOptions(bucket_size=1 << 62, grad_dtype=torch.bfloat16 if grads_dtype == "bf16" else None)
     mesh, uses = ParallelMesh.single(device), Counter(model.parameters())
     specs = dict.fromkeys(placements, GroupSpec(rule="adam"))
     groups = flatten_parameters([model], placements, specs, mesh, options, grads_per_micro_batch=uses)

@@ -15,11 +15,14 @@ import argparse
 import asyncio
 import math
 import random
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +30,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
-from petatron.base.errors import ConfigError, Problem, raise_problems
+from petatron.base.errors import ConfigError, LaunchError, Problem, raise_problems
 from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.arguments import SERVED_PRESET, count_problems
@@ -36,7 +39,6 @@ from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_workload import bench_spec
 from petatron.bench.peers.generation_contenders import build_weights
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
-from petatron.bench.serving.server_process import server_process
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.infer.engine import Engine
@@ -49,6 +51,8 @@ from petatron.train.own_loop import save_checkpoint
 ENGINE, STREAMED, PLAIN = "engine alone", "HTTP, streamed", "HTTP, plain"
 _PAGE_SIZE, _OUTSIDE_VOCAB = 16, 128
 _SERVER_PACKAGES = ("fastapi", "uvicorn")
+_START_TIMEOUT_S, _END_TIMEOUT_S, _LOOK_S = 600.0, 30.0, 0.1
+_ADDRESS = re.compile(r" at (http://\S+) ")
 _log = get_logger(__name__)
 
 
@@ -296,3 +300,31 @@ def _result(args: argparse.Namespace, measured: ServeMeasurements) -> BenchResul
         "client_core_share": shares,
     }
     return BenchResult(tuple(rows), values)
+
+
+@contextmanager
+def server_process(checkpoint: str, flags: Sequence[str], *, timeout_s: float = _START_TIMEOUT_S) -> Iterator[str]:
+    """Starts a server and yields its address; `LaunchError` with the end of its output if it does not start."""
+    command = [sys.executable, "-m", "petatron", "serve", checkpoint, "--host", "127.0.0.1", "--port", "0", *flags]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            end = time.monotonic() + timeout_s
+            while (address := _ADDRESS.search(_text(log))) is None:
+                if process.poll() is not None or time.monotonic() > end:
+                    why = "has ended" if process.poll() is not None else f"has not started within {timeout_s:.0f} s"
+                    raise LaunchError(f"The server {why}. It said: {_text(log)[-2000:].strip() or 'nothing'}")
+                time.sleep(_LOOK_S)
+            yield address[1]
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _text(log) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")

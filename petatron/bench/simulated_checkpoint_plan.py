@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -228,8 +227,9 @@ def _boxes_per_rank(shapes: Mapping[str, Shape], run: RunConfig) -> list[_HeldBo
     held: list[_HeldBoxes] = [[] for _ in range(layout.world_size)]
     owners = layout.dp * layout.cp
     for stage in range(layout.pp):
-        stage_of = partial(_pipeline_stage, pp=layout.pp, num_layers=run.model.num_layers)
-        here = {name: shape for name, shape in shapes.items() if stage_of(name) == stage}
+        here = {
+            name: shapes[name] for name in shapes if _pipeline_stage(name, layout.pp, run.model.num_layers) == stage
+        }
         for tp_rank in range(layout.tp):
             first = stage * owners * layout.tp + tp_rank
             for bucket in _buckets(here, tp=layout.tp, tp_rank=tp_rank, size=bucket_size):

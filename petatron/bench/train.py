@@ -38,7 +38,7 @@ from petatron.bench.arguments import count_problems
 from petatron.bench.measure.check_arguments import positive_problems
 from petatron.bench.measure.host_time import DEPTHS, measure_host
 from petatron.bench.measure.kernel_breakdown import profile_steps
-from petatron.bench.measure.machine import sample_gpu
+from petatron.bench.measure.machine import describe_readings, sample_gpu
 from petatron.bench.measure.run_contenders import BenchRunner, time_alternating
 from petatron.bench.measure.timing import (
     allocated_bytes,
@@ -209,10 +209,10 @@ def _measure_against(
 
 def _time_runners(args: argparse.Namespace, runners: list[BenchRunner], measurements: TrainMeasurements) -> None:
     runners[0].blocks_ms.clear()
-    with sample_gpu(runners[0].device) as samples:
+    with sample_gpu(runners[0].device) as readings:
         time_alternating(runners, steps=args.steps, block=args.block, warmup_s=args.warmup_seconds)
     for runner in runners[1:] or runners:
-        measurements.gpu_readings[runner.name] = samples.describe()
+        measurements.gpu_readings[runner.name] = describe_readings(readings)
     for runner in runners:
         breakdown = profile_steps(runner) if args.breakdown else None
         memory = runner.snapshot_memory() if args.memory else None

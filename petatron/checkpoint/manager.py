@@ -205,8 +205,7 @@ class CheckpointManager:
             # Some rank sends to many writers at once. Smaller rounds for each of them bound the sender's memory.
             round_bytes = max(round_bytes * plan_weight_transfers.ROUND_BYTES // (peak + 1), _MIN_ROUND_BYTES)
         kept = sum(tensor.numel() * tensor.dtype.itemsize for tensor in local.values())
-        total = all_reduce(torch.tensor([plan.primary_bytes + kept]), axis)
-        return plan.with_rounds(rounds), int(total)
+        return plan.with_rounds(rounds), int(all_reduce(torch.tensor([plan.primary_bytes + kept]), axis))
 
     def _save_error_texts(self, step: int) -> tuple[str, str]:
         """Returns what a failing save could not do, and what helps."""
@@ -326,5 +325,4 @@ class CheckpointManager:
 
     def broadcast_from_rank0(self, read: Callable[[], Result]) -> Result:
         """Returns on every rank what rank 0 reads on disk; a JSON value."""
-        value = self._ranks.run(lambda: read() if self._is_first_rank else None)
-        return broadcast_json(value, self._control_axis)
+        return broadcast_json(self._ranks.run(lambda: read() if self._is_first_rank else None), self._control_axis)

@@ -222,8 +222,7 @@ def _print_sample(trained: TrainedModel, options: QuickstartOptions, summary: di
         seed=SEED,
         eod=tokenizer.eod,
     )
-    kept = ids[:-1] if ids[-1] == tokenizer.eod else ids
-    text = tokenizer.decode(kept)
+    text = tokenizer.decode(ids[:-1] if ids[-1] == tokenizer.eod else ids)
     summary["parameters"] = trained.num_parameters
     summary["sample"] = {"prompt": PROMPT, "text": text}
     print(textwrap.indent(PROMPT + text, "    | ", lambda line: True))

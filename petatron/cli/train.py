@@ -86,7 +86,6 @@ def train_rank(argv: list[str]) -> int:
 
     environment = read_environment()
     configure_logging(rank=environment.rank)
-    loaded = load_checked(argv, world_size=environment.world_size)
-    run_training(loaded, subcommands=SUBCOMMANDS)
+    run_training(load_checked(argv, world_size=environment.world_size), subcommands=SUBCOMMANDS)
     stop_process_group()
     return 0

@@ -127,9 +127,6 @@ def unused_flag_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]
     for info in all_fields():
         value, origin = getattr(getattr(config, info.section), info.name), origins[info.path]
         if origin.kind in ("flag", "file") and value != info.default and info.path in reasons:
-            yield f"{_as_given(info, origin)} has no effect: {reasons[info.path]}"
-
-
-def _as_given(info: FieldInfo, origin: ValueOrigin) -> str:
-    """Returns a setting as its source spells it: nobody typed a flag for what a file says."""
-    return f"{info.name} ({origin.detail})" if origin.kind == "file" else origin.detail
+            # Nobody typed a flag for what a file says.
+            given = f"{info.name} ({origin.detail})" if origin.kind == "file" else origin.detail
+            yield f"{given} has no effect: {reasons[info.path]}"

@@ -256,8 +256,7 @@ def _source_problems(config: RawRunConfig, flags: ParsedFlags, world_size: int |
         flags.notices.append(f"{NO_POSITION_EMBEDDING} is accepted and changes nothing: positions are {positions}")
     elif flags.drops_learned_positions and positions != "none":
         rule = f"removes the learned positions, but --position-embedding-type is {positions}"
-        fix = "Use --position-embedding-type rope, or none."
-        problems.append(Problem(NO_POSITION_EMBEDDING, "", rule, fix))
+        problems.append(Problem(NO_POSITION_EMBEDDING, "", rule, "Use --position-embedding-type rope, or none."))
     return problems
 
 
@@ -267,5 +266,4 @@ def _recipe_without_format(config: RawRunConfig, origins: Mapping[str, ValueOrig
     if config.precision.fp8_format is not None or asked not in ("flag", "file") or switch in (asked, "flag"):
         return []
     rule = "says how FP8 scales are chosen, but --fp8-format is not set, so nothing would be in FP8"
-    fix = "Add --fp8-format hybrid, or leave it out."
-    return [Problem("--fp8-recipe", config.precision.fp8_recipe, rule, fix)]
+    return [Problem("--fp8-recipe", config.precision.fp8_recipe, rule, "Add --fp8-format hybrid, or leave it out.")]

@@ -79,8 +79,7 @@ def samples_to_build(weights: Sequence[float], size: int, taken: Sequence[int]) 
     >>> samples_to_build([3.0, 1.0], 80, [60, 20])
     [61, 21]
     """
-    shares = _normalized(weights).tolist()
-    built = (math.ceil(math.ceil(size * share) * (1 + _SURPLUS)) for share in shares)
+    built = (math.ceil(math.ceil(size * share) * (1 + _SURPLUS)) for share in _normalized(weights).tolist())
     return [max(pair) for pair in zip(built, taken, strict=True)]
 
 

@@ -117,8 +117,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
         built = {(request.split, None): kind.mock(request) for request in requests if request.num_samples}
     else:
         wanted = _wanted_sets(config.data, requests)
-        sources = _open_all(kind, wanted)
-        split_sources = _split_sources(config, wanted, sources)
+        split_sources = _split_sources(config, wanted, _open_all(kind, wanted))
         built = {
             (wanted_set.request.split, wanted_set.name): _build_set(config, kind, wanted_set, of_set, warnings)
             for wanted_set, of_set in zip(wanted, split_sources, strict=True)

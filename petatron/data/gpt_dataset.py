@@ -80,8 +80,7 @@ class GPTDataset:
 
         def build() -> Arrays:
             numbers = np.arange(sequences.start, sequences.stop)
-            progress = self._announce(cache_dir)
-            index = build_sample_indices(numbers, lengths, self.plan, seed, on_part=progress)
+            index = build_sample_indices(numbers, lengths, self.plan, seed, on_part=self._announce(cache_dir))
             return {"documents": index.document_index, "starts": index.sample_index, "order": index.shuffle_index}
 
         self.fingerprint = fingerprint(key)
@@ -183,8 +182,7 @@ class MockDataset:
         sample = np.empty(total, np.int64)
         filled = 0
         while filled < total:
-            length = int(random.randint(2, max(3, self.seq_length)))
-            document = np.resize(self._ids, length)
+            document = np.resize(self._ids, int(random.randint(2, max(3, self.seq_length))))
             document[-1] = self.eod
             taken = document[: total - filled]
             sample[filled : filled + len(taken)] = taken

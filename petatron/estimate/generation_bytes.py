@@ -27,7 +27,3 @@ class GenerationBytes:
         rows = [state.elements_per_token for state in states if isinstance(state, PagedState)]
         fixed = [state.bytes_per_sequence(dtype) for state in states if isinstance(state, RecurrentState)]
         return cls(len(rows), sum(rows) * dtype.itemsize, len(fixed), sum(fixed))
-
-    def of_sequence(self, tokens: int) -> int:
-        """Returns the bytes of a sequence of so many tokens."""
-        return self.per_sequence + tokens * self.per_token

@@ -31,8 +31,7 @@ def result_table(results: Mapping[str, Mapping[str, TaskResult]]) -> str:
     rows: list[Sequence[str]] = [("task", "metric", *checkpoints)]
     for task in tasks:
         of_task = [by_task.get(task) for by_task in results.values()]
-        metrics = dict.fromkeys(name for result in of_task if result is not None for name in result.metrics)
-        for name in metrics:
+        for name in dict.fromkeys(name for result in of_task if result is not None for name in result.metrics):
             cells = [
                 "" if result is None or name not in result.metrics else format_estimate(result.metrics[name])
                 for result in of_task

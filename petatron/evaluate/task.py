@@ -67,8 +67,7 @@ class EvalTask(ABC):
         """Scores the sequences; every rank calls it, and all get the same result."""
         started = time.perf_counter()
         options = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-        scores = score_sequences(model, self.sequences, on_progress=on_progress, **options)
-        metrics, counts = self.metrics(scores)
+        metrics, counts = self.metrics(score_sequences(model, self.sequences, on_progress=on_progress, **options))
         seconds = time.perf_counter() - started
         return TaskResult(metrics=metrics, counts=counts, notes=tuple(self.notes), seconds=seconds)
 

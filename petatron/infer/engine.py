@@ -209,8 +209,7 @@ class Engine:
         self._next_request += left
         while left:
             left -= sum(event.finish_reason is not None for event in self.step())
-        numbers = range(first, self._next_request)
-        answers = [self.take(number) for number in numbers]
+        answers = [self.take(number) for number in range(first, self._next_request)]
         return [answers[at : at + several] for at in range(0, len(answers), several)]
 
     def follow(self) -> None:

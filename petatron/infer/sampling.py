@@ -97,8 +97,7 @@ def sample_tokens(logits_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
     cumulative = scaled.double().softmax(dim=-1).cumsum(dim=-1)
     threshold = _to_device(draws.tolist(), torch.float64, device).unsqueeze(1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits_RV.shape[1] - 1)
-    greedy = _to_device([row.params.greedy for row in rows], torch.bool, device)
-    return torch.where(greedy, likeliest, drawn)
+    return torch.where(_to_device([row.params.greedy for row in rows], torch.bool, device), likeliest, drawn)
 
 
 def _to_device(values: Rows[float], dtype: torch.dtype, device: torch.device) -> Tensor:

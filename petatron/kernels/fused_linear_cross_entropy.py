@@ -241,8 +241,7 @@ def linear_cross_entropy(
         if grad_request is not None and grad_x_TD is not None:
             grad_x_TD[part], weight_grad = gemm.backward(logits_CV, weight_VD, saved)
             if grad_request.weight_grad_target is not None:
-                inputs = x_CD if weight_grad.needs_input else None
-                grad_request.weight_grad_target(partial(weight_grad.write, inputs))
+                grad_request.weight_grad_target(partial(weight_grad.write, x_CD if weight_grad.needs_input else None))
 
     for start in range(0, x_TD.shape[0], tokens):
         run_chunk(slice(start, start + tokens))

@@ -32,8 +32,7 @@ def split_qkv_rope(
     """
     qkv = qkv if batch is None else tokens_of_rows(qkv, batch=batch, batch_first=batch_first)
     heads = _heads(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    turned = num_heads + num_kv_heads
-    qk, v = heads.split_with_sizes((turned, num_kv_heads), dim=2)
+    qk, v = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=2)
     q, k = apply_rope(qk, cos, sin).split_with_sizes((num_heads, num_kv_heads), dim=2)
     q, k, v = (make_contiguous(x, batch_first=batch_first) for x in (q, k, v))
     return q, k, v

@@ -187,8 +187,7 @@ class TransformerLayer(nn.Module):
     def _post_norm_forward(self, x_SBD: Tensor, context: ForwardContext) -> Tensor:
         for names in self._branches:
             norm: Norm = self._modules[names.norm]  # pyright: ignore[reportAssignmentType]
-            y_SBD = self._run_branch(names, as_recomputable(x_SBD), context)
-            x_SBD = norm.add_and_norm(x_SBD, y_SBD)[1].value
+            x_SBD = norm.add_and_norm(x_SBD, self._run_branch(names, as_recomputable(x_SBD), context))[1].value
         return x_SBD
 
     def _output_norm_forward(

@@ -92,7 +92,8 @@ class CommRecord:
     def __init__(self, capacity: int = 8192, *, rank: int = 0) -> None:
         self.rank = rank
         self._events: deque[CommEvent] = deque(maxlen=capacity)
-        self._count = 0
+        self.count = 0
+        """Of all events so far; pass it as `since` later to get those after it."""
         self._lock = threading.Lock()  # an async save communicates during training
         self._collective_counts: dict[str, int] = {}
         self._axes: dict[str, tuple[tuple[int, ...], float]] = {}
@@ -109,11 +110,11 @@ class CommRecord:
     ) -> CommEvent:
         size, caller, communicator, name = elements * dtype.itemsize, _caller(), axis.communicator, axis.name
         with self._lock:
-            self._count += 1
+            self.count += 1
             if op not in _SEND_RECV_OPS:
                 self._collective_counts[name] = self._collective_counts.get(name, 0) + 1
             event = CommEvent(
-                self._count, name, op, elements, size, dtype, caller, time.monotonic(), communicator, peer, batch
+                self.count, name, op, elements, size, dtype, caller, time.monotonic(), communicator, peer, batch
             )
             self._events.append(event)
         return event
@@ -144,11 +145,6 @@ class CommRecord:
         """Returns the events still in the buffer with a number above `since`."""
         events = list(self._events)  # a copy: another thread may add to it
         return [event for event in events if event.sequence_number > since]
-
-    @property
-    def count(self) -> int:
-        """Counts all events so far; pass it as `since` later to get those after it."""
-        return self._count
 
 
 def _caller() -> str:

@@ -56,8 +56,7 @@ def _pack_json(value: Any, axis: Axis) -> Tensor:
     content = len(text).to_bytes(8, "little") + text
     longest = torch.tensor([len(content)], device=_control_device(axis))
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=axis.group)
-    padded = content.ljust(int(longest), b"\0")
-    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(longest.device)
+    return torch.frombuffer(bytearray(content.ljust(int(longest), b"\0")), dtype=torch.uint8).to(longest.device)
 
 
 def _unpack_json(packed: Tensor) -> Any:

@@ -30,11 +30,7 @@ class LossScaler:
     """A constant loss scale. Its state, plain JSON values, is empty: the value comes from the configuration."""
 
     def __init__(self, scale: float) -> None:
-        self._scale = scale
-
-    @property
-    def scale(self) -> float:
-        return self._scale
+        self.scale = scale
 
     def update(self, overflow: bool) -> None:
         """Updates the scale after a step, given whether its gradients overflowed."""
@@ -71,21 +67,21 @@ class DynamicLossScaler(LossScaler):
             self._clean_steps = 0
             self._hysteresis_left -= 1
             if self._hysteresis_left <= 0:
-                self._scale = max(self._scale / 2, self._min_scale)
+                self.scale = max(self.scale / 2, self._min_scale)
             return
         self._clean_steps += 1
         if self._clean_steps >= self._window:
             self._clean_steps = 0
             self._hysteresis_left = self._hysteresis
-            self._scale *= 2
+            self.scale *= 2
 
     def state(self) -> dict[str, Any]:
-        return {"value": self._scale, "clean_steps": self._clean_steps, "patience": self._hysteresis_left}
+        return {"value": self.scale, "clean_steps": self._clean_steps, "patience": self._hysteresis_left}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state; an empty one (saved under a constant scale) leaves the initial scale."""
         if state:
-            self._scale = float(state["value"])
+            self.scale = float(state["value"])
             self._clean_steps = int(state["clean_steps"])
             self._hysteresis_left = int(state["patience"])
 

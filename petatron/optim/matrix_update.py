@@ -129,8 +129,7 @@ class MatrixUpdate:
             exchanged = exchanged or matrix.owners(ranges) != {owner}
             if owner == self._shard_axis.rank:
                 for owned in ranges:
-                    boxes_in_range = _boxes_in_range(matrix, owned)
-                    incoming[owned.rank] += [(len(assigned), matrix, box) for box in boxes_in_range]
+                    incoming[owned.rank] += [(len(assigned), matrix, box) for box in _boxes_in_range(matrix, owned)]
                 assigned.append(matrix)
         received, at = [], 0
         for index, matrix, box in (entry for entries in incoming for entry in entries):

@@ -95,12 +95,13 @@ class MixedPrecisionOptimizer:
         context = RuleContext(self._device, kernels)
         self._rules = {name: build_update_rule(name, config, context) for name in names}
         self._rule_specs = {name: rule_spec(config, name) for name in names}
-        self._segments = self._allocate_state(memory or MemoryConfig(), weights)
+        self.segments = self._allocate_state(memory or MemoryConfig(), weights)
+        """The state of this rank by flat shard; offloaded state may still be written back."""
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
         self._unit_updates = list(self._build_unit_updates(mesh))
         self._grad_norm = self._global_norm([flat_shard for _, flat_shard in self._owners()], mesh, kernels)
-        trained = [segment.flat_shard for segment in self._segments]
+        trained = [segment.flat_shard for segment in self.segments]
         frozen = [flat_shard for group in self._frozen_groups for flat_shard in group.flat_shards]
         self._weight_norm = self._global_norm([*trained, *frozen], mesh, kernels)
 
@@ -155,7 +156,7 @@ class MixedPrecisionOptimizer:
             rule, spec = self._rules[group.spec.rule], self._rule_specs[group.spec.rule]
             if spec.unit == "element":
                 continue
-            owned = [segment for segment in self._segments if segment.group is group]
+            owned = [segment for segment in self.segments if segment.group is group]
             assert not any(segment.range.offloaded for segment in owned), f"state of {spec.name} is offloaded"
             segments = {segment.range.flat_shard_index - first: segment for segment in owned}
             for expert in (False, True):
@@ -187,14 +188,14 @@ class MixedPrecisionOptimizer:
         return moments if weight.dtype == wide else [wide, *moments]
 
     def _log_offloaded(self, folder: str | None) -> None:
-        away = sum(state.nbytes for part in self._segments if part.range.offloaded for state in part.state)
+        away = sum(state.nbytes for part in self.segments if part.range.offloaded for state in part.state)
         if away:
             where = describe_offload_target(folder, self._device)
             _log.info("offload: %s GB of this rank's optimizer state wait in %s", gigabytes(away), where)
 
     def _build_state_swapper(self, memory: MemoryConfig) -> StateSwapper | None:
         """Builds the swapper that copies state to a device that cannot address it; a CPU updates it in place."""
-        away = [segment for segment in self._segments if segment.range.offloaded]
+        away = [segment for segment in self.segments if segment.range.offloaded]
         if self._device.type == "cpu" or not away:
             return None
         length = max(segment.range.length for segment in away)
@@ -242,7 +243,7 @@ class MixedPrecisionOptimizer:
         started = {name: cast(ElementRule, rule).start_step(step) for name, rule in self._rules.items()}
         updates = {name: update for name, update in started.items() if self._rule_specs[name].unit == "element"}
         visits: list[SwapTask] = []
-        for segment in self._segments:
+        for segment in self.segments:
             update = updates.get(segment.group.spec.rule)
             if update is None:
                 continue
@@ -267,7 +268,7 @@ class MixedPrecisionOptimizer:
         """Copies the master weights into the model where it has its own precision, and all-gathers them."""
         weights = self.trained_weights()
         self._wait_for_state()
-        for segment in self._segments:
+        for segment in self.segments:
             if segment.has_master_weights:
                 segment.slice_of(weights).copy_(segment.master)
         all_gather_params([*self._param_groups, *self._frozen_groups])
@@ -280,29 +281,24 @@ class MixedPrecisionOptimizer:
         """Returns the L2 norm of the weights of the whole model: of master weights, and of those that are frozen."""
         self._wait_for_state()
         frozen = [weight for group in self._frozen_groups for weight in group.weights()]
-        return self._weight_norm.norm([*(segment.master for segment in self._segments), *frozen])
+        return self._weight_norm.norm([*(segment.master for segment in self.segments), *frozen])
 
     @property
     def has_master_weights(self) -> bool:
         """Whether the master weights are separate tensors, in a wider precision than the model's."""
-        return any(segment.has_master_weights for segment in self._segments)
-
-    @property
-    def segments(self) -> Sequence[StateSegment]:
-        """The state of this rank by flat shard; offloaded state may still be written back."""
-        return self._segments
+        return any(segment.has_master_weights for segment in self.segments)
 
     def master_weights(self) -> Iterator[tuple[ParameterGroup, TensorShard, Tensor]]:
         """Yields the master weights by logical tensor; the model's own follow from them."""
         self._wait_for_state()
-        for segment in self._segments:
+        for segment in self.segments:
             for piece, view in segment.flat_shard.tensor_shards(segment.master):
                 yield segment.group, piece, view
 
     def moments(self) -> Iterator[tuple[str, ParameterGroup, TensorShard, Tensor]]:
         """Yields (kind, group, shard, view) of the update rules' state, by logical tensor."""
         self._wait_for_state()
-        for segment in self._segments:
+        for segment in self.segments:
             for state, flat in zip(self._element_state(segment.group), segment.moments, strict=True):
                 for piece, view in segment.flat_shard.tensor_shards(flat):
                     yield state.kind, segment.group, piece, view

@@ -126,13 +126,12 @@ def parallelize(
         )
     weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
     shards = ((name, shard) for name, placement in placements.items() for shard in placement.tensor_shards)
-    initial_values = {shard.name: params[name].init for name, shard in shards}
     param_plan = _ParamPlan(
         placements,
         groups={
             name: optimizer_group(name, param) if param.trainable else FROZEN_GROUP for name, param in params.items()
         },
-        initial_values=initial_values if init_weights else None,
+        initial_values={shard.name: params[name].init for name, shard in shards} if init_weights else None,
     )
     if fully_sharded:
         without_backward = [recompute_plans[stage_index].num_without_backward for stage_index in stages]
@@ -211,14 +210,13 @@ def _shard_stage(
     coordinate = ModelParallelCoordinate.from_mesh(mesh, sequence_parallel=sequence)
     placements = tensor_parallel.shard_params(stage, params, coordinate)
     chunked = sequence and run.parallel.tp_comm_overlap and run.precision.fp8_format is None
-    overlap = run.parallel.tp_comm_overlap_chunks if chunked else None
     tensor_parallel.apply_tensor_parallel(
         stage,
         params,
         mesh.tp,
         sequence_parallel=sequence,
         shared_generator=rng_streams.tp_shared,
-        overlap_chunks=overlap,
+        overlap_chunks=run.parallel.tp_comm_overlap_chunks if chunked else None,
         blocks=partial(mesh.blocks, "tp"),
     )
     tensor_parallel.shard_vocabulary(stage, params, mesh.tp)

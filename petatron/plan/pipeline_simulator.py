@@ -64,7 +64,6 @@ class Simulation:
     """The result of a simulation. `events` are each rank's computations in order."""
 
     makespan: float
-    busy_time: tuple[float, ...]
     peak_activations: tuple[int, ...]
     events: tuple[tuple[TimedAction, ...], ...]
 
@@ -116,7 +115,6 @@ def simulate(schedule: Schedule, costs: ActionCosts) -> Simulation:
     timed = [event for rank in events for event in rank]
     return Simulation(
         makespan=max(event.end for event in timed),
-        busy_time=tuple(sum(event.end - event.start for event in rank) for rank in events),
         peak_activations=peak_activations(schedule),
         events=events,
     )

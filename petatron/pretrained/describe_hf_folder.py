@@ -38,10 +38,9 @@ def build_hf_folder(spec: ModelSpec, dtype: torch.dtype, tokenizer: Tokenizer | 
     config = build_config_json(spec, dtype)
     companions = tokenizer if isinstance(tokenizer, CompanionFiles) else _companions_for_tokenizer(tokenizer)
     config = {key: value for key, value in config.items() if key not in _TOKEN_ID_KEYS} | dict(companions.token_ids)
-    generation = {"_from_model_config": True, **companions.token_ids}
     documents = {
         "config.json": json_bytes(config),
-        "generation_config.json": json_bytes(generation),
+        "generation_config.json": json_bytes({"_from_model_config": True, **companions.token_ids}),
         **companions.files,
     }
     return ModelFolder(_cached_folder_entries(spec), documents)

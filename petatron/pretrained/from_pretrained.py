@@ -90,7 +90,9 @@ def from_pretrained(
         path = local_model(source, where="from_pretrained")
         companions = None
         if detect_format(path) == "megatron":
-            run = _megatron_run_config(path, mesh, flags, precision)
+            saved = open_megatron(path)
+            stored = next(tensor.dtype for tensor in saved.tensors.values())
+            run = _run_config((saved.model, saved.moe), mesh, flags, precision, stored=stored)
         else:
             folder = open_model_folder(path)
             files = find_companion_files(folder.path, CheckpointError)
@@ -134,15 +136,6 @@ def _folder_run_config(
             run = _run_config(settings, mesh, flags, precision, stored=stored)
         folder.check_size(model_spec(run))
     return run
-
-
-def _megatron_run_config(
-    path: Path, mesh: ParallelMesh | None, flags: Sequence[str], precision: str | None
-) -> RunConfig:
-    """Returns the config of the model that Megatron-LM saved, which its arguments describe."""
-    checkpoint = open_megatron(path)
-    stored = next(tensor.dtype for tensor in checkpoint.tensors.values())
-    return _run_config((checkpoint.model, checkpoint.moe), mesh, flags, precision, stored=stored)
 
 
 def _precision_of(dtype: torch.dtype | str) -> str:

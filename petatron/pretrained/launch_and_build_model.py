@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 
 from petatron.base.device import detect_device
 from petatron.config import RunConfig
+from petatron.config.declared_optimizers import rule_spec
 from petatron.config.nccl_communicators import communicator_options
 from petatron.config.pipeline_stages import pipeline_stages
 from petatron.data.tokenizer import Tokenizer
@@ -25,12 +27,12 @@ from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
 from petatron.models.registry import model_spec
 from petatron.models.uses_random_numbers import uses_random_numbers
 from petatron.optim.loss_scaler import compute_dtype
-from petatron.parallel.needed_process_groups import used_axes
 from petatron.parallel.parallelize import parallelize
 from petatron.parallel.pipeline.requested_cuda_graphs import enable_requested_cuda_graphs
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.pretrained.saveable_model import Model
 from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
+from petatron.sharding.shard_spec import Placement
 from petatron.validate.layer_abilities import check_training
 
 
@@ -115,12 +117,11 @@ def build_initial_model(
         init_weights=init_weights,
     )
     mesh.create_groups(used_axes(run, parts.placements))
-    routers = RouterStatistics(modules, spec.moe_layers, run.moe.num_experts or 0, mesh)
     model = Model(
         modules,
         parts,
         plan,
-        routers,
+        RouterStatistics(modules, spec.moe_layers, run.moe.num_experts or 0, mesh),
         mesh,
         streams,
         io=io,
@@ -132,3 +133,27 @@ def build_initial_model(
     model.frozen_tensors, model.has_gradients = frozenset(frozen_logical_names(spec, frozen)), gradients
     enable_requested_cuda_graphs(run, model)
     return model
+
+
+def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
+    """Returns the mesh axes that a run communicates over, whose process groups exist before its first step.
+
+    They are in one order for all ranks, since creating a group is a rendezvous of its members.
+
+    Gradient reductions over blocks of ranks differ between pipeline stages (`ends`, `tp/2`); a block's ranks are of one stage, or are
+    its ends.
+    """
+    parallel, axes = run.parallel, ["tp", "cp", "pp", "dp_cp"]
+    if parallel.cp_comm_type == "a2a+p2p" and parallel.context_parallel_size > 1:
+        heads = (parallel.hierarchical_context_parallel_sizes or (1,))[0]
+        axes += [f"cp/{heads}", f"cp%{heads}"]
+    if parallel.data_parallel_sharding_strategy != "no_shard":
+        axes += ["shard", "dp_outer"]
+    if run.moe.num_experts is not None:
+        axes += ["ep_etp", "sequence", "stage", "edp"]
+        if rule_spec(run.optim).unit != "element":  # it needs more of an expert's matrix than one rank's shard
+            axes.append("etp")
+        if parallel.data_parallel_sharding_strategy != "no_shard":
+            axes.append("edp_shard")
+    reduced = {shard.grad_reduce_axis for placement in placements.values() for shard in placement.tensor_shards}
+    return [*axes, *sorted(name for name in reduced if name is not None and name not in axes), "world"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.companion_files import find_companion_files
-from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
+from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem, raise_problems
 from petatron.base.format_text import abbreviate_names
 from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.untrusted_files import reading_untrusted
@@ -97,8 +97,7 @@ def open_model_source(
             Problem("--step", str(step), "chooses among steps, and a model's folder has none", "Leave it out.")
         )
     problems += weights_kind_problems(weights, model_kind)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     with reading_untrusted(path, _source_error):
         if model_kind == "petatron":
             source = _open_petatron(step_list.resolve_step(path, step), weights)

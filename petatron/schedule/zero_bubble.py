@@ -159,8 +159,7 @@ def forward_only_orders(rank_of: Sequence[int], *, micro_batches: int) -> list[A
     stages = [[stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank] for rank in range(ranks)]
 
     def choose(progress: _StageProgress, rank: int) -> KindAndStage | None:
-        ready = (stage for stage in stages[rank] if progress.forward_ready(stage))
-        stage = next(ready, None)
+        stage = next((stage for stage in stages[rank] if progress.forward_ready(stage)), None)
         return None if stage is None else (ActionKind.FORWARD, stage)
 
     return _simulate(

@@ -322,5 +322,4 @@ def _read_error(content: Mapping[str, Any]) -> PetatronError:
     """Returns the same error on this side; a `LaunchError` for kinds that other modules have."""
     if content["kind"] == ConfigError.__name__:
         return ConfigError([Problem(**problem) for problem in content["problems"]])
-    kind = getattr(errors, content["kind"], LaunchError)
-    return kind(content["text"])
+    return getattr(errors, content["kind"], LaunchError)(content["text"])

@@ -14,7 +14,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from petatron.base.errors import LaunchError, PetatronError, RequestError
@@ -38,12 +37,8 @@ _IDLE_STEP_S = 20.0
 _log = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class _Swap:
-    load: Callable[[], ServedEngine]
-    done: asyncio.Future[ServedEngine]
-
-
+_Swap = tuple[Callable[[], "ServedEngine"], asyncio.Future["ServedEngine"]]
+"""What loads an engine, and where it goes."""
 _Delivery = tuple[Generation, TokenEvent | None, Completion | Exception | None]
 
 
@@ -125,11 +120,11 @@ class EngineThread:
         """
         if self._swapping:
             raise NotServingError("The server is loading another model already.")
-        swap = _Swap(load, asyncio.get_running_loop().create_future())
+        done: asyncio.Future[ServedEngine] = asyncio.get_running_loop().create_future()
         self._swapping = True
-        self._command(lambda: setattr(self, "_swap", swap))
+        self._command(lambda: setattr(self, "_swap", (load, done)))
         try:
-            return await swap.done
+            return await done
         finally:
             self._swapping = False
 
@@ -179,7 +174,7 @@ class EngineThread:
 
     def _advance(self) -> None:
         if self._swap is not None and not self._requests and not self._engine.has_work:
-            self._replace_engine(self._swap)
+            self._replace_engine(*self._swap)
         elif self._engine.has_work:
             self._step()
         if self.failure is None:
@@ -271,22 +266,21 @@ class EngineThread:
                 generation.finished_s = now
                 del self._requests[event.request], self._ids[generation]
             if ended or generation.inbox is not None:
-                shown = None if isinstance(outcome, Exception) else event
-                deliveries.append((generation, shown, outcome))
+                deliveries.append((generation, None if isinstance(outcome, Exception) else event, outcome))
         self._hand_over(deliveries)
 
-    def _replace_engine(self, swap: _Swap) -> None:
+    def _replace_engine(self, load: Callable[[], ServedEngine], done: asyncio.Future[ServedEngine]) -> None:
         assert self._loop is not None
         self._swap = None
         try:
-            self._engine = swap.load()
+            self._engine = load()
         except Exception as error:
             self._fail(error)
             failed = NotServingError("The engine could not be replaced.")
-            self._call_loop(lambda: swap.done.done() or swap.done.set_exception(failed))
+            self._call_loop(lambda: done.done() or done.set_exception(failed))
             return
         engine, held, self._held = self._engine, self._held, []
-        self._call_loop(lambda: swap.done.done() or swap.done.set_result(engine))
+        self._call_loop(lambda: done.done() or done.set_result(engine))
         self._submit(held)
 
     def _fail(self, error: Exception) -> None:

@@ -81,12 +81,8 @@ class ModelSettings:
         return read_sampling_defaults(model_files(self.folder))
 
     @property
-    def num_local_ranks(self) -> int:
-        return self.loaded.config.launch.nproc_per_node or 1
-
-    @property
     def num_ranks(self) -> int:
-        return self.num_local_ranks * self.loaded.config.launch.nnodes
+        return (self.loaded.config.launch.nproc_per_node or 1) * self.loaded.config.launch.nnodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +92,6 @@ class OpenedEngine:
     engine: Engine
     model: Model
     settings: ModelSettings
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this rank submits; the others `follow`."""
-        return self.model.mesh.world.rank == 0
 
 
 def model_settings(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.base.loopback_address import is_loopback
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
 from petatron.serve.reasoning import ReasoningFormat, template_reasoning
@@ -94,8 +94,7 @@ class ServeOptions:
             rule = f"is shorter than {MIN_KEY_LENGTH} characters, or has some that cannot be sent in a header"
             fix = "Make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             problems.append(Problem("API key", "", rule, fix))
-        if problems:
-            raise ConfigError(problems)
+        raise_problems(problems)
 
     def tool_format(self, template: str) -> ToolCallFormat | None:
         """Returns the format of calls under a chat template; None: answers are text alone."""

@@ -71,8 +71,7 @@ def build_model(
     if (frozen := frozen_params(config)) and mesh.rank == 0 and gradients:
         _log.info("%s", describe_frozen(model.spec, frozen))
     if start is not None:
-        loaded = load_start_weights(config, model, start)
-        model.unrestored_notice = unrestored_notice(config, loaded, start)
+        model.unrestored_notice = unrestored_notice(config, load_start_weights(config, model, start), start)
     return model
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from petatron.base.device import DeviceInfo, detect_device
-from petatron.base.errors import ConfigError, DataError, PetatronError
+from petatron.base.errors import ConfigError, DataError, PetatronError, raise_problems
 from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig
 from petatron.data.build_datasets import chosen_kind
@@ -78,8 +78,7 @@ def check_start(loaded: LoadedConfig) -> RunStart:
     """Checks files, folders, tokenizer, prompts and memory; nothing is built."""
     started_s = time.monotonic()
     problems = [*preflight(loaded.config), *megatron_copy_problems(loaded.config)]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     check_run_dirs(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
     run = loaded.config

@@ -159,10 +159,9 @@ class Run:
         if tokenizer is None:
             rule = "is not set, so this run knows token ids only, no text"
             raise ConfigError([Problem("--tokenizer-type", "", rule, "Give a tokenizer, or use petatron.generate.")])
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         new_ids = generate(
             self.state.model,
-            ids,
+            tokenizer.encode(prompt) if isinstance(prompt, str) else prompt,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,

@@ -80,8 +80,7 @@ def compare_traces(
 ) -> TraceComparison:
     """Compares two runs, each given as one list of steps per rank."""
     if len(reference[0]) != len(candidate[0]):
-        text = f"the reference made {len(reference[0])} steps, the layout {len(candidate[0])}"
-        return TraceComparison((), text)
+        return TraceComparison((), f"the reference made {len(reference[0])} steps, the layout {len(candidate[0])}")
     steps, first = [], None
     moved: set[str] = set()
     for number in range(1, len(reference[0]) + 1):

@@ -65,11 +65,6 @@ def measure_host(flags: Sequence[str], *, steps: int = _TIMED_STEPS) -> dict[str
     return {"depths": list(DEPTHS), "us": asdict(HostCost.of(*medians)), "calls": asdict(calls)}
 
 
-def host_calls(flags: Sequence[str]) -> HostCost:
-    """Counts the calls alone."""
-    return HostCost.of(*(count_calls(_Stepper.build(flags, depth)) for depth in DEPTHS))
-
-
 class _Stepper:
     """Our step on one batch, with a clock that is read where a step and its forward pass begin and end."""
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
@@ -16,17 +15,12 @@ from petatron.kernels.registry import KernelChoice
 _GPU_FIELDS = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
-@dataclass(slots=True)
-class GpuReadings:
-    """Readings of nvidia-smi, one row per second: MHz, watts, degrees."""
-
-    readings: list[tuple[float, ...]] = field(default_factory=list)
-
-    def describe(self) -> str:
-        if not self.readings:
-            return "clocks and power unknown: there is no nvidia-smi"
-        clock, power, heat = map(statistics.median, zip(*self.readings))
-        return f"{clock:,.0f} MHz, {power:.0f} W, {heat:.0f} °C (medians of {len(self.readings)} readings)"
+def describe_readings(readings: Sequence[tuple[float, ...]]) -> str:
+    """Describes readings of nvidia-smi, one row per second: MHz, watts, degrees."""
+    if not readings:
+        return "clocks and power unknown: there is no nvidia-smi"
+    clock, power, heat = map(statistics.median, zip(*readings))
+    return f"{clock:,.0f} MHz, {power:.0f} W, {heat:.0f} °C (medians of {len(readings)} readings)"
 
 
 def parse_readings(text: str) -> list[tuple[float, ...]]:
@@ -47,21 +41,21 @@ def parse_readings(text: str) -> list[tuple[float, ...]]:
 
 
 @contextmanager
-def sample_gpu(device: torch.device) -> Iterator[GpuReadings]:
+def sample_gpu(device: torch.device) -> Iterator[list[tuple[float, ...]]]:
     """Samples clocks and power once a second in another process, while the body runs."""
-    samples = GpuReadings()
+    readings: list[tuple[float, ...]] = []
     command = shutil.which("nvidia-smi") if device.type == "cuda" else None
     if command is None:
-        yield samples
+        yield readings
         return
     arguments = [command, f"--id={device.index or 0}", f"--query-gpu={','.join(_GPU_FIELDS)}"]
     arguments += ["--format=csv,noheader,nounits", "--loop=1"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        yield samples
+        yield readings
     finally:
         process.terminate()
-        samples.readings += parse_readings(process.communicate()[0] or "")
+        readings += parse_readings(process.communicate()[0] or "")
 
 
 def device_name(device: torch.device) -> str:

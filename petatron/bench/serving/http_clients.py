@@ -66,7 +66,9 @@ class HttpClients:
         body = request.body(stream=stream)
         due_s = time.perf_counter() if due_s is None else due_s
         try:
-            connection = self._idle_connection()
+            while self._idle and self._idle[-1].closed:  # a server closes those that were idle for long
+                self._idle.pop()
+            connection = self._idle.pop() if self._idle else None
             if connection is None:
                 _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
             await connection.ask(b"".join((self._head, str(len(body)).encode(), b"\r\n\r\n", body)))
@@ -111,14 +113,6 @@ class HttpClients:
         for connection in self._idle:
             connection.close()
         self._idle.clear()
-
-    def _idle_connection(self) -> _Connection | None:
-        """Returns an open one; a server closes those that were idle for long."""
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.closed:
-                return connection
-        return None
 
 
 @asynccontextmanager

@@ -65,12 +65,11 @@ def open_signer(path: Path) -> SignFunction:
     public = private.public_key().public_bytes_raw()
 
     def sign(manifest: bytes) -> bytes:
-        value = private.sign(_CONTEXT + manifest)
         body = {
             "format": _FORMAT,
             "algorithm": "ed25519",
             "key": base64.b64encode(public).decode(),
-            "signature": base64.b64encode(value).decode(),
+            "signature": base64.b64encode(private.sign(_CONTEXT + manifest)).decode(),
         }
         return (json.dumps(body) + "\n").encode()
 

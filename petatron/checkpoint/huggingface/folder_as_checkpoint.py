@@ -249,8 +249,7 @@ def _add(tensors: dict[str, StoredTensor], key: str, shape: Shape, dtype: str, b
 def _check_same_model(folder: HuggingFaceFolder, spec: ModelSpec) -> None:
     """Checks that the settings that change the function of the weights equal the run's."""
     model_values, moe_values = folder.settings()
-    no_experts = dict.fromkeys(moe_values)
-    ours = asdict(spec.config) | (no_experts if spec.moe is None else asdict(spec.moe))
+    ours = asdict(spec.config) | (dict.fromkeys(moe_values) if spec.moe is None else asdict(spec.moe))
     theirs = model_values | moe_values
     differing = [
         f"{name}: {theirs[name]} there, {ours[name]} in this run" for name in identity_differences(theirs, ours)

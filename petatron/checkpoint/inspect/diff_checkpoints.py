@@ -88,7 +88,10 @@ def diff_checkpoints(
     """Compares two checkpoints; every byte that is read is checked."""
     manifests = read_manifest(first), read_manifest(second)
     for source, manifest in zip((first, second), manifests):
-        _check_complete(source, manifest)
+        for key, tensor in manifest.tensors.items():
+            gap = tiling_problem(tensor.shape, [stored.box for stored in tensor.boxes])
+            if gap is not None:
+                raise damaged_error(source / MANIFEST_FILE, f"does not describe all of {key}: {gap}")
     pairs, unlike = _match_tensors(manifests[0].tensors, manifests[1].tensors)
     diffs = [diff for diff, _, _ in pairs]
     total, done = sum(diff.elements for diff in diffs), 0
@@ -106,13 +109,6 @@ def diff_checkpoints(
         unlike=tuple(unlike.values()),
         tensors=tuple(sorted(diffs, key=lambda diff: (-diff.relative, diff.key))),
     )
-
-
-def _check_complete(source: Path, manifest: Manifest) -> None:
-    for key, tensor in manifest.tensors.items():
-        gap = tiling_problem(tensor.shape, [stored.box for stored in tensor.boxes])
-        if gap is not None:
-            raise damaged_error(source / MANIFEST_FILE, f"does not describe all of {key}: {gap}")
 
 
 def _setting_diffs(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

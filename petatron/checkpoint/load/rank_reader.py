@@ -64,8 +64,7 @@ class RankReader:
 
     def _ignore_unrequested_kinds(self, directory: BoxDirectory) -> Callable[[str], bool]:
         """By default a load ignores the kinds of state that no rank requests."""
-        asked = all_gather_json(directory.requested_kinds(), self._axis)
-        kinds = {kind for of_rank in asked for kind in of_rank}
+        kinds = {kind for of_rank in all_gather_json(directory.requested_kinds(), self._axis) for kind in of_rank}
         return lambda key: key.partition("/")[0] not in kinds
 
     def _rows_and_requests(

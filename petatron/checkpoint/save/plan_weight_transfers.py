@@ -106,8 +106,7 @@ def split_into_rounds(
                 if num_elements < total - at and num_elements > row:
                     num_elements -= (at + num_elements) % row
                 for start, shape, _ in range_boxes(region.shape, at, at + num_elements):
-                    begin = tuple(a + b for a, b in zip(region.start, start))
-                    yield number, entry, region, Box(begin, shape)
+                    yield number, entry, region, Box(tuple(a + b for a, b in zip(region.start, start)), shape)
                 at, room = at + num_elements, room - num_elements * itemsize
 
 

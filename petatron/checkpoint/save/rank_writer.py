@@ -92,8 +92,7 @@ def weight_index_file(files: Sequence[FilePlan], dtypes: Mapping[str, torch.dtyp
 
 def check_free_space(folder: Path, needed_bytes: int) -> None:
     """Raises before anything is written if it cannot fit."""
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    free = free_bytes(existing)
+    free = free_bytes(next(path for path in (folder, *folder.resolve().parents) if path.exists()))
     if free < needed_bytes:
         raise CheckpointError(
             f"a checkpoint needs {format_bytes(needed_bytes)}, and the disk of {folder} has {format_bytes(free)} left. Free space "

@@ -188,7 +188,7 @@ def generate_on_ranks(
     def run_rank(models: Sequence[ModelSettings]) -> int:
         run = work(command, models[0])
         opened = open_engine(models[0], dtype=command.dtype)
-        if opened.is_first_rank:
+        if opened.model.mesh.world.rank == 0:
             run(opened)
             opened.engine.close()
         else:

@@ -53,8 +53,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    command = read_command(parser(), argv)
-    return generate_on_ranks("chat", argv, command, _chat, interactive=True)
+    return generate_on_ranks("chat", argv, read_command(parser(), argv), _chat, interactive=True)
 
 
 def _chat(command: GenerationCommand, settings: ModelSettings) -> Callable[[OpenedEngine], None]:
@@ -88,8 +87,7 @@ class Dialogue:
 
     def run(self) -> None:
         """Ends with /quit, or with the input."""
-        name = self._opened.settings.folder
-        print(f"{name}: /reset, /system TEXT, /quit; Ctrl-C stops an answer")
+        print(f"{self._opened.settings.folder}: /reset, /system TEXT, /quit; Ctrl-C stops an answer")
         if not self._encoder.has_template:
             print("The tokenizer has no chat template: this is a plain dialogue of User and Assistant.")
         with contextlib.suppress(ImportError):
@@ -170,8 +168,7 @@ class Dialogue:
                     self._engine.cancel(request)
                     cancelled = True
         answer = self._engine.take(request)
-        notes = {"cancelled": " (stopped)", "length": " (...)"}
-        print(notes.get(answer.finish_reason or "", ""))
+        print({"cancelled": " (stopped)", "length": " (...)"}.get(answer.finish_reason or "", ""))
         return answer.text
 
 

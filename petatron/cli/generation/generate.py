@@ -61,8 +61,7 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str]) -> int:
     command = read_command(parser(), argv)
     raise_problems(_problems(command.options))
-    reads_input = "-" in (command.options.prompt or ())
-    return generate_on_ranks("generate", argv, command, _generate, interactive=reads_input)
+    return generate_on_ranks("generate", argv, command, _generate, interactive="-" in (command.options.prompt or ()))
 
 
 def _problems(options: argparse.Namespace) -> Iterator[Problem]:
@@ -270,8 +269,7 @@ class _BatchWork:
         progress = BatchProgress()
         try:
             with sigterm_raises(), self._report_progress(before=len(answers.done)) as report:
-                lines = self._prompts.read(done=answers.done)
-                run_batch(opened.engine, lines, answers, progress, on_progress=report)
+                run_batch(opened.engine, self._prompts.read(done=answers.done), answers, progress, on_progress=report)
             answers.sort()
         except (KeyboardInterrupt, SystemExit):
             done = len(answers.done) + progress.prompts

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     given |= {"files": tuple(args.files), "splits": tuple(args.splits)}
     plan = plan_fetch(FetchOptions(**{name: value for name, value in given.items() if value is not None}))
     _print_plan(plan)
-    record = run_fetch(plan, _progress_lines())
-    _print_result(plan, record)
+    _print_result(plan, run_fetch(plan, _progress_lines()))
     return 0
 
 

@@ -35,8 +35,7 @@ def check_ranks(*, device: str, ranks: int | None, report: Path | None) -> int:
         return run_rank_main(lambda: _check_on_rank(environment, device, per_device, report))
     ranks = ranks or (max(devices, _RANKS_ON_ONE_GPU) if device == "cpu" or devices == 1 else devices)
     if ranks < 2:
-        rule = "leaves nobody to communicate with"
-        raise ConfigError([Problem("--ranks", str(ranks), rule, "Use 2 or more.")])
+        raise ConfigError([Problem("--ranks", str(ranks), "leaves nobody to communicate with", "Use 2 or more.")])
     if device == "cuda" and ranks > devices:
         shared = -(-ranks // devices)
         print(f"{ranks} ranks on {devices} GPU(s): up to {shared} share one, so speed means nothing here.")

@@ -48,8 +48,7 @@ def evaluate_checkpoints(
         checkpoint, seq_length = settings.checkpoint, settings.loaded.config.model.seq_length
         model = from_pretrained(settings.folder, mesh, flags=flags, weights=settings.weights)
         mesh, longest = model.mesh, max_scored_tokens(model)
-        limits = ContextLimits(longest, min(seq_length, longest - 1))
-        built = build_tasks(tasks, tokenizer, limits)
+        built = build_tasks(tasks, tokenizer, ContextLimits(longest, min(seq_length, longest - 1)))
         results: dict[str, TaskResult] = {}
         for label, task in zip((settings.label for settings in tasks), built, strict=True):
             with _progress(f"{checkpoint} {label}" if shown else None) as on_progress:

@@ -31,5 +31,5 @@ def main(argv: Sequence[str]) -> int:
     print(f"{'of each token':<32}{kept.per_token:>16,}   in {kept.paged_layers} layers")
     print(f"{'of each sequence':<32}{kept.per_sequence:>16,}   in {kept.recurrent_layers} layers")
     for tokens in _LENGTHS:
-        print(f"{f'a sequence of {tokens:,} tokens':<32}{kept.of_sequence(tokens):>16,}")
+        print(f"{f'a sequence of {tokens:,} tokens':<32}{kept.per_sequence + tokens * kept.per_token:>16,}")
     return 0

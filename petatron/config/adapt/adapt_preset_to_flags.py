@@ -42,8 +42,7 @@ def adapt_model(given: SourcedValues, typed: Mapping[str, Setting], *, toy: bool
     adapted.origins = dict.fromkeys(dropped, _DEFAULT)
     current = SourcedValues({**given.values, **adapted.values}, {**given.origins, **adapted.origins})
     typed_values = {path: setting.value for path, setting in typed.items()}
-    change = _shrink if toy else _cut_patterns
-    change(adapted, current, typed_values)
+    (_shrink if toy else _cut_patterns)(adapted, current, typed_values)
     return adapted
 
 

@@ -126,8 +126,7 @@ def _shrink_experts(toy: _ToyValues) -> None:
     toy.lower("num_experts")
     experts, grouped = toy["num_experts"], toy["moe_router_num_groups"] is not None
     if grouped:
-        divisors = (size for size in (4, 2, 1) if experts % size == 0)
-        toy.lower("moe_router_num_groups", next(divisors))
+        toy.lower("moe_router_num_groups", next(size for size in (4, 2, 1) if experts % size == 0))
         toy.lower("moe_router_group_topk", max(1, toy["moe_router_num_groups"] // 2))
         toy.lower("moe_router_group_score_topk", 2)
         within = toy["moe_router_group_topk"] or toy["moe_router_num_groups"]

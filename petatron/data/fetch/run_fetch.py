@@ -136,12 +136,11 @@ def _make_shard(
 
 def _lines(plan: FetchPlan, now: FetchProgress, counts: RowCounts, stack: ExitStack) -> Generator[bytes]:
     """The documents of a file as JSON lines; those that cannot be encoded or that preprocessing would refuse are counted."""
-    names = plan.files[now.split]
     texts = documents_of(
         stack.enter_context(closing(_rows(plan, [now.file]))),
         counts,
         join=plan.record.join,
-        following=stack.enter_context(closing(_rows(plan, names[now.number + 1 :]))),
+        following=stack.enter_context(closing(_rows(plan, plan.files[now.split][now.number + 1 :]))),
         continues=now.number > 0,
         max_bytes=plan.max_line_bytes,
     )

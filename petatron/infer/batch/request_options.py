@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.infer.sampling_params import Constraint, SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
@@ -75,8 +75,7 @@ class RequestOptions:
             names = {field: name for name, (field, _) in NUMBER_OPTIONS.items()}
             names |= {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
             problems += [replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems]
-        if problems:
-            raise ConfigError(problems)
+        raise_problems(problems)
         return replace(self, params=params, max_tokens=max_tokens, n=n)
 
     def as_json(self) -> dict[str, Any]:

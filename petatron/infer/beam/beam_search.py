@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.infer.check_request import check_request
 from petatron.infer.engine import Engine
 from petatron.infer.engine_outputs import TokenLogprob
@@ -54,8 +54,7 @@ class BeamParams:
         problems = [
             Problem(f"beam {name}", str(getattr(self, name)), rule, fix) for name, ok, rule, fix in checks if not ok
         ]
-        if problems:
-            raise ConfigError(problems)
+        raise_problems(problems)
 
 
 @dataclass(frozen=True, slots=True)

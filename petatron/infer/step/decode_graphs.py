@@ -98,11 +98,12 @@ class DecodeGraphs:
         self._run, self._graph_capture, self._device = run, capture, capture.device
         self._shares_pages = options.speculative_tokens > 0  # several rows are tokens of one sequence
         self._page_size, self._max_length, self._pages = options.page_size, sizes.max_length, sizes.num_pages(options)
-        self._sizes = captured_sizes(options.max_sequences * (1 + options.speculative_tokens), sizes.multiple)
+        self.sizes = captured_sizes(options.max_sequences * (1 + options.speculative_tokens), sizes.multiple)
+        """The batch sizes of graphs."""
         context = KernelContext.of(self._device, dtype, allow_compile=False)
         self._kernels: MostLikelyKernels = choose_kernel("most likely id", context).functions
         self._captured: dict[int, CapturedStep[_HostInputs]] = {}
-        self.ids = torch.zeros(self._sizes[-1], dtype=torch.int32, device=self._device)
+        self.ids = torch.zeros(self.sizes[-1], dtype=torch.int32, device=self._device)
         """The new ids of the last step: the most likely ones, unless others were drawn and written here."""
 
     def run(
@@ -113,7 +114,7 @@ class DecodeGraphs:
         `sources`: rows of the step before, whose new ids are the tokens of this one.
         """
         count = len(sequences.page_lists)
-        size = next(captured for captured in self._sizes if captured >= count)
+        size = next(captured for captured in self.sizes if captured >= count)
         step = self._captured.get(size) or self._capture(size)
         host = step.next_host()
         host.fill(ids, [-1] * count if sources is None else sources, positions, sequences, self._page_size)
@@ -122,14 +123,9 @@ class DecodeGraphs:
         logits, hidden = step.outputs
         return logits[:count], hidden[:count]
 
-    @property
-    def sizes(self) -> list[int]:
-        """The batch sizes of graphs."""
-        return self._sizes
-
     def capture_all(self) -> Iterator[int]:
         """Captures the steps of all batch sizes, which otherwise happens when each first occurs; yields each."""
-        for size in reversed(self._sizes):
+        for size in reversed(self.sizes):
             if size not in self._captured:
                 self._capture(size)
             yield size

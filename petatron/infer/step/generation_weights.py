@@ -73,8 +73,7 @@ class GenerationGemm:
         """x W^T; with an FP8 weight the other is not read."""
         if self.fp8_weight is None and x_RD.shape[0] > _FEW_ROWS:
             return many_rows_gemm(x_RD, weight)
-        used = weight if self.fp8_weight is None else self.fp8_weight
-        return self.kernels.few_rows_gemm(x_RD, used, self.counters)
+        return self.kernels.few_rows_gemm(x_RD, weight if self.fp8_weight is None else self.fp8_weight, self.counters)
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
         """See `ChunkedGemm`."""
@@ -183,8 +182,7 @@ class GenerationWeights:
         originals = [original for _, original, _ in self._quantized if original.untyped_storage().resizable()]
         buffers = {original.untyped_storage().data_ptr(): original for original in originals}
         quantized = {param for param, _, _ in self._quantized}
-        params = {param for stage in model.stages.values() for param in stage.parameters()} - quantized
-        for param in params:
+        for param in {param for stage in model.stages.values() for param in stage.parameters()} - quantized:
             if param.data.untyped_storage().data_ptr() in buffers:
                 self._moved.append((param, param.data))
                 param.data = param.data.clone()

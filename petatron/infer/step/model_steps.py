@@ -130,8 +130,7 @@ class ModelSteps:
 
     def runs_as_graph(self, packed: PackedStep) -> bool:
         """Whether a step is a CUDA graph: decode rows alone, and the logits of each wanted."""
-        count = packed.num_decodes
-        return self.graphs is not None and not packed.chunks and packed.logit_rows == list(range(count))
+        return self.graphs is not None and not packed.chunks and packed.logit_rows == list(range(packed.num_decodes))
 
     @torch.no_grad()
     def capture_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -163,8 +162,7 @@ class ModelSteps:
         return out
 
     def _generation_step(self, batch: PagedBatch) -> GenerationStep:
-        groups = sequence_groups(batch) if self._states else ()
-        return GenerationStep(batch, self._pages, self._states, groups)
+        return GenerationStep(batch, self._pages, self._states, sequence_groups(batch) if self._states else ())
 
     def _receive(self, rows: int) -> Tensor:
         pp = self._model.mesh.pp
@@ -193,8 +191,7 @@ class ModelSteps:
             packed.shares_pages,
             torch.tensor(state_slots, dtype=torch.int64, device=self.device) if self._states else None,
         )
-        wanted = torch.tensor(packed.logit_rows, dtype=torch.int64, device=self.device)
-        return rows[0], rows[1], batch, wanted
+        return rows[0], rows[1], batch, torch.tensor(packed.logit_rows, dtype=torch.int64, device=self.device)
 
 
 def can_capture(model: ParallelModel) -> bool:

@@ -51,8 +51,7 @@ class PetatronLM(TemplateLM):
         start = document_start(self._tokens, self._bos) if args.prefix_token_id is None else args.prefix_token_id
         if start is None or not 0 <= start < settings.vocab_size:
             rule = f"is not one of the model's {settings.vocab_size} ids, and documents need one to start from"
-            problem = Problem("prefix_token_id", str(start), rule, "Give prefix_token_id=ID.")
-            raise ConfigError([problem])
+            raise ConfigError([Problem("prefix_token_id", str(start), rule, "Give prefix_token_id=ID.")])
         self._start = start
         self._model = load_model(settings, dtype=args.dtype)
         longest = max_scored_tokens(self._model) - 1

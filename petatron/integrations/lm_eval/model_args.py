@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.evaluate.score import BATCH_TOKENS
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
@@ -98,8 +98,7 @@ def read_model_args(given: Mapping[str, Any], *, world_size: int) -> ModelArgs:
         rule = "are more ranks than lm_eval drives in one process"
         fix = "Start `petatron serve CHECKPOINT --tp N`, and measure it with --model local-completions."
         problems.append(Problem("tensor_model_parallel_size", str(ranks), rule, fix))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return ModelArgs(**values)
 
 
@@ -119,8 +118,7 @@ def sampling_params(
     if given.get("num_beams", 1) != 1:
         fix = "Leave it out: answers are greedy or sampled."
         problems.append(Problem("generation_kwargs: num_beams", str(given["num_beams"]), "is a beam search", fix))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     until = given.get("until") or []
     values = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
     asked = [given[name] for name in _MAX_TOKEN_NAMES if given.get(name) is not None]

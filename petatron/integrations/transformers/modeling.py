@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.errors import CheckpointError, ConfigError, Problem, raise_problems
 from petatron.base.terminal_escape import printable
 from petatron.integrations.transformers.configuration import PetatronConfig
 from petatron.integrations.transformers.generation_cache import PetatronCache
@@ -321,5 +321,4 @@ def _check_options(kwargs: dict[str, Any]) -> None:
         for name in refused
         if kwargs.get(name) is not None
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)

@@ -71,8 +71,7 @@ class PackedInputs:
         """Returns the label that each column predicts: the next one. Padding neither predicts nor is predicted."""
         follows = np.zeros_like(self.is_token_BS)
         follows[:, :-1] = self.is_token_BS[:, :-1] & self.is_token_BS[:, 1:]
-        shifted = torch.roll(labels_BS, -1, dims=1)
-        return shifted.masked_fill(~torch.from_numpy(follows).to(labels_BS.device), IGNORED)
+        return torch.roll(labels_BS, -1, dims=1).masked_fill(~torch.from_numpy(follows).to(labels_BS.device), IGNORED)
 
     def batches_of_sequences(self, position_ids: Tensor | None) -> list[Batch]:
         """Returns every sequence that has a token by itself, for layers that do not tell documents apart."""

@@ -166,8 +166,7 @@ def _run_long_documents(call: AttentionCall) -> Tensor:
 def _run_blocks(call: AttentionCall) -> Tensor:
     length, bias = call.q_SBHE.shape[0], None if call.rules is None else call.rules.bias_HD
     visible = VisibleKeys.of(call.visibility, length, call.q_SBHE.device)
-    keys = (range(call.k_SBKE.shape[0]),)
-    mask = BlockMask((range(length),), keys, visible, keep_positions=bias is not None)
+    mask = BlockMask((range(length),), (range(call.k_SBKE.shape[0]),), visible, keep_positions=bias is not None)
     return block_attention(call.q_SBHE, call.k_SBKE, call.v_SBKE, mask, dropout=call.dropout, rules=call.rules)
 
 

@@ -302,8 +302,7 @@ def cut_into_chunks(
 
 @lru_cache(maxsize=8)
 def _equal_chunks(chunk: int, batch: int, length: int, device: torch.device) -> Documents:
-    starts = chunk_starts(length, chunk, None, torch.device("cpu"))
-    return Documents.of(starts.expand(batch, length)).to(device)
+    return Documents.of(chunk_starts(length, chunk, None, torch.device("cpu")).expand(batch, length)).to(device)
 
 
 def padded_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -47,8 +47,7 @@ class LatentUpProjection:
     @classmethod
     def of(cls, weight: Tensor, *, nope_dim: int, v_dim: int) -> LatentUpProjection:
         """Splits the weight of the one GEMM, whose rows are [key, value] of each head."""
-        by_head = weight.unflatten(0, (-1, nope_dim + v_dim))
-        key, value = by_head.split((nope_dim, v_dim), dim=1)
+        key, value = weight.unflatten(0, (-1, nope_dim + v_dim)).split((nope_dim, v_dim), dim=1)
         return cls(key, value)
 
     def absorb(self, q_THE: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,8 +174,7 @@ def decode_latents(
     v = k[..., : pages.latent.shape[2]]
     if widens(q):
         q, k, v = map(to_compute_dtype, (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return mixed.squeeze(1).to(q_NHC.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).squeeze(1).to(q_NHC.dtype)
 
 
 def _continued_chunk(
@@ -188,5 +186,4 @@ def _continued_chunk(
     # Blocks divide scores by the root of the absorbed width; they are to be divided by that of a head.
     q = torch.cat(up.absorb(q_THE), dim=-1) * (keys_LK.shape[-1] / q_THE.shape[-1]) ** 0.5
     k = keys_LK[:, None, None]
-    mixed = block_attention(q.unsqueeze(1), k, k[..., :latent_width], mask).squeeze(1)
-    return up.values(mixed)
+    return up.values(block_attention(q.unsqueeze(1), k, k[..., :latent_width], mask).squeeze(1))

@@ -144,8 +144,7 @@ def sum_of_squares(views: Sequence[Tensor]) -> Tensor:
     """
     wide = torch.promote_types(views[0].dtype, torch.float32)
     parts = [part for view in views for part in (view.split(_NORM_CHUNK) if view.device.type == "cpu" else (view,))]
-    norms = torch._foreach_norm(parts, dtype=wide)
-    return torch.stack(norms).double().square().sum().to(wide)
+    return torch.stack(torch._foreach_norm(parts, dtype=wide)).double().square().sum().to(wide)
 
 
 def _chunks(flat: Tensor) -> Iterator[tuple[int, int]]:

@@ -79,7 +79,6 @@ def chunk_delta_rule_backward(
     grad_chunk_decay = (states_before * grad_states_after).sum(dim=(-2, -1))
     grad_g = _decay_grads(grads, A, inputs, decays, wy, grad_chunk_decay)
     grad_q, grad_k = _query_key_grads(grads, inputs, decays)
-    grad_beta = _beta_grads(grads, inputs, decays, wy)
     return (
         l2_normalize_backward(
             from_chunks(grad_q[:, :, :, None], length), q_SBGN, scale=query_scale(q_SBGN.shape[-1])
@@ -87,7 +86,7 @@ def chunk_delta_rule_backward(
         l2_normalize_backward(from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
         from_chunks(grads.U_rhs * inputs.beta[..., None], length).to(v_SBHP.dtype),
         from_chunks(grad_g[..., None], length).squeeze(-1).to(g_SBH.dtype),
-        from_chunks(grad_beta[..., None], length).squeeze(-1).to(beta_SBH.dtype),
+        from_chunks(_beta_grads(grads, inputs, decays, wy)[..., None], length).squeeze(-1).to(beta_SBH.dtype),
         None if initial_state is None else grad_states[:, 0].flatten(1, 2).to(initial_state.dtype),
     )
 

@@ -38,8 +38,7 @@ def gated_square_sums(y_RD: Tensor, z_RD: Tensor | None, *, num_groups: int) -> 
 
 def gate_then_norm(y_RD: Tensor, z_RD: Tensor | None, rstd_RK: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the norm, given 1 / rms of every row and group."""
-    normed = _normalized(y_RD, z_RD, rstd_RK)
-    return normed.to(y_RD.dtype) * weight_D
+    return _normalized(y_RD, z_RD, rstd_RK).to(y_RD.dtype) * weight_D
 
 
 def gate_then_norm_backward_sums(

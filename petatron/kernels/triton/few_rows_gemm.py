@@ -181,8 +181,7 @@ def dequantize_weight(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         return reference.dequantize_weight(weight, dtype)
     values = weight.values
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    programs = triton.cdiv(values.numel(), _DEQUANTIZED)
-    _dequantize[(programs,)](
+    _dequantize[(triton.cdiv(values.numel(), _DEQUANTIZED),)](
         values.view(torch.int8), weight.scale, out, values.numel(), LENGTH=values.shape[1], TILE=_DEQUANTIZED
     )
     return out

@@ -348,8 +348,7 @@ class MoELayer(BranchModule):
             inner_TD = (inner_TD * weights_T1).to(inner_TD.dtype)
             routing = replace(routing, weights_TK=torch.ones_like(weights_T1))
         shared = None if self.shared is None else SharedExpertRun(self, self.shared, normed)
-        y_TD = self.dispatcher(inner_TD, routing, self.experts, shared)
-        y_SBD = from_rows(y_TD, x_SBD, batch_first=batch_first)
+        y_SBD = from_rows(self.dispatcher(inner_TD, routing, self.experts, shared), x_SBD, batch_first=batch_first)
         if self.latent_up is not None:
             y_SBD = self.latent_up(y_SBD)
         if shared is not None:

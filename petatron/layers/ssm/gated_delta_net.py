@@ -103,9 +103,8 @@ class GatedDeltaNetSpec(ConvolvedBranchSpec):
             weight_decay=True,
         )
         by_head, one_for_all_heads = Shard(tp=0), Shard(partial_grad="always")
-        decay = LogDecayValues(low=LOWEST_DECAY)
         return {
-            "A_log": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=decay),
+            "A_log": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=LogDecayValues(low=LOWEST_DECAY)),
             "dt_bias": ParamSpec(shape=(self.num_value_heads,), shard=by_head, init=ONES),
             **self.in_proj_params(),
             "conv.weight": conv,
@@ -218,8 +217,7 @@ class GatedDeltaNet(RecurrentBranch):
         [channels_BC], [b_BH], [a_BH] = (group.gather(x_T) for x_T in (channels_TC, b_TH, a_TH))
         q, k, v = self._split_channels(self.conv.step(channels_BC, windows=slots["conv"], slots_B=group.slots_B))
         gates = DeltaGateInputs(b_BH, a_BH, *self._decay_params())
-        o = self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B)
-        return o.unsqueeze(0)
+        return self.step_kernels.delta_step(q, k, v, gates, states=slots["delta"], slots_B=group.slots_B).unsqueeze(0)
 
     def _project(self, x: Tensor | RecomputableOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the channels of the convolution, z, b and a."""

@@ -179,8 +179,7 @@ class CausalConv(nn.Module):
 
     def step(self, x_BC: Tensor, *, windows: Tensor, slots_B: Tensor) -> Tensor:
         """The convolution of one token of each sequence, which is taken into the window of the sequence's slot."""
-        weight_CW = self.weight.squeeze(1)
-        return self.step_kernels.conv_step(x_BC, weight_CW, self.bias, windows=windows, slots_B=slots_B)
+        return self.step_kernels.conv_step(x_BC, self.weight.squeeze(1), self.bias, windows=windows, slots_B=slots_B)
 
     def _convolve(self, x_SBC: Tensor, starts_SB: Tensor | None, window: Tensor | None) -> Tensor:
         weight_CW = self.weight.squeeze(1)

@@ -65,8 +65,7 @@ class _LinearCrossEntropy(AutogradOp):
             _, grad, weight_grad = ctx.head.losses_and_grads(rows, ctx.weight, targets, weights)
         if weight_grad is not None:
             weight_grad = weight_grad.to(ctx.weight.dtype)
-        like = grads[0].unsqueeze(-1)
-        return from_rows(grad, like, batch_first=ctx.batch_first), weight_grad, None, None, None
+        return from_rows(grad, grads[0].unsqueeze(-1), batch_first=ctx.batch_first), weight_grad, None, None, None
 
 
 LossGemmFactory = Callable[[Tensor], Gemm]

@@ -18,7 +18,7 @@ class _GatherLogits(AutogradOp):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
         ctx.shard, ctx.num_columns = shard, logits.shape[-1]
-        return shard.gather_logits(logits)
+        return shard.all_gather_logits(logits.movedim(-1, 0).contiguous()).movedim(0, -1)[..., : shard.vocab_size]
 
     @staticmethod
     @first_derivative
@@ -55,7 +55,3 @@ class VocabShard:
         if self.all_reduce_max_sum is None:  # not sharded
             return logits[..., : self.vocab_size]
         return _GatherLogits.apply(logits, self)  # pyright: ignore[reportReturnType]
-
-    def gather_logits(self, logits: Tensor) -> Tensor:
-        """Concatenates the shards of all ranks, without their padding."""
-        return self.all_gather_logits(logits.movedim(-1, 0).contiguous()).movedim(0, -1)[..., : self.vocab_size]

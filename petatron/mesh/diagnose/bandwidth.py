@@ -115,8 +115,7 @@ def _measure(axis: Axis, trial: _CollectiveTrial, size: int, device: torch.devic
     total, result = _timed(trial.call, repeats, device)
     seconds = total / repeats
     expected = trial.expected if isinstance(trial.expected, tuple) else (trial.expected,)
-    parts = result.view(len(expected), -1)
-    correct = all(bool((part == value).all()) for part, value in zip(parts, expected))
+    correct = all(bool((part == value).all()) for part, value in zip(result.view(len(expected), -1), expected))
     return BandwidthResult(
         axis.name, axis.size, trial.op, size, seconds, trial.bus_factor * size / seconds / 1e9, correct
     )

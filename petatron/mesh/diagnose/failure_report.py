@@ -54,8 +54,7 @@ def build_rank_report(
 
     `main_thread_at` is where its main thread is.
     """
-    events = record.events()
-    earlier = [other for other in events if event is None or other.sequence_number < event.sequence_number]
+    earlier = [other for other in record.events() if event is None or other.sequence_number < event.sequence_number]
     place = {} if event is None else _event_fields(event, record)
     return {
         "rank": record.rank,

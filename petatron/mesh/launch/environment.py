@@ -98,9 +98,8 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
     agent_secret = (
         f"torchrun-{env['MASTER_PORT']}-{restart_count}" if restart_count is not None and is_on_one_machine else None
     )
-    numbers = {name.lower(): _integer(env, name) for name in TORCHRUN_VARIABLES if name != "MASTER_ADDR"}
     return RankEnvironment(
-        **numbers,
+        **{name.lower(): _integer(env, name) for name in TORCHRUN_VARIABLES if name != "MASTER_ADDR"},
         master_addr=env["MASTER_ADDR"],
         launcher="petatron" if env.get(STARTED_BY) == "petatron" else "torchrun",
         store_file=env.get(STORE_FILE),

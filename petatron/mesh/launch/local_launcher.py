@@ -327,10 +327,9 @@ class RankErrorReport:
 def _read_report(path: Path) -> RankErrorReport | None:
     try:
         details = json.loads(path.read_text())["message"]["extraInfo"]
-        time_s = float(details.get("time", details["timestamp"]))
         return RankErrorReport(
             text=details["py_callstack"],
-            time=time_s,
+            time=float(details.get("time", details["timestamp"])),
             echo=bool(details.get("echo")),
             communication=details.get("communication"),
         )

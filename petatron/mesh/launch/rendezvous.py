@@ -178,8 +178,7 @@ class Rendezvous:
 
     def report_failure(self, text: str) -> None:
         """Reports this rank's failure to the others. Only the first report counts."""
-        failure = {"rank": self.rank, "text": text[-_MAX_TEXT_CHARS:]}
-        self.store.compare_set("failed", "", json.dumps(failure))
+        self.store.compare_set("failed", "", json.dumps({"rank": self.rank, "text": text[-_MAX_TEXT_CHARS:]}))
         self._acknowledge()
 
     def first_failure(self) -> str | None:

@@ -64,8 +64,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError(504, "The request took longer than this server allows.", code="timeout")
     if isinstance(error, ConfigError):
-        first = error.problems[0]
-        return ApiError(400, " ".join(str(problem) for problem in error.problems), param=first.where)
+        return ApiError(400, " ".join(str(problem) for problem in error.problems), param=error.problems[0].where)
     if isinstance(error, PetatronError) and not isinstance(error, RequestError):
         return ApiError(400, str(error))
     return ApiError(500, "The server failed to answer. Its log has the cause.", code="internal_error")

@@ -160,8 +160,7 @@ async def _get_health(request: Request) -> JSONResponse:
 async def _get_readiness(request: Request) -> JSONResponse:
     """Whether new requests should be sent here now."""
     thread = state_of(request).thread
-    ready = thread.state == "serving"
-    return JSONResponse({"status": thread.state, "open": thread.num_open}, 200 if ready else 503)
+    return JSONResponse({"status": thread.state, "open": thread.num_open}, 200 if thread.state == "serving" else 503)
 
 
 async def _get_metrics(request: Request) -> Response:

@@ -62,8 +62,7 @@ async def search_beams(
         generations = [
             Generation(ids, sampling, index=index) for index, (ids, sampling) in enumerate(search.requests())
         ]
-        completions = await complete(request, state, generations)
-        search.advance([completion.logprobs[0] for completion in completions])
+        search.advance([completion.logprobs[0] for completion in await complete(request, state, generations)])
     return search.answers
 
 

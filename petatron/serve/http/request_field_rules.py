@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote
 
-from pydantic import BaseModel
-
 from petatron.serve.http.api_error import ApiError
 
 IGNORED_HEADER = "x-petatron-ignored-fields"
@@ -31,7 +29,7 @@ _BUDGET = "Use max_tokens for all that the model writes."
 class FieldRule:
     """What becomes of a field. reason: for people; neutral: values of a refused field that change nothing, and are accepted."""
 
-    effect: Literal["supported", "refused", "none"]
+    effect: Literal["refused", "none"]
     reason: str = ""
     neutral: tuple[Any, ...] = ()
 
@@ -158,12 +156,6 @@ POOLING_RULES: Mapping[str, FieldRule] = {
     **dict.fromkeys(("softmax", "activation", "use_activation"), _ACTIVATION),
 }
 """Fields of embeddings, rerank and score alone."""
-
-
-def field_rules(body: type[BaseModel]) -> dict[str, FieldRule]:
-    """Returns the rule of every field that a route knows, those of its body included."""
-    supported = {field.alias or name: FieldRule("supported") for name, field in body.model_fields.items()}
-    return {**NO_EFFECT, **REFUSED, **supported}
 
 
 def check_extra_fields(extra: Mapping[str, Any], *, others: Mapping[str, FieldRule] | None = None) -> list[str]:

@@ -281,8 +281,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 async def large_answer(make: Callable[[], Mapping[str, Any]]) -> Response:
     """Returns the answer that `make` makes, which runs beside the event loop too."""
-    content = await asyncio.to_thread(lambda: json_bytes(make()))
-    return Response(content, media_type="application/json")
+    return Response(await asyncio.to_thread(lambda: json_bytes(make())), media_type="application/json")
 
 
 def json_bytes(content: Any) -> bytes:

@@ -87,8 +87,7 @@ class LimitedProcess:
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
-        first = json.dumps(self._first).encode() + b"\n"
-        _write_all(self._process, first, time.monotonic() + _START_TIMEOUT_S)
+        _write_all(self._process, json.dumps(self._first).encode() + b"\n", time.monotonic() + _START_TIMEOUT_S)
         return self._process
 
 
@@ -213,16 +212,14 @@ class Isolation:
         """Raises `DataError` for a grammar that cannot be compiled within the limits; those that could be are remembered."""
         check_constraint_library()
         if constraint not in self._known_grammars:
-            arguments = {"kind": constraint.kind, "grammar": constraint.grammar}
-            await self._grammars.run("compile", arguments, owner=owner)
+            await self._grammars.run("compile", {"kind": constraint.kind, "grammar": constraint.grammar}, owner=owner)
             self._known_grammars[constraint] = None
             if len(self._known_grammars) > _MAX_KNOWN_GRAMMARS:
                 self._known_grammars.popitem(last=False)
 
     async def render(self, template: ChatTemplate, arguments: Mapping[str, Any]) -> str:
         """`ChatTemplate.render` with its arguments by name."""
-        sent = {**template.sources(), "arguments": arguments}
-        return str(await self._templates.run("render", sent))
+        return str(await self._templates.run("render", {**template.sources(), "arguments": arguments}))
 
     def close(self) -> None:
         self._grammars.close()

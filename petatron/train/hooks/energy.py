@@ -22,8 +22,7 @@ def open_energy_counter(device: torch.device) -> Callable[[], float]:
         rule = "needs pynvml, which is not installed"
         raise ConfigError([Problem("--log-energy", "", rule, "Install it: pip install nvidia-ml-py.")]) from error
     pynvml.nvmlInit()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
 
 

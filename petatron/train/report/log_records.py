@@ -161,8 +161,7 @@ class IntervalMeter:
         """Adds a step without waiting for the device."""
         device = torch.device("cpu") if isinstance(step.loss, int | float) else step.loss.device
         named = [*(step.named_losses or {}).values(), *(step.objective_metrics or {}).values()]
-        values = (_on_device(value, device) for value in (step.skipped, step.nan, step.loss, *named))
-        skipped, nan, *means = values
+        skipped, nan, *means = (_on_device(value, device) for value in (step.skipped, step.nan, step.loss, *named))
         counted = 1.0 - skipped
         # where, not a multiplication: the loss of a skipped step may be inf or nan, and 0 x nan is nan.
         losses = [torch.where(counted > 0, mean, torch.zeros_like(mean)) for mean in means]

@@ -72,13 +72,12 @@ def build_writers(
     if config.tensorboard_dir is not None:
         writers.append(TensorBoardWriter(config.tensorboard_dir, config_values=config_values))
     if config.wandb_project is not None:
-        folder = directory if config.wandb_save_dir is None else Path(config.wandb_save_dir)
         writers.append(
             WandbWriter(
                 config.wandb_project,
                 name=config.wandb_exp_name,
                 entity=config.wandb_entity,
-                directory=folder,
+                directory=directory if config.wandb_save_dir is None else Path(config.wandb_save_dir),
                 config_values=config_values,
             )
         )

@@ -39,7 +39,7 @@ def next_commands(
             resume = [(_start_command(arguments, environment), purpose + _how_started(environment))]
         commands += _generation_commands(run, folder)
         commands.append((f"checkpoint verify {shlex.quote(folder)}", "check every byte of the checkpoint"))
-        if has_hf_family(run):
+        if matching_family(model_spec(run)) is not None:
             exported = str(Path(folder).with_name(f"{Path(folder).name}-huggingface"))
             command = f"checkpoint convert {shlex.quote(folder)} {shlex.quote(exported)} --to huggingface"
             commands.append((command, "export the model for transformers and others"))
@@ -49,11 +49,6 @@ def next_commands(
     ]
     available = [(command, purpose) for command, purpose in commands if command.split()[0] in subcommands]
     return resume + [(f"petatron {command}", purpose) for command, purpose in available]
-
-
-def has_hf_family(run: RunConfig) -> bool:
-    """Whether some family of `transformers` has models with such layers, and a name map here."""
-    return matching_family(model_spec(run)) is not None
 
 
 def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:

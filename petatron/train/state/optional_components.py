@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import Problem, raise_problems
 from petatron.checkpoint.stateful import Stateful
 from petatron.config import RunConfig
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
@@ -41,8 +41,7 @@ def register_component(build: ComponentBuilder) -> None:
 def check_components(run: RunConfig) -> None:
     """Raises `ConfigError` with every setting that a component of the run cannot go with."""
     problems = [problem for kind in _KINDS for problem in kind.problems(run)]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def build_components(run: RunConfig, model: ParallelModel, optimizer: MixedPrecisionOptimizer) -> list[Stateful]:

@@ -19,8 +19,16 @@ from petatron.base.errors import CheckpointError, ConfigError, LaunchError
 from petatron.bench import checkpoint as bench_checkpoint
 from petatron.bench.checkpoint import _describe_cold, model_shapes
 from petatron.bench.loading.busy_processes import BusyProcesses
-from petatron.bench.loading.load_process import COMPARED_LOADERS, LOADERS, LoadFiles, LoadMeasurement, measure_load
-from petatron.bench.loading.page_cache import cached_share, drop_from_page_cache, read_into_page_cache
+from petatron.bench.loading.load_process import (
+    COMPARED_LOADERS,
+    LOADERS,
+    LoadFiles,
+    LoadMeasurement,
+    cached_share,
+    drop_from_page_cache,
+    measure_load,
+    read_into_page_cache,
+)
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main

@@ -11,9 +11,15 @@ import pytest
 from petatron.base.errors import CheckpointError, ConfigError, LaunchError
 from petatron.bench import serve
 from petatron.bench.arguments import add_arguments
-from petatron.bench.serve import FirstTokenTimes, ServeMeasurements, make_requests, percentile, word_tokenizer
+from petatron.bench.serve import (
+    FirstTokenTimes,
+    ServeMeasurements,
+    make_requests,
+    percentile,
+    server_process,
+    word_tokenizer,
+)
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
-from petatron.bench.serving.server_process import server_process
 from petatron.cli.bench import main
 from tests.serve.fake_engine import FakeEngine
 

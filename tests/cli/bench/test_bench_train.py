@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError, TrainError
 from petatron.bench import generate as bench_generate
 from petatron.bench import train as bench_train
-from petatron.bench.measure.host_time import host_calls
+from petatron.bench.measure.host_time import measure_host
 from petatron.bench.measure.kernel_breakdown import KERNEL_CLASSES, break_down_kernels, kernel_class
-from petatron.bench.measure.machine import parse_readings, sample_gpu
+from petatron.bench.measure.machine import describe_readings, parse_readings, sample_gpu
 from petatron.bench.measure.run_contenders import BenchRunner, time_alternating
 from petatron.bench.measure.train_report import TrainMeasurements, merge_runs, report
 from petatron.bench.peers import BenchSpec, Contender, build, problems
@@ -58,10 +58,10 @@ def test_our_step_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_what_our_step_costs_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert bench(tmp_path)["host"] is None
     found = bench(tmp_path, "--host", "--no-bf16")["host"]
-    calls = host_calls([*SMALL, "--no-bf16"])
-    assert found["depths"] == [2, 4] and found["calls"] == asdict(calls) and found["us"]["forward"] > 0
+    calls = measure_host([*SMALL, "--no-bf16"], steps=1)["calls"]
+    assert found["depths"] == [2, 4] and found["calls"] == calls and found["us"]["forward"] > 0
     shown, told = capsys.readouterr()
-    assert f"{calls.forward:,.0f} and {calls.backward:,.0f} calls of Python; per step elsewhere" in shown
+    assert f"{calls['forward']:,.0f} and {calls['backward']:,.0f} calls of Python; per step elsewhere" in shown
     assert "no effect" not in told, "nobody typed --no-cuda-graphs"
 
 
@@ -346,18 +346,18 @@ def test_breakdown_of_a_made_up_trace():
 
 
 def test_clocks_are_read_where_there_is_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with sample_gpu(torch.device("cpu")) as samples:
+    with sample_gpu(torch.device("cpu")) as readings:
         pass
-    assert "unknown" in samples.describe()
+    assert "unknown" in describe_readings(readings)
     told, fake = tmp_path / "told", tmp_path / "nvidia-smi"
     fake.write_text(
         f"#!/bin/sh\necho '1500, 650.5, 60'; echo '[N/A], 1, 1'; echo '1600, 661.5, 62'; touch {told}; exec sleep 60\n"
     )
     fake.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _: str(fake))
-    with sample_gpu(torch.device("cuda", 0)) as samples:
+    with sample_gpu(torch.device("cuda", 0)) as readings:
         wait_until(told.exists, "the readings", seconds=20)
-    assert samples.describe() == "1,550 MHz, 656 W, 61 °C (medians of 2 readings)"
+    assert describe_readings(readings) == "1,550 MHz, 656 W, 61 °C (medians of 2 readings)"
     assert parse_readings("1, 2\n1, 2, 3") == [(1.0, 2.0, 3.0)]
 
 

@@ -21,9 +21,10 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from petatron.infer.grammar import ANY_WHITESPACE
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.http.openai_requests import ChatCompletionRequest, CompletionRequest
-from petatron.serve.http.request_field_rules import IGNORED_HEADER, NO_EFFECT, REFUSED, field_rules
+from petatron.serve.http.request_field_rules import IGNORED_HEADER, NO_EFFECT, REFUSED
 from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest
 from petatron.serve.served_model_properties import ModelCard
+from tests.serve.api.field_rules import field_rules, supported_fields
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 
@@ -217,7 +218,7 @@ ROUTES = {
 @pytest.mark.parametrize("route", ROUTES)
 def test_supported_fields_do_what_they_say(client: openai.OpenAI, server: LiveServer, route: str):
     body, cases = ROUTES[route]
-    assert cases.keys() == {name for name, rule in field_rules(body).items() if rule.effect == "supported"}
+    assert cases.keys() == supported_fields(body)
     for name, (extra, holds) in cases.items():
         if route == "chat" and extra.get("logprobs") == 1:
             extra = extra | {"logprobs": True}

@@ -18,9 +18,10 @@ from petatron.serve.http.openai_requests import (
     ScoreRequest,
     TokenizeRequest,
 )
-from petatron.serve.http.request_field_rules import IGNORED_HEADER, POOLING_RULES, field_rules
+from petatron.serve.http.request_field_rules import IGNORED_HEADER, POOLING_RULES
 from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest
 from petatron.serve.served_model_properties import ModelCard
+from tests.serve.api.field_rules import field_rules
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.live_server import LiveServer, live_server
 

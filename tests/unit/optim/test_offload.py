@@ -252,7 +252,7 @@ def test_offload_changes_no_bit(
 
 
 def build_shuttle(optimizer: MixedPrecisionOptimizer, memory: MemoryConfig) -> StateSwapper | None:
-    away = [segment for segment in optimizer._segments if segment.range.offloaded]
+    away = [segment for segment in optimizer.segments if segment.range.offloaded]
     dtypes = [state.dtype for state in away[0].state]
     on_disk = memory.optimizer_nvme_offload is not None
     side = DiskStaging(dtypes, 64, pinned=False) if on_disk else PinnedStaging()

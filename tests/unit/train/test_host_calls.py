@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from petatron.bench.measure.host_time import HostCost, host_calls
+from petatron.bench.measure.host_time import HostCost, measure_host
 from tests.longform import diagonal
 
 TINY = (
@@ -18,6 +18,10 @@ CASES = {
     "gpt": ("--no-bf16 --normalization LayerNorm --activation gelu --add-bias-linear", 161, 122),
     "qk-norm": ("--no-bf16 --qk-layernorm", 191, 136),
 }
+
+
+def host_calls(flags: list[str]) -> HostCost:
+    return HostCost(**measure_host(flags, steps=1)["calls"])
 
 
 @diagonal(2)

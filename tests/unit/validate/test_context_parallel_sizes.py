@@ -12,7 +12,7 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.parallel.context import apply_context_parallel
-from petatron.parallel.needed_process_groups import used_axes
+from petatron.pretrained.launch_and_build_model import used_axes
 from petatron.validate import load_config
 from petatron.verify.verify_layouts import plan_verification
 

@@ -44,8 +44,7 @@ def chunk_states(
     states = torch.empty(shape, dtype=x_or_dy_SBHP.dtype, device=x_or_dy_SBHP.device)
     final_state = torch.empty((batch, heads, head_dim, state_dim), dtype=torch.float32, device=x_or_dy_SBHP.device)
     columns = min(_COLUMNS, triton.next_power_of_2(max(state_dim, 16)))
-    grid = (batch * heads, triton.cdiv(state_dim, columns))
-    _chunk_states[grid](
+    _chunk_states[(batch * heads, triton.cdiv(state_dim, columns))](
         (x_or_dy_SBHP, B_or_C_SBGN),
         decays.by_token,
         (None if initial_state is None else initial_state.contiguous(), states, final_state),

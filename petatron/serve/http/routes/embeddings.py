@@ -103,8 +103,7 @@ async def _embed(
 ) -> tuple[list[list[float]], dict[str, int]]:
     """Returns the pooled hidden state of each text, and the counts of their tokens."""
     state = state_of(request)
-    model = state.check_model(body.model)
-    prompts = await encode_prompts(texts, body, model, state.options.limits, param=param)
+    prompts = await encode_prompts(texts, body, state.check_model(body.model), state.options.limits, param=param)
     check_batch(len(prompts), state)
     params = SamplingParams(
         max_new_tokens=0, temperature=0.0, pooling=body.pooling or "mean", prefix_group=body.cache_salt or ""

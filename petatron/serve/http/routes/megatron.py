@@ -133,8 +133,7 @@ async def put_api(request: Request) -> Response:
     generations = []
     for index, ((ids, sampling), text) in enumerate(zip(samples(prompts, params, 1, model), body.prompts)):
         generations.append(Generation(ids, _with_constraint(sampling, body, text), index=index))
-    completions = await complete(request, state, generations)
-    return JSONResponse(_answer(body, model, completions))
+    return JSONResponse(_answer(body, model, await complete(request, state, generations)))
 
 
 def _check(body: MegatronRequest, state: ServerState) -> None:
