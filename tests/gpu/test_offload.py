@@ -11,6 +11,7 @@ from torch import Tensor
 
 from petatron.config import RunConfig
 from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.offload_plan import plan_offload
 from petatron.estimate.recompute_plan import plan_recompute
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.mesh import ParallelMesh
@@ -43,8 +44,9 @@ def offloading(run: RunConfig, memory: MemoryConfig) -> tuple[StageModule, HostL
     streams = RandomStreams.seeded(7, ParallelMesh.single(device=DEVICE))
     link = HostLink(DEVICE)
     shape = ActivationShape.from_config(run, device="cuda")
-    apply_recompute(model, plan_recompute(memory, spec, shape, model.stage), streams)
-    apply_activation_offload(model, memory, link)
+    plan = plan_recompute(memory, spec, shape, model.stage, in_flight=2)
+    apply_recompute(model, plan, streams)
+    apply_activation_offload(model, plan_offload(memory, shape, spec.stage_layers(model.stage), plan), link)
     return model, link
 
 

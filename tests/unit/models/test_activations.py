@@ -149,7 +149,7 @@ def take_gradients(model: Decoder) -> list[Tensor]:
     return list(buffers.values())
 
 
-def measured(model: Decoder, batch: Batch, *, taken: bool = True, **options: Any) -> int:
+def measured(model: Decoder, batch: Batch, *, taken: bool = True, known: Sequence[Tensor] = (), **options: Any) -> int:
     buffers = take_gradients(model) if taken else []
     weights_SB = torch.rand(batch.labels.t().shape, dtype=torch.float64)
     parts = [batch.tokens, batch.labels, batch.loss_mask, weights_SB]
@@ -160,7 +160,7 @@ def measured(model: Decoder, batch: Batch, *, taken: bool = True, **options: Any
         x_SBD = None if model.stage.has_embedding else torch.randn(rows, requires_grad=True)
         return run_stage(model, batch, x_SBD, loss_weights_SB=weights_SB, **options)
 
-    return kept_bytes(forward, without=[*module_tensors(model), *buffers, *parts])[0]
+    return kept_bytes(forward, without=[*module_tensors(model), *buffers, *parts, *known])[0]
 
 
 def module_tensors(model: Decoder) -> list[Tensor]:
