@@ -178,7 +178,17 @@ class AttentionSpec(SoftmaxAttentionSpec):
         rows, q_dim, kv_dim = shape.gathered_tokens, self.q_dim(shape.tp), self.kv_dim(shape.tp)
         both = shape.activation_bytes(rows, q_dim + kv_dim)
         inputs = both if self.qk_norm is not None else both + shape.activation_bytes(rows, kv_dim)
+        if self.rope is not None and self.rope_interleaved and self.qk_norm is None:
+            inputs += both
+        if self.temperature is not None:
+            inputs += shape.activation_bytes(rows, q_dim)
+        if self.alibi:
+            inputs += both + shape.activation_bytes(rows, (q_dim + kv_dim) // self.head_dim * ALIBI_CHANNELS)
         return inputs, shape.activation_bytes(rows, q_dim), rows * q_dim // self.head_dim * shape.compute_bytes
+
+    @property
+    def core_output_feeds_gemm(self) -> bool:
+        return not self.output_gate
 
     def out_saved_bytes(self, shape: ActivationShape) -> int:
         gated = shape.activation_bytes(shape.gathered_tokens, self.gate_dim(shape.tp))

@@ -58,10 +58,6 @@ def _layers(config: RawRunConfig) -> Iterator[Problem]:
 
 def _modules(memory: MemoryConfig) -> Iterator[Problem]:
     asked = memory.offload_modules
-    if not asked:
-        fix = f"Add {MODULES}, as in {MODULES} core_attn attn_proj."
-        yield Problem(BY_MODULE, "", "does not say which modules", fix)
-        return
     selective = memory.recompute_granularity == "selective"
     recomputed = memory.recompute_modules if selective else ()
     if memory.recompute_granularity == "full" and memory.recompute_method == "uniform":

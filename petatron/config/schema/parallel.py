@@ -272,7 +272,7 @@ class MemoryConfig:
     """Layers of every pipeline stage, evenly spread, whose activations wait in host memory for the backward pass."""
     fine_grained_activation_offloading: bool = False
     """Let the activations of chosen modules wait in host memory for the backward pass, in every layer."""
-    offload_modules: tuple[Annotated[OffloadModule, _BY_MODULE], ...] = ()
+    offload_modules: tuple[Annotated[OffloadModule, _BY_MODULE], ...] = ("core_attn",)
     """With `--fine-grained-activation-offloading`: which modules; what they save, their inputs mostly, leaves the device."""
     min_offloaded_tensor_size: Annotated[BucketElements, _BY_MODULE] = 1 << 20
     """Tensors with fewer elements stay on the device."""

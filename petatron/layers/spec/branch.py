@@ -210,20 +210,23 @@ class SoftmaxAttentionSpec(BranchSpec):
     def core_saved_bytes(self, shape: ActivationShape) -> tuple[int, int, int]:
         """Returns the bytes saved of the inputs of core attention that nothing before it saves, of its output, and of log-sum-exp."""
 
+    @property
+    def core_output_feeds_gemm(self) -> bool:
+        """Whether the last GEMM takes the output of core attention as it is."""
+        return True
+
     def out_saved_bytes(self, shape: ActivationShape) -> int:
         """Returns the bytes that the last GEMM saves besides the output of core attention."""
         return 0
 
     def region_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> Mapping[str, int]:
-        """The output of core attention belongs to that, or, where it is recomputed, to the GEMM that takes it."""
+        """The output of core attention belongs to that, or, where it is recomputed, to what takes it."""
         if self.region in recomputed:
             return {}
         inputs, output, log_sum_exp = self.core_saved_bytes(shape)
-        core, out = inputs, self.out_saved_bytes(shape)
-        if "core_attn" in recomputed:
-            out += output
-        else:
-            core += output + log_sum_exp
+        recomputes_core = "core_attn" in recomputed
+        core = inputs + (0 if recomputes_core else output + log_sum_exp)
+        out = self.out_saved_bytes(shape) + (output if recomputes_core and self.core_output_feeds_gemm else 0)
         return {"qkv_linear": self.saved_bytes(shape, recomputed) - core - out, "core_attn": core, "attn_proj": out}
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
