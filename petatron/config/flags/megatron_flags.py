@@ -179,7 +179,7 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "position_embedding_type": {"mrope": "multimodal models", "relative": "relative position bias"},
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
-    "fp8_recipe": {"mxfp8": "the mxfp8 recipe", "custom": "custom FP8 recipes"},
+    "fp8_recipe": {"custom": "custom FP8 recipes"},
     "offload_modules": {"gdp_qkv": "gated delta products"},
     "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {

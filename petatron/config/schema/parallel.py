@@ -223,8 +223,9 @@ class Fp8Settings:
     feature: ClassVar = Feature("FP8", (used_with("precision.fp8_format"),), role="runtime")
     fp8_format: Annotated[Literal["e4m3", "hybrid"], "selects"] | None = None
     """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
-    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
-    """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, or per block of 128."""
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "tensorwise"
+    """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, per block of 128, or per 32
+    elements of a row with scales of eight bits, for Blackwell."""
     fp8_amax_history_len: Annotated[SmallCount, "at least 1", _DELAYED] = 1
     """Steps in the amax history of the delayed recipe."""
     fp8_amax_compute_algo: Annotated[Literal["most_recent", "max"], _DELAYED] = "most_recent"
