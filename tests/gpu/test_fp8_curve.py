@@ -55,7 +55,7 @@ TRAINING = (
     f"--train-iters {STEPS} --lr-warmup-iters {RISING} --lr-decay-style cosine "
     f"--lr-decay-iters {STEPS} --adam-beta2 0.95 --weight-decay 0.1"
 )
-RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "tensorwise --fp8-output-head-backward"]
+RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "tensorwise --fp8-output-head-backward"]
 CONTROL = "--init-method-std 0.02000002"
 
 
