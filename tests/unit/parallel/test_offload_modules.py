@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -125,10 +126,9 @@ def test_sent_bytes_of_mixtures_are_those_of_the_plan_and_what_routing_keeps(kin
     for module in EXPERTS:
         planned, sent, freed = sent_and_freed(run, by_module((module,), memory))
         left_out[module] = sent - planned
-        assert (sent > 0) == (planned > 0)
+        assert (sent > 0) == (planned > 0) and (module != "shared_experts" or (sent > 0) == ("shared" in kind))
         assert sent == freed or module == "moe", "routing itself holds what it keeps"
     tokens, choices = 16 * 2, 2
-    assert (sent > 0) == ("shared" in kind)
     assert 0 <= left_out.pop("moe") < 2 * (tokens * (2 * 40 + 4 * 24) + 4 * 32 * 8)
     assert 0 <= left_out.pop("moe_act") <= 2 * 4 * tokens * choices + 2 * 4 * 4, "the weight of each row"
     assert left_out.pop("expert_fc1") == (2 * 8 * tokens * choices if "bias" in kind else 0), (
@@ -241,11 +241,11 @@ def test_copies_under_way_are_bounded(number: int | None, most: int, monkeypatch
     run, on_device, events = run_of(f"{LLAMA} --num-layers 6"), set[int](), list[int]()
     start, leave = activation_offload._OffloadGroup.__init__, activation_offload._OffloadGroup.free_device_memory
 
-    def starting(self: object, *args: object) -> None:
+    def starting(self: Any, *args: Any) -> None:
         start(self, *args)
         on_device.add(id(self))
 
-    def leaving(self: object) -> None:
+    def leaving(self: Any) -> None:
         events.append(len(on_device))
         leave(self)
         on_device.discard(id(self))
