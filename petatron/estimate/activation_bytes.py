@@ -32,7 +32,7 @@ MoE layers are counted for an even load; then a rank's experts get as many rows 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL, BranchSpec
@@ -56,6 +56,11 @@ def branch_bytes(layer: LayerSpec, branch: BranchSpec, shape: ActivationShape, m
     if layer.saves_branch_inputs:
         saved += shape.activation_bytes(shape.tokens, branch.hidden_size)
     return saved + shape.dropout_mask_bytes(branch.hidden_size, layer.dropout)
+
+
+def region_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[str] = ()) -> Mapping[str, int]:
+    """Returns the bytes that each part of a layer saves which may be offloaded by itself, while `modules` are recomputed."""
+    return {} if FULL in modules else layer.region_bytes(shape, modules)
 
 
 def layer_input_bytes(layer: LayerSpec, shape: ActivationShape) -> int:

@@ -13,15 +13,18 @@ MIN_PADDED_DOCUMENT = 1024
 ALIBI_RADIX = 256
 MAX_ALIBI_POSITIONS = ALIBI_RADIX**2
 """A position is two digits, each exact in half precision (`layers/alibi_and_temperature.py`)."""
-Scaling = Literal["tensorwise", "rowwise", "block_1x128", "block_128x128"]
+Scaling = Literal["tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32"]
 SCALINGS: dict[str, Scaling] = {
     "tensorwise": "tensorwise",
     "delayed": "tensorwise",
     "rowwise": "rowwise",
     "blockwise": "block_1x128",
+    "mxfp8": "block_1x32",
 }
 """The scaling of activations and gradients, by `--fp8-recipe`."""
 BLOCK = 128
+MX_BLOCK = 32
+"""Elements of a row that share a scale in MXFP8."""
 FP8_SIZE_MULTIPLE = 16
 """All sizes of an FP8 GEMM are multiples of this, where no scaling needs more."""
 GROUPED_WIDTH_MULTIPLE = 8
@@ -35,7 +38,7 @@ def flash_supports_heads(head_dim: int) -> bool:
 
 def fp8_size_multiple(scaling: Scaling) -> int:
     """Returns what all sizes of a GEMM with this scaling are multiples of."""
-    return BLOCK if scaling == "block_1x128" else FP8_SIZE_MULTIPLE
+    return {"block_1x128": BLOCK, "block_1x32": MX_BLOCK}.get(scaling, FP8_SIZE_MULTIPLE)
 
 
 def grouped_gemm_supports(*widths: int) -> bool:

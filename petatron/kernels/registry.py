@@ -112,6 +112,19 @@ def _fp8_unsupported_reason(context: KernelContext) -> str | None:
     return None if context.dtype == torch.bfloat16 else "its GEMMs return bfloat16"
 
 
+def _bfloat16_unsupported_reason(context: KernelContext) -> str | None:
+    if context.device != "cuda":
+        return "the device is no GPU"
+    return None if context.dtype == torch.bfloat16 else "it multiplies bfloat16"
+
+
+def _mx_unsupported_reason(context: KernelContext) -> str | None:
+    """Blackwell has tensor cores for blocks of 32. The GEMM is cuBLAS's and needs no compiler."""
+    if context.device == "cuda" and context.capability < (10, 0):
+        return "the device is no Blackwell GPU"
+    return _bfloat16_unsupported_reason(context)
+
+
 def _module(name: str, attribute: str | None = None) -> Callable[[], Any]:
     def load() -> Any:
         module = importlib.import_module(f"petatron.kernels.{name}")
@@ -210,6 +223,11 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "most likely id": _triton_and_reference("most_likely"),
     "FP8 casts and GEMMs": _triton_and_reference(
         "fp8.cast_and_gemm", as_record=True, unsupported_reason=_fp8_unsupported_reason, reference_name="emulation"
+    ),
+    "MXFP8 casts and GEMMs": (
+        KernelImplementation("hardware", _module("fp8.mx", "BLACKWELL"), _mx_unsupported_reason),
+        KernelImplementation("emulation in bfloat16", _module("fp8.mx", "BFLOAT16"), _bfloat16_unsupported_reason),
+        KernelImplementation("emulation", _module("fp8.mx", "REFERENCE"), _always_supported),
     ),
     "FP8 param gather": _triton_and_reference(
         "fp8.param_gather", as_record=True, unsupported_reason=_fp8_unsupported_reason

@@ -6,7 +6,7 @@ S sequence, B batch, D hidden, H query heads, K kv heads, E head dim; H and K co
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -173,6 +173,27 @@ class AttentionSpec(SoftmaxAttentionSpec):
         log_sum_exp = rows * q_dim // self.head_dim * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
 
+    def core_saved_bytes(self, shape: ActivationShape) -> tuple[int, int, int]:
+        """Before core attention the first GEMM's output, of which values are a view, is saved by qk-norm or a bound."""
+        rows, q_dim, kv_dim = shape.gathered_tokens, self.q_dim(shape.tp), self.kv_dim(shape.tp)
+        both = shape.activation_bytes(rows, q_dim + kv_dim)
+        inputs = both if self.qk_norm is not None else both + shape.activation_bytes(rows, kv_dim)
+        if self.rope is not None and self.rope_interleaved and self.qk_norm is None:
+            inputs += both
+        if self.temperature is not None:
+            inputs += shape.activation_bytes(rows, q_dim)
+        if self.alibi:
+            inputs += both + shape.activation_bytes(rows, (q_dim + kv_dim) // self.head_dim * ALIBI_CHANNELS)
+        return inputs, shape.activation_bytes(rows, q_dim), rows * q_dim // self.head_dim * shape.compute_bytes
+
+    @property
+    def core_output_feeds_gemm(self) -> bool:
+        return not self.output_gate
+
+    def out_saved_bytes(self, shape: ActivationShape) -> int:
+        gated = shape.activation_bytes(shape.gathered_tokens, self.gate_dim(shape.tp))
+        return gated + shape.fp8_requantized_bytes(self.q_dim(shape.tp))
+
     def _saved_variant_bytes(self, shape: ActivationShape) -> int:
         """Queries and keys that are tensors of their own, where values are still a view of the first GEMM's output."""
         rows, q_dim, both = shape.gathered_tokens, self.q_dim(shape.tp), self.q_dim(shape.tp) + self.kv_dim(shape.tp)
@@ -246,6 +267,9 @@ class Attention(BranchModule):
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
+
+    def offload_regions(self) -> Mapping[str, Sequence[nn.Module]]:
+        return {"qkv_linear": (self,), "core_attn": (self.core,), "attn_proj": (self.out,)}
 
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         (qkv, gate), rows = self._project(x_SBD), context.token_rows

@@ -20,7 +20,7 @@ S sequence, B batch, D hidden, H heads of this rank, E width of a query or key h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -135,6 +135,14 @@ class MlaSpec(SoftmaxAttentionSpec):
         log_sum_exp = rows * heads * shape.compute_bytes
         return saved + (0 if "core_attn" in recomputed else log_sum_exp)
 
+    def core_saved_bytes(self, shape: ActivationShape) -> tuple[int, int, int]:
+        rows, heads = shape.gathered_tokens, self.num_heads // shape.tp
+        inputs = shape.activation_bytes(rows, heads * (2 * self.qk_dim + self.v_dim))
+        return inputs, shape.activation_bytes(rows, heads * self.v_dim), rows * heads * shape.compute_bytes
+
+    def out_saved_bytes(self, shape: ActivationShape) -> int:
+        return shape.fp8_requantized_bytes(self.num_heads // shape.tp * self.v_dim)
+
     def _latent_bytes(self, shape: ActivationShape) -> int:
         """Returns the bytes of the latents, which norms save with their statistics; rotary keys are in one tensor with theirs."""
         saved = shape.activation_bytes(shape.tokens, (self.q_rank or 0) + self.kv_rank + self.rotary_dim)
@@ -199,6 +207,9 @@ class MultiLatentAttention(BranchModule):
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
+
+    def offload_regions(self) -> Mapping[str, Sequence[nn.Module]]:
+        return {"qkv_linear": (self,), "core_attn": (self.core,), "attn_proj": (self.out,)}
 
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
         cos_sin = None if self.spec.rope is None else context.rope_cos_sin[self.spec.rope]

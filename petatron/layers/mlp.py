@@ -14,7 +14,13 @@ from petatron.kernels.activation import GluVariant
 from petatron.kernels.fp8.amax import attach_amax, new_amax
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
-from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, RecomputableOutput, Tensors
+from petatron.layers.ops.recompute_output import (
+    DeferredOutput,
+    MaybeTensors,
+    RecomputableOutput,
+    SavedListenerSlot,
+    Tensors,
+)
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
@@ -43,6 +49,9 @@ class MLPSpec(ChannelMixerSpec):
         width = self.width // shape.tp
         first = shape.activation_bytes(shape.gathered_tokens, (2 if self.gated else 1) * width)
         return first + shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_input_bytes(width)
+
+    def region_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> Mapping[str, int]:
+        return {self.region: self.saved_bytes(shape, recomputed)}
 
     def backward_moments(self, shape: ActivationShape) -> Sequence[BackwardMoment]:
         """The activation's backward: gradients of its output and input, and the output, if the last GEMM's gradient needs it."""
@@ -88,7 +97,7 @@ class _RecomputableActivation:
         self._module = module
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
-        return (self.recompute(inputs),), inputs
+        return (self.recompute(inputs),), self._module.tell_saved(inputs)
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
@@ -134,7 +143,7 @@ class _RecomputableActivation:
         return act
 
 
-class Activation(nn.Module):
+class Activation(nn.Module, SavedListenerSlot):
     """The activation function of an MLP, by name; a gated one halves the width.
 
     attaches_amax: whether a gated one attaches amax to its output and to its input's gradient, for FP8 casts (`kernels/fp8/amax.py`).
@@ -172,6 +181,9 @@ class MLP(BranchModule):
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"mlp": self}
+
+    def offload_regions(self) -> Mapping[str, Sequence[nn.Module]]:
+        return {"mlp": (self.get_submodule(self.fp8_linears[0]), self.act, self.down)}
 
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext | None = None) -> Tensor:
         return self.down(self.intermediate(x_SBD))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -73,6 +73,20 @@ class LayerSpec:
 
     def build(self, layer_index: int) -> TransformerLayer:
         return TransformerLayer(self, layer_index=layer_index)
+
+    def norm_region(self, branch: BranchSpec) -> str:
+        """Returns the name that the norms of a branch have in `--offload-modules`."""
+        return "mlp_norm" if branch is self.channel_mixer else "attn_norm"
+
+    def region_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> Mapping[str, int]:
+        """Returns the bytes that each part of the layer saves that may be offloaded by itself, in the order in which they run."""
+        regions: dict[str, int] = {}
+        for branch in self.branches:
+            norms = (branch.name in self.input_norms) + (branch.name in self.output_norms)
+            of_norms = (self.norm_region(branch), norms * self.norm.saved_bytes(shape, shape.tokens))
+            for name, saved in (of_norms, *branch.region_bytes(shape, recomputed).items()):
+                regions[name] = regions.get(name, 0) + saved
+        return regions
 
     def params(self) -> Mapping[str, ParamSpec]:
         """Returns every parameter by its name in the layer."""
@@ -156,6 +170,15 @@ class TransformerLayer(nn.Module):
         """Returns the modules of the branches in their order."""
         modules = [self._modules[names.branch] for names in self._branches]
         return [module for module in modules if isinstance(module, BranchModule)]
+
+    def offload_regions(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules whose saved tensors may be offloaded, with the names of the spec's `region_bytes`."""
+        for branch, names in zip(self.spec.branches, self._branches, strict=True):
+            norms = (self._modules.get(name) for name in (names.norm, names.post_norm))
+            yield from ((self.spec.norm_region(branch), norm) for norm in norms if norm is not None)
+            module = self._modules[names.branch]
+            if isinstance(module, BranchModule):
+                yield from ((name, part) for name, parts in module.offload_regions().items() for part in parts)
 
     def forward(
         self, x_SBD: Tensor, context: ForwardContext, residual: Residual | None = None

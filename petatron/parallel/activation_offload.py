@@ -1,4 +1,5 @@
-"""Activation offload: tensors that some layers save for backward are moved to host memory until backward needs them.
+"""Activation offload: tensors that some layers, or some modules of all layers, save for backward are moved to host memory until backward
+needs them.
 
 Saved-tensor hooks run around a stage's layers. While an offloaded layer runs, the hook copies the tensor's storage to the host
 and saves a reference to it. In backward the first access to one of a layer's tensors waits for all of them, and starts the
@@ -11,7 +12,7 @@ reload of the preceding offloaded layer.
 
 - A tensor is moved with its whole storage, each storage once: views are restored with their strides, so backward runs the same
   kernels, and its bits are those of a run without offload.
-- Weights, tensors that are held anyway (rope, a stage's input), and storages below a megabyte stay.
+- Weights, tensors that are held anyway (rope, a stage's input, what another module saves first), and small storages stay.
 - Copies run on two streams of their own, one per direction. A layer's memory is freed in the order of the compute stream, which
   waits for the copies of the layer *before* that: without this a host that runs ahead of the device would fill the device with
   tensors that are about to be freed. If the link is too slow, the compute stream waits there.
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from petatron.config.schema.parallel import MemoryConfig
-from petatron.estimate.recompute_plan import LAYERS_IN_TRANSIT, offloaded_layers
+from petatron.estimate.offload_plan import OffloadPlan
 from petatron.layers.forward_context import ForwardContext
+from petatron.layers.spec.branch import FULL
 from petatron.models.stage_module import LayerRunner, StageModule
+from petatron.parallel.activation_recompute import inputs_discarded
+from petatron.parallel.offload_regions import OffloadRegions
 
 MIN_OFFLOAD_BYTES = 1 << 20
 _SLAB_BYTES = 1 << 28
@@ -145,6 +148,10 @@ class _OffloadGroup:
         self._reload_event: torch.cuda.Event | None = None
         self._reload_started = self._reloaded = False
 
+    def is_offloading(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is among those that are copied to the host."""
+        return storage._cdata in self._offloading
+
     def offload(self, storage: torch.UntypedStorage) -> _OffloadedStorage:
         """Copies a storage to the host, unless it is copied already."""
         known = self._offloading.get(storage._cdata)
@@ -214,30 +221,42 @@ class _OffloadedTensor:
         return empty.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What is offloaded of a layer that offloads: tensors of this size or more, in the regions of the layer's modules."""
+
+    min_bytes: int
+    min_elements: int
+    layers_on_device: int
+    regions: OffloadRegions
+
+
 class _OffloadForward:
     """One forward pass through a stage's layers."""
 
-    def __init__(self, link: HostLink, min_bytes: int, not_offloaded: Iterable[Tensor]) -> None:
-        self._link, self._min_bytes = link, min_bytes
+    def __init__(self, link: HostLink, rules: _Rules, not_offloaded: Iterable[Tensor]) -> None:
+        self._link, self._rules = link, rules
         self._not_offloaded = {tensor.untyped_storage()._cdata for tensor in not_offloaded}
         self._current_layer: nn.Module | None = None
+        self._modules: Collection[str] = ()
         self._current_group: _OffloadGroup | None = None
         self._last_group: _OffloadGroup | None = None
         self._on_device: deque[_OffloadGroup] = deque()
 
-    def enter_layer(self, layer: nn.Module, *, offloaded: bool) -> None:
-        """Starts the group of a layer, if it is offloaded; once, however often it is told."""
+    def enter_layer(self, layer: nn.Module, modules: Collection[str]) -> None:
+        """Starts the group of a layer, if modules of it are offloaded; once, however often it is told."""
         if layer is self._current_layer:
             return
-        self._current_layer = layer
+        self._current_layer, self._modules = layer, modules
+        self._rules.regions.enter_layer()
         self._close_group()
-        if not offloaded:
+        if not modules:
             return
         # Sharded weights have no storage of their own; gathered ones are recognized as parameters.
         self._not_offloaded.update(p.untyped_storage()._cdata for p in layer.parameters() if type(p) is nn.Parameter)
         self._current_group = self._last_group = _OffloadGroup(self._link, self._last_group)
         self._on_device.append(self._current_group)
-        if len(self._on_device) > LAYERS_IN_TRANSIT:
+        if len(self._on_device) > self._rules.layers_on_device:
             self._on_device.popleft().free_device_memory()
 
     def finish(self) -> None:
@@ -252,39 +271,55 @@ class _OffloadForward:
 
     @torch.no_grad()
     def pack(self, saved: Tensor) -> Tensor | _OffloadedTensor:
-        if self._current_group is None or not self._should_offload(saved):
+        group = self._current_group
+        if group is None or not self._should_offload(saved, group):
             return saved.detach()  # a saved output with its graph would be a cycle
-        storage = self._current_group.offload(saved.untyped_storage())
-        return _OffloadedTensor(
-            self._current_group, storage, saved.dtype, saved.shape, saved.stride(), saved.storage_offset()
-        )
+        storage = group.offload(saved.untyped_storage())
+        return _OffloadedTensor(group, storage, saved.dtype, saved.shape, saved.stride(), saved.storage_offset())
 
     @staticmethod
     @torch.no_grad()
     def unpack(stored: Tensor | _OffloadedTensor) -> Tensor:
         return stored if isinstance(stored, Tensor) else stored.reload()
 
-    def _should_offload(self, saved: Tensor) -> bool:
+    def _should_offload(self, saved: Tensor, group: _OffloadGroup) -> bool:
         if type(saved) is not Tensor or saved.layout is not torch.strided or isinstance(saved._base, nn.Parameter):
             return False
-        storage = saved.untyped_storage()
+        storage, rules = saved.untyped_storage(), self._rules
         on_device = saved.device.type == self._link.device.type
-        return on_device and storage.nbytes() >= self._min_bytes and storage._cdata not in self._not_offloaded
+        small = storage.nbytes() < max(rules.min_bytes, rules.min_elements * saved.element_size())
+        if not on_device or small or storage._cdata in self._not_offloaded:
+            return False
+        if FULL in self._modules or group.is_offloading(storage) or rules.regions.region_of(saved) in self._modules:
+            return True
+        self._not_offloaded.add(storage._cdata)  # a module that keeps it needs it on the device, whoever saves it too
+        return False
 
 
 class _OffloadLayerRunner:
     """Runs a stage's layers inside the hooks; a pre-hook on every layer marks where its saved tensors begin."""
 
     def __init__(
-        self, run_layers: LayerRunner, offloaded: Collection[nn.Module], link: HostLink, min_bytes: int
+        self,
+        run_layers: LayerRunner,
+        offloaded: Mapping[nn.Module, Collection[str]],
+        link: HostLink,
+        rules: _Rules,
     ) -> None:
-        self._run_layers, self._offloaded, self._link, self._min_bytes = run_layers, offloaded, link, min_bytes
+        self._run_layers, self._offloaded, self._link, self._rules = run_layers, offloaded, link, rules
         self._forward: _OffloadForward | None = None
 
     def enter_layer(self, layer: nn.Module, _: Any) -> None:
         # A layer recomputed in backward is not part of an offloaded forward pass.
         if self._forward is not None:
-            self._forward.enter_layer(layer, offloaded=layer in self._offloaded)
+            self._forward.enter_layer(layer, self._offloaded[layer])
+
+    def pack(self, saved: Tensor) -> Any:
+        """Packs what a module saves inside hooks of its own."""
+        return saved.detach() if self._forward is None else self._forward.pack(saved)
+
+    def unpack(self, stored: Any) -> Tensor:
+        return _OffloadForward.unpack(stored)
 
     def __call__(self, layers: Sequence[nn.Module], x_SBD: Tensor, context: ForwardContext) -> Tensor:
         if not torch.is_grad_enabled():
@@ -293,7 +328,7 @@ class _OffloadLayerRunner:
         not_offloaded += [*context.tensors.values(), *([x_SBD] if x_SBD.is_leaf else [])]
         if context.documents is not None:
             not_offloaded += context.documents.tensors
-        self._forward = forward = _OffloadForward(self._link, self._min_bytes, not_offloaded)
+        self._forward = forward = _OffloadForward(self._link, self._rules, not_offloaded)
         try:
             self.enter_layer(layers[0], None)  # its input may be saved before it is called
             with saved_tensors_hooks(forward.pack, forward.unpack):
@@ -304,23 +339,25 @@ class _OffloadLayerRunner:
 
 
 def apply_activation_offload(
-    stage: StageModule,
-    memory: MemoryConfig,
-    link: HostLink,
-    *,
-    min_bytes: int = MIN_OFFLOAD_BYTES,
-    num_without_backward: int = 0,
+    stage: StageModule, plan: OffloadPlan, link: HostLink, *, min_bytes: int = MIN_OFFLOAD_BYTES
 ) -> str | None:
-    """Offloads the activations of `cpu_offloading_num_layers` of a stage's layers; returns a line for the log, if there are any.
+    """Offloads what the plan of a stage says; returns a line for the log, if there is anything.
 
-    `num_without_backward`: how many of its first layers save nothing. Called once, after recompute, whose regions must be inside the hooks.
+    Called once, after recompute, whose regions must be inside the hooks. `min_bytes`: of a tensor, where whole layers are offloaded.
     """
-    layers = list(stage.layers.values())
-    chosen = offloaded_layers(len(layers), memory.cpu_offloading_num_layers, num_without_backward=num_without_backward)
-    if not chosen:
+    line = plan.describe()
+    if line is None:
         return None
-    offload = _OffloadLayerRunner(stage.run_layers, {layers[index] for index in chosen}, link, min_bytes)
-    for layer in layers:
+    min_bytes, min_elements = (min_bytes, 0) if plan.min_elements is None else (0, plan.min_elements)
+    rules = _Rules(min_bytes, min_elements, plan.layers_on_device, OffloadRegions())
+    offloaded = dict(zip(stage.layers.values(), plan.modules, strict=True))
+    offload = _OffloadLayerRunner(stage.run_layers, offloaded, link, rules)
+    for layer in stage.layers.values():
         layer.register_forward_pre_hook(offload.enter_layer)
+    for layer in stage.transformer_layers():
+        for discard in inputs_discarded(layer):
+            discard.pack_others, discard.unpack_others = offload.pack, offload.unpack
+        if plan.min_elements is not None:
+            rules.regions.declare(layer)
     stage.run_layers = offload
-    return f"offload: activations of {len(chosen)} of {len(layers)} layers wait in host memory"
+    return line

@@ -161,17 +161,49 @@ def recomputed(run: ForwardFunction, rng_streams: RandomStreams) -> ForwardFunct
     return forward
 
 
-def discard_input(consumer: nn.Module) -> None:
-    """Makes a module save nothing of an input that has a recompute handle."""
-    consume = consumer.forward
+class DiscardedInput:
+    """Runs a module so that it saves nothing of an input that has a recompute handle: the `forward` of that module.
 
-    def forward(x: Tensor | RecomputableOutput, *args: Any) -> Tensor:
+    pack_others, unpack_others: the saved-tensor hooks for all other tensors it saves, which those of this class hide.
+    """
+
+    def __init__(self, consume: ForwardFunction) -> None:
+        self._consume = consume
+        self.pack_others: Callable[[Tensor], Any] = (
+            torch.Tensor.detach
+        )  # a saved output with its graph would be a cycle
+        self.unpack_others: Callable[[Any], Tensor] = _as_it_is
+
+    def __call__(self, x: Tensor | RecomputableOutput, *args: Any) -> Tensor:
         if not isinstance(x, RecomputableOutput) or x.handle is None or not torch.is_grad_enabled():
-            return consume(x, *args)
-        with _recompute_instead_of_saving(x.value, x.handle):
-            return consume(x, *args)
+            return self._consume(x, *args)
+        with self._hooks(x.value, x.handle):
+            return self._consume(x, *args)
 
-    consumer.forward = forward
+    def _hooks(self, value: Tensor, handle: RecomputeHandle) -> saved_tensors_hooks:
+        """Returns hooks under which no view of the value's storage is saved."""
+        storage, dtype, start = value.untyped_storage()._cdata, value.dtype, value.storage_offset()
+
+        def pack(saved: Tensor) -> Any:
+            if saved.untyped_storage()._cdata != storage or saved.dtype != dtype:
+                return self.pack_others(saved)
+            handle.retain_output()
+            return _RecomputedView(handle, saved.shape, saved.stride(), saved.storage_offset() - start)
+
+        def unpack(stored: Any) -> Tensor:
+            return stored.fetch() if isinstance(stored, _RecomputedView) else self.unpack_others(stored)
+
+        return saved_tensors_hooks(pack, unpack)
+
+
+def _as_it_is(stored: Tensor) -> Tensor:
+    return stored
+
+
+def inputs_discarded(layer: TransformerLayer) -> list[DiscardedInput]:
+    """Returns what runs the branches of a layer that save nothing of their inputs."""
+    forwards = (branch.forward for branch in layer.branches())
+    return [forward for forward in forwards if isinstance(forward, DiscardedInput)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,22 +220,6 @@ class _RecomputedView:
         return output.as_strided(self.shape, self.stride, output.storage_offset() + self.offset)
 
 
-def _recompute_instead_of_saving(value: Tensor, handle: RecomputeHandle) -> saved_tensors_hooks:
-    """Returns hooks under which no view of the value's storage is saved."""
-    storage, dtype, start = value.untyped_storage()._cdata, value.dtype, value.storage_offset()
-
-    def pack(saved: Tensor) -> Tensor | _RecomputedView:
-        if saved.untyped_storage()._cdata != storage or saved.dtype != dtype:
-            return saved.detach()  # a saved output with its graph would be a cycle
-        handle.retain_output()
-        return _RecomputedView(handle, saved.shape, saved.stride(), saved.storage_offset() - start)
-
-    def unpack(stored: Tensor | _RecomputedView) -> Tensor:
-        return stored if isinstance(stored, Tensor) else stored.fetch()
-
-    return saved_tensors_hooks(pack, unpack)
-
-
 def _recompute_modules(layer: TransformerLayer, modules: ModuleSet, rng_streams: RandomStreams) -> None:
     """Wraps a layer's recomputed modules, inner ones first."""
     if FULL in modules:
@@ -215,7 +231,7 @@ def _recompute_modules(layer: TransformerLayer, modules: ModuleSet, rng_streams:
                 _save_inputs_before_gemms(module)
                 module.forward = recomputed(module.forward, rng_streams)
         if "layernorm" in modules and branch.saves_input:
-            discard_input(branch)
+            branch.forward = DiscardedInput(branch.forward)
 
 
 def _save_inputs_before_gemms(module: nn.Module) -> None:

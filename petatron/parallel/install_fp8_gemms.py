@@ -104,12 +104,10 @@ def apply_fp8(
     """Runs the large GEMMs of layers in FP8. `cache_weights`: a weight is quantized once per step and cached."""
     if precision.fp8_format is None:
         return Fp8GemmSet()
-    choice = choose_kernel("FP8 casts and GEMMs", kernel_context)
+    recipe = Fp8Recipe.from_config(precision)
+    choice = choose_kernel(recipe.operation, kernel_context)
     _log.info("%s", choice)
-    make_gemm, recipe = (
-        fp8_gemm_factory(precision, kernels=choice.functions, cache_weights=cache_weights),
-        Fp8Recipe.from_config(precision),
-    )
+    make_gemm = fp8_gemm_factory(precision, kernels=choice.functions, cache_weights=cache_weights)
     linears: dict[str, Fp8Gemm] = {}
     gather_scalings: dict[str, Scaling] = {}
     experts: list[Fp8ExpertGemms] = []
@@ -134,8 +132,9 @@ def apply_fp8(
                     # Variants are compiled, and the compiler would take the amax of elements that it has not rounded yet.
                     module.act.attaches_amax = module.act.variant is None
         if precision.fp8_output_head_backward:
+            head_kernels = choose_kernel("FP8 casts and GEMMs", kernel_context).functions
             for head in (module for module in stage.modules() if isinstance(module, OutputHead)):
-                head.make_loss_gemm = fp8_output_head_factory(choice.functions)
+                head.make_loss_gemm = fp8_output_head_factory(head_kernels)
     return Fp8GemmSet(linears, experts, gather_scalings)
 
 

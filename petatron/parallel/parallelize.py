@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from petatron.base.log import get_logger
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
+from petatron.estimate.offload_plan import plan_offload
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.forward_context import ForwardContext
+from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
@@ -121,9 +123,9 @@ def parallelize(
     combined = CombinedForwardBackward(mesh.device) if parallel.overlap_moe_expert_parallel_comm else None
     link = HostLink(mesh.device)
     for index, stage in stages.items():
-        _apply_to_stage(
-            stage, spec, mesh, run, recompute_plans[index], rng_streams=rng_streams, link=link, combined=combined
-        )
+        _apply_to_stage(stage, spec, mesh, run, recompute_plans[index], rng_streams=rng_streams, combined=combined)
+        _offload_activations(stage, spec, mesh, run, recompute_plans[index], link=link, num_stages=len(stages))
+        _run_without_backward(stage, recompute_plans[index].num_without_backward)
     weights = _fp8_weights(fp8_gemms, run, mesh, kernel_context)
     shards = ((name, shard) for name, placement in placements.items() for shard in placement.tensor_shards)
     param_plan = _ParamPlan(
@@ -154,10 +156,9 @@ def _apply_to_stage(
     plan: RecomputePlan,
     *,
     rng_streams: RandomStreams,
-    link: HostLink,
     combined: CombinedForwardBackward | None,
 ) -> None:
-    """Applies context and expert parallelism, recompute and offload to the layers of a stage."""
+    """Applies context and expert parallelism and recompute to the layers of a stage."""
     apply_context_parallel(
         stage,
         mesh,
@@ -167,10 +168,25 @@ def _apply_to_stage(
     )
     apply_expert_parallel(stage, mesh, run.moe, before_wait=None if combined is None else combined.switch_to_other_pass)
     apply_recompute(stage, plan, rng_streams)
-    offloaded = apply_activation_offload(stage, run.memory, link, num_without_backward=plan.num_without_backward)
-    if offloaded is not None:
-        _log.info("%s", offloaded)
-    _run_without_backward(stage, plan.num_without_backward)
+
+
+def _offload_activations(
+    stage: StageModule,
+    spec: ModelSpec,
+    mesh: ParallelMesh,
+    run: RunConfig,
+    plan: RecomputePlan,
+    *,
+    link: HostLink,
+    num_stages: int,
+) -> None:
+    """Applies offload to the layers of one of a rank's stages, around recompute."""
+    shape = ActivationShape.from_config(run, device="cuda" if mesh.device.type == "cuda" else "cpu")
+    ranks = {"pipeline_rank": mesh.pp.rank, "num_local_stages": num_stages}
+    offload = plan_offload(run.memory, shape, spec.stage_layers(stage.stage), plan, **ranks)
+    line = apply_activation_offload(stage, offload, link)
+    if line is not None:
+        _log.info("%s", line)
 
 
 def _run_without_backward(stage: StageModule, num_layers: int) -> None:

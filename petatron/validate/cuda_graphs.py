@@ -28,6 +28,7 @@ from petatron.kernels.limits import (
     grouped_gemm_supports,
 )
 from petatron.models.uses_random_numbers import uses_random_numbers
+from petatron.validate.activation_offload import offload_flag
 from petatron.validate.moe import MOE_OVERLAP_FLAG
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
@@ -127,9 +128,9 @@ def _dispatch(config: RawRunConfig) -> Iterator[CaptureProblem]:
 
 def _memory(config: RawRunConfig) -> Iterator[CaptureProblem]:
     memory = config.memory
-    if memory.cpu_offloading_num_layers > 0:
+    if memory.offloads_activations:
         why = "activations leave for memory that the host hands out"
-        yield f"--cpu-offloading-num-layers {memory.cpu_offloading_num_layers}", why, "Leave one of them out."
+        yield " ".join(offload_flag(memory)).strip(), why, "Leave one of them out."
     recomputes = memory.recompute_granularity is not None or memory.recompute_memory_budget_gb is not None
     if recomputes and uses_random_numbers(config):
         why = "the host would set random states back inside it"

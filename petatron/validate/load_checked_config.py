@@ -21,6 +21,7 @@ from petatron.config.load import ConfigSources, LoadedConfig, RawLoadedConfig, p
 from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
+from petatron.validate.activation_offload import unused_offload_modules
 from petatron.validate.cuda_graphs import check_cuda_graphs
 from petatron.validate.data_and_output_settings import check_files
 from petatron.validate.fp8 import check_fp8
@@ -104,6 +105,8 @@ def effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> 
     yield from _different_effects(config, origins)
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
         yield from _unused_recompute_modules(config)
+    if origins["memory.offload_modules"].kind in ("flag", "file"):
+        yield from unused_offload_modules(config)
 
 
 def _different_effects(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
@@ -120,6 +123,11 @@ def _different_effects(config: RawRunConfig, origins: Mapping[str, ValueOrigin])
         yield f"--moe-shared-expert-overlap has no effect: {reason}"
     if precision.fp8_format == "hybrid" and precision.fp8_recipe == "blockwise":
         yield "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2"
+    if precision.fp8_format is not None and precision.fp8_recipe == "mxfp8" and precision.fp8_param_gather:
+        yield (
+            "--fp8-param-gather with --fp8-recipe mxfp8 gathers weights in the precision of the run, as Megatron does: each number has two "
+            "scales, its row's and its column's"
+        )
     if precision.fp8_format is not None and not (precision.bf16 or precision.fp16 or precision.fp64):
         refused = origins["precision.bf16"].kind == "flag"  # --no-bf16, as in every run of `petatron verify`
         yield (

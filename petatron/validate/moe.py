@@ -16,6 +16,7 @@ from petatron.config.schema.moe_layer_freq import moe_layer_freq_problems
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.pipeline_schedules import OVERLAP_SCHEDULES
 from petatron.config.schema.run import RawRunConfig
+from petatron.validate.activation_offload import offload_flag
 
 
 def check_moe(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -126,8 +127,8 @@ def _memory(config: RawRunConfig) -> Iterator[OverlapProblem]:
     if memory.recompute_memory_budget_gb is not None:
         rule = "cannot be combined with --recompute-memory-budget-gb, which may choose to recompute layers with their all-to-all"
         yield rule, "Use selective recompute without moe."
-    if memory.cpu_offloading_num_layers > 0:
-        rule = "cannot be combined with --cpu-offloading-num-layers, whose copies follow one pass from layer to layer"
+    if memory.offloads_activations:
+        rule = f"cannot be combined with {offload_flag(memory)[0]}, whose copies follow one pass from layer to layer"
         yield rule, "Leave one of them out."
     if strategy in FSDP_STRATEGIES:
         rule = f"cannot be combined with --data-parallel-sharding-strategy {strategy}"

@@ -20,6 +20,7 @@ from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.pipeline_schedules import SPLIT_BACKWARD_SCHEDULES
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.training import BUILT_IN_RULES
+from petatron.validate.activation_offload import check_activation_offload
 
 
 def check_run(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
@@ -66,27 +67,11 @@ def _memory(config: RawRunConfig) -> Iterator[Problem]:
     if number is not None and largest is not None and number > largest:
         rule = f"is more than the {largest} layers of a pipeline stage"
         yield Problem("--recompute-num-layers", str(number), rule, f"Use {largest} or less.")
-    yield from _offloaded_layers(config)
+    yield from check_activation_offload(config)
     yield from within("optimizer_offload_fraction", memory.optimizer_offload_fraction, 0, 1, closed=True)
     if memory.optimizer_cpu_offload and memory.optimizer_nvme_offload is not None:
         rule = "and --optimizer-nvme-offload are two places for the same state"
         yield Problem("--optimizer-cpu-offload", "", rule, "Keep one of them.")
-
-
-def _offloaded_layers(config: RawRunConfig) -> Iterator[Problem]:
-    where, number = "--cpu-offloading-num-layers", config.memory.cpu_offloading_num_layers
-    largest = max_layers_per_stage(config)
-    if largest is not None and number > largest:
-        rule = f"is more than the {largest} layers of a pipeline stage"
-        yield Problem(where, str(number), rule, f"Use {largest} or less; a quarter of them is a good start.")
-    modules = config.memory.recompute_modules if config.memory.recompute_granularity == "selective" else ()
-    if number > 0 and "layernorm" in modules and config.moe.num_experts is not None:
-        rule = "cannot be combined with --recompute-modules layernorm in a mixture of experts, whose tensors would stay"
-        yield Problem(where, str(number), rule, "Keep one of them.")
-    if number > 0 and config.memory.recompute_memory_budget_gb is not None:
-        rule = "cannot be combined with --recompute-memory-budget-gb, which counts on nothing leaving the device"
-        fix = "Say what to recompute with --recompute-granularity, or keep one of them."
-        yield Problem(where, str(number), rule, fix)
 
 
 def _batch(config: RawRunConfig) -> Iterator[Problem]:

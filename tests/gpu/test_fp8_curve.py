@@ -55,7 +55,7 @@ TRAINING = (
     f"--train-iters {STEPS} --lr-warmup-iters {RISING} --lr-decay-style cosine "
     f"--lr-decay-iters {STEPS} --adam-beta2 0.95 --weight-decay 0.1"
 )
-RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "tensorwise --fp8-output-head-backward"]
+RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "tensorwise --fp8-output-head-backward"]
 CONTROL = "--init-method-std 0.02000002"
 
 
@@ -171,3 +171,18 @@ def test_a_broken_recipe_is_noticed(broken: Callable[[], None]):
     assert departure([control], [wide]) == pytest.approx(0.0, abs=CHANCE)
     assert departure([right], [wide]) == pytest.approx(0.0, abs=ALLOWED)
     assert departure([wrong], [wide]) > 4 * ALLOWED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
+def test_the_curve_of_mxfp8_is_that_of_bfloat16(fp8_format: str, capsys: pytest.CaptureFixture[str]):
+    """By emulation, at a size for a CPU."""
+    wide, ours = (
+        losses(flags, torch.device("cpu"), sizes=SMALL)
+        for flags in ("", f"--fp8-format {fp8_format} --fp8-recipe mxfp8")
+    )
+    with capsys.disabled():
+        print(f"\n{described(f'mxfp8 {fp8_format}', [ours], [wide])}")
+    assert ours != wide
+    assert departure([ours], [wide]) == pytest.approx(0.0, abs=ALLOWED)

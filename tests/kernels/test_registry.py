@@ -18,6 +18,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 import petatron.kernels.triton
 from petatron.kernels import registry
 from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels
+from petatron.kernels.fp8.mx import MxKernels
 from petatron.kernels.fp8.param_gather import Fp8ParamGatherKernels
 from petatron.kernels.moe import permute
 from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels, choose_kernel, compiled
@@ -38,7 +39,8 @@ COMPILED = (
     "norm, then gate",
     "silu gate",
 )
-PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation"}
+MX, IN_BFLOAT16, NO_BLACKWELL = "MXFP8 casts and GEMMs", "emulation in bfloat16", "the device is no Blackwell GPU"
+PLAIN_NAMES = {"adamw": "torch fused", "FP8 casts and GEMMs": "emulation", MX: "emulation"}
 """What runs everywhere is called reference but for these."""
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -56,7 +58,9 @@ def chosen(
 
 
 def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatch):
-    for operation, (name, passed_over) in chosen(HOPPER, monkeypatch).items():
+    found = chosen(HOPPER, monkeypatch)
+    assert found.pop(MX) == (IN_BFLOAT16, (("hardware", NO_BLACKWELL),))
+    for operation, (name, passed_over) in found.items():
         assert name == ("compiled" if operation in COMPILED else "triton") == OPERATIONS[operation][0].name
         assert passed_over == ()
 
@@ -70,14 +74,18 @@ def test_a_hopper_gpu_gets_the_best_of_everything(monkeypatch: pytest.MonkeyPatc
     ids=["cpu", "no triton"],
 )
 def test_what_runs_everywhere(situation: KernelContext, reasons: dict[str, str], monkeypatch: pytest.MonkeyPatch):
-    for operation, (name, passed_over) in chosen(situation, monkeypatch).items():
+    found = chosen(situation, monkeypatch)
+    found.pop(MX)
+    for operation, (name, passed_over) in found.items():
         assert name == PLAIN_NAMES.get(operation, "reference") == OPERATIONS[operation][-1].name
         [better] = OPERATIONS[operation][:-1]
         assert passed_over == ((better.name, reasons.get(operation, NO_GPU)),)
 
 
 def test_no_compile_leaves_the_handwritten_ones(monkeypatch: pytest.MonkeyPatch):
-    for operation, (name, passed_over) in chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch).items():
+    found = chosen(dataclasses.replace(HOPPER, allow_compile=False), monkeypatch)
+    assert found.pop(MX)[0] == IN_BFLOAT16
+    for operation, (name, passed_over) in found.items():
         wanted = ("reference", (("compiled", NO_COMPILE),)) if operation in COMPILED else ("triton", ())
         assert (name, passed_over) == wanted
 
@@ -101,6 +109,27 @@ def test_float64_is_computed_in_float64(monkeypatch: pytest.MonkeyPatch):
 def test_eight_bits_need_a_device_that_has_them(situation: KernelContext, reason: str):
     choice = choose_kernel("FP8 casts and GEMMs", situation)
     assert str(choice) == f"FP8 casts and GEMMs: emulation; not triton: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("situation", "name", "rejected"),
+    [
+        (dataclasses.replace(HOPPER, capability=(10, 0), missing_tools=NO_TRITON), "hardware", ()),
+        (dataclasses.replace(HOPPER, capability=(12, 0)), "hardware", ()),
+        (AMPERE, "emulation in bfloat16", (("hardware", "the device is no Blackwell GPU"),)),
+        (CPU, "emulation", (("hardware", NO_GPU), ("emulation in bfloat16", NO_GPU))),
+        (
+            dataclasses.replace(HOPPER, capability=(10, 0), dtype=torch.float32),
+            "emulation",
+            (("hardware", "it multiplies bfloat16"), ("emulation in bfloat16", "it multiplies bfloat16")),
+        ),
+    ],
+)
+def test_blocks_of_32_need_blackwell_and_are_emulated_elsewhere(
+    situation: KernelContext, name: str, rejected: tuple[tuple[str, str], ...]
+):
+    choice = choose_kernel(MX, situation)
+    assert (choice.name, choice.rejected) == (name, rejected)
 
 
 def test_a_choice_says_why():
@@ -185,6 +214,7 @@ CALLED: dict[str, set[str]] = {
     "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantize_weight"},
     "most likely id": {"most_likely"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
+    MX: {field.name for field in dataclasses.fields(MxKernels)},
     "FP8 param gather": {field.name for field in dataclasses.fields(Fp8ParamGatherKernels)},
 }
 

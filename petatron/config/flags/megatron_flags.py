@@ -122,6 +122,12 @@ OTHER_VALUES: Mapping[str, Mapping[str, OtherValue]] = {
             "attention", "the up-projections are recomputed with all of attention; no number changes"
         )
     },
+    "offload_modules": dict.fromkeys(
+        ("group_mlp", "fused_group_mlp"),
+        OtherValue(
+            "experts", "what the experts' first GEMM and their activation save is offloaded, as one group or as two"
+        ),
+    ),
     "moe_token_dispatcher_type": {
         "flex": OtherValue("alltoall", "alltoall dispatches the same tokens to the same experts")
     },
@@ -173,7 +179,8 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "position_embedding_type": {"mrope": "multimodal models", "relative": "relative position bias"},
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
-    "fp8_recipe": {"mxfp8": "the mxfp8 recipe", "custom": "custom FP8 recipes"},
+    "fp8_recipe": {"custom": "custom FP8 recipes"},
+    "offload_modules": {"gdp_qkv": "gated delta products"},
     "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {
         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), "BERT"),

@@ -67,7 +67,8 @@ class Feature:
 
     `used_when` holds for all of them but those that select the feature. `variants`: all defaults are the plain layer. `always_stored`:
     a model's identity has these settings also where it does not use them, since it had them before other features came.
-    `recompute_modules` are those of `--recompute-modules` that only models with the feature have.
+    `recompute_modules` are those of `--recompute-modules` that only models with the feature have; `offload_modules` those of
+    `--offload-modules`.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Feature:
     variants: bool = False
     always_stored: bool = False
     recompute_modules: tuple[str, ...] = ()
+    offload_modules: tuple[str, ...] = ()
 
     def unused_reason(self, run: RunSettings) -> str | None:
         """Returns why the feature is not in use, or None if it is."""

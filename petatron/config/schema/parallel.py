@@ -26,6 +26,21 @@ ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_para
 RecomputeModule = Literal[
     "core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mamba", "delta"
 ]
+OffloadModule = Literal[
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "mlp",
+    "moe",
+    "expert_fc1",
+    "moe_act",
+    "experts",
+    "shared_experts",
+    "mamba",
+    "delta",
+]
 FSDP_STRATEGIES = ("optim_grads", "optim_grads_params")
 MODEL_PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -63,6 +78,7 @@ _REPLICAS = UsedWhen(weights_are_replicated, "no two ranks hold the same weights
 _DELAYED = used_with("precision.fp8_recipe", value="delayed")
 _FIRST_LAST = used_with("precision.first_last_layers_bf16")
 _SELECTIVE = used_with("memory.recompute_granularity", value="selective")
+_BY_MODULE = used_with("memory.fine_grained_activation_offloading")
 _OFFLOADS = used_with("memory.optimizer_cpu_offload", "memory.optimizer_nvme_offload")
 _ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes, and its memory is the host's")
 _NOT_FP8 = UsedWhen(
@@ -207,8 +223,9 @@ class Fp8Settings:
     feature: ClassVar = Feature("FP8", (used_with("precision.fp8_format"),), role="runtime")
     fp8_format: Annotated[Literal["e4m3", "hybrid"], "selects"] | None = None
     """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
-    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise"] = "tensorwise"
-    """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, or per block of 128."""
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "tensorwise"
+    """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, per block of 128, or per 32
+    elements of a row with scales of eight bits, for Blackwell."""
     fp8_amax_history_len: Annotated[SmallCount, "at least 1", _DELAYED] = 1
     """Steps in the amax history of the delayed recipe."""
     fp8_amax_compute_algo: Annotated[Literal["most_recent", "max"], _DELAYED] = "most_recent"
@@ -254,6 +271,18 @@ class MemoryConfig:
     """Activation memory per rank in GB; what to recompute is chosen to fit it."""
     cpu_offloading_num_layers: Annotated[LayerCount, "at least 0"] = 0
     """Layers of every pipeline stage, evenly spread, whose activations wait in host memory for the backward pass."""
+    fine_grained_activation_offloading: bool = False
+    """Let the activations of chosen modules wait in host memory for the backward pass, in every layer."""
+    offload_modules: tuple[Annotated[OffloadModule, _BY_MODULE], ...] = ("core_attn",)
+    """With `--fine-grained-activation-offloading`: which modules; what they save, their inputs mostly, leaves the device."""
+    min_offloaded_tensor_size: Annotated[BucketElements, _BY_MODULE] = 1 << 20
+    """Tensors with fewer elements stay on the device."""
+    activation_offload_fraction: Annotated[Fraction, _BY_MODULE] = 1.0
+    """How much of it leaves: this share of a stage's modules, counted in all of its layers, the first ones."""
+    delta_offload_bytes_across_pp_ranks: Annotated[BucketElements, _BY_MODULE, _PIPELINE] = 0
+    """How many bytes fewer each pipeline rank offloads than the one before, of all micro-batches it holds."""
+    fine_grained_offloading_max_inflight_offloads: Annotated[LayerCount, "at least 0", _BY_MODULE] | None = None
+    """Layers whose copies to the host may be under way behind the layer that runs; computing waits for older ones. Derived: 1."""
     optimizer_cpu_offload: Annotated[bool, _ON_DEVICE] = False
     """Keep master weights and moments in host memory; they visit the device for every update, and no number changes.
     Where weights are their own master weights (FSDP, and runs without --bf16 or --fp16), moments alone."""
@@ -264,3 +293,8 @@ class MemoryConfig:
     """How much of the optimizer state is offloaded; the rest stays on the device."""
     check_memory: bool = True
     """Stop before anything is allocated when a rank is predicted to need more memory than its device, or the host, has."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations of some layers or modules wait in host memory."""
+        return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading

@@ -23,8 +23,8 @@ from typing import Literal
 from petatron.base.errors import Problem
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import pipeline_stages
-from petatron.estimate.memory.peak_moments import PeakMoment, peak_moments
-from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, offloaded_bytes, plan_recompute
+from petatron.estimate.memory.peak_moments import PeakMoment, offload_plan, peak_moments
+from petatron.estimate.recompute_plan import BudgetError, RecomputePlan, plan_recompute
 from petatron.estimate.state_bytes import StateBytes, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.frozen_params import frozen_params
@@ -184,15 +184,11 @@ def ranks_per_node(run: RunConfig) -> int:
 
 def pinned_activation_bytes(run: RunConfig, plans: Sequence[RecomputePlan], *, device: DeviceKind) -> int:
     """Returns what the rank that pins most has of activations; `plans` are those of all stages."""
-    number = run.memory.cpu_offloading_num_layers
-    if number == 0:
+    if not run.memory.offloads_activations:
         return 0
-    spec, shape, stages = model_spec(run), ActivationShape.from_config(run, device=device), pipeline_stages(run)
+    shape = ActivationShape.from_config(run, device=device)
     return max(
-        sum(
-            plans[index].in_flight * offloaded_bytes(plans[index], shape, spec.stage_layers(stages[index]), number)
-            for index in local
-        )
+        sum(plans[index].in_flight * offload_plan(run, plans, index, shape).total_bytes for index in local)
         for local in stages_per_rank(run)
     )
 

@@ -139,6 +139,8 @@ def full_recompute_option(method: str, number: int) -> MemoryOption:
 
 def _activation_offload_options(run: RunConfig) -> OptionGroup:
     layers, now = max_layers_per_stage(run) or 0, run.memory.cpu_offloading_num_layers
+    if run.memory.fine_grained_activation_offloading:
+        return OptionGroup()
     numbers = sorted({max(1, layers * part // 8) for part in range(1, 7)})
     option = partial(_option, "memory", "passes", only_slows=True)
     return OptionGroup([option(cpu_offloading_num_layers=number) for number in numbers if now < number < layers])

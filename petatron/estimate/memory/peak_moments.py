@@ -23,7 +23,8 @@ from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.estimate.activation_bytes import branch_bytes, layer_bytes, layer_input_bytes
-from petatron.estimate.recompute_plan import LAYERS_IN_TRANSIT, RecomputePlan, freed_bytes, offloaded_layers
+from petatron.estimate.offload_plan import OffloadPlan, plan_offload
+from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.estimate.state_bytes import count_parameters
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import FULL
@@ -32,7 +33,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.frozen_params import frozen_params, without_names
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_of_run import num_micro_batches
+from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 
 
@@ -64,20 +65,32 @@ def peak_moments(
 ) -> list[PeakMoment]:
     """Returns the moments of a rank with these stages of the model at which it may need most; `plans` are those of all stages."""
     spec, all_stages = model_spec(run), pipeline_stages(run)
+    offloads = [offload_plan(run, plans, index, shape) for index in stages]
     if len(stages) == 1 and frees_gradients(run):
-        return [*_OneMicroBatch(run, spec, shape, all_stages[stages[0]], plans[stages[0]]).moments()]
-    return [*_moments_with_all_gradients(run, spec, shape, [(all_stages[index], plans[index]) for index in stages])]
+        return [*_OneMicroBatch(run, spec, shape, all_stages[stages[0]], plans[stages[0]], offloads[0]).moments()]
+    local = [(all_stages[index], plans[index]) for index in stages]
+    return [*_moments_with_all_gradients(run, spec, shape, local, offloads)]
+
+
+def offload_plan(run: RunConfig, plans: Sequence[RecomputePlan], index: int, shape: ActivationShape) -> OffloadPlan:
+    """Returns what one stage of a run offloads; `plans` are those of all stages."""
+    pipeline, layers = pipeline_plan(run), model_spec(run).stage_layers(pipeline_stages(run)[index])
+    ranks = {"pipeline_rank": pipeline.rank_of(index), "num_local_stages": pipeline.virtual}
+    return plan_offload(run.memory, shape, layers, plans[index], **ranks)
 
 
 def _moments_with_all_gradients(
-    run: RunConfig, spec: ModelSpec, shape: ActivationShape, stages: Sequence[tuple[PipelineStage, RecomputePlan]]
+    run: RunConfig,
+    spec: ModelSpec,
+    shape: ActivationShape,
+    stages: Sequence[tuple[PipelineStage, RecomputePlan]],
+    offloads: Sequence[OffloadPlan],
 ) -> Iterator[PeakMoment]:
     """Yields the loss and the most that backward needs."""
-    offloaded = run.memory.cpu_offloading_num_layers
     logits = sum(plan.in_flight * min(plan.saved_bytes, spec.outer_saved_bytes(shape, stage)) for stage, plan in stages)
     saved = sum(
-        plan.in_flight * plan.saved_bytes - freed_bytes(plan, shape, spec.stage_layers(stage), offloaded)
-        for stage, plan in stages
+        plan.in_flight * plan.saved_bytes - offload.freed_bytes(plan.in_flight)
+        for (_, plan), offload in zip(stages, offloads, strict=True)
     )
     recomputed = sum(plan.peak_bytes - plan.in_flight * plan.saved_bytes for _, plan in stages)
     kinds = {layer for stage, plan in stages for layer in spec.stage_layers(stage)[plan.num_without_backward :]}
@@ -110,12 +123,17 @@ class _OneMicroBatch:
     """A step of one micro-batch on a rank with one stage."""
 
     def __init__(
-        self, run: RunConfig, spec: ModelSpec, shape: ActivationShape, stage: PipelineStage, plan: RecomputePlan
+        self,
+        run: RunConfig,
+        spec: ModelSpec,
+        shape: ActivationShape,
+        stage: PipelineStage,
+        plan: RecomputePlan,
+        offload: OffloadPlan,
     ) -> None:
         self._spec, self._shape, self._stage, self._plan = spec, shape, stage, plan
         self._layers, self._frozen = spec.stage_layers(stage), frozen_params(run)
-        number, self._first = run.memory.cpu_offloading_num_layers, plan.num_without_backward
-        self._offloaded = {*offloaded_layers(len(self._layers), number, num_without_backward=self._first)}
+        self._offload, self._first = offload, plan.num_without_backward
         layout = Layout.from_config(run.parallel)
         self._coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
         starts = accumulate((count for count, _ in plan.groups), initial=0)
@@ -132,10 +150,9 @@ class _OneMicroBatch:
         return layer_bytes(layer, self._shape, modules)
 
     def _on_device(self, end: int) -> int:
-        """Returns the bytes that the layers before `end` have on the device; of offloaded ones, those of two at a time."""
-        away = [self._saved[index] for index in range(end) if index in self._offloaded]
-        stay = sum(self._saved[index] for index in range(end) if index not in self._offloaded)
-        return stay + sum(sorted(away)[-LAYERS_IN_TRANSIT:])
+        """Returns the bytes that the layers before `end` have on the device; of what is offloaded, those of few layers at a time."""
+        away = [min(saved, size) for saved, size in zip(self._saved[:end], self._offload.sizes)]
+        return sum(self._saved[:end]) - sum(sorted(away)[: -self._offload.layers_on_device])
 
     def _elements(self, stage: PipelineStage) -> int:
         """Returns the trained elements of a stage outside its layers."""
@@ -178,7 +195,7 @@ class _OneMicroBatch:
     def _is_between_equals(self, index: int) -> bool:
         """Whether a layer's neighbors on both sides are such layers too: the peak is at an end of the row."""
         kinds = {
-            (self._layers[at], self._plan.modules[at], self._saved[at], at in self._offloaded)
+            (self._layers[at], self._plan.modules[at], self._saved[at], self._offload.modules[at])
             for at in range(index - 1, index + 2)
             if self._first <= at < len(self._layers)
         }

@@ -41,7 +41,8 @@ from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token
 from petatron.estimate.memory.forecast import DeviceKind, recompute_plans
-from petatron.estimate.recompute_plan import RecomputePlan, offloaded_bytes, recompute_flops
+from petatron.estimate.memory.peak_moments import offload_plan
+from petatron.estimate.recompute_plan import RecomputePlan, recompute_flops
 from petatron.estimate.state_bytes import ElementCounts, element_bytes, local_element_counts, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.mesh.rank_layout import Layout
@@ -89,7 +90,7 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     head = 6 * head_gemm_elements(spec, tp_size=tp)
     unfrozen = model_flops_per_token(spec, tp_size=tp)  # forward costs the same, whatever is frozen
     forward = (1.0 - head / unfrozen) * (ideal * unfrozen / per_token) / micro_batches / 3.0
-    seconds += _activation_offload_wait(run, shape, plans[0], stages[0], forward_s=forward) * micro_batches
+    seconds += _activation_offload_wait(run, shape, plans, forward_s=forward) * micro_batches
     trained = local_element_counts(run, stages[:1], trained=True)
     seconds += _data_parallel_wait(run, elements, trained, micro_batches, forward_s=forward)
     others = parallel.context_parallel_size - 1
@@ -143,13 +144,12 @@ def _largest_recompute_flops(
 
 
 def _activation_offload_wait(
-    run: RunConfig, shape: ActivationShape, plan: RecomputePlan, stage: PipelineStage, *, forward_s: float
+    run: RunConfig, shape: ActivationShape, plans: Sequence[RecomputePlan], *, forward_s: float
 ) -> float:
     """Returns the seconds that a micro-batch waits for offload and reload of activations."""
-    number = run.memory.cpu_offloading_num_layers
-    if number == 0:
+    if not run.memory.offloads_activations:
         return 0.0
-    seconds = offloaded_bytes(plan, shape, model_spec(run).stage_layers(stage), number) / _HOST_BANDWIDTH
+    seconds = offload_plan(run, plans, 0, shape).total_bytes / _HOST_BANDWIDTH
     return max(0.0, seconds - forward_s) + max(0.0, seconds - 2.0 * forward_s)
 
 

@@ -130,6 +130,19 @@ class MoESpec(ChannelMixerSpec):
         saved += shape.activation_bytes(shape.tokens, self.hidden_size) if self.shared_gate else 0
         return saved + (0 if "shared_experts" in recomputed else self.shared.saved_bytes(shape, ()))
 
+    def region_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> Mapping[str, int]:
+        total = self.saved_bytes(shape, recomputed)
+        if self.region in recomputed:
+            return {}
+        rows = self._routed_rows(shape)
+        first = shape.activation_bytes(rows, self.expert_hidden_size)
+        activation = shape.activation_bytes(rows, (2 if self.gated else 1) * (self.width // shape.etp))
+        is_shared_saved = self.shared is not None and "shared_experts" not in recomputed
+        shared = self.shared.saved_bytes(shape, ()) if self.shared is not None and is_shared_saved else 0
+        rest = total - first - activation - shared
+        rest += 0 if "layernorm" in recomputed else self.saved_input_bytes(shape, recomputed)
+        return {"moe": rest, "expert_fc1": first, "moe_act": activation, "shared_experts": shared}
+
     def saved_input_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         """The router saves its input, if that is not cast."""
         if self.region in recomputed or self._router_casts_input(shape):
@@ -322,6 +335,14 @@ class MoELayer(BranchModule):
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return ({} if self.shared is None else {"shared_experts": self.shared}) | {"moe": self}
+
+    def offload_regions(self) -> Mapping[str, Sequence[nn.Module]]:
+        regions: dict[str, Sequence[nn.Module]] = {
+            "moe": (self,),
+            "expert_fc1": (self.experts.get_submodule(self.experts.first_linear_name),),
+            "moe_act": (self.experts.act,),
+        }
+        return regions if self.shared is None else regions | {"shared_experts": self.shared.offload_regions()["mlp"]}
 
     def region_is_recomputed(self, name: str) -> None:
         if name == "shared_experts":

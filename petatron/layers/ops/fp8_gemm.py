@@ -18,11 +18,12 @@ gradient buffer.
 | delayed    | amax of past steps        | amax            | one                 |
 | rowwise    | each row of each operand  | each row        | two                 |
 | blockwise  | each 1 x 128              | each 128 x 128  | one                 |
+| mxfp8      | each 1 x 32               | each 1 x 32     | one                 |
 
 With `hybrid`, gradients are e5m2 (more range), everything else e4m3 (more precision). Not so for blockwise: the hardware
 multiplies blocks of e4m3 alone, and 128 numbers seldom need more range. Ranks that shard a tensor do not exchange their amax:
 scales are powers of two, so each rank may have its own. A GEMM whose sizes the hardware does not support (multiples of 16, for
-blockwise of 128) runs in the precision of its tensors.
+blockwise of 128, for mxfp8 of 32) runs in the precision of its tensors.
 
 In the first step that uses a tensor, delayed scaling has no amax history and uses the tensor's own amax. Histories belong to
 a rank and its shards; a checkpoint saves them for a run in the same layout.
@@ -42,13 +43,17 @@ from torch import Tensor
 from petatron.base.log import get_logger
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation
-from petatron.kernels.limits import FP8_SIZE_MULTIPLE, SCALINGS, Scaling, fp8_size_multiple
+from petatron.kernels.fp8.mx import MxKernels
+from petatron.kernels.limits import FP8_SIZE_MULTIPLE, MX_BLOCK, SCALINGS, Scaling, fp8_size_multiple
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
 from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling, Quantizer, StatelessScaling
 from petatron.layers.ops.fp8_weight import Fp8WeightCache, cast_with_known_scale
 
 _log = get_logger(__name__)
+
+GemmKernels = Fp8Kernels | MxKernels
+"""The kernels of a recipe's `operation`."""
 
 
 def is_fp8_layer(config: PrecisionConfig, layer_index: int, *, num_layers: int) -> bool:
@@ -89,15 +94,24 @@ class Fp8Recipe:
         """Whether casts use the amax that a norm or activation attached to its output."""
         return self.scaling == "tensorwise" and not self.delayed
 
-    def quantizer(self, kernels: Fp8Kernels, dtype: torch.dtype) -> Quantizer:
+    @property
+    def operation(self) -> str:
+        """The kernels of the recipe, by their name in the registry."""
+        return "MXFP8 casts and GEMMs" if self.scaling == "block_1x32" else "FP8 casts and GEMMs"
+
+    def quantizer(self, kernels: GemmKernels, dtype: torch.dtype) -> Quantizer:
         """Builds the quantizer of activations or gradients."""
+        if isinstance(kernels, MxKernels):
+            return StatelessScaling(kernels.cast_block_1x32, dtype)
         if self.delayed:
             return DelayedScaling(kernels, dtype, length=self.amax_history_len, most_recent=self.most_recent)
         if self.uses_attached_amax:
             return CurrentTensorwiseScaling(kernels, dtype)
         return StatelessScaling(kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_1x128, dtype)
 
-    def weight_cache(self, kernels: Fp8Kernels, *, keep: bool) -> Fp8WeightCache:
+    def weight_cache(self, kernels: GemmKernels, *, keep: bool) -> Fp8WeightCache:
+        if isinstance(kernels, MxKernels):
+            return Fp8WeightCache(StatelessScaling(kernels.cast_block_1x32, E4M3), keep=keep)
         if self.scaling == "tensorwise":
             return Fp8WeightCache(CurrentTensorwiseScaling(kernels, E4M3), keep=keep, tensorwise_kernels=kernels)
         cast = kernels.cast_rowwise if self.scaling == "rowwise" else kernels.cast_block_128x128
@@ -105,7 +119,7 @@ class Fp8Recipe:
 
     def param_gather_scaling(self, shape: torch.Size) -> Scaling | None:
         """Returns the weight's scaling if both its orientations hold the same values; None if not, or if it is not quantized."""
-        if self.scaling == "rowwise" or not sizes_fit(shape, self.size_multiple):
+        if self.scaling in ("rowwise", "block_1x32") or not sizes_fit(shape, self.size_multiple):
             return None
         return "block_128x128" if self.scaling == "block_1x128" else "tensorwise"
 
@@ -116,7 +130,7 @@ class Fp8WeightGrad:
 
     grad: Fp8Operand
     x: Fp8Operand | Callable[[Tensor], Fp8Operand]
-    kernels: Fp8Kernels
+    kernels: GemmKernels
 
     @property
     def needs_input(self) -> bool:
@@ -139,7 +153,7 @@ class Fp8Gemm:
     def __init__(
         self,
         recipe: Fp8Recipe,
-        kernels: Fp8Kernels,
+        kernels: GemmKernels,
         *,
         cache_weights: bool = True,
         fallback: Gemm = PLAIN_GEMM,
@@ -184,6 +198,7 @@ class Fp8Gemm:
         """Returns the transposed input, to the bits that the cast of the forward pass would have given."""
         if not saved:
             return self._input_quantizer(x_RD, orientation="columns").columns
+        assert isinstance(self._kernels, Fp8Kernels), "blocks of 32 have no scale of the whole tensor"
         return cast_with_known_scale(x_RD, saved[0], self._kernels, orientation="columns").columns
 
     def _supports(self, num_rows: int, weight: Tensor) -> bool:
@@ -230,7 +245,7 @@ class _RequantizingGemm:
 
 
 def fp8_gemm_factory(
-    config: PrecisionConfig, *, kernels: Fp8Kernels, cache_weights: bool = True
+    config: PrecisionConfig, *, kernels: GemmKernels, cache_weights: bool = True
 ) -> Callable[[], Fp8Gemm]:
     """Returns a function that builds the `Fp8Gemm` of each weight; they share one `LogOnce`."""
     recipe, report = Fp8Recipe.from_config(config), LogOnce()
@@ -238,15 +253,18 @@ def fp8_gemm_factory(
 
 
 class Fp8ExpertGemms:
-    """The GEMMs of one layer's experts, a weight [E, O, D], with a scale per row; torch's grouped kernel supports only e4m3.
+    """The GEMMs of one layer's experts, a weight [E, O, D], with a scale per row, or, in MXFP8, per 32 elements of a row.
+
+    All are e4m3, which is all that torch's grouped kernel supports.
 
     Weight gradients stay in the precision of the tensors: experts have varying numbers of rows, and a GEMM that sums over them
     needs multiples of 16 and two more casts, which cost what it gains (figures in docs/fp8.md). So only the weight is cast
     transposed, once per step.
     """
 
-    def __init__(self, kernels: Fp8Kernels, *, cache_weights: bool = True) -> None:
+    def __init__(self, kernels: GemmKernels, *, cache_weights: bool = True) -> None:
         self._kernels = kernels
+        self.size_multiple = MX_BLOCK if isinstance(kernels, MxKernels) else FP8_SIZE_MULTIPLE
         self._weight_cache = Fp8WeightCache(StatelessScaling(self._cast_weight, E4M3), keep=cache_weights)
 
     def __call__(self, counts: ExpertCounts, write_grad: WriteGrad = write_grad) -> Gemm:
@@ -298,7 +316,7 @@ class _Fp8GroupedGemm:
         return x_grad, GroupedWeightGrad(grad_RO.contiguous(), self.counts, self.write_grad)
 
     def _supports(self, rows: Tensor, weight: Tensor) -> bool:
-        return rows.shape[0] > 0 and sizes_fit(weight.shape[1:], FP8_SIZE_MULTIPLE)
+        return rows.shape[0] > 0 and sizes_fit(weight.shape[1:], self.experts.size_multiple)
 
 
 class LogOnce:

@@ -28,6 +28,18 @@ Tensors = tuple[Tensor, ...]
 MaybeTensors = tuple[Tensor | None, ...]
 
 
+class SavedListenerSlot:
+    """A module whose function another module may apply, with the GEMM of its output; `on_saved` is called with what that saves."""
+
+    on_saved: Callable[[Tensors], None] | None = None
+
+    def tell_saved(self, saved: Tensors) -> Tensors:
+        """Tells the listener, if there is one, what is saved, and returns it."""
+        if self.on_saved is not None:
+            self.on_saved(saved)
+        return saved
+
+
 class RecomputableFunction(Protocol):
     """A function of rows with its derivative. The tensors it saves for backward suffice to recompute its output.
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
+from petatron.kernels.limits import BLOCK, MX_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +86,11 @@ class ActivationShape:
         """Bytes of inputs, of these widths, that FP8 GEMMs save quantized; other GEMMs recompute their input."""
         if self.fp8_recipe is None:
             return 0
-        scales = {"rowwise": 1, "blockwise": -(-self.gathered_tokens // 128)}.get(self.fp8_recipe)
-        return sum(self.gathered_tokens * width + 4 * (1 if scales is None else scales * width) for width in widths)
+        tokens = self.gathered_tokens
+        if self.fp8_recipe == "mxfp8":  # a scale is a byte
+            return sum(tokens * width + tokens // MX_BLOCK * width for width in widths)
+        scales = {"rowwise": 1, "blockwise": -(-tokens // BLOCK)}.get(self.fp8_recipe)
+        return sum(tokens * width + 4 * (1 if scales is None else scales * width) for width in widths)
 
     def fp8_requantized_bytes(self, *widths: int) -> int:
         """Bytes that FP8 GEMMs save of inputs that they cast a second time in backward: the scale, where it is of the whole tensor."""

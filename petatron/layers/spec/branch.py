@@ -71,6 +71,13 @@ class BranchModule(nn.Module):
         """Returns the modules that may be recomputed, by the names of the spec, inner ones first."""
         return {}
 
+    def offload_regions(self) -> Mapping[str, Sequence[nn.Module]]:
+        """Returns the modules whose saved tensors may be offloaded, by the names of the spec's `region_bytes`.
+
+        A tensor belongs to the innermost module that runs while it is saved.
+        """
+        return {}
+
     def region_is_recomputed(self, name: str) -> None:
         """Called where a region will be recomputed, before it is wrapped."""
 
@@ -130,6 +137,10 @@ class BranchSpec(ABC):
     def saved_input_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         """Returns the bytes of the norm's output that the branch saves unless `layernorm` is recomputed."""
         return 0
+
+    def region_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> Mapping[str, int]:
+        """Returns the part of `saved_bytes` (and `saved_input_bytes`) that each region saves which may be offloaded by itself."""
+        return {}
 
     def regathered_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         """Returns the bytes that GEMMs of recomputed regions gather in the second run, and hold until their backward."""
@@ -194,6 +205,29 @@ class SoftmaxAttentionSpec(BranchSpec):
     @abstractmethod
     def out_flops(self, shape: ActivationShape) -> float:
         """Returns the operations of the last GEMM."""
+
+    @abstractmethod
+    def core_saved_bytes(self, shape: ActivationShape) -> tuple[int, int, int]:
+        """Returns the bytes saved of the inputs of core attention that nothing before it saves, of its output, and of log-sum-exp."""
+
+    @property
+    def core_output_feeds_gemm(self) -> bool:
+        """Whether the last GEMM takes the output of core attention as it is."""
+        return True
+
+    def out_saved_bytes(self, shape: ActivationShape) -> int:
+        """Returns the bytes that the last GEMM saves besides the output of core attention."""
+        return 0
+
+    def region_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> Mapping[str, int]:
+        """The output of core attention belongs to that, or, where it is recomputed, to what takes it."""
+        if self.region in recomputed:
+            return {}
+        inputs, output, log_sum_exp = self.core_saved_bytes(shape)
+        recomputes_core = "core_attn" in recomputed
+        core = inputs + (0 if recomputes_core else output + log_sum_exp)
+        out = self.out_saved_bytes(shape) + (output if recomputes_core and self.core_output_feeds_gemm else 0)
+        return {"qkv_linear": self.saved_bytes(shape, recomputed) - core - out, "core_attn": core, "attn_proj": out}
 
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
         """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""

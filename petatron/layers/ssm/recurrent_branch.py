@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -70,6 +70,9 @@ class RecurrentBranchSpec(BranchSpec):
     def generation_state(self, tp: int) -> RecurrentState | None:
         return RecurrentState((self.recurrence_state(tp),))
 
+    def region_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> Mapping[str, int]:
+        return {self.region: self.saved_bytes(shape, recomputed)}
+
     def recompute_flops(self, shape: ActivationShape, region: str) -> float:
         """The last GEMM is not repeated, since its input is the last tensor saved, unless in FP8 a scale comes after it."""
         out = 2.0 * shape.gathered_tokens * self.inner_size * self.hidden_size / shape.tp
@@ -114,6 +117,9 @@ class RecurrentBranch(BranchModule):
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {self.region: self}
+
+    def offload_regions(self) -> Mapping[str, Sequence[nn.Module]]:
+        return {self.region: (self,)}
 
     def advance(self, group: SequenceGroup, slots: StateSlots, *inputs_T: Tensor) -> Tensor:
         """Takes the tokens of some sequences into their states, and returns the recurrence's outputs [S, B, ...]."""

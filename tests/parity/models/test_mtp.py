@@ -15,6 +15,7 @@ EXPERTS = f"{TWO} {LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-co
 BIASED = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 DEEP = f"{TWO} --num-layers 4"
 TIED = f"{TWO} --no-untie-embeddings-and-output-weights"
+OFFLOAD = "--fine-grained-activation-offloading --min-offloaded-tensor-size 0 --offload-modules"
 LAYOUTS = [
     ("--tp 2 --sequence-parallel", 2, TWO),
     ("--pp 2", 2, TWO),
@@ -47,6 +48,7 @@ LAYOUTS = [
     later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --pp 2", 2, TWO),
     later("--recompute-granularity selective --recompute-modules core_attn mlp --tp 2 --sequence-parallel", 2, TWO),
     later("--cpu-offloading-num-layers 2", 1, TWO),
+    later(f"{OFFLOAD} core_attn mlp attn_norm --pp 2", 2, TWO),
     later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, BIASED),
     later("--pp 2 --ep 2", 4, BIASED, nccl=True),
     later("--tp 2 --sequence-parallel --optimizer muon", 2, f"{TWO} --optimizer muon"),

@@ -149,7 +149,7 @@ def take_gradients(model: Decoder) -> list[Tensor]:
     return list(buffers.values())
 
 
-def measured(model: Decoder, batch: Batch, *, taken: bool = True, **options: Any) -> int:
+def measured(model: Decoder, batch: Batch, *, taken: bool = True, known: Sequence[Tensor] = (), **options: Any) -> int:
     buffers = take_gradients(model) if taken else []
     weights_SB = torch.rand(batch.labels.t().shape, dtype=torch.float64)
     parts = [batch.tokens, batch.labels, batch.loss_mask, weights_SB]
@@ -160,7 +160,7 @@ def measured(model: Decoder, batch: Batch, *, taken: bool = True, **options: Any
         x_SBD = None if model.stage.has_embedding else torch.randn(rows, requires_grad=True)
         return run_stage(model, batch, x_SBD, loss_weights_SB=weights_SB, **options)
 
-    return kept_bytes(forward, without=[*module_tensors(model), *buffers, *parts])[0]
+    return kept_bytes(forward, without=[*module_tensors(model), *buffers, *parts, *known])[0]
 
 
 def module_tensors(model: Decoder) -> list[Tensor]:
@@ -311,11 +311,11 @@ def test_of_mixtures_up_to_what_routing_keeps(kind: str):
 
 
 @diagonal(3)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_in_eight_bits(recipe: str, experts: bool):
     """Operands in eight bits and their scales, exactly, and what tensorwise casts keep; with experts up to what routing keeps."""
-    width = 128 if recipe == "blockwise" else 48
+    width = {"blockwise": 128, "mxfp8": 64}.get(recipe, 48)
     flags = f"{SOME_EXPERTS} --moe-shared-expert-intermediate-size {width}" if experts else LLAMA
     sizes = f"--ffn-hidden-size {width} --hidden-size {128 if recipe == 'blockwise' else 32} --seq-length 64"
     run = run_of(f"{flags} {sizes} --bf16 --fp8-format hybrid --fp8-recipe {recipe}")

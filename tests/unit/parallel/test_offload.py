@@ -16,10 +16,15 @@ from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
+from petatron.estimate.offload_plan import plan_offload
+from petatron.layers.spec.activation_shape import ActivationShape
+from petatron.layers.spec.branch import FULL
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
+from petatron.models.registry import model_spec
 from petatron.parallel import activation_offload
 from petatron.parallel.activation_offload import HostBufferPool, HostLink, apply_activation_offload
+from petatron.parallel.offload_regions import OffloadRegions
 from tests.longform import diagonal
 from tests.run_stage import run_stage
 from tests.unit.models.kept import alive_bytes, kept_bytes
@@ -40,8 +45,10 @@ def offloading(
     model, streams = build(run, **options)
     memory = replace(memory or MemoryConfig(), cpu_offloading_num_layers=number)
     link = HostLink(torch.device("cpu"))
-    recompute(run, model, memory, streams, in_flight=2)
-    line = apply_activation_offload(model, memory, link, min_bytes=smallest)
+    plan = recompute(run, model, memory, streams, in_flight=2)
+    layers = model_spec(run).stage_layers(model.stage)
+    offload = plan_offload(memory, ActivationShape.from_config(run, device="cpu"), layers, plan)
+    line = apply_activation_offload(model, offload, link, min_bytes=smallest)
     assert (line is None) == (number == 0)
     return model, link
 
@@ -220,13 +227,17 @@ def test_small_tensors_weights_and_what_others_hold_stay():
     assert x.grad is not None
 
 
+def _whole_forward(link: HostLink) -> activation_offload._OffloadForward:
+    return activation_offload._OffloadForward(link, activation_offload._Rules(1, 0, 2, OffloadRegions()), [])
+
+
 def test_a_weight_is_recognized_by_its_memory_and_by_its_name():
     """Flat buffers hold many weights in one memory; a gathered weight has a memory that nobody knew when the layer began."""
     weights = torch.zeros(64)
     module = nn.Linear(4, 4, bias=False)
     module.weight = nn.Parameter(weights[:16].view(4, 4))
-    forward = activation_offload._OffloadForward(HostLink(torch.device("cpu")), 1, [])
-    forward.enter_layer(module, offloaded=True)
+    forward = _whole_forward(HostLink(torch.device("cpu")))
+    forward.enter_layer(module, (FULL,))
     other, gathered = torch.ones(4, 4), nn.Parameter(torch.ones(4, 4))
     for stays in (weights[32:], module.weight, module.weight.t(), gathered, gathered.t()):
         assert isinstance(forward.pack(stays), Tensor)
@@ -239,8 +250,8 @@ def test_a_weight_is_recognized_by_its_memory_and_by_its_name():
 
 def test_views_of_one_memory_are_sent_once_and_keep_their_strides():
     link = HostLink(torch.device("cpu"))
-    forward = activation_offload._OffloadForward(link, 1, [])
-    forward.enter_layer(nn.Identity(), offloaded=True)
+    forward = _whole_forward(link)
+    forward.enter_layer(nn.Identity(), (FULL,))
     whole = torch.randn(6, 10)
     views = [whole, whole[:, 2:5], whole.t()[3:], whole.view(-1)[7:9], whole.view(torch.int32)[1]]
     stored = [forward.pack(view) for view in views]
@@ -319,11 +330,6 @@ def test_slabs_hold_many_buffers(monkeypatch: pytest.MonkeyPatch):
             "--cpu-offloading-num-layers 2 --recompute-memory-budget-gb 1",
             "--cpu-offloading-num-layers 2 cannot be combined with --recompute-memory-budget-gb, which counts on nothing",
         ),
-        (
-            "--cpu-offloading-num-layers 2 --num-experts 4 --recompute-granularity selective --recompute-modules layernorm",
-            "--cpu-offloading-num-layers 2 cannot be combined with --recompute-modules layernorm in a mixture of experts",
-        ),
-        ("--offload-modules mlp", "--cpu-offloading-num-layers offloads by layer"),
     ],
 )
 def test_what_is_refused(flags: str, message: str):

@@ -63,6 +63,16 @@ def test_what_is_in_order():
             "but --hidden-size is 192. Nearest: 128 or 256.",
         ),
         (
+            {"fp8_recipe": "mxfp8", "seq_length": 48},
+            "--fp8-format hybrid with --fp8-recipe mxfp8 takes sizes that are multiples of 32, "
+            "but a rank's micro-batch has 48 tokens. Nearest: --seq-length 32 or 64, or --micro-batch-size 2.",
+        ),
+        (
+            {"fp8_recipe": "mxfp8", "hidden_size": 80},
+            "--fp8-format hybrid with --fp8-recipe mxfp8 takes sizes that are multiples of 32, "
+            "but --hidden-size is 80. Nearest: 64 or 96.",
+        ),
+        (
             {"seq_length": 100, "micro_batch_size": 2},
             "--fp8-format hybrid with --fp8-recipe tensorwise takes sizes that are multiples of 16, "
             "but a rank's micro-batch has 200 tokens. Nearest: --seq-length 96 or 104, or --micro-batch-size 4.",
@@ -109,6 +119,11 @@ def test_rules(changes: dict[str, object], message: str):
         (
             "--fp8-hybrid --fp8-recipe blockwise",
             "--fp8-format hybrid is e4m3 with --fp8-recipe blockwise: hardware multiplies no blocks of e5m2",
+        ),
+        (
+            "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer",
+            "--fp8-param-gather with --fp8-recipe mxfp8 gathers weights in the precision of the run, as Megatron does: each number has "
+            "two scales, its row's and its column's",
         ),
     ],
 )

@@ -36,7 +36,11 @@ class AttentionSettings:
     """Attention."""
 
     feature: ClassVar = Feature(
-        "attention", (HAS_ATTENTION,), always_stored=True, recompute_modules=("attention", "core_attn")
+        "attention",
+        (HAS_ATTENTION,),
+        always_stored=True,
+        recompute_modules=("attention", "core_attn"),
+        offload_modules=("qkv_linear", "core_attn", "attn_proj"),
     )
     num_attention_heads: Width = 0
     """Number of query heads."""

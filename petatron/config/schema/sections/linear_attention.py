@@ -67,6 +67,7 @@ class DeltaNetSettings:
         (UsedWhen(lambda run: has_delta_layers(run.model), "no layer is a gated delta net"),),
         variants=True,
         recompute_modules=("delta",),
+        offload_modules=("delta",),
     )
     linear_conv_kernel_dim: Annotated[Width, "at least 2"] = 4
     """Gated delta net: tokens that its convolution sees, the newest included."""

@@ -21,6 +21,7 @@ class Mamba2Settings:
         "Mamba-2",
         (UsedWhen(lambda run: MAMBA in branch_symbols(run.model.hybrid_layer_pattern), "no layer is Mamba-2"),),
         recompute_modules=("mamba",),
+        offload_modules=("mamba",),
     )
     mamba_state_dim: Annotated[Size, ToySize(16)] = 128
     """Mamba-2: width of the state of each channel."""

@@ -71,7 +71,12 @@ _SIGMOID = NotWith(
 class ExpertSettings:
     """Experts."""
 
-    feature: ClassVar = Feature("experts", (HAS_EXPERTS,), recompute_modules=("moe", "moe_act"))
+    feature: ClassVar = Feature(
+        "experts",
+        (HAS_EXPERTS,),
+        recompute_modules=("moe", "moe_act"),
+        offload_modules=("moe", "expert_fc1", "moe_act", "experts"),
+    )
     num_experts: Annotated[ExpertCount, "at least 1", ToySize(8), "selects"] | None = None
     """Number of routed experts per MoE layer; unset means a dense model."""
     moe_layer_freq: Annotated[str, _NO_PATTERN, ComparedAs(marked_from_the_first)] = "1"

@@ -9,13 +9,14 @@ import pytest
 import petatron
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import pipeline_stages
-from petatron.estimate.activation_bytes import layer_bytes
+from petatron.estimate.activation_bytes import layer_bytes, region_bytes
 from petatron.estimate.memory.forecast import (
     forecast_memory,
     format_gigabytes,
     largest_forecast,
     memory_log_line,
     moments_per_rank,
+    pinned_activation_bytes,
     recompute_plans,
 )
 from petatron.estimate.memory.peak_moments import PeakMoment
@@ -118,6 +119,33 @@ def test_recompute_and_offload_count():
     assert plain.activations - offloaded.activations == 6 * of_a_layer, "two of eight are on their way"
     assert offloaded.logits == plain.logits and offloaded.state == plain.state
     assert largest_forecast(run_of(f"{TWO} --cpu-offloading-num-layers 1"), device="cuda") == plain
+
+
+BY_MODULE = "--fine-grained-activation-offloading --offload-modules"
+
+
+def test_offload_by_module_counts():
+    """The last layer stays, and of the others two at a time are on their way."""
+    layer, shape = model_spec(run_of()).layers[0], ActivationShape.from_config(run_of(), device="cuda")
+    regions = region_bytes(layer, shape)
+    plain = largest_forecast(run_of(TWO), device="cuda")
+    for modules in (("mlp",), ("core_attn", "attn_norm")):
+        size = sum(regions[name] for name in modules)
+        run = run_of(f"{TWO} {BY_MODULE} {' '.join(modules)}")
+        offloaded, plans = largest_forecast(run, device="cuda"), recompute_plans(run, device="cuda")
+        assert plain.activations - offloaded.activations == (31 - 2) * size
+        assert pinned_activation_bytes(run, plans, device="cuda") == 31 * size
+    one = moments_of(f"--num-layers 8 {BY_MODULE} mlp")[1]
+    assert moments_of("--num-layers 8")[1][0].activations - one[0].activations == (7 - 2) * regions["mlp"]
+    assert _activations("--min-offloaded-tensor-size 1000000000") == plain.activations
+    assert (
+        _activations("--fine-grained-offloading-max-inflight-offloads 0")
+        == plain.activations - (31 - 1) * regions["mlp"]
+    )
+
+
+def _activations(flags: str) -> int:
+    return largest_forecast(run_of(f"{TWO} {BY_MODULE} mlp {flags}"), device="cuda").activations
 
 
 def test_the_line_of_the_log():
