@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from petatron.base.log import get_logger
+from petatron.config.schema.run import RunConfig
 from petatron.train.hooks.energy import EnergyMeter, open_energy_counter
 from petatron.train.hooks.megatron_copies import MegatronCopies
 from petatron.train.hooks.memory_hooks import GarbageCollection, MemoryHistory, UnusedMemory
@@ -14,6 +16,8 @@ from petatron.train.hooks.result_validation import ResultValidation
 from petatron.train.hooks.step_hook import StepHook, StepHooks
 from petatron.train.hooks.step_timers import StepTimers
 from petatron.train.state.train_state import TrainState
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,23 @@ def build_instruments(state: TrainState, *, flops_per_token: float | None = None
     return StepInstruments(StepHooks([timers, validation, *others]), timers, validation)
 
 
+def _tell_what_needs_a_gpu(run: RunConfig) -> None:
+    """Logs the settings that do nothing on a CPU; before the launch `--device auto` may still be a GPU."""
+    asked = {
+        "--empty-unused-memory-level": run.train.empty_unused_memory_level,
+        "--log-energy": run.log.log_energy,
+        "--record-memory-history": run.log.record_memory_history,
+    }
+    for flag in (flag for flag, value in asked.items() if value):
+        _log.warning("%s has no effect: the CPU computes", flag)
+
+
 def _build_hooks(state: TrainState, *, flops_per_token: float) -> list[StepHook]:
     """Returns the hooks of this rank, in the order in which they are called."""
     run, mesh, hooks = state.run, state.mesh, list[StepHook]()
     on_gpu = mesh.device.type == "cuda"
+    if not on_gpu:
+        _tell_what_needs_a_gpu(run)
     if run.train.check_weight_hash_across_dp_replicas_interval is not None:
         hooks.append(ReplicaCheck(state.model, run.train.check_weight_hash_across_dp_replicas_interval))
     if run.train.empty_unused_memory_level and on_gpu:

@@ -158,6 +158,12 @@ def test_memory_history_is_written_at_log_points(monkeypatch: pytest.MonkeyPatch
     assert recorded[-1] == {"enabled": None}
 
 
+def test_what_measures_a_gpu_says_that_there_is_none(caplog: pytest.LogCaptureFixture):
+    finish("--train-iters 1 --log-energy --empty-unused-memory-level 1")
+    told = [record.message for record in caplog.records if "has no effect: the CPU computes" in record.message]
+    assert [line.split()[0] for line in told] == ["--empty-unused-memory-level", "--log-energy"]
+
+
 def test_a_hook_that_does_nothing_is_one():
     hook: StepHook = StepHook()
     assert isinstance(hook.records(1), Iterator) and list(hook.records(1)) == []
