@@ -181,6 +181,8 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
     if flag == spellings.NO_POSITION_EMBEDDING:
         parsed.drops_learned_positions = True
         return token.following_words
+    if flag == spellings.NO_GELU_FUSION and parsed.megatron_defaults:
+        return _apply_valueless(token, parsed, lambda: setattr(parsed, "exact_gelu", True))
     answer = megatron_flags().get(flag)
     if answer is not None and answer.kind == "always so":
         return _apply_always_so(answer, token, parsed)
