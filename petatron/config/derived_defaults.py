@@ -127,7 +127,9 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
     if values["num_experts"] is None and tp is not None and is_sound and etp != tp:
         values.set("expert_tensor_parallel_size", tp, "there are no experts")
     if values["data_parallel_size"]:
-        bucket = max(MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"] * max(1, values["context_parallel_size"]))
+        bucket = max(
+            MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"] * max(1, values["context_parallel_size"])
+        )
         values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp x cp)")
 
 

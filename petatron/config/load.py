@@ -24,7 +24,14 @@ from petatron.config.flags.megatron_meanings import dependent_defaults
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
 from petatron.config.presets import preset_names, read_preset
-from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name, fields_by_path, flatten_config, unflatten_config
+from petatron.config.schema.fields import (
+    FieldValue,
+    all_fields,
+    fields_by_name,
+    fields_by_path,
+    flatten_config,
+    unflatten_config,
+)
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
 from petatron.config.settings_from_checkpoint import (
@@ -41,7 +48,6 @@ from petatron.config.settings_from_checkpoint import (
 from petatron.config.split_data_file import read_split_data
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
-
 
 _OF_MEGATRON = ValueOrigin("default", "of Megatron")
 
@@ -216,12 +222,11 @@ def megatron_defaults() -> list[Setting]:
 
 def _default_notice(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> list[str]:
     """Names the defaults of Megatron's that this run uses in the place of ours."""
+    defaults = [info for info in all_fields() if origins[info.path] == _OF_MEGATRON]
+    if not defaults:
+        return []
     unused, values = unused_settings(config), flatten_config(config)
-    used = [
-        f"{info.flag} {values[info.path]}"
-        for info in all_fields()
-        if origins[info.path] == _OF_MEGATRON and info.path not in unused
-    ]
+    used = [f"{info.flag} {values[info.path]}" for info in defaults if info.path not in unused]
     return [f"defaults of Megatron take the place of ours: {', '.join(used)}"] if used else []
 
 

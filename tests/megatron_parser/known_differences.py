@@ -126,23 +126,51 @@ _LATER = "Megatron stops when it builds or runs the model"
 _NOTHING = "it would do something else than it says"
 
 OUR_REFUSALS = (
-    OurRefusal("--recompute-num-layers", "is more than the", "a stage has fewer layers, which Megatron cuts down silently"),
-    OurRefusal("--eval-micro-batch-size", "shape transfers between pipeline stages", f"{_NOT_HERE}: evaluation in a pipeline at another size"),
+    OurRefusal(
+        "--recompute-num-layers", "is more than the", "a stage has fewer layers, which Megatron cuts down silently"
+    ),
+    OurRefusal(
+        "--eval-micro-batch-size",
+        "shape transfers between pipeline stages",
+        f"{_NOT_HERE}: other sizes there",
+    ),
     OurRefusal("--qk-l2-norm", "is for layers with rotary positions", f"{_NOT_HERE}: the L2 norm is that of Llama 4"),
     OurRefusal("--rotary-percent", "which is not an even number", "channels are rotated in pairs; Megatron rounds up"),
-    OurRefusal("--rotary-percent", "would rotate less than the rotary part", f"{_NOT_HERE}: latent heads that are rotated in part"),
+    OurRefusal(
+        "--rotary-percent",
+        "would rotate less than the rotary part",
+        f"{_NOT_HERE}: latent heads that are rotated in part",
+    ),
     OurRefusal("--mscale-all-dim", "without YaRN", f"{_NOT_HERE}: the temperature of YaRN without its frequencies"),
-    OurRefusal("--rotary-seq-len-interpolation-factor", "one way to scale", f"{_NOT_HERE}: two scalings of positions at once"),
+    OurRefusal(
+        "--rotary-seq-len-interpolation-factor", "one way to scale", f"{_NOT_HERE}: two scalings of positions at once"
+    ),
     OurRefusal("--moe-aux-loss-coeff", "sinkhorn has none", _LATER),
     OurRefusal("--moe-router-group-topk", "which assigns tokens by itself", _NOTHING),
     OurRefusal("--moe-router-group-topk", "hold fewer than the --moe-router-topk", _LATER),
     OurRefusal("--moe-router-enable-expert-bias", "which assigns tokens by itself", _NOTHING),
-    OurRefusal("--multi-latent-attention", "beside the learned positions", f"{_NOT_HERE}: a learned table beside latent attention"),
-    OurRefusal("--multi-latent-attention", "but --position-embedding-type is learned_absolute", f"{_NOT_HERE}: the same without --rope-type"),
+    OurRefusal(
+        "--multi-latent-attention",
+        "beside the learned positions",
+        f"{_NOT_HERE}: a learned table beside latent attention",
+    ),
+    OurRefusal(
+        "--multi-latent-attention",
+        "but --position-embedding-type is learned_absolute",
+        f"{_NOT_HERE}: the same, untyped",
+    ),
     OurRefusal("--experimental-attention-variant", "both say which layers have one", _NOTHING),
-    OurRefusal("--no-rope-freq", "cannot be combined with --multi-latent-attention", "Megatron's latent attention rotates in every layer"),
+    OurRefusal(
+        "--no-rope-freq",
+        "cannot be combined with --multi-latent-attention",
+        "Megatron's latent attention rotates in every layer",
+    ),
     OurRefusal("--cp-comm-type", "which does not divide", _LATER),
-    OurRefusal("--num-layers-per-virtual-pipeline-stage", "above 1", "one rank has no virtual stages; Megatron takes a chunk of all layers"),
+    OurRefusal(
+        "--num-layers-per-virtual-pipeline-stage",
+        "above 1",
+        "one rank has no virtual stages; a chunk of all layers is one",
+    ),
     OurRefusal("--fp8-format", "takes sizes that are multiples of 128", _LATER),
     OurRefusal("--first-last-layers-bf16", "in FP8", "nothing would be in FP8"),
     OurRefusal("--mamba-num-groups", "does not divide --mamba-num-heads", _LATER),
@@ -166,21 +194,60 @@ def _has_gelu_alone(case: Case) -> bool:
 
 
 THEIR_REFUSALS = (
-    TheirRefusal(lambda case: not case.has("--eval-interval"), "without --eval-interval it cannot count its validation samples"),
-    TheirRefusal(lambda case: case.has("--rampup-batch-size", "--train-iters"), "schedules in iterations go with a ramp of the batch size"),
-    TheirRefusal(lambda case: case.has("--use-tp-pp-dp-mapping", "--num-experts"), "experts may have other data-parallel groups in any order of ranks"),
+    TheirRefusal(lambda case: not case.has("--micro-batch-size"), "--micro-batch-size is 1 where it is not given"),
+    TheirRefusal(
+        lambda case: not case.has("--eval-interval"), "without --eval-interval it cannot count its validation samples"
+    ),
+    TheirRefusal(
+        lambda case: case.has("--rampup-batch-size", "--train-iters"),
+        "schedules in iterations go with a ramp of the batch size",
+    ),
+    TheirRefusal(
+        lambda case: case.has("--use-tp-pp-dp-mapping"),
+        "ranks may have any order beside context and expert parallelism",
+    ),
     TheirRefusal(lambda case: case.has("--first-last-layers-bf16"), "the delayed recipe may leave layers out of FP8"),
-    TheirRefusal(lambda case: case.has("--mtp-num-layers"), "multi-token prediction works with every kind of positions, and needs no place in a layout"),
-    TheirRefusal(lambda case: case.has("--main-grads-dtype", "--accumulate-allreduce-grads-in-fp32"), "--main-grads-dtype says it, and the other flag asks for nothing"),
-    TheirRefusal(lambda case: case.has("--fp8-format", "--recompute-modules"), "the delayed recipe may recompute norms and activations"),
-    TheirRefusal(lambda case: case.has("--moe-shared-expert-overlap"), "the overlap has no effect with other dispatchers, as a notice tells"),
-    TheirRefusal(lambda case: case.has("--no-rope-freq"), "every N-th layer has no positions, whatever the number of layers"),
-    TheirRefusal(lambda case: case.has("--use-precision-aware-optimizer"), "formats of optimizer state need no other optimizer"),
-    TheirRefusal(lambda case: case.has("--recompute-modules") and not case.has("--moe-grouped-gemm"), "activations of experts are recomputed without the grouped GEMM too"),
-    TheirRefusal(lambda case: case.has("--linear-attention-freq"), "gated delta nets have layouts that Megatron's have not"),
-    TheirRefusal(lambda case: case.has("--fp8-param-gather") and not case.has("--fp8-format"), "it has no effect without FP8, as a notice tells"),
-    TheirRefusal(lambda case: case.has("--num-virtual-stages-per-pipeline-rank") and "hybrid" in " ".join(case.flags), "a hybrid pattern is cut evenly without bars"),
+    TheirRefusal(
+        lambda case: case.has("--mtp-num-layers"),
+        "multi-token prediction needs no rope and no place in a layout",
+    ),
+    TheirRefusal(
+        lambda case: case.has("--main-grads-dtype", "--accumulate-allreduce-grads-in-fp32"),
+        "the second asks for nothing",
+    ),
+    TheirRefusal(
+        lambda case: case.has("--fp8-format", "--recompute-modules"),
+        "the delayed recipe may recompute norms and activations",
+    ),
+    TheirRefusal(
+        lambda case: case.has("--moe-shared-expert-overlap"),
+        "other dispatchers have no overlap, as a notice tells",
+    ),
+    TheirRefusal(
+        lambda case: case.has("--no-rope-freq"), "every N-th layer has no positions, whatever the number of layers"
+    ),
+    TheirRefusal(
+        lambda case: case.has("--use-precision-aware-optimizer"), "formats of optimizer state need no other optimizer"
+    ),
+    TheirRefusal(
+        lambda case: case.has("--recompute-modules") and not case.has("--moe-grouped-gemm"),
+        "recompute needs no grouped GEMM",
+    ),
+    TheirRefusal(
+        lambda case: case.has("--linear-attention-freq"), "gated delta nets have layouts that Megatron's have not"
+    ),
+    TheirRefusal(
+        lambda case: case.has("--fp8-param-gather") and not case.has("--fp8-format"),
+        "without FP8 a notice tells it",
+    ),
+    TheirRefusal(
+        lambda case: case.has("--num-virtual-stages-per-pipeline-rank") and "hybrid" in " ".join(case.flags),
+        "patterns are cut evenly",
+    ),
     TheirRefusal(_has_gelu_alone, "no kernel of another activation has to be turned off"),
-    TheirRefusal(lambda case: case.has("--num-experts") and not case.has("--disable-bias-linear"), "biases of experts are split over their tensor-parallel ranks too"),
+    TheirRefusal(
+        lambda case: case.has("--num-experts") and not case.has("--disable-bias-linear"),
+        "biases of experts may be split",
+    ),
 )
 """What Megatron refuses and we do not."""

@@ -89,7 +89,11 @@ def as_json(value: Any) -> Any:
         return [as_json(item) for item in value]
     if value is None or isinstance(value, bool | int | float):
         return value
-    return str(value).removeprefix("torch.") if isinstance(value, str | torch.dtype) else str(getattr(value, "name", value))
+    return (
+        str(value).removeprefix("torch.")
+        if isinstance(value, str | torch.dtype)
+        else str(getattr(value, "name", value))
+    )
 
 
 def most_common(cases: list[dict[str, Any]]) -> dict[str, Any]:

@@ -38,7 +38,9 @@ class OurNumbers(dict[str, Any]):
             activation=_ACTIVATIONS.get(run.model.activation, run.model.activation),
             zero_centered_norm=run.model.apply_layernorm_1p,
             add_qkv_bias=run.model.add_qkv_bias or run.model.add_bias_linear,
-            padded_vocab_size=padded_rows(spec.vocab_size, run.model.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size),
+            padded_vocab_size=padded_rows(
+                spec.vocab_size, run.model.make_vocab_size_divisible_by, parallel.tensor_model_parallel_size
+            ),
             params_dtype="bfloat16" if run.precision.bf16 else "float16" if run.precision.fp16 else "float32",
             main_params_dtype="float32",
             main_grads_dtype=_SHORT[optim.main_grads_dtype],
@@ -124,7 +126,11 @@ def _groups(run: RunConfig) -> dict[str, list[int]]:
 def _output_std(spec: ModelSpec) -> float:
     """Returns the initial standard deviation of the GEMMs that write to the residual stream."""
     ends = (".out.weight", ".out_proj.weight", ".down.weight")
-    found = {param.init.std for name, param in spec.params().items() if name.endswith(ends) and isinstance(param.init, NormalValues)}
+    found = {
+        param.init.std
+        for name, param in spec.params().items()
+        if name.endswith(ends) and isinstance(param.init, NormalValues)
+    }
     assert len(found) == 1, found
     return found.pop()
 

@@ -48,7 +48,8 @@ _OPTIMIZER = """lr min_lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps 
     lion_beta2 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis use_distributed_optimizer overlap_param_gather
     apply_wd_to_qk_layernorm decoupled_weight_decay""".split()
 _FORMATS = ("params_dtype", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_YARN = "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim correction_range_round_to_int".split()
+_YARN = """rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+    correction_range_round_to_int""".split()
 
 
 class RefusedError(Exception):
@@ -70,13 +71,13 @@ def open_megatron(checkout: Path) -> str:
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)  # type: ignore[assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     with _silence():
-        utils = importlib.import_module("megatron.core.utils")
+        utils: Any = importlib.import_module("megatron.core.utils")
         utils._te_version = Version(TE_VERSION)
         for name in ("arguments", "training", "global_vars"):
             importlib.import_module(f"megatron.training.{name}")
         factory = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
         factory._get_field_docstrings = lambda self, cls: {}  # help texts, read from source files again for every case
-        rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+        rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
         rope.fused_apply_rotary_pos_emb = rope.fused_apply_rotary_pos_emb or object()
         fused = {"FusedAdam": type("FusedAdam", (), {"__init__": _fused_adam})}
         names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
@@ -85,7 +86,13 @@ def open_megatron(checkout: Path) -> str:
 
 
 def _fused_adam(
-    self: Any, *, master_weight_dtype: Any, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, use_decoupled_grad: Any, store_param_remainders: Any
+    self: Any,
+    *,
+    master_weight_dtype: Any,
+    exp_avg_dtype: Any,
+    exp_avg_sq_dtype: Any,
+    use_decoupled_grad: Any,
+    store_param_remainders: Any,
 ) -> None:
     """Has the parameters for which Megatron looks in Transformer Engine's optimizer."""
 
@@ -103,7 +110,11 @@ def derived_numbers(flags: list[str], world_size: int) -> dict[str, Any]:
     connections = {} if "--use-torch-fsdp2" in flags else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment = {"WORLD_SIZE": str(world_size), "RANK": "0", **connections}
     # The entry script of GPT models gives a tokenizer as a default, which all our cases name.
-    with _silence(), mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]), mock.patch.dict(os.environ, environment):
+    with (
+        _silence(),
+        mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]),
+        mock.patch.dict(os.environ, environment),
+    ):
         try:
             args = arguments.validate_args(arguments.parse_args())
             args.enable_experimental = False
@@ -112,7 +123,15 @@ def derived_numbers(flags: list[str], world_size: int) -> dict[str, Any]:
             return _numbers(args, config)
         except SystemExit as error:
             raise UnknownFlagError("the parser ends the program") from error
-        except (AssertionError, ValueError, RuntimeError, TypeError, NotImplementedError, AttributeError, KeyError) as error:
+        except (
+            AssertionError,
+            ValueError,
+            RuntimeError,
+            TypeError,
+            NotImplementedError,
+            AttributeError,
+            KeyError,
+        ) as error:
             raise RefusedError(f"{type(error).__name__}: {str(error)[:300]}") from error
         except ZeroDivisionError as error:
             raise RefusedError("ZeroDivisionError") from error
@@ -164,6 +183,8 @@ def _numbers(args: Any, config: Any) -> dict[str, Any]:
         numbers["latent_softmax_scale"] = float(f"{scale:.7g}")
     if args.hybrid_layer_pattern is None or "*" in args.hybrid_layer_pattern:
         numbers["frequencies"] = _frequencies(args, config)
+    if args.experimental_attention_variant and "A" not in _layer_kinds(args, config):
+        numbers.pop("frequencies", None)
     numbers["learned_positions"] = args.position_embedding_type == "learned_absolute"
     numbers["layers"] = _layer_kinds(args, config)
     numbers["stages"] = _stages(args, config)
@@ -175,7 +196,9 @@ def _numbers(args: Any, config: Any) -> dict[str, Any]:
 def _frequencies(args: Any, config: Any) -> list[float] | None:
     """Returns the factor on cos and sin, how many frequencies rope has, and three of them, as its module computes them."""
     plain = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding").RotaryEmbedding
-    yarn = importlib.import_module("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding").YarnRotaryEmbedding
+    yarn = importlib.import_module(
+        "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding"
+    ).YarnRotaryEmbedding
     latent = args.multi_latent_attention
     kind = config.rope_type if latent else args.position_embedding_type
     common = {
@@ -187,12 +210,18 @@ def _frequencies(args: Any, config: Any) -> list[float] | None:
         "cp_group": SimpleNamespace(size=lambda: 1, rank=lambda: 0),
     }
     if kind == "yarn":
-        settings = {name: getattr(config, name if latent else f"yarn_{name}") for name in _YARN if not latent or hasattr(config, name)}
+        settings = {
+            name: getattr(config, name if latent else f"yarn_{name}")
+            for name in _YARN
+            if not latent or hasattr(config, name)
+        }
         settings["scaling_factor"] = settings.pop("rotary_scaling_factor")
         angles, factor = yarn(**common, **settings).get_emb(2)
         angles = angles[1, 0, 0]
     elif kind == "rope":
-        scaling = {} if latent else {"rope_scaling": args.use_rope_scaling, "rope_scaling_factor": args.rope_scaling_factor}
+        scaling = (
+            {} if latent else {"rope_scaling": args.use_rope_scaling, "rope_scaling_factor": args.rope_scaling_factor}
+        )
         angles, factor = plain(**common, **scaling).get_emb(2)[1, 0, 0], 1.0
     else:
         return None
@@ -264,7 +293,9 @@ def _stages(args: Any, config: Any) -> list[int]:
 def _hybrid_stage(args: Any, config: Any, rank: int, vp_stage: int | None) -> tuple[list[str], int]:
     allocation = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_allocation")
     size = config.pipeline_model_parallel_size
-    ranks = mock.patch.multiple(torch.distributed, get_rank=lambda group=None: rank, get_world_size=lambda group=None: size)
+    ranks = mock.patch.multiple(
+        torch.distributed, get_rank=lambda group=None: rank, get_world_size=lambda group=None: size
+    )
     main = args.hybrid_layer_pattern.split("/")[0]
     ends = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
     with ranks, mock.patch.object(allocation, "log_on_each_pipeline_stage", lambda *_, **__: None):
@@ -275,7 +306,12 @@ def _groups(args: Any) -> dict[str, list[int]]:
     """Returns the groups of one rank, by Megatron's generator of ranks."""
     make = importlib.import_module("megatron.core.parallel_state").RankGenerator
     order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-    tp, pp, cp, dp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size, args.data_parallel_size
+    tp, pp, cp, dp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+        args.data_parallel_size,
+    )
     ep, etp, world = args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.world_size
     if world % (etp * ep * pp):
         raise RefusedError("experts do not fit the ranks")
@@ -287,7 +323,10 @@ def _groups(args: Any) -> dict[str, list[int]]:
     if args.num_experts:
         named |= {"etp": (sparse, "tp"), "ep": (sparse, "ep"), "edp": (sparse, "dp")}
     rank = world * 2 // 3
-    return {axis: next(list(group) for group in maker.get_ranks(token) if rank in group) for axis, (maker, token) in named.items()}
+    return {
+        axis: next(list(group) for group in maker.get_ranks(token) if rank in group)
+        for axis, (maker, token) in named.items()
+    }
 
 
 def _run(training: Any, args: Any, overrides: dict[Any, Any]) -> dict[str, Any]:

@@ -71,7 +71,9 @@ def outcome() -> tuple[list[str], Counter[str], int]:
             flags, world_size = command_line(number, ramps=document["ramps"])
             found, problems = ours(flags, world_size)
             if found is not None:
-                reasons = [refusal.reason for refusal in THEIR_REFUSALS if refusal.holds(Case(version, flags, {}, found))]
+                reasons = [
+                    refusal.reason for refusal in THEIR_REFUSALS if refusal.holds(Case(version, flags, {}, found))
+                ]
                 used.update(reasons)
                 unexplained += [] if reasons else [f"{version} case {number} is refused there only: {' '.join(flags)}"]
     return unexplained, used, equal
@@ -105,7 +107,11 @@ def is_close(theirs: Any, found: Any) -> bool:
         same_length = isinstance(found, list) and len(theirs) == len(found)
         return same_length and all(map(is_close, theirs, found))
     if isinstance(theirs, dict):
-        return isinstance(found, dict) and theirs.keys() == found.keys() and all(is_close(theirs[key], found[key]) for key in theirs)
+        return (
+            isinstance(found, dict)
+            and theirs.keys() == found.keys()
+            and all(is_close(theirs[key], found[key]) for key in theirs)
+        )
     if isinstance(theirs, float) and isinstance(found, int | float):
         return found == pytest.approx(theirs, rel=PRECISION, abs=0)
     return theirs == found
@@ -116,7 +122,9 @@ def test_flags_are_those_that_megatron_was_given(version: str):
     document, digest = golden(version), 0
     for case in range(document["cases"]):
         digest = crc32(" ".join(command_line(case, ramps=document["ramps"])[0]).encode(), digest)
-    assert digest == document["flags_digest"], "regenerate the golden numbers: python -m tests.megatron_parser.make_golden"
+    assert digest == document["flags_digest"], (
+        "regenerate the golden numbers: python -m tests.megatron_parser.make_golden"
+    )
 
 
 def test_both_derive_the_same_numbers_or_a_known_reason_says_why_not():

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from petatron.base.errors import Problem
-from petatron.config.flags.megatron_flags import LATENT_ORIGINAL_CONTEXT
+from petatron.config.flags.megatron_flags import LATENT_ORIGINAL_CONTEXT, NO_GELU_FUSION
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import FieldValue, fields_by_name
 from petatron.config.value_origins import Setting
-
 
 _UNREAD_BY_LATENT = (
     "--rope-scaling-factor",
@@ -30,6 +29,10 @@ _UNREAD_BY_YARN = ("--rope-scaling-factor", "--rotary-percent", "--use-rope-scal
 def apply_megatron_meanings(parsed: ParsedFlags) -> None:
     """Applies the rules that flags alone decide."""
     if not parsed.megatron_defaults:
+        if parsed.exact_gelu:
+            parsed.implied.append(
+                ImpliedFlag(NO_GELU_FUSION, "gelu is the exact one, and --activation gelu_tanh the approximation")
+            )
         return
     given = {setting.path.partition(".")[2]: setting for setting in parsed.settings}
     latent, positions = given.get("multi_latent_attention"), given.get("position_embedding_type")
@@ -76,8 +79,14 @@ def _rotate_latent_heads(parsed: ParsedFlags, latent: Setting, given: Mapping[st
     scales = factor is not None and factor.value != 1 and factor.origin.detail not in _UNREAD_BY_LATENT
     if positions is not None and positions.value == "none":
         parsed.add_setting(info, "rope", latent.origin.detail)
-        parsed.notices.append(f"{latent.origin.detail} rotates a part of each head beside {info.flag} none, as in Megatron")
-    elif parsed.preset is None and (positions is None or positions.value == "learned_absolute") and (parsed.rope_type or scales):
+        parsed.notices.append(
+            f"{latent.origin.detail} rotates a part of each head beside {info.flag} none, as in Megatron"
+        )
+    elif (
+        parsed.preset is None
+        and (positions is None or positions.value == "learned_absolute")
+        and (parsed.rope_type or scales)
+    ):
         rule = f"rotates heads beside the learned positions of {info.flag}, which is not in this version"
         parsed.problems.append(Problem(latent.origin.detail, "", rule, f"Give {info.flag} rope."))
         parsed.doubtful_flags.add(latent.origin.detail)

@@ -21,7 +21,8 @@ _SHARED_HEADS = replace(
     shown="",
 )
 _HAS_BIAS = UsedWhen(
-    lambda run: not run.model.multi_latent_attention, "latent attention's projections of queries, keys and values have none"
+    lambda run: not run.model.multi_latent_attention,
+    "latent attention's projections of queries, keys and values have none",
 )
 _UNSHARED = NotWith("group_query_attention", lambda shared: not shared)
 _UNNORMED = NotWith(
