@@ -127,8 +127,10 @@ def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> No
     if values["num_experts"] is None and tp is not None and is_sound and etp != tp:
         values.set("expert_tensor_parallel_size", tp, "there are no experts")
     if values["data_parallel_size"]:
-        bucket = max(MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"])
-        values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp)")
+        bucket = max(
+            MIN_BUCKET_SIZE, 1_000_000 * values["data_parallel_size"] * max(1, values["context_parallel_size"])
+        )
+        values.fill("ddp_bucket_size", bucket, "max(40 million, 1 million x dp x cp)")
 
 
 def _derive_hybrid(values: _DerivedValues) -> None:
@@ -154,7 +156,7 @@ def _derive_hybrid(values: _DerivedValues) -> None:
 
 def _derive_model(values: _DerivedValues) -> None:
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    if hidden > 0 and values["activation"] in GATED_ACTIVATIONS:
+    if hidden > 0 and values["activation"] in GATED_ACTIVATIONS and values["activation"] != "quick_geglu":
         width = max(64, hidden * 8 // 3 // 64 * 64)
         values.fill("ffn_hidden_size", width, "8/3 x hidden size, down to a multiple of 64, for a gated activation")
     elif hidden > 0:

@@ -20,10 +20,18 @@ from petatron.config.adapt.adapt_preset_to_flags import AdaptedModel, adapt_mode
 from petatron.config.declared_rules import unused_flag_notices, unused_settings
 from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
+from petatron.config.flags.megatron_meanings import dependent_defaults
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
 from petatron.config.presets import preset_names, read_preset
-from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name, fields_by_path, unflatten_config
+from petatron.config.schema.fields import (
+    FieldValue,
+    all_fields,
+    fields_by_name,
+    fields_by_path,
+    flatten_config,
+    unflatten_config,
+)
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.rope import ROTARY_TYPES
 from petatron.config.settings_from_checkpoint import (
@@ -40,6 +48,8 @@ from petatron.config.settings_from_checkpoint import (
 from petatron.config.split_data_file import read_split_data
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
+
+_OF_MEGATRON = ValueOrigin("default", "of Megatron")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +185,10 @@ def _merge_sources(
     adapted = AdaptedModel(problems=unread) if unread else adapt_model(given, typed, toy=flags.toy)
     values, origins = values | adapted.values, origins | adapted.origins
     _apply(values, origins, flags.settings)
+    if flags.megatron_defaults:
+        for path, value in dependent_defaults(values, exact_gelu=flags.exact_gelu):
+            if origins[path].kind == "default":
+                values[path], origins[path] = value, _OF_MEGATRON
     return values, origins, adapted
 
 
@@ -203,18 +217,16 @@ def _settings_of_model(
 
 def megatron_defaults() -> list[Setting]:
     """Returns the defaults of Megatron's that change numbers, where ours are others."""
-    origin = ValueOrigin("default", "of Megatron")
-    return [Setting(fields_by_name()[name].path, value, origin) for name, value in MEGATRON_DEFAULTS.items()]
+    return [Setting(fields_by_name()[name].path, value, _OF_MEGATRON) for name, value in MEGATRON_DEFAULTS.items()]
 
 
 def _default_notice(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> list[str]:
     """Names the defaults of Megatron's that this run uses in the place of ours."""
-    unused = unused_settings(config)
-    used = [
-        f"{fields_by_path()[setting.path].flag} {setting.value}"
-        for setting in megatron_defaults()
-        if origins[setting.path] == setting.origin and setting.path not in unused
-    ]
+    defaults = [info for info in all_fields() if origins[info.path] == _OF_MEGATRON]
+    if not defaults:
+        return []
+    unused, values = unused_settings(config), flatten_config(config)
+    used = [f"{info.flag} {values[info.path]}" for info in defaults if info.path not in unused]
     return [f"defaults of Megatron take the place of ours: {', '.join(used)}"] if used else []
 
 

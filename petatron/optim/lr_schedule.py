@@ -11,7 +11,7 @@ With t the progress, W the warm-up, N the decay length and r = (t - W) / (N - W)
     t > N                  minimum (the constant style keeps the peak)
     linear                 minimum + (peak - minimum) (1 - r)
     cosine                 minimum + (peak - minimum) (1 + cos(pi r)) / 2
-    inverse-square-root    peak sqrt(W / t), at least minimum; a warm-up of 0, or t = 0, counts as one sample, as in Megatron
+    inverse-square-root    peak sqrt(W / t), at least minimum; a warm-up below one sample, or t = 0, counts as one, as in Megatron
     WSD                    peak until D before N; then from peak to minimum over the last D in a shape of its own
 """
 
@@ -49,7 +49,7 @@ class LearningRateSchedule:
     final_style: str = "exponential"
     in_samples: bool = False
     samples_per_iteration: int = 1
-    """Only inverse-square-root without a warm-up depends on it, where progress is in iterations."""
+    """Only inverse-square-root with a warm-up below one sample depends on it, where progress is in iterations."""
 
     @classmethod
     def from_config(cls, run: RunConfig) -> LearningRateSchedule:
@@ -63,7 +63,8 @@ class LearningRateSchedule:
         warmup: float = schedule.lr_warmup_samples if in_samples else schedule.lr_warmup_iters
         if schedule.lr_warmup_fraction is not None:
             warmup = schedule.lr_warmup_fraction * decay
-        depends_on_batch = schedule.lr_decay_style == "inverse-square-root" and not in_samples and warmup == 0
+        short = warmup * run.train.global_batch_size < 1
+        depends_on_batch = schedule.lr_decay_style == "inverse-square-root" and not in_samples and short
         return cls(
             peak=required("lr", run.optim.lr),
             style=schedule.lr_decay_style,

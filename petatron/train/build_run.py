@@ -140,7 +140,7 @@ def build_loaders(
     if tokenizer is None and run.tokenizer.tokenizer_type is not None:
         tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
     needed = RunLength.from_config(run).samples if train_samples is None else train_samples
-    validation, test = _evaluation_samples(run) if evaluates else (0, 0)
+    validation, test = evaluation_samples(run) if evaluates else (0, 0)
     datasets = build_datasets(run, tokenizer, (needed, validation, test))
     assert datasets.train is not None
     if mesh.rank == 0:
@@ -177,7 +177,7 @@ def evaluation_batch_size(run: RunConfig) -> int:
     return run.train.eval_global_batch_size or run.train.global_batch_size
 
 
-def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
+def evaluation_samples(run: RunConfig) -> tuple[int, int]:
     """Returns validation and test samples; zero for a split without data.
 
     As many validation samples as Megatron builds, enough for other ones in every evaluation of the run. Here all evaluate the first
@@ -186,6 +186,8 @@ def _evaluation_samples(run: RunConfig) -> tuple[int, int]:
     samples = run.train.eval_iters * evaluation_batch_size(run)
     interval = run.train.eval_interval
     evaluations = RunLength.from_config(run).iterations // interval + 1 if interval else 1
+    if interval and run.train.start_eval_at_iter is not None:
+        evaluations = max(0, evaluations - run.train.start_eval_at_iter // interval)
     shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)
     if run.data.train_data_path:
         shares = (1.0, float(bool(run.data.valid_data_path)), float(bool(run.data.test_data_path)))

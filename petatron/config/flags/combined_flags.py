@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from petatron.base.errors import Problem
 from petatron.config.flags import megatron_flags as spellings
+from petatron.config.flags.megatron_meanings import apply_megatron_meanings
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import fields_by_name, fields_by_path
 from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
@@ -16,6 +17,7 @@ def apply_combined_rules(parsed: ParsedFlags) -> None:
     """Applies the rules to all settings of a command line."""
     _drop_overridden_shorthands(parsed)
     _check_contradictions(parsed)
+    apply_megatron_meanings(parsed)
     _apply_latent_rotation(parsed)
     _split_hybrid_stages(parsed)
     _drop_unread_tokenizer_flags(parsed)

@@ -158,6 +158,9 @@ ROPE_TYPES = ("rope", "yarn")
 LATENT_ORIGINAL_CONTEXT = 4096
 """The context before extension that Megatron's latent attention has, where no flag says one."""
 
+NO_GELU_FUSION = "--no-bias-gelu-fusion"
+"""Leaves Megatron's default activation the exact gelu: its fused kernel is the approximation with tanh."""
+
 # Megatron deprecated this one: it has an effect only when another flag has already removed the learned table.
 NO_POSITION_EMBEDDING = "--no-position-embedding"
 

@@ -82,7 +82,13 @@ def known_flags() -> list[str]:
     """Returns every accepted spelling, for suggestions."""
     of_fields = [info.flag for info in fields_by_name().values()]
     negated = [f"--no-{info.flag[2:]}" for info in fields_by_name().values() if _needs_no_value(info)]
-    others = [*spellings.ALIASES, *spellings.SHORTHANDS, *spellings.CHOICE_FLAGS, spellings.ROPE_TYPE]
+    others = [
+        *spellings.ALIASES,
+        *spellings.SHORTHANDS,
+        *spellings.CHOICE_FLAGS,
+        spellings.ROPE_TYPE,
+        spellings.NO_GELU_FUSION,
+    ]
     accepted = [flag for flag, answer in megatron_flags().items() if answer.kind == "always so"]
     return [*of_fields, *negated, *others, *accepted, *_SOURCES, TOY_FLAG, spellings.MEGATRON_DEFAULTS_FLAG]
 
@@ -181,6 +187,8 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
     if flag == spellings.NO_POSITION_EMBEDDING:
         parsed.drops_learned_positions = True
         return token.following_words
+    if flag == spellings.NO_GELU_FUSION:
+        return _apply_valueless(token, parsed, lambda: setattr(parsed, "exact_gelu", True))
     answer = megatron_flags().get(flag)
     if answer is not None and answer.kind == "always so":
         return _apply_always_so(answer, token, parsed)

@@ -32,6 +32,7 @@ class ParsedFlags:
     doubtful_flags: set[str] = field(default_factory=set)
     drops_learned_positions: bool = False
     rope_type: str | None = None
+    exact_gelu: bool = False
     megatron_defaults: bool = False
     toy: bool = False
 

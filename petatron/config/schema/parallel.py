@@ -173,7 +173,7 @@ class RawParallelConfig:
     overlap_param_gather: Annotated[bool, _REPLICAS, _SHARDS] = False
     """Gather updated parameters while the next forward pass runs; needs the distributed optimizer."""
     ddp_bucket_size: Annotated[BucketElements, _REPLICAS, _BUCKETS] | None = None
-    """Elements per gradient bucket. Derived: max(40 million, 1 million x dp)."""
+    """Elements per gradient bucket. Derived: max(40 million, 1 million x dp x cp)."""
     use_tp_pp_dp_mapping: bool = False
     """Number the ranks with pipeline stages next to each other before replicas (tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp)."""
     distributed_backend: Literal["gloo", "nccl", "fake"] | None = None

@@ -198,7 +198,7 @@ def test_the_launcher_contradicts_a_flag():
         ("--init-method-std 0.5", "model.embedding_init_method_std", 0.5, "--init-method-std"),
         ("--num-experts 2 --hidden-size 64", "moe.moe_ffn_hidden_size", 256, "the MLP width"),
         ("--tp 4", "parallel.expert_tensor_parallel_size", 4, "the tensor-parallel size"),
-        ("--dp 64", "parallel.ddp_bucket_size", 64_000_000, "max(40 million, 1 million x dp)"),
+        ("--dp 64", "parallel.ddp_bucket_size", 64_000_000, "max(40 million, 1 million x dp x cp)"),
         ("--dp 3 --micro-batch-size 4", "train.global_batch_size", 12, "micro batch x data parallel"),
         ("--train-iters 50", "schedule.lr_decay_iters", 50, "--train-iters"),
         ("--train-samples 50", "schedule.lr_decay_samples", 50, "--train-samples"),

@@ -65,11 +65,6 @@ ONE_PROBLEM = [
         "--group-query-attention cannot be combined with --multi-latent-attention, which has no key/value heads to share. "
         "Use --no-group-query-attention, or leave the other out.",
     ),
-    (
-        f"{LATENT} --add-qkv-bias",
-        "--add-qkv-bias cannot be combined with --multi-latent-attention, whose query, key and value projections have no bias. "
-        "Leave one out.",
-    ),
     ("--mtp-num-layers -1", "--mtp-num-layers -1 is below 1. Use 1 or more."),
     (
         "--mtp-num-layers 1 --mtp-loss-scaling-factor -1",

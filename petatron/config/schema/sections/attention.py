@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, settings_section
+from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
 from petatron.config.schema.numeric_bounds import DropoutRate, PositiveFactor, SequenceLength, Size, Width
 from petatron.config.schema.sections.hybrid import HAS_ATTENTION
@@ -20,7 +20,10 @@ _SHARED_HEADS = replace(
     fix="Use --no-group-query-attention, or leave the other out.",
     shown="",
 )
-_BIAS = replace(NOT_LATENT, rule=f"{NOT_LATENT.rule}, whose query, key and value projections have no bias", shown="")
+_HAS_BIAS = UsedWhen(
+    lambda run: not run.model.multi_latent_attention,
+    "latent attention's projections of queries, keys and values have none",
+)
 _UNSHARED = NotWith("group_query_attention", lambda shared: not shared)
 _UNNORMED = NotWith(
     "qk_layernorm",
@@ -50,7 +53,7 @@ class AttentionSettings:
     """Number of key/value heads. Derived: 1 with `--group-query-attention` (multi-query), else the number of heads."""
     kv_channels: Annotated[Size, NotWith("multi_latent_attention"), LATENT_HEADS] | None = None
     """Width of one head. Derived: hidden size / heads."""
-    add_qkv_bias: Annotated[bool, _BIAS] = False
+    add_qkv_bias: Annotated[bool, _HAS_BIAS] = False
     """Bias on the query/key/value projection even when the others have none (Qwen2)."""
     qk_layernorm: Annotated[bool, NotWith("qk_l2_norm")] = False
     """Normalize each query and key head (Qwen3); with `--multi-latent-attention` the latents (DeepSeek)."""

@@ -38,7 +38,8 @@ class MlpSettings:
 
     feature: ClassVar = Feature("MLP")
     ffn_hidden_size: Annotated[Size, ToySize(256), _HAS_MLPS, _NOT_ALL_EXPERTS] | None = None
-    """Width inside the MLP. Derived: 4 x hidden; for gated activations 8/3 x hidden rounded down to a multiple of 64."""
+    """Width inside the MLP. Derived: 4 x hidden; for gated activations other than quick_geglu 8/3 x hidden, rounded down to a
+    multiple of 64."""
     activation: ActivationName = "gelu"
     """MLP activation; the names with glu are gated and use three matrices."""
     add_bias_linear: bool = True

@@ -1,0 +1,111 @@
+"""What flags mean in a command line of Megatron's, where they mean something else in one of ours: rules for `--megatron-defaults`.
+
+Everything here was found by comparing what both programs derive from the same flags (`tests/megatron_parser`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from petatron.base.errors import Problem
+from petatron.config.flags.megatron_flags import LATENT_ORIGINAL_CONTEXT, NO_GELU_FUSION
+from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
+from petatron.config.schema.fields import FieldValue, fields_by_name
+from petatron.config.value_origins import Setting
+
+_UNREAD_BY_LATENT = (
+    "--rope-scaling-factor",
+    "--rotary-seq-len-interpolation-factor",
+    "--use-rope-scaling",
+    "--yarn-beta-fast",
+    "--yarn-beta-slow",
+    "--yarn-correction-range-round-to-int",
+    "--no-yarn-correction-range-round-to-int",
+    "--yarn-original-max-position-embeddings",
+)
+_UNREAD_BY_YARN = ("--rope-scaling-factor", "--rotary-percent", "--use-rope-scaling")
+
+
+def apply_megatron_meanings(parsed: ParsedFlags) -> None:
+    """Applies the rules that flags alone decide."""
+    if not parsed.megatron_defaults:
+        if parsed.exact_gelu:
+            parsed.implied.append(
+                ImpliedFlag(NO_GELU_FUSION, "gelu is the exact one, and --activation gelu_tanh the approximation")
+            )
+        return
+    given = {setting.path.partition(".")[2]: setting for setting in parsed.settings}
+    latent, positions = given.get("multi_latent_attention"), given.get("position_embedding_type")
+    if parsed.preset is None and parsed.from_folder is None and not parsed.files:
+        _ungroup_heads(parsed, given)
+    if latent is not None and latent.value:
+        _drop_flags(parsed, _UNREAD_BY_LATENT, "latent attention does not read it, as in Megatron")
+        _rotate_latent_heads(parsed, latent, given)
+    elif positions is not None and positions.value == "yarn":
+        _drop_flags(parsed, _UNREAD_BY_YARN, "YaRN does not read it, as in Megatron")
+    else:
+        _drop_flags(parsed, ("--rotary-scaling-factor",), "YaRN and latent attention alone read it, as in Megatron")
+
+
+def dependent_defaults(values: Mapping[str, FieldValue], *, exact_gelu: bool) -> Iterator[tuple[str, FieldValue]]:
+    """Yields the defaults of Megatron's that depend on other settings, by path, for those that nobody set.
+
+    Its fused kernel of bias and gelu is the approximation with tanh, so that this is what a model with biases has by default. The
+    factor of YaRN scaling is 1 and its context 4,096, those of Llama-3 scaling 8 and 8,192.
+    """
+    paths = {name: info.path for name, info in fields_by_name().items()}
+    if values[paths["add_bias_linear"]] and not exact_gelu:
+        yield paths["activation"], "gelu_tanh"
+    if values[paths["position_embedding_type"]] == "yarn":
+        yield paths["rope_scaling_factor"], 1.0
+        yield paths["original_max_position_embeddings"], LATENT_ORIGINAL_CONTEXT
+
+
+def _ungroup_heads(parsed: ParsedFlags, given: Mapping[str, Setting]) -> None:
+    """Megatron reads `--num-query-groups` with `--group-query-attention` only: without it every head has keys of its own."""
+    groups, switch = given.get("num_query_groups"), given.get("group_query_attention")
+    if groups is not None and (switch is None or not switch.value):
+        _drop(parsed, groups, "it is for --group-query-attention")
+
+
+def _rotate_latent_heads(parsed: ParsedFlags, latent: Setting, given: Mapping[str, Setting]) -> None:
+    """Megatron's latent attention rotates a part of each head whatever `--position-embedding-type` is, and a learned table comes on top."""
+    info, share, factor = (
+        fields_by_name()["position_embedding_type"],
+        given.get("rotary_percent"),
+        given.get("rope_scaling_factor"),
+    )
+    positions = given.get("position_embedding_type")
+    scales = factor is not None and factor.value != 1 and factor.origin.detail not in _UNREAD_BY_LATENT
+    if positions is not None and positions.value == "none":
+        parsed.add_setting(info, "rope", latent.origin.detail)
+        parsed.notices.append(
+            f"{latent.origin.detail} rotates a part of each head beside {info.flag} none, as in Megatron"
+        )
+    elif (
+        parsed.preset is None
+        and (positions is None or positions.value == "learned_absolute")
+        and (parsed.rope_type or scales)
+    ):
+        rule = f"rotates heads beside the learned positions of {info.flag}, which is not in this version"
+        parsed.problems.append(Problem(latent.origin.detail, "", rule, f"Give {info.flag} rope."))
+        parsed.doubtful_flags.add(latent.origin.detail)
+    if share is not None and share.value != 1.0 and parsed.rope_type == "rope":
+        rule = "would rotate less than the rotary part of latent attention's heads, which is not in this version"
+        parsed.problems.append(Problem(share.origin.detail, f"{share.value:g}", rule, "Leave it out."))
+    temperature = given.get("yarn_mscale_all_dim")
+    if parsed.rope_type == "rope" and scales and temperature is not None and temperature.value:
+        rule = "would scale attention's scores without YaRN, which is not in this version"
+        parsed.problems.append(Problem(temperature.origin.detail, f"{temperature.value:g}", rule, "Leave it out."))
+
+
+def _drop_flags(parsed: ParsedFlags, flags: Collection[str], reason: str) -> None:
+    for setting in list(parsed.settings):
+        if setting.origin.detail.replace("_", "-") in flags:
+            _drop(parsed, setting, reason)
+
+
+def _drop(parsed: ParsedFlags, setting: Setting, reason: str) -> None:
+    parsed.settings.remove(setting)
+    value = "" if isinstance(setting.value, bool) else f" {setting.value}"
+    parsed.implied.append(ImpliedFlag(f"{setting.origin.detail}{value}", reason))
