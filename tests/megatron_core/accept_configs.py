@@ -1,0 +1,216 @@
+"""Measures how many of Megatron-LM's own configurations and scripts start here.
+
+    python -m tests.megatron_core.accept_configs FOLDER [--json FILE]
+
+FOLDER is a checkout of Megatron-LM, or any folder with its functional-test files (`model_config.yaml`, with MODEL_ARGS) and shell
+scripts. Nothing is run: each file is read as `petatron port` reads it, at the number of ranks that the recipes of the checkout
+(tests/test_utils/recipes) start it with, or else at eight as most of them do. Variables of the environment have made-up values, and
+files that are missing are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from petatron.base.errors import PetatronError
+from petatron.config.flags.parse import known_flags
+from petatron.port.flag_answers import FlagAnswer, spelled
+from petatron.port.ported_run import PortedRun, port_file
+
+RANKS = 8
+LIKELY_RANKS = (8, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
+ENVIRONMENT: Mapping[str, str] = {
+    "TOKENIZER_TYPE": "HuggingFaceTokenizer",
+    "TOKENIZER_MODEL_PATH": "/data/tokenizer",
+    "NUM_NODES": "1",
+    "NNODES": "1",
+    "GPUS_PER_NODE": "8",
+    "GPUS": "8",
+    "NODE_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "6000",
+}
+"""Values of the variables that are no path."""
+OUTSIDE: Mapping[str, tuple[str, ...]] = {
+    "T5": ("/t5", "train_t5", "pretrain_t5"),
+    "BERT": ("/bert", "_bert", "biobert"),
+    "retrieval and vision": ("/retro", "/ict", "realm", "vision"),
+    "multimodal": ("multimodal", "/mimo", "llava", "/nvlm", "radio", "audio"),
+    "reinforcement learning": ("grpo", "/rl/", "_rl_"),
+}
+"""What another kind of model or of training is, by a part of the path; it is listed, and counted apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a file. `names` are flags that are refused whatever their value, `others` the rest that blocks."""
+
+    file: str
+    kind: str
+    world_size: int | None
+    names: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    unreadable: str = ""
+
+    @property
+    def is_named(self) -> bool:
+        return not self.names and not self.unreadable
+
+    @property
+    def passes(self) -> bool:
+        return self.is_named and not self.others
+
+
+def measure(folder: Path) -> list[Outcome]:
+    """Returns the outcomes of all files of a folder."""
+    sizes = world_sizes(folder)
+    files = [file for file in sorted(folder.rglob("*.yaml")) if _is_test(file)]
+    files += [file for file in sorted(folder.rglob("*.sh")) if _is_example(file, folder)]
+    return [_outcome(file, folder, sizes) for file in files]
+
+
+def world_sizes(folder: Path) -> dict[str, int]:
+    """Returns the ranks of each test case that a recipe names."""
+    sizes: dict[str, int] = {}
+    for file in sorted(folder.rglob("recipes/**/*.yaml")):
+        recipe: Any = yaml.safe_load(file.read_text())
+        if isinstance(recipe, dict) and isinstance(recipe.get("spec"), dict):
+            for product in recipe.get("products") or ():
+                for names, place in _places(product, recipe["spec"]):
+                    for name in names:
+                        sizes.setdefault(name, int(place.get("nodes", 1)) * int(place.get("gpus", RANKS)))
+    return sizes
+
+
+def _places(product: Mapping[str, Any], spec: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    names = product.get("test_case", [])
+    for inner in product.get("products") or ({},):
+        place = {**spec, **product, **inner}
+        first = {key: value[0] if isinstance(value, list) else value for key, value in place.items() if value}
+        yield (names if isinstance(names, list) else [names]), first
+
+
+def _is_test(file: Path) -> bool:
+    return file.name == "model_config.yaml" or (
+        file.stat().st_size < 1 << 17 and "\nMODEL_ARGS:" in f"\n{file.read_text()}"
+    )
+
+
+def _is_example(file: Path, folder: Path) -> bool:
+    """Whether a script has flags of a model; those of Megatron's own test runner and of its containers have none."""
+    place = file.relative_to(folder).parts
+    return "tests" not in place and any(
+        flag in file.read_text(errors="replace")
+        for flag in ("--num-layers", "--hidden-size", "--micro-batch-size", "--tensor-model-parallel-size", "MODEL_ARGS")
+    )
+
+
+def _outcome(file: Path, folder: Path, sizes: Mapping[str, int]) -> Outcome:
+    name = str(file.relative_to(folder))
+    case = file.parent.name
+    size = sizes.get(case)
+    try:
+        kind = _kind(name)
+        run = _ported(file, size)
+        if size is None and run.world_size is None:
+            tried = (_ported(file, ranks) for ranks in LIKELY_RANKS)
+            run = next((run for run in tried if not _is_wrong_size(run)), run)
+    except PetatronError as error:
+        return Outcome(name, _kind(name), size, unreadable=str(error).removeprefix(f"{file}: "))
+    blocking = run.flags.of_kind("blocking")
+    names = tuple(_blocker(answer) for answer in blocking if not _is_known(answer))
+    others = [f"{answer.text}: {answer.why}" for answer in blocking if _is_known(answer)]
+    others += [f"no value: {variable.name}" for variable in run.missing]
+    others += [str(problem) for problem in run.problems]
+    others += [f"{run.launch.script} {run.script_problem}"] if run.script_problem else []
+    return Outcome(name, kind, run.world_size, names, tuple(others))
+
+
+def _is_wrong_size(run: PortedRun) -> bool:
+    return any("world size" in str(problem) or "x data-parallel" in str(problem) for problem in run.problems)
+
+
+def _ported(file: Path, size: int | None) -> PortedRun:
+    """Ports a file; every variable without a value gets the name of a file."""
+    given: dict[str, str] = {}
+    text = file.read_text(errors="replace")
+    given |= {name: value for name, value in ENVIRONMENT.items() if name in text}
+    for _ in range(4):
+        run = port_file(file, given=given, world_size=size)
+        names = {variable.name for variable in run.missing} - given.keys()
+        if not names:
+            break
+        given |= {name: f"/{name.lower()}" for name in names}
+    return run
+
+
+def _kind(name: str) -> str:
+    outside = next((kind for kind, parts in OUTSIDE.items() if any(part in f"/{name}" for part in parts)), None)
+    if outside is not None:
+        return f"outside: {outside}"
+    if name.endswith(".sh"):
+        return "example"
+    return "inference" if "inference" in name else "training"
+
+
+def _is_known(answer: FlagAnswer) -> bool:
+    return spelled(answer.flag.text) in known_flags()
+
+
+def _blocker(answer: FlagAnswer) -> str:
+    return spelled(answer.flag.text)
+
+
+def report(outcomes: list[Outcome]) -> str:
+    """Returns the counts, what blocks with how often, and every file that does not pass."""
+    lines = [f"{'':34}{'files':>7}{'by name':>9}{'whole check':>13}"]
+    for kind in sorted({outcome.kind for outcome in outcomes}):
+        mine = [outcome for outcome in outcomes if outcome.kind == kind]
+        named, passed = sum(item.is_named for item in mine), sum(item.passes for item in mine)
+        lines.append(f"{kind:34}{len(mine):>7}{named:>9}{passed:>13}")
+    for title, texts in (
+        ("flags refused by name", [name for item in outcomes for name in set(item.names)]),
+        ("values and rules", [_shortened(text) for item in outcomes for text in set(item.others)]),
+        ("not readable", [item.unreadable for item in outcomes if item.unreadable]),
+    ):
+        lines += ["", f"{title}:"]
+        lines += [f"{count:>5}  {text}" for text, count in Counter(texts).most_common()]
+    lines += ["", "files that do not pass:"]
+    for item in outcomes:
+        if not item.passes:
+            texts = [*item.names, *map(_shortened, item.others), *([item.unreadable] if item.unreadable else [])]
+            lines += [f"  {item.file} ({item.kind}, {item.world_size} ranks)", *(f"      {text}" for text in texts)]
+    return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) < 200 else f"{text[:200]} ..."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    options = parser.parse_args()
+    outcomes = measure(options.folder)
+    if not outcomes:
+        print(f"{options.folder} has no functional-test file and no script with flags of a model", file=sys.stderr)
+        return 1
+    print(report(outcomes))
+    if options.json is not None:
+        items = [asdict(item) | {"by_name": item.is_named, "passes": item.passes} for item in outcomes]
+        options.json.write_text(json.dumps(items, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
