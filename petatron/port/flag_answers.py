@@ -68,7 +68,7 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
     """Answers every flag of a command; `left_out` are the ones that the user does not want."""
     answers: list[FlagAnswer] = []
     empty: list[ShellText] = []
-    for flag, values in _grouped(texts):
+    for flag, values in grouped_flags(texts):
         answer = _answer(flag, values, left_out)
         if answer.kind not in ("missing", "blocking", "left out"):
             empty += [value for value in values if value not in answer.values]
@@ -89,7 +89,7 @@ def unquoted(text: ShellText) -> ShellText:
     return replace(text, text=text.text[1:-1]) if has_quotes else text
 
 
-def _grouped(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[ShellText, ...]]]:
+def grouped_flags(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[ShellText, ...]]]:
     """Returns every flag with the words that follow it; words before the first flag are groups of their own."""
     groups: list[tuple[ShellText, tuple[ShellText, ...]]] = []
     for text in texts:

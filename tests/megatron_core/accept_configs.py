@@ -11,11 +11,13 @@ files that are missing are not counted.
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ import yaml
 from petatron.base.errors import PetatronError
 from petatron.config.flags.parse import known_flags
 from petatron.port.flag_answers import FlagAnswer, spelled
-from petatron.port.ported_run import PortedRun, port_file
+from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
+from petatron.port.ported_run import PortedRun, port_script
+from petatron.port.read_script import ScriptFile, read_script
 
 RANKS = 8
 LIKELY_RANKS = (8, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -38,8 +42,11 @@ ENVIRONMENT: Mapping[str, str] = {
     "NODE_RANK": "0",
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "6000",
+    "SEED": "1",
 }
 """Values of the variables that are no path."""
+ARGUMENTS: Mapping[str, str] = {"CHECKPOINT": "/checkpoint", "HF_TOKEN": "token", "HF_HOME": "/hf"}
+"""Variables that scripts begin with as empty, and take from their arguments."""
 OUTSIDE: Mapping[str, tuple[str, ...]] = {
     "T5": ("/t5", "train_t5", "pretrain_t5"),
     "BERT": ("/bert", "_bert", "biobert"),
@@ -70,12 +77,19 @@ class Outcome:
         return self.is_named and not self.others
 
 
-def measure(folder: Path) -> list[Outcome]:
-    """Returns the outcomes of all files of a folder."""
+def measure(folder: Path, assumed: Sequence[str] = ()) -> list[Outcome]:
+    """Returns the outcomes of all files of a folder. What matches a pattern of `assumed` does not count as blocking."""
     sizes = world_sizes(folder)
     files = [file for file in sorted(folder.rglob("*.yaml")) if _is_test(file)]
     files += [file for file in sorted(folder.rglob("*.sh")) if _is_example(file, folder)]
-    return [_outcome(file, folder, sizes) for file in files]
+    return [_without(_outcome(file, folder, sizes), assumed) for file in files]
+
+
+def _without(outcome: Outcome, assumed: Sequence[str]) -> Outcome:
+    def remaining(texts: Sequence[str]) -> tuple[str, ...]:
+        return tuple(text for text in texts if not any(fnmatch.fnmatchcase(text, pattern) for pattern in assumed))
+
+    return replace(outcome, names=remaining(outcome.names), others=remaining(outcome.others))
 
 
 def world_sizes(folder: Path) -> dict[str, int]:
@@ -110,24 +124,31 @@ def _is_example(file: Path, folder: Path) -> bool:
     place = file.relative_to(folder).parts
     return "tests" not in place and any(
         flag in file.read_text(errors="replace")
-        for flag in ("--num-layers", "--hidden-size", "--micro-batch-size", "--tensor-model-parallel-size", "MODEL_ARGS")
+        for flag in (
+            "--num-layers",
+            "--hidden-size",
+            "--micro-batch-size",
+            "--tensor-model-parallel-size",
+            "MODEL_ARGS",
+        )
     )
 
 
 def _outcome(file: Path, folder: Path, sizes: Mapping[str, int]) -> Outcome:
     name = str(file.relative_to(folder))
-    case = file.parent.name
-    size = sizes.get(case)
+    kind, size = _kind(name), sizes.get(file.parent.name)
     try:
-        kind = _kind(name)
-        run = _ported(file, size)
-        if size is None and run.world_size is None:
-            tried = (_ported(file, ranks) for ranks in LIKELY_RANKS)
+        script = _read(file)
+        if answers_prompts(script):
+            return _inference_outcome(name, port_inference(script, world_size=size or RANKS))
+        run = port_script(script, world_size=size)
+        if size is None and (run.world_size is None or _is_wrong_size(run)):
+            tried = (port_script(script, world_size=ranks) for ranks in LIKELY_RANKS)
             run = next((run for run in tried if not _is_wrong_size(run)), run)
     except PetatronError as error:
-        return Outcome(name, _kind(name), size, unreadable=str(error).removeprefix(f"{file}: "))
+        return Outcome(name, kind, size, unreadable=str(error).removeprefix(f"{file}: "))
     blocking = run.flags.of_kind("blocking")
-    names = tuple(_blocker(answer) for answer in blocking if not _is_known(answer))
+    names = tuple(spelled(answer.flag.text) for answer in blocking if not _is_known(answer))
     others = [f"{answer.text}: {answer.why}" for answer in blocking if _is_known(answer)]
     others += [f"no value: {variable.name}" for variable in run.missing]
     others += [str(problem) for problem in run.problems]
@@ -135,22 +156,42 @@ def _outcome(file: Path, folder: Path, sizes: Mapping[str, int]) -> Outcome:
     return Outcome(name, kind, run.world_size, names, tuple(others))
 
 
+def _inference_outcome(name: str, run: PortedInference) -> Outcome:
+    """A refused flag is one by name if no value of it would do."""
+    names = tuple(
+        spelled(problem.where) for problem in run.problems if "not known" in problem.rule or not problem.value
+    )
+    others = [str(problem) for problem in run.problems if spelled(problem.where) not in names]
+    others += [f"no value: {variable.name}" for variable in run.missing]
+    kind = _kind(name)
+    return Outcome(name, "inference" if kind == "training" else kind, run.world_size, names, tuple(others))
+
+
 def _is_wrong_size(run: PortedRun) -> bool:
-    return any("world size" in str(problem) or "x data-parallel" in str(problem) for problem in run.problems)
+    return any(
+        "world size" in str(problem) or "--world-size" in str(problem) or "x data-parallel" in str(problem)
+        for problem in run.problems
+    )
 
 
-def _ported(file: Path, size: int | None) -> PortedRun:
-    """Ports a file; every variable without a value gets the name of a file."""
-    given: dict[str, str] = {}
+def _read(file: Path) -> ScriptFile:
+    """Reads a file; every variable without a value gets a number, or the name of a file."""
     text = file.read_text(errors="replace")
-    given |= {name: value for name, value in ENVIRONMENT.items() if name in text}
-    for _ in range(4):
-        run = port_file(file, given=given, world_size=size)
-        names = {variable.name for variable in run.missing} - given.keys()
-        if not names:
-            break
-        given |= {name: f"/{name.lower()}" for name in names}
-    return run
+    given = {name: value for name, value in ARGUMENTS.items() if re.search(rf'^{name}=""$', text, re.M)}
+    script = read_script(file, given)
+    while new := _unknown_names(script) - given.keys():
+        given |= {name: ENVIRONMENT.get(name, f"/{name.lower()}") for name in new}
+        script = read_script(file, given)
+    return script
+
+
+def _unknown_names(script: ScriptFile) -> set[str]:
+    """Returns the variables that a launcher's counts or a flag's value need; a word for further flags may be empty."""
+    words = script.launch.flags
+    needed = [
+        word for before, word in zip((None, *words), words) if not word.is_bare or (before and before.text[:2] == "--")
+    ]
+    return {name for word in needed for name in word.missing} | set(script.launch.unknown_counts)
 
 
 def _kind(name: str) -> str:
@@ -200,8 +241,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    text = "count nothing as blocking that matches this pattern, for instance '--fim-*'"
+    parser.add_argument("--assume", action="append", default=[], metavar="PATTERN", help=text)
     options = parser.parse_args()
-    outcomes = measure(options.folder)
+    outcomes = measure(options.folder, options.assume)
     if not outcomes:
         print(f"{options.folder} has no functional-test file and no script with flags of a model", file=sys.stderr)
         return 1

@@ -67,7 +67,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
     "--apply-residual-connection-post-layernorm": Shorthand("norm_placement", "stream"),
     "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
-    "--enable-cuda-graph": Shorthand("cuda_graphs", "on"),
+    "--enable-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--external-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--fake-process-group": Shorthand("distributed_backend", "fake"),
     "--disable-manual-gc-eval": Shorthand("manual_gc_eval", False),
@@ -92,7 +92,7 @@ CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
         "none": Shorthand("cuda_graphs", "off"),
         "local": Shorthand("cuda_graphs", "auto"),
         "transformer_engine": Shorthand("cuda_graphs", "auto"),
-        "full_iteration": Shorthand("cuda_graphs", "on"),
+        "full_iteration": Shorthand("cuda_graphs", "auto"),
     },
 }
 
@@ -102,10 +102,11 @@ _WINDOW_PAIR = re.compile(r"\(?(\d{1,9}),0\)?")
 
 @dataclass(frozen=True, slots=True)
 class OtherValue:
-    """A value of Megatron's that is one of ours, and why that is the same."""
+    """A value of Megatron's that is one of ours, and why that is the same; `also` are other fields that it sets."""
 
     value: str
     reason: str
+    also: tuple[tuple[str, FieldValue], ...] = ()
 
 
 _ONE_FORMAT = (
@@ -114,6 +115,14 @@ _ONE_FORMAT = (
 )
 # Values of our own fields that Megatron spells otherwise: field -> value.
 OTHER_VALUES: Mapping[str, Mapping[str, OtherValue]] = {
+    "distributed_backend": {"nccl2": OtherValue("nccl", "there is one NCCL backend")},
+    "optimizer": {
+        "dist_muon": OtherValue(
+            "muon",
+            "--use-distributed-optimizer, which it sets too, shards its state; the updates are the same",
+            also=(("use_distributed_optimizer", True),),
+        ),
+    },
     "ckpt_format": dict.fromkeys(
         ("torch_dist", "torch_dcp", "torch", "fsdp_dtensor"), OtherValue("petatron", _ONE_FORMAT)
     ),
@@ -158,7 +167,6 @@ NO_POSITION_EMBEDDING = "--no-position-embedding"
 # Values of our own fields that Megatron has and this version has not: field -> value -> its name in the message.
 UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
-        "dist_muon": "Megatron's own sharding of Muon (say --optimizer muon --use-distributed-optimizer)",
         "adaptive_muon": "the adaptive Muon optimizer",
     },
     "muon_coefficient_type": {"aol": "AOL preconditioning of Muon"},

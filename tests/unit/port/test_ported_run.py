@@ -11,8 +11,9 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.config.schema.fields import flatten_config
 from petatron.port.flag_answers import answer_flags
 from petatron.port.launch_command import find_launches, scheduler_variables
-from petatron.port.ported_run import MAX_SCRIPT_BYTES, PortedRun, port_file
+from petatron.port.ported_run import PortedRun, port_file
 from petatron.port.ported_yaml import is_unchanged
+from petatron.port.read_script import MAX_SCRIPT_BYTES
 from petatron.port.shell_interpreter import interpret
 from petatron.port.shell_values import ShellText
 from petatron.validate import resolve_config
@@ -188,7 +189,7 @@ def test_the_training_command_among_others(tmp_path: Path):
     ("script", "why"),
     [
         ("pretrain_t5.py", "trains encoder-decoder models (T5)"),
-        ("tools/run_text_generation_server.py", "use `petatron serve`"),
+        ("tools/merge_datasets.py", "use `petatron data merge`"),
         ("tools/preprocess_data.py", "use `petatron data preprocess`"),
     ],
 )
@@ -221,8 +222,41 @@ def test_functional_tests(tmp_path: Path):
     }
     assert "flags of a second run are not ported" in str(run.groups())
     assert [answer.flag.line for answer in run.flags.answers] == [4, 5, 6, 7]
-    inference = port("MODES: [inference]\nMODEL_ARGS:\n  --bf16: true\n", tmp_path, "other.yaml")
-    assert "use `petatron generate`" in dict(inference.groups())["Blocking"][0]
+
+
+def test_functional_tests_are_unquoted_twice_and_brackets_hold_several_values(tmp_path: Path):
+    text = """MODEL_ARGS:
+  --recompute-modules: "[layernorm moe_act]"
+  --rampup-batch-size: "[16 16 1000]"
+  --pipeline-model-parallel-layout: Et*2\\\\|\\\\(tt\\\\|\\\\)*2mL
+  --moe-layer-freq: ([0]*2+[1]*4)
+  --hybrid-layer-pattern: \\"*E\\"
+  --wandb-exp-name: one name
+  --data-path: 0.5 a 0.5 b
+  --split: "'99,1,0'"
+  --save: it's
+"""
+    run = port(text, tmp_path, "model_config.yaml")
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert not run.flags.of_kind("blocking") and made == {
+        "recompute_modules": ("layernorm", "moe_act"),
+        "rampup_batch_size": (16, 16, 1000),
+        "pipeline_model_parallel_layout": "Et*2|(tt|)*2mL",
+        "moe_layer_freq": "([0]*2+[1]*4)",
+        "hybrid_layer_pattern": "*E",
+        "wandb_exp_name": "one name",
+        "data_path": ("0.5", "a", "0.5", "b"),
+        "split": "99,1,0",
+        "save": "it's",
+    }
+
+
+def test_flags_that_no_command_uses_are_those_of_a_training_script(tmp_path: Path):
+    """Scripts that others source have nothing but a list of flags."""
+    run = port('FLAGS=" $MORE \\\n  --num-layers ${N} --swiglu"\nexport FLAGS\n', tmp_path, given={"N": "4"})
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert made == {"num_layers": 4, "activation": "swiglu"} and run.world_size is None
+    assert "no command uses the flags of FLAGS: they are read as those of pretrain_gpt.py" in str(run.groups())
 
 
 @pytest.mark.parametrize(
@@ -234,7 +268,6 @@ def test_functional_tests(tmp_path: Path):
         ("nul.sh", b"torchrun\0x.py", "NUL characters"),
         ("huge.sh", b"#" * (MAX_SCRIPT_BYTES + 1), "cannot be read: it has"),
         ("nothing.sh", b"echo hello\n", "no command starts a Python script"),
-        ("fragment.sh", b'MODEL_ARGS="--num-layers 4"\n', "Flags are in MODEL_ARGS, but no command uses them"),
         ("outer.sh", b"TP=2 bash examples/inner.sh | tee log", "It runs examples/inner.sh: port that one"),
         ("open.sh", b"torchrun pretrain_gpt.py --x 'open\n", "line 1: this quote (') has no end"),
         ("ours.yaml", b"model:\n  num_layers: 4\n", "it has no MODEL_ARGS"),
