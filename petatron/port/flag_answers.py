@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -78,7 +78,8 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
     together = parse_flags([text.text for answer in accepted for text in (answer.flag, *answer.values)])
     last = {setting.path: setting for setting in together.settings}
     makers = {path: _maker(setting, accepted) for path, setting in last.items()}
-    marked = [_marked_if_replaced(answer, makers) for answer in answers]
+    unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
+    marked = [_marked_if_replaced(answer, makers, unused) for answer in answers]
     settings = tuple((setting, makers[path]) for path, setting in last.items())
     return AnsweredFlags(tuple(marked), settings, tuple(empty))
 
@@ -163,11 +164,13 @@ def _maker(setting: Setting, accepted: Sequence[FlagAnswer]) -> FlagAnswer:
     return next((answer for answer in spelling if setting.path in answer.fields), spelling[0])
 
 
-def _marked_if_replaced(answer: FlagAnswer, makers: dict[str, FlagAnswer]) -> FlagAnswer:
-    """A flag whose every setting another one makes has no effect; one that may be repeated adds to the last."""
+def _marked_if_replaced(answer: FlagAnswer, makers: dict[str, FlagAnswer], unused: Mapping[str, str]) -> FlagAnswer:
+    """A flag whose every setting another one makes, or leaves out, has no effect; one that may be repeated adds to the last."""
     if answer.kind not in ("kept", "translated") or not answer.fields:
         return answer
-    others = [makers[path] for path in answer.fields if makers.get(path) is not answer]
+    if makers.keys().isdisjoint(answer.fields):
+        return replace(answer, kind="implied", why=unused.get(answer.flag.text, "other flags leave it out"))
+    others = [makers[path] for path in answer.fields if path in makers and makers[path] is not answer]
     if len(others) < len(answer.fields) or any("repeatable" in fields_by_path()[path].marks for path in answer.fields):
         return answer
     return replace(answer, kind="implied", why=f"{others[0].text} (line {others[0].flag.line}) takes its place")

@@ -28,6 +28,7 @@ RENAMED = {
     "--inference-dynamic-batching-block-size": ("--page-size", ""),
     "--num-speculative-tokens": ("--speculative-tokens", "0"),
     "--out-seq-length": ("--max-tokens", ""),
+    "--max-batch-size": ("--max-batch-size", ""),
 }
 """Megatron's name -> ours in `petatron generate`, and the value that asks for nothing."""
 
@@ -52,6 +53,8 @@ WITHOUT_EFFECT = {
     "--inference-buffer-size-gb": _MEMORY,
     "--inference-buffer-guaranteed-fraction": _MEMORY,
     "--inference-buffer-overflow-factor": _MEMORY,
+    "--inference-dynamic-batching-buffer-guaranteed-fraction": _MEMORY,
+    "--inference-dynamic-batching-buffer-overflow-factor": _MEMORY,
     "--inference-dynamic-batching-mamba-memory-ratio": _MEMORY,
     f"{_PREFIX}-mamba-gb": _MEMORY,
     f"{_PREFIX}-coordinator-policy": _REPLICAS,
@@ -95,6 +98,8 @@ WITHOUT_EFFECT = {
     "--inference-repeat-n": _REPEAT,
     "--incoming-requests-per-step": _REPEAT,
     "--incoming-requests-per-sec": _REPEAT,
+    "--incoming-requests-duration": _REPEAT,
+    "--num-tokens-to-prompt": "prompts are text; those of random tokens are for `petatron bench generate`",
     "--batch-boundaries": _REPEAT,
     "--drain-between-batches": _REPEAT,
     "--no-record-throughput": "speed is measured by `petatron bench generate`",
@@ -109,6 +114,7 @@ REFUSED = {
 }
 """Flags that ask for something else, with what to use."""
 
+_ANSWERS = "--n"
 TOKENIZER = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
 """Flags of a tokenizer, which are passed on if it can be read here; otherwise the checkpoint's own takes its place."""
 
@@ -173,6 +179,10 @@ _READ: dict[str, Callable[[InferenceArguments, str], None]] = {
     "--load": lambda arguments, value: setattr(arguments, "checkpoint", value),
     "--output-path": lambda arguments, value: setattr(arguments, "output_path", value),
     "--prompt-file": lambda arguments, value: setattr(arguments, "prompt_file", value),
+    "--sample-input-file": lambda arguments, value: setattr(arguments, "prompt_file", value),
+    "--sample-output-file": lambda arguments, value: setattr(arguments, "output_path", value),
+    "--genfile": lambda arguments, value: setattr(arguments, "output_path", value),
+    "--num-samples": lambda arguments, value: arguments.flags.extend((_ANSWERS, value)),
     "--prompt-file-num-truncate": _read_prompt_limit,
     "--termination-id": _read_termination_id,
 }
@@ -221,6 +231,10 @@ def read_arguments(argv: Sequence[str]) -> InferenceArguments:
             arguments.flags += [RENAMED[name][0], value]
         else:
             arguments.flags += [RENAMED[name][0], ""]  # said, so that no default takes its place
+    if arguments.prompt_file is not None and _ANSWERS in arguments.flags:  # there it is the number of prompts
+        at = arguments.flags.index(_ANSWERS)
+        _read_prompt_limit(arguments, arguments.flags[at + 1])
+        del arguments.flags[at : at + 2]
     return arguments
 
 

@@ -28,13 +28,14 @@ _OTHER_PROGRAMS: Mapping[str, str] = {
     "pretrain_ict.py": "trains retrievers, which are not in this version",
     "pretrain_retro.py": "trains RETRO, which is not in this version",
     "pretrain_vision_classify.py": "trains vision models, which are not in this version",
+    "msdp/main.py": "prompts a model for dialogues and scores them, which is not in this version",
     "train_rl.py": "trains by reinforcement learning, which is not in this version",
 }
 """Other programs of Megatron's, and what to use for them."""
 
 INFERENCE_SCRIPTS: Mapping[str, Literal["generate", "serve"]] = {
     **dict.fromkeys(("gpt_static_inference.py", "gpt_dynamic_inference.py", "offline_inference.py"), "generate"),
-    "gpt_dynamic_inference_with_coordinator.py": "generate",
+    **dict.fromkeys(("gpt_dynamic_inference_with_coordinator.py", "generate_samples_gpt.py"), "generate"),
     **dict.fromkeys(("run_text_generation_server.py", "run_mamba_text_generation_server.py"), "serve"),
     **dict.fromkeys(("run_hybrid_text_generation_server.py", "run_dynamic_text_generation_server.py"), "serve"),
     "launch_inference_server.py": "serve",
@@ -97,7 +98,8 @@ def find_launches(commands: Sequence[ShellCommand], scheduler: Mapping[str, str]
 
 def script_problem(script: str) -> str | None:
     """Returns why the models of a script cannot be trained; None if they can, or if the script is not known."""
-    return _OTHER_PROGRAMS.get(PurePosixPath(script).name)
+    path = PurePosixPath(script)
+    return _OTHER_PROGRAMS.get(path.name) or _OTHER_PROGRAMS.get("/".join(path.parts[-2:]))
 
 
 def implied_flags(script: str) -> tuple[str, ...]:

@@ -147,10 +147,15 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
 def _default_flags(argv: Sequence[str]) -> list[str]:
     """Returns Megatron's defaults that a script relies on, where ours are others."""
     given = {setting.path.partition(".")[2]: setting.value for setting in parse_flags(argv).settings}
-    relied_on = {"fp8_recipe": bool(given.get("fp8_format")), "muon_momentum": given.get("optimizer") == "muon"}
+    relied_on = {
+        "fp8_recipe": bool(given.get("fp8_format")),
+        "muon_momentum": given.get("optimizer") == "muon",
+        "position_embedding_type": bool(given.get("multi_latent_attention")),  # which has a table beside its rotation
+    }
+    defaults = {**MEGATRON_DEFAULTS, "position_embedding_type": "learned_absolute"}
     return [
         word
-        for name, value in MEGATRON_DEFAULTS.items()
+        for name, value in defaults.items()
         if relied_on[name] and name not in given
         for word in (flag_name(name), str(value))
     ]
@@ -169,6 +174,12 @@ def _check(
             return None, [Problem("the settings", "", f"cannot be read: {error}", "")], notes
         notes.append(ScriptNote(0, f"{_CHECKPOINT_ARGS} is checked only where the checkpoint is: {error}"))
         loaded, problems = resolve_config(kept, world_size=world_size)
+    if any(item.where == _CHECKPOINT_ARGS for item in problems) and _CHECKPOINT_ARGS in map(spelled, argv):
+        rest = [text for text in argv if spelled(text) != _CHECKPOINT_ARGS]
+        notes.append(
+            ScriptNote(0, f"{_CHECKPOINT_ARGS} is applied when the run starts; the flags are checked without it")
+        )
+        loaded, problems = resolve_config(rest, world_size=world_size)
     told = [problem for answer in flags.answers for problem in answer.problems]
     unknown = {answer.flag.text.partition("=")[0] for answer in flags.of_kind("missing")}
     return loaded, [item for item in problems if item not in told and item.where not in unknown], notes

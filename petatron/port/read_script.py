@@ -134,10 +134,13 @@ def _read_shell_script(
     script = interpret(text, given=names, preset=scheduler)
     launches = find_launches(script.commands, scheduler)
     if not launches and (lists := _flag_lists(script)):  # a fragment, which other scripts source
+        commands = [name for name in lists if any(".py " in item.text for item in script.variables.values[name])]
         flags = " ".join(f"${{{name}[@]}}" for name in lists)
-        script = interpret(f"{text}\npython {_FRAGMENT_SCRIPT} {flags}\n", given=names, preset=scheduler)
+        line = f'eval "${{{commands[-1]}}}"' if commands else f"python {_FRAGMENT_SCRIPT} {flags}"
+        script = interpret(f"{text}\n{line}\n", given=names, preset=scheduler)
         launches = find_launches(script.commands, scheduler)
         rule = f"no command uses the flags of {abbreviate_names(lists)}: they are read as those of {_FRAGMENT_SCRIPT}"
+        rule = f"no command was found that runs ${commands[-1]}: it is read as one" if commands else rule
         script.notes.append(ScriptNote(0, rule))
         launches = [replace(launch, nodes=None, ranks_per_node=None) for launch in launches]
     if not launches:

@@ -42,6 +42,8 @@ ALIASES: Mapping[str, str] = {
     "--optimizer-nvme-path": "optimizer_nvme_offload",
     "--dataloader-inter-document-masking": "reset_attention_mask",
     "--encoder-seq-length": "seq_length",
+    "--export-moe-apply-probs-on-input": "moe_apply_probs_on_input",
+    "--export-qk-l2-norm": "qk_l2_norm",
     "--hybrid-override-pattern": "hybrid_layer_pattern",
     "--layernorm-epsilon": "norm_epsilon",
     "--mscale": "yarn_mscale",
@@ -87,6 +89,14 @@ CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
     "--no-weight-decay-cond-type": {
         "qwen3_next": Shorthand("apply_wd_to_qk_layernorm", True),
         "apply_wd_to_qk_layernorm": Shorthand("apply_wd_to_qk_layernorm", True),
+    },
+    "--megatron-fsdp-grad-comm-dtype": {
+        "bf16": Shorthand("grad_reduce_in_bf16", True),
+        **dict.fromkeys(("fp32", "auto"), Shorthand("grad_reduce_in_bf16", False)),
+    },
+    "--megatron-fsdp-main-grads-dtype": {
+        "bf16": Shorthand("main_grads_dtype", "bf16"),
+        **dict.fromkeys(("fp32", "auto"), Shorthand("main_grads_dtype", "fp32")),
     },
     "--cuda-graph-impl": {
         "none": Shorthand("cuda_graphs", "off"),

@@ -424,7 +424,6 @@ def test_the_table_names_flags_and_commands_that_exist():
         "--rerun-mode disabled",
         "--main-params-dtype fp32",
         "--fp8-margin 0",
-        "--outer-dp-sharding-strategy no_shard",
         "--megatron-fsdp-grad-comm-dtype fp32",
         "--spec local",
         "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
@@ -432,6 +431,25 @@ def test_the_table_names_flags_and_commands_that_exist():
 )
 def test_a_value_that_asks_for_nothing_is_accepted(text: str):
     assert problems(text) == []
+
+
+def test_latent_attention_rotates_beside_a_learned_table_as_in_megatron():
+    sizes = {"multi_latent_attention": True, "position_embedding_type": "rope", "learned_position_table": True}
+    latent = "--multi-latent-attention"
+    assert values(f"{latent} --position-embedding-type learned_absolute") == sizes
+    assert values(f"--megatron-defaults {latent}") == sizes
+    assert values(f"--megatron-defaults {latent} --rotary-scaling-factor 40")["position_embedding_type"] == "yarn"
+    assert values(latent) == {"multi_latent_attention": True}
+    assert values(f"--megatron-defaults {latent} --position-embedding-type rope") == {
+        "multi_latent_attention": True,
+        "position_embedding_type": "rope",
+    }
+
+
+def test_megatrons_fsdp_goes_on_without_the_overlap_of_experts():
+    parsed = parse_flags("--overlap-moe-expert-parallel-comm --use-megatron-fsdp".split())
+    assert [setting.path for setting in parsed.settings] == ["parallel.data_parallel_sharding_strategy"]
+    assert "--use-megatron-fsdp it does not overlap; no number changes" in parsed.implied[0].reason
 
 
 def test_flags_of_a_tokenizer_are_refused_with_it_alone():
