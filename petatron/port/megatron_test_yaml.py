@@ -20,6 +20,7 @@ from petatron.port.shell_values import ShellText, ShellVariables
 
 _FLAGS_KEY, _VARIABLES_KEY = "MODEL_ARGS", "ENV_VARS"
 _INFERENCE = "gpt_dynamic_inference.py"
+_PROMPT_FLAGS = ("--prompts", "--prompt-file", "--num-tokens-to-generate")
 _BRACKETS = re.compile(r"\[([^\]]+)\]", re.S)
 _ESCAPED = re.compile(r"\\(.)")
 _MODES_KEYS = ("MODES", "MODE", "TEST_TYPE", "TRAINING_SCRIPT_PATH")
@@ -59,9 +60,8 @@ def read_functional_test(
         if name not in (_FLAGS_KEY, _VARIABLES_KEY, *_MODES_KEYS)
     ]
     notes += [ScriptNote(keys[name].start_mark.line + 1, f"{name} is {value}") for name, value in modes.items()]
-    script = modes.get(
-        "TRAINING_SCRIPT_PATH", _INFERENCE if "inference" in " ".join(modes.values()) else "pretrain_gpt.py"
-    )
+    answers = "inference" in " ".join(modes.values()) or any(spelled(flag.text) in _PROMPT_FLAGS for flag in flags)
+    script = modes.get("TRAINING_SCRIPT_PATH", _INFERENCE if answers else "pretrain_gpt.py")
     return TrainingLaunch(model.start_mark.line, "torchrun", script, tuple(flags)), variables, notes
 
 

@@ -11,7 +11,7 @@ from petatron.config.schema.fields import fields_by_name, fields_by_path
 from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting
 
-_MEGATRON_FSDP = "--use-megatron-fsdp"
+_MEGATRON_FSDP, _EXPORTED_L2_NORM = "--use-megatron-fsdp", "--export-qk-l2-norm"
 
 
 def apply_combined_rules(parsed: ParsedFlags) -> None:
@@ -20,6 +20,7 @@ def apply_combined_rules(parsed: ParsedFlags) -> None:
     _drop_overridden_shorthands(parsed)
     _check_contradictions(parsed)
     _apply_latent_rotation(parsed)
+    _drop_replaced_norm(parsed)
     _split_hybrid_stages(parsed)
     _drop_unread_tokenizer_flags(parsed)
 
@@ -97,6 +98,17 @@ def _drop_unusable_overlap(parsed: ParsedFlags) -> None:
     parsed.settings = [setting for setting in parsed.settings if setting not in overlaps]
     reason = f"with {_MEGATRON_FSDP} it does not overlap; no number changes"
     parsed.implied += [ImpliedFlag(setting.origin.detail, reason) for setting in overlaps]
+
+
+def _drop_replaced_norm(parsed: ParsedFlags) -> None:
+    """Megatron's scripts ask for both norms of queries and keys, and that without weights takes the place of the other."""
+    last = {setting.path: setting for setting in parsed.settings}
+    plain, l2 = (last.get(fields_by_name()[name].path) for name in ("qk_layernorm", "qk_l2_norm"))
+    if plain is None or l2 is None or not plain.value or not l2.value:
+        return
+    if parsed.megatron_defaults or l2.origin.detail.replace("_", "-") == _EXPORTED_L2_NORM:
+        parsed.settings = [setting for setting in parsed.settings if setting.path != plain.path]
+        parsed.implied.append(ImpliedFlag(plain.origin.detail, f"{l2.origin.detail} takes its place, as in Megatron"))
 
 
 def _split_hybrid_stages(parsed: ParsedFlags) -> None:

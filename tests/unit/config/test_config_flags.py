@@ -452,6 +452,19 @@ def test_megatrons_fsdp_goes_on_without_the_overlap_of_experts():
     assert "--use-megatron-fsdp it does not overlap; no number changes" in parsed.implied[0].reason
 
 
+def test_a_norm_without_weights_takes_the_place_of_the_other_in_megatrons_scripts():
+    both = "--qk-layernorm --qk-l2-norm"
+    assert values("--qk-layernorm --export-qk-l2-norm") == values(f"{both} --megatron-defaults") == {"qk_l2_norm": True}
+    assert values(both) == {"qk_layernorm": True, "qk_l2_norm": True}
+
+
+def test_formats_of_megatrons_fsdp_are_those_of_all():
+    text = "--megatron-fsdp-grad-comm-dtype bf16 --megatron-fsdp-main-grads-dtype bf16"
+    assert values(text) == {"grad_reduce_in_bf16": True, "main_grads_dtype": "bf16"}
+    text = text.replace("bf16", "auto")
+    assert values(text) == {"grad_reduce_in_bf16": False, "main_grads_dtype": "fp32"}
+
+
 def test_flags_of_a_tokenizer_are_refused_with_it_alone():
     assert problems("--tiktoken-pattern v2 --tokenizer-type NullTokenizer") == []
     told = " ".join(problems("--tokenizer-type TikTokenizer --tiktoken-pattern v2"))

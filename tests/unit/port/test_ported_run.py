@@ -16,6 +16,7 @@ from petatron.port.ported_yaml import is_unchanged
 from petatron.port.read_script import MAX_SCRIPT_BYTES
 from petatron.port.shell_interpreter import interpret
 from petatron.port.shell_values import ShellText
+from petatron.port.small_run import toy_yaml
 from petatron.validate import resolve_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -69,6 +70,46 @@ def test_scripts_of_every_style(name: str, tmp_path: Path):
     from_file, problems = resolve_config(files=(file,), world_size=run.world_size)
     from_flags, _ = resolve_config(run.flags.argv, world_size=run.world_size)
     assert not problems and flatten_config(from_file.config) == flatten_config(from_flags.config)
+
+
+def test_a_toy_in_one_process_has_no_settings_of_replicas(tmp_path: Path):
+    flags = "--num-layers 2 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer"
+    run = port(f"torchrun --nproc_per_node 8 pretrain_gpt.py {flags}", tmp_path)
+    one, all_ranks = (toy_yaml(run, keeps_layout=keeps) for keeps in (False, True))
+    assert "fp8_param_gather" not in one and "fp8_format: hybrid" in one
+    assert "fp8_param_gather: true" in all_ranks and "use_distributed_optimizer: true" in all_ranks
+
+
+def test_a_command_in_a_variable_that_a_scheduler_would_run(tmp_path: Path):
+    text = 'ARGS=(--num-layers 4 --bf16)\nRUN="\ncd $HERE;\npython $HERE/pretrain_gpt.py ${ARGS[@]}"\n'
+    text += 'sbatch <<EOF\nsrun bash -c "${RUN}"\nEOF\n'
+    run = port(text, tmp_path, given={"HERE": "/m"})
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert made == {"num_layers": 4, "bf16": True} and "runs $RUN: it is read as one" in str(run.groups())
+
+
+def test_settings_that_a_checkpoint_adds_are_left_to_the_start(tmp_path: Path):
+    run = port("torchrun pretrain_gpt.py --bf16 --load /none --use-checkpoint-args", tmp_path)
+    assert "--use-checkpoint-args" not in str(run.problems)
+    assert "--use-checkpoint-args is applied when the run starts" in str(run.groups())
+
+
+def test_a_default_that_assigns(tmp_path: Path):
+    run = port(": ${KIND=gpt}\n: ${N:=4}\ntorchrun pretrain_${KIND}.py --num-layers $N", tmp_path)
+    assert run.launch.script == "pretrain_gpt.py" and run.settings[0][0].value == 4
+
+
+def test_megatrons_positions_beside_latent_attention(tmp_path: Path):
+    run = port("torchrun pretrain_gpt.py --multi-latent-attention --num-layers 2", tmp_path)
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert (made["position_embedding_type"], made["learned_position_table"]) == ("rope", True)
+    overlap = (
+        "--overlap-moe-expert-parallel-comm --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    )
+    (answer,) = (
+        item for item in port(f"torchrun pretrain_gpt.py {overlap}", tmp_path).flags.answers if "overlap" in item.text
+    )
+    assert answer.kind == "implied" and "does not overlap; no number changes" in answer.why
 
 
 def test_a_fragment_is_blocked_by_what_it_leaves_out_alone():
