@@ -25,10 +25,10 @@ _FlagGroup = tuple[ShellText, tuple[ShellText, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PortedInference:
-    """The command that a script becomes, in words; `accepted` says what becomes of flags that are no part of it."""
+    """The command that a script becomes, as `argv`; `accepted` says what becomes of flags that are no part of it."""
 
     script: ScriptFile
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     accepted: tuple[str, ...]
     problems: tuple[Problem, ...]
     missing: tuple[MissingVariable, ...]
@@ -40,7 +40,7 @@ class PortedInference:
 
     @property
     def command(self) -> str:
-        return shlex.join(("petatron", *self.words))
+        return shlex.join(("petatron", *self.argv))
 
     def groups(self) -> list[tuple[str, list[str]]]:
         """Everything besides the command, as headings with lines."""
@@ -68,17 +68,17 @@ def port_inference(
     size = world_size or script.launch.world_size
     subcommand = INFERENCE_SCRIPTS[PurePosixPath(script.launch.script).name]
     of_server = [group for group in kept if subcommand == "serve" and spelled(group[0].text) in _SERVER_OPTIONS]
-    arguments = read_arguments(list(_words(group for group in kept if group not in of_server)))
-    words = _generate(arguments) if subcommand == "generate" else [*_words(of_server), *serve_flags(arguments)]
+    arguments = read_arguments(list(_typed_texts(group for group in kept if group not in of_server)))
+    argv = _generate(arguments) if subcommand == "generate" else [*_typed_texts(of_server), *serve_flags(arguments)]
     checkpoint = arguments.checkpoint or ""
     if not checkpoint:
         arguments.problems.append(Problem("--load", "", "is not given", "Name the folder of a checkpoint."))
     if COORDINATOR in {spelled(flag.text) for flag, _ in kept}:
-        words += _replicas(words, size)
+        argv += _replicas(argv, size)
     users = [(flag.text, names) for flag, values in kept if (names := _missing(flag, values))]
     return PortedInference(
         script,
-        (subcommand, checkpoint, *words),
+        (subcommand, checkpoint, *argv),
         tuple(arguments.notices),
         tuple(problem for problem in arguments.problems if problem.where not in {flag for flag, _ in users}),
         missing_variables(script, users),
@@ -92,7 +92,7 @@ def _without_empty(flag: ShellText, values: Sequence[ShellText]) -> _FlagGroup:
     return flag, solid or tuple(values)
 
 
-def _words(groups: Iterable[_FlagGroup]) -> Iterator[str]:
+def _typed_texts(groups: Iterable[_FlagGroup]) -> Iterator[str]:
     for flag, values in groups:
         if not flag.is_bare:
             yield flag.text
@@ -104,7 +104,7 @@ def _missing(flag: ShellText, values: Sequence[ShellText]) -> tuple[str, ...]:
 
 
 def _generate(arguments: InferenceArguments) -> list[str]:
-    """Returns the words of `petatron generate` behind the checkpoint."""
+    """Returns the flags of `petatron generate` behind the checkpoint."""
     flags = sampling_flags(arguments)
     if arguments.prompt_file is not None:
         limit = arguments.prompt_limit
@@ -119,9 +119,9 @@ def _generate(arguments: InferenceArguments) -> list[str]:
     return [*(word for prompt in arguments.prompts for word in ("--prompt", prompt)), *flags]
 
 
-def _replicas(words: Sequence[str], world_size: int | None) -> list[str]:
+def _replicas(argv: Sequence[str], world_size: int | None) -> list[str]:
     """Returns the number of replicas that share the requests, where the ranks are known."""
     ranks = 1
     for name in _LAYOUT:
-        ranks *= int(words[words.index(name) + 1]) if name in words else 1
+        ranks *= int(argv[argv.index(name) + 1]) if name in argv else 1
     return ["--dp", str(world_size // ranks)] if world_size and world_size > ranks and world_size % ranks == 0 else []

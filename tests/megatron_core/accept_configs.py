@@ -26,6 +26,7 @@ import yaml
 from petatron.base.errors import PetatronError
 from petatron.config.flags.parse import known_flags
 from petatron.port.flag_answers import FlagAnswer, spelled
+from petatron.port.inference_flags import RENAMED
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
 from petatron.port.ported_run import PortedRun, port_script
 from petatron.port.read_script import ScriptFile, read_script
@@ -157,11 +158,10 @@ def _outcome(file: Path, folder: Path, sizes: Mapping[str, int]) -> Outcome:
 
 
 def _inference_outcome(name: str, run: PortedInference) -> Outcome:
-    """A refused flag is one by name if no value of it would do."""
-    names = tuple(
-        spelled(problem.where) for problem in run.problems if "not known" in problem.rule or not problem.value
-    )
-    others = [str(problem) for problem in run.problems if spelled(problem.where) not in names]
+    known = {*known_flags(), *RENAMED}
+    refused = [problem for problem in run.problems if spelled(problem.where) not in known]
+    names = tuple(dict.fromkeys(spelled(problem.where) for problem in refused))
+    others = [str(problem) for problem in run.problems if problem not in refused]
     others += [f"no value: {variable.name}" for variable in run.missing]
     kind = _kind(name)
     return Outcome(name, "inference" if kind == "training" else kind, run.world_size, names, tuple(others))

@@ -433,6 +433,11 @@ def test_a_value_that_asks_for_nothing_is_accepted(text: str):
     assert problems(text) == []
 
 
+@pytest.mark.parametrize("spec", ["hybrid_layer_specs gdp_stack_spec", "hybrid_layer_specs hybrid_dsv4_stack_spec"])
+def test_specs_of_other_layers_are_refused(spec: str):
+    assert "needs a model spec from a module" in problems(f"--spec megatron.core.models.hybrid.{spec}")[0]
+
+
 def test_latent_attention_rotates_beside_a_learned_table_as_in_megatron():
     sizes = {"multi_latent_attention": True, "position_embedding_type": "rope", "learned_position_table": True}
     latent = "--multi-latent-attention"

@@ -32,7 +32,7 @@ def test_a_script_that_generates(tmp_path: Path):
     more = "--prompts 'Two words' Hello --tensor-model-parallel-size 2 --use-coordinator"
     run = port(f"{launch} --load /run {MODEL} {ENGINE} {sampling} {more}", tmp_path)
     assert not run.blocks and run.command.startswith("petatron generate /run --prompt 'Two words' --prompt Hello ")
-    options, layout = generate_parser().parse_known_args(run.words[1:])
+    options, layout = generate_parser().parse_known_args(run.argv[1:])
     assert (options.max_length, options.max_tokens, options.top_k, options.logprobs) == (512, 16, 1, 0)
     assert layout == ["--bf16", "--tensor-model-parallel-size", "2", "--dp", "4"], "eight ranks are four replicas"
     accepted = "\n".join(run.accepted)
@@ -46,15 +46,15 @@ def test_a_functional_test_with_a_file_of_prompts(tmp_path: Path):
     )
     text += "  --prompt-file-num-truncate: 128\n  --termination-id: -1\n  --incoming-requests-per-sec: -1\n"
     run = port(text, tmp_path, "model_config.yaml", given={"ROOT": "/data", "OUT": "o.json"})
-    assert run.words[:6] == ("generate", "/data/x", "--prompts", "/data/p.jsonl", "--out", "o.json")
-    assert "--ignore-eos" in run.words and "keep 128 of its lines" in "\n".join(run.accepted)
+    assert run.argv[:6] == ("generate", "/data/x", "--prompts", "/data/p.jsonl", "--out", "o.json")
+    assert "--ignore-eos" in run.argv and "keep 128 of its lines" in "\n".join(run.accepted)
     unknown = port(text, tmp_path, "model_config.yaml")
     assert unknown.blocks and [item.name for item in unknown.missing] == ["ROOT", "OUT"]
 
 
 def test_prompts_that_are_in_the_python_script(tmp_path: Path):
     run = port("torchrun --nproc-per-node 2 -m examples.inference.offline_inference --load /x --async-mode", tmp_path)
-    assert run.words[:4] == ("generate", "/x", "--prompt", "Once upon a time") and not run.blocks
+    assert run.argv[:4] == ("generate", "/x", "--prompt", "Once upon a time") and not run.blocks
     assert "give them with --prompt TEXT" in "\n".join(run.accepted)
 
 
@@ -66,7 +66,7 @@ def test_a_script_that_serves(tmp_path: Path):
     ):
         run = port(f"{start} {flags} --seed 3", tmp_path)
         assert not run.blocks
-        options, layout = serve_parser().parse_known_args(run.words[2:])
+        options, layout = serve_parser().parse_known_args(run.argv[2:])
         assert (options.port, options.max_length, options.max_sequences, layout) == (5001, 512, 8, ["--bf16"])
         assert "each request says it: --temperature, --ignore-eos, --seed" in "\n".join(run.accepted)
 
@@ -76,7 +76,7 @@ def test_flags_of_tests_of_an_engine_change_nothing(tmp_path: Path):
     flags = " ".join(f"{flag} 1" for flag in sorted(WITHOUT_EFFECT))
     run = port(f"python gpt_dynamic_inference.py --load /x --prompts a {flags}", tmp_path)
     assert not run.blocks and len([line for line in run.accepted if "changes nothing" in line]) == len(WITHOUT_EFFECT)
-    assert run.words == port("python gpt_dynamic_inference.py --load /x --prompts a", tmp_path).words
+    assert run.argv == port("python gpt_dynamic_inference.py --load /x --prompts a", tmp_path).argv
 
 
 def test_what_blocks_is_told_at_once_and_can_be_left_out(tmp_path: Path):
