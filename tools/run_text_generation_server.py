@@ -7,10 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_inference import server_flags
-
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
+from petatron.port.inference_flags import server_flags
 
 if __name__ == "__main__":
     try:

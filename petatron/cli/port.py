@@ -14,8 +14,10 @@ from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import ConfigError, PetatronError, Problem, raise_problems
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.port.ported_run import PortedRun, port_file
+from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
+from petatron.port.ported_run import PortedRun, port_script
 from petatron.port.ported_yaml import is_unchanged
+from petatron.port.read_script import read_script
 from petatron.port.small_run import assumed_vocabulary, planned_yaml, toy_flags, toy_omissions, toy_yaml
 from petatron.validate import resolve_config, without_problems
 
@@ -55,11 +57,12 @@ def main(argv: Sequence[str]) -> int:
     raise_problems([*_option_problems(options), *_output_problems(out, options)])
     given = dict(word.split("=", 1) for word in options.set)
     left_out = [name for names in options.without for name in names.split(",") if name]
-    run = port_file(options.script, given=given, left_out=left_out, world_size=options.world_size)
+    script = read_script(options.script, given)
+    if answers_prompts(script):
+        return _show_inference(port_inference(script, left_out=left_out, world_size=options.world_size), options)
+    run = port_script(script, left_out=left_out, world_size=options.world_size)
     print(f"{run.title}\n{run.summary}")
-    for heading, lines in run.groups():
-        if lines:
-            print("\n  ".join((f"\n{heading} ({len(lines)})", *lines)))
+    _print_groups(run.groups())
     if _leaves_file(options, out):
         print(f"\n{out} is there already and stays as it is; --out FILE writes this one")
     else:
@@ -73,6 +76,26 @@ def main(argv: Sequence[str]) -> int:
         return _BLOCKED
     print(f"\nstart it with:\n  {_command(run, out)}")
     return _BLOCKED if too_large else 0
+
+
+def _print_groups(groups: Sequence[tuple[str, Sequence[str]]]) -> None:
+    for heading, lines in groups:
+        if lines:
+            print("\n  ".join((f"\n{heading} ({len(lines)})", *lines)))
+
+
+def _show_inference(run: PortedInference, options: argparse.Namespace) -> int:
+    """Prints the command that answers prompts, or serves; there is no configuration to write, and nothing to train."""
+    if options.run:
+        rule, fix = "trains, and this script answers prompts", "Leave out --run and --toy, and start what is printed."
+        raise ConfigError([Problem("--run", "", rule, fix)])
+    print(run.script.title)
+    _print_groups(run.groups())
+    if run.blocks:
+        print("\nsomething blocks: see above")
+        return _BLOCKED
+    print(f"\nstart it with:\n  {run.command}")
+    return 0
 
 
 def _option_problems(options: argparse.Namespace) -> Iterator[Problem]:

@@ -154,6 +154,7 @@ def identity_paths(stored_values: Mapping[str, FieldValue]) -> tuple[str, ...]:
     """Returns the settings that must match the weights. Learned positions are weights, one for each position."""
     paths = [info.path for info in all_fields() if info.section in MODEL_SECTIONS and is_identity_field(info.name)]
     learned = stored_values["model.position_embedding_type"] == "learned_absolute"
+    learned = learned or bool(stored_values.get("model.learned_position_table"))
     return (*paths, *["model.max_position_embeddings"] * learned)
 
 

@@ -93,7 +93,7 @@ class DecoderSpec(ModelSpec):
 
     @property
     def has_position_table(self) -> bool:
-        return self.config.position_embedding_type == "learned_absolute"
+        return self.config.position_embedding_type == "learned_absolute" or self.config.learned_position_table
 
     @property
     def tied_params(self) -> Mapping[str, str]:

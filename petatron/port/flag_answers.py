@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -68,7 +68,7 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
     """Answers every flag of a command; `left_out` are the ones that the user does not want."""
     answers: list[FlagAnswer] = []
     empty: list[ShellText] = []
-    for flag, values in _grouped(texts):
+    for flag, values in grouped_flags(texts):
         answer = _answer(flag, values, left_out)
         if answer.kind not in ("missing", "blocking", "left out"):
             empty += [value for value in values if value not in answer.values]
@@ -78,7 +78,8 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
     together = parse_flags([text.text for answer in accepted for text in (answer.flag, *answer.values)])
     last = {setting.path: setting for setting in together.settings}
     makers = {path: _maker(setting, accepted) for path, setting in last.items()}
-    marked = [_marked_if_replaced(answer, makers) for answer in answers]
+    unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
+    marked = [_marked_if_replaced(answer, makers, unused) for answer in answers]
     settings = tuple((setting, makers[path]) for path, setting in last.items())
     return AnsweredFlags(tuple(marked), settings, tuple(empty))
 
@@ -89,7 +90,7 @@ def unquoted(text: ShellText) -> ShellText:
     return replace(text, text=text.text[1:-1]) if has_quotes else text
 
 
-def _grouped(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[ShellText, ...]]]:
+def grouped_flags(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[ShellText, ...]]]:
     """Returns every flag with the words that follow it; words before the first flag are groups of their own."""
     groups: list[tuple[ShellText, tuple[ShellText, ...]]] = []
     for text in texts:
@@ -163,11 +164,13 @@ def _maker(setting: Setting, accepted: Sequence[FlagAnswer]) -> FlagAnswer:
     return next((answer for answer in spelling if setting.path in answer.fields), spelling[0])
 
 
-def _marked_if_replaced(answer: FlagAnswer, makers: dict[str, FlagAnswer]) -> FlagAnswer:
-    """A flag whose every setting another one makes has no effect; one that may be repeated adds to the last."""
+def _marked_if_replaced(answer: FlagAnswer, makers: dict[str, FlagAnswer], unused: Mapping[str, str]) -> FlagAnswer:
+    """A flag whose every setting another one makes, or leaves out, has no effect; one that may be repeated adds to the last."""
     if answer.kind not in ("kept", "translated") or not answer.fields:
         return answer
-    others = [makers[path] for path in answer.fields if makers.get(path) is not answer]
+    if makers.keys().isdisjoint(answer.fields):
+        return replace(answer, kind="implied", why=unused.get(answer.flag.text, "other flags leave it out"))
+    others = [makers[path] for path in answer.fields if path in makers and makers[path] is not answer]
     if len(others) < len(answer.fields) or any("repeatable" in fields_by_path()[path].marks for path in answer.fields):
         return answer
     return replace(answer, kind="implied", why=f"{others[0].text} (line {others[0].flag.line}) takes its place")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Literal
 
 from petatron.port.shell_interpreter import ShellCommand
 from petatron.port.shell_values import ShellText
@@ -19,10 +20,7 @@ TRAINING_SCRIPTS: Mapping[str, tuple[str, ...]] = {
 _OTHER_PROGRAMS: Mapping[str, str] = {
     "preprocess_data.py": "prepares data: use `petatron data preprocess`",
     "merge_datasets.py": "merges data: use `petatron data merge`",
-    "run_text_generation_server.py": "serves a model: use `petatron serve`",
     "text_generation_cli.py": "asks a server for text: use `petatron chat`",
-    "gpt_static_inference.py": "generates text: use `petatron generate`",
-    "gpt_dynamic_inference.py": "generates text: use `petatron generate`",
     "convert.py": "converts checkpoints: use `petatron checkpoint convert`",
     "pretrain_bert.py": "trains BERT, which is not in this version",
     "pretrain_t5.py": "trains encoder-decoder models (T5), which are not in this version",
@@ -30,9 +28,19 @@ _OTHER_PROGRAMS: Mapping[str, str] = {
     "pretrain_ict.py": "trains retrievers, which are not in this version",
     "pretrain_retro.py": "trains RETRO, which is not in this version",
     "pretrain_vision_classify.py": "trains vision models, which are not in this version",
+    "msdp/main.py": "prompts a model for dialogues and scores them, which is not in this version",
     "train_rl.py": "trains by reinforcement learning, which is not in this version",
 }
 """Other programs of Megatron's, and what to use for them."""
+
+INFERENCE_SCRIPTS: Mapping[str, Literal["generate", "serve"]] = {
+    **dict.fromkeys(("gpt_static_inference.py", "gpt_dynamic_inference.py", "offline_inference.py"), "generate"),
+    **dict.fromkeys(("gpt_dynamic_inference_with_coordinator.py", "generate_samples_gpt.py"), "generate"),
+    **dict.fromkeys(("run_text_generation_server.py", "run_mamba_text_generation_server.py"), "serve"),
+    **dict.fromkeys(("run_hybrid_text_generation_server.py", "run_dynamic_text_generation_server.py"), "serve"),
+    "launch_inference_server.py": "serve",
+}
+"""Scripts that answer prompts, and the subcommand that does here."""
 
 _LAUNCHERS = ("torchrun", "srun", "sbatch", "mpirun", "mpiexec", "deepspeed", "python", "python3", "accelerate")
 _SBATCH = re.compile(r"^#SBATCH\s+(.+)$", re.M)
@@ -90,7 +98,8 @@ def find_launches(commands: Sequence[ShellCommand], scheduler: Mapping[str, str]
 
 def script_problem(script: str) -> str | None:
     """Returns why the models of a script cannot be trained; None if they can, or if the script is not known."""
-    return _OTHER_PROGRAMS.get(PurePosixPath(script).name)
+    path = PurePosixPath(script)
+    return _OTHER_PROGRAMS.get(path.name) or _OTHER_PROGRAMS.get("/".join(path.parts[-2:]))
 
 
 def implied_flags(script: str) -> tuple[str, ...]:
@@ -100,13 +109,14 @@ def implied_flags(script: str) -> tuple[str, ...]:
 
 def _rank(script: str) -> int:
     name = PurePosixPath(script).name
-    return 0 if name in TRAINING_SCRIPTS else 1 if name.startswith("pretrain_") else 3 if name in _OTHER_PROGRAMS else 2
+    known = name in TRAINING_SCRIPTS or name in INFERENCE_SCRIPTS
+    return 0 if known else 1 if name.startswith("pretrain_") else 3 if name in _OTHER_PROGRAMS else 2
 
 
 def _launch(command: ShellCommand, scheduler: Mapping[str, str]) -> Iterator[TrainingLaunch]:
     texts = [argument.text for argument in command.arguments]
     names = [PurePosixPath(text).name for text in texts]
-    at = next((index for index, text in enumerate(texts) if text.endswith(".py")), None)
+    at = next((index for index in range(len(texts)) if _script_at(texts, index)), None)
     if at is None:
         return
     before = command.arguments[:at]
@@ -138,7 +148,17 @@ def _launch(command: ShellCommand, scheduler: Mapping[str, str]) -> Iterator[Tra
         (name for name in reversed(launchers) if name in ("torchrun", "srun", "mpirun", "mpiexec", "deepspeed")),
         "python",
     )
-    yield TrainingLaunch(command.line, launcher, texts[at], command.arguments[at + 1 :], nodes, per_node, missing)
+    script = _script_at(texts, at)
+    yield TrainingLaunch(command.line, launcher, script, command.arguments[at + 1 :], nodes, per_node, missing)
+
+
+def _script_at(texts: Sequence[str], index: int) -> str:
+    """Returns the Python script at a word, which may be a module after `-m`; empty if there is none."""
+    text = texts[index]
+    if text.endswith(".py"):
+        return text
+    is_module = index > 0 and texts[index - 1] == "-m" and not text.startswith("torch.distributed.")
+    return text.replace(".", "/") + ".py" if is_module else ""
 
 
 def _counts(arguments: Sequence[ShellText]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from petatron.base.errors import DataError
+from petatron.config.flags.megatron_flags import ALIASES
+from petatron.config.schema.fields import fields_by_name
 from petatron.config.yaml_limits import limited_loader
+from petatron.port.flag_answers import spelled
 from petatron.port.launch_command import TrainingLaunch
 from petatron.port.shell_interpreter import ScriptNote
 from petatron.port.shell_lexer import word_of
@@ -14,6 +20,9 @@ from petatron.port.shell_values import ShellText, ShellVariables
 
 _FLAGS_KEY, _VARIABLES_KEY = "MODEL_ARGS", "ENV_VARS"
 _INFERENCE = "gpt_dynamic_inference.py"
+_PROMPT_FLAGS = ("--prompts", "--prompt-file", "--num-tokens-to-generate")
+_BRACKETS = re.compile(r"\[([^\]]+)\]", re.S)
+_ESCAPED = re.compile(r"\\(.)")
 _MODES_KEYS = ("MODES", "MODE", "TEST_TYPE", "TRAINING_SCRIPT_PATH")
 
 
@@ -51,9 +60,8 @@ def read_functional_test(
         if name not in (_FLAGS_KEY, _VARIABLES_KEY, *_MODES_KEYS)
     ]
     notes += [ScriptNote(keys[name].start_mark.line + 1, f"{name} is {value}") for name, value in modes.items()]
-    script = modes.get(
-        "TRAINING_SCRIPT_PATH", _INFERENCE if "inference" in " ".join(modes.values()) else "pretrain_gpt.py"
-    )
+    answers = "inference" in " ".join(modes.values()) or any(spelled(flag.text) in _PROMPT_FLAGS for flag in flags)
+    script = modes.get("TRAINING_SCRIPT_PATH", _INFERENCE if answers else "pretrain_gpt.py")
     return TrainingLaunch(model.start_mark.line, "torchrun", script, tuple(flags)), variables, notes
 
 
@@ -63,7 +71,8 @@ def _other_key_note(name: str, node: Any) -> ScriptNote:
 
 
 def _flag(key: Any, node: Any, variables: ShellVariables) -> list[ShellText]:
-    """Returns a flag with its values: `true` is a flag alone, and blanks separate values, as in the command that the test runs."""
+    """Returns a flag with its values as Megatron's runner makes words of them: `true` is a flag alone, brackets hold several values,
+    and everything is unquoted twice. Blanks without brackets separate the values of a flag that takes several."""
     line = key.start_mark.line + 1
     flag = ShellText(str(key.value), line)
     if node.id == "mapping":
@@ -72,10 +81,28 @@ def _flag(key: Any, node: Any, variables: ShellVariables) -> list[ShellText]:
         return [flag, *(variables.expand_text(word_of(str(item.value), line)) for item in node.value)]
     if node.value.lower() in ("true", "") and node.style is None:
         return [flag]
-    value = variables.expand_text(word_of(node.value.strip("\"'"), line))
-    if value.missing or not any(char.isspace() for char in value.text):
+    text = _unquoted(node.value)
+    inner = _BRACKETS.fullmatch(text)
+    value = variables.expand_text(word_of(inner[1] if inner else text, line))
+    if not any(char.isspace() for char in value.text):
+        return [flag, value if value.missing else replace(value, text=_ESCAPED.sub(r"\1", value.text))]
+    if value.missing or not (inner or _takes_several(str(key.value))):
         return [flag, value]
     return [flag, *(ShellText(piece, line) for piece in value.text.split())]
+
+
+def _unquoted(text: str) -> str:
+    """Returns a text without one level of quotes and backslashes; as it is if they do not match."""
+    try:
+        return " ".join(shlex.split(text))
+    except ValueError:
+        return text.strip("\"'")
+
+
+def _takes_several(flag: str) -> bool:
+    name = spelled(flag)
+    info = fields_by_name().get(ALIASES.get(name, name[2:].replace("-", "_")))
+    return info is not None and info.is_list
 
 
 def _plain(node: Any) -> str:

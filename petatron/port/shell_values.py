@@ -209,7 +209,12 @@ class ShellVariables:
         if kind == "?":
             return self._unset(name, line)
         parts = _default_parts(argument, line)
-        return [value for part in parts for value in self._part(part, line, depth + 1)]
+        made = [value for part in parts for value in self._part(part, line, depth + 1)]
+        if kind == "=" and name.isidentifier():  # `: ${X=default}` is an assignment too
+            text = "".join(" " * (index > 0 and item.follows_blank) + item.text for index, item in enumerate(made))
+            missing = tuple(name for item in made for name in item.missing)
+            self.assign(name, [ShellText(text, line, missing)], line=line, appends=False, is_array=False)
+        return made
 
 
 def _replaced_name(value: ShellText) -> str | None:

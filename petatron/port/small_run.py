@@ -16,6 +16,8 @@ from petatron.port.ported_yaml import settings_yaml
 _PLANNED_SECTIONS = ("model", "moe", "parallel", "precision", "memory", "optim", "train")
 _TOY_SECTIONS = ("model", "moe", "precision", "memory", "optim")
 _TOY_SCHEDULE = ("lr_decay_style", "min_lr", "decoupled_min_lr", "seed", "deterministic_mode", "ema_decay")
+_OF_REPLICAS = ("fp8_param_gather",)
+"""Settings of other sections that one process cannot have."""
 _NOT_PLANNED = ("train_iters", "train_samples", "eval_interval", "eval_iters", "world_size", "exit_interval")
 _TOY_LR = 1e-4
 _GPT2_TOKENIZER, _GPT2_VOCABULARY, _ASSUMED_VOCABULARY = "GPT2BPETokenizer", 50257, 128256
@@ -42,6 +44,7 @@ def toy_yaml(run: PortedRun, *, keeps_layout: bool) -> str:
     """Returns the settings of the model, its numerics and its optimizer, and those of the layout if that can run here."""
     kept = _of_sections(run, (*_TOY_SECTIONS, "parallel") if keeps_layout else _TOY_SECTIONS)
     kept += [setting for setting, _ in run.settings if _name(setting) in _TOY_SCHEDULE]
+    kept = [setting for setting in kept if keeps_layout or _name(setting) not in _OF_REPLICAS]
     kept += _default_mamba_sizes(kept)
     return settings_yaml((setting, None) for setting in kept if _name(setting) != "world_size")
 

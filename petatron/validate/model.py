@@ -45,7 +45,7 @@ def _sizes(model: RawModelConfig) -> Iterator[Problem]:
 def _multi_token_prediction(model: RawModelConfig) -> Iterator[Problem]:
     """Rules of `--mtp-num-layers`."""
     yield from at_least("mtp_num_layers", model.mtp_num_layers, 1)
-    if model.position_embedding_type == "learned_absolute":
+    if model.position_embedding_type == "learned_absolute" or model.learned_position_table:
         rule = "looks up tokens ahead, for which a table of positions would end too early"
         fix = "Use --position-embedding-type rope, or none."
         yield Problem("--mtp-num-layers", str(model.mtp_num_layers), rule, fix)

@@ -28,9 +28,8 @@ ENGINE = "--inference-max-seq-length 256 --inference-max-requests 8 --inference-
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("megatron_inference")
+def table() -> ModuleType:
+    return importlib.import_module("petatron.port.inference_flags")
 
 
 @pytest.fixture
@@ -86,12 +85,14 @@ def test_every_mapped_flag_is_one_of_ours(table: ModuleType):
 
 
 def test_all_problems_are_told_at_once(table: ModuleType):
-    line = "stray --use-coordinator --no-such-flag 3 --num-tokens-to-generate --termination-id 7 --prompt-file-num-truncate x"
+    line = (
+        "stray --lora-path x --no-such-flag 3 --num-tokens-to-generate --termination-id 7 --prompt-file-num-truncate x"
+    )
     with pytest.raises(ConfigError) as error:
         flags_of(table, line)
     text = str(error.value)
     assert text.startswith("8 problems")
-    for said in ("stray", "--use-coordinator", "--no-such-flag", "--num-tokens-to-generate", "--termination-id 7"):
+    for said in ("stray", "--lora-path", "--no-such-flag", "--num-tokens-to-generate", "--termination-id 7"):
         assert said in text
     assert "--load is not given" in text and "--prompts or --prompt-file" in text
 
@@ -99,8 +100,8 @@ def test_all_problems_are_told_at_once(table: ModuleType):
 def test_the_server_takes_limits_of_the_engine(table: ModuleType):
     flags = table.server_flags(f"--load run --port 5001 {ENGINE} --max-tokens-to-oom 9 --temperature 1".split())
     assert flags == "--load run --port 5001 --max-length 256 --max-sequences 8 --temperature 1".split()
-    with pytest.raises(ConfigError, match="--use-coordinator"):
-        table.server_flags(["--use-coordinator"])
+    with pytest.raises(ConfigError, match="--lora-path"):
+        table.server_flags(["--lora-path", "x"])
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from megatron_inference import InferenceArguments, generate_flags, read_arguments  # noqa: E402
-
 from petatron.base.errors import ConfigError, PetatronError  # noqa: E402
 from petatron.cli.main import main as petatron  # noqa: E402
 from petatron.mesh.launch.environment import read_environment  # noqa: E402
+from petatron.port.inference_flags import InferenceArguments, generate_flags, read_arguments  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 examples/inference/gpt/gpt_static_inference.py --load RUN --tensor-model-parallel-size 2 \\
         --prompts "Once upon a time" "The capital of France is" --num-tokens-to-generate 32 --output-path answers.json
 
-tools/megatron_inference.py has the table of flags. There is one engine: gpt_static_inference.py and gpt_dynamic_inference.py do the same.
+petatron/port/inference_flags.py has the table of flags. There is one engine:
+gpt_static_inference.py and gpt_dynamic_inference.py do the same.
 """
 
 from __future__ import annotations

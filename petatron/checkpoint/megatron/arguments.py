@@ -314,12 +314,17 @@ def _megatron_variant(value: float | str | None) -> float | int | list[int] | No
     return _megatron_layer_freq(value) if isinstance(value, str) else value
 
 
+def _is_latent_table(model: ModelConfig, name: str) -> bool:
+    """Megatron's latent attention alone may have a learned table of positions beside rotary ones."""
+    return name == "learned_position_table" and model.multi_latent_attention
+
+
 def unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
     """Returns the settings of a model that Megatron has no argument for."""
     problems = [
         Problem(flag_name(name), str(getattr(model, name)), "has no argument in Megatron", _FIX)
         for name, default in variant_defaults().items()
-        if name not in _VARIANT_FIELDS and getattr(model, name) != default
+        if name not in _VARIANT_FIELDS and getattr(model, name) != default and not _is_latent_table(model, name)
     ]
     if model.activation not in ("swiglu", "squared_relu", "gelu", "gelu_tanh"):
         problems.append(Problem("--activation", model.activation, "has no argument in Megatron", _FIX))

@@ -51,6 +51,10 @@ def latent_attention_values(arguments: Mapping[str, Any], problems: list[Problem
     values: dict[str, Any] = {"multi_latent_attention": True, **sizes}
     if all(is_count(sizes[name], 1) for name in ("qk_head_dim", "qk_pos_emb_head_dim")):
         values["kv_channels"] = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]
+    values["learned_position_table"] = (
+        arguments.get("position_embedding_type") == "learned_absolute"
+        and arguments.get("add_position_embedding", True) is not False
+    )
     yarn = {ours: arguments.get(theirs, default) for ours, theirs, default in _YARN}
     scaled = yarn["rope_scaling_factor"] != 1
     if scaled and arguments.get("rope_type") == "rope" and yarn["yarn_mscale_all_dim"]:
@@ -68,7 +72,12 @@ def latent_attention_arguments(model: ModelConfig) -> dict[str, Any]:
     yarn = model.position_embedding_type == "yarn"
     scaling = {theirs: getattr(model, ours) if yarn else default for ours, theirs, default in _YARN}
     sizes = {name: getattr(model, name) for name in _LATENT_DEFAULTS}
-    kinds = {"position_embedding_type": "rope", "rope_type": model.position_embedding_type}
+    kinds = {
+        "position_embedding_type": "learned_absolute" if model.learned_position_table else "rope",
+        "add_position_embedding": model.learned_position_table,
+        "use_rotary_position_embeddings": not model.learned_position_table,
+        "rope_type": model.position_embedding_type,
+    }
     return {"multi_latent_attention": True, **sizes, **scaling, **kinds}
 
 

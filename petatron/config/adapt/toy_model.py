@@ -139,7 +139,7 @@ def _shrink_positions(toy: _ToyValues) -> None:
     if toy["attention_temperature_scale"] is not None:
         toy.lower("attention_temperature_floor", 32)
     length = toy["seq_length"] if toy.is_typed("seq_length") else _toy_size("seq_length")
-    has_table = toy["position_embedding_type"] == "learned_absolute"
+    has_table = toy["position_embedding_type"] == "learned_absolute" or toy["learned_position_table"]
     toy.lower("max_position_embeddings", length if has_table else max(length, _POSITIONS))
 
 

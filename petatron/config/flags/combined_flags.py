@@ -12,13 +12,17 @@ from petatron.config.schema.fields import fields_by_name, fields_by_path
 from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting
 
+_MEGATRON_FSDP, _EXPORTED_L2_NORM = "--use-megatron-fsdp", "--export-qk-l2-norm"
+
 
 def apply_combined_rules(parsed: ParsedFlags) -> None:
     """Applies the rules to all settings of a command line."""
+    _drop_unusable_overlap(parsed)
     _drop_overridden_shorthands(parsed)
     _check_contradictions(parsed)
     apply_megatron_meanings(parsed)
     _apply_latent_rotation(parsed)
+    _drop_replaced_norm(parsed)
     _split_hybrid_stages(parsed)
     _drop_unread_tokenizer_flags(parsed)
 
@@ -51,16 +55,19 @@ def _apply_latent_rotation(parsed: ParsedFlags) -> None:
     """Latent attention with a scaling factor has YaRN, as in Megatron, unless `--rope-type` says otherwise."""
     given = {setting.path.partition(".")[2]: setting for setting in parsed.settings}
     latent, factor = given.get("multi_latent_attention"), given.get("rope_scaling_factor")
-    positions = given.get("position_embedding_type")
     if latent is None or not latent.value:
         if parsed.rope_type is not None:
             parsed.implied.append(
                 ImpliedFlag(f"{spellings.ROPE_TYPE} {parsed.rope_type}", "it is for latent attention")
             )
         return
+    positions = given.get("position_embedding_type")
+    has_table = parsed.megatron_defaults if positions is None else positions.value == "learned_absolute"
+    if has_table:
+        _add_latent_table(parsed, latent, positions)
     if parsed.rope_type == "rope":
         parsed.add_setting(fields_by_name()["position_embedding_type"], "rope", spellings.ROPE_TYPE)
-    elif factor is not None and factor.value != 1 and (positions is None or positions.value == "rope"):
+    elif factor is not None and factor.value != 1 and (positions is None or has_table or positions.value == "rope"):
         parsed.add_setting(fields_by_name()["position_embedding_type"], "yarn", factor.origin.detail)
         if "original_max_position_embeddings" not in given:
             context = fields_by_name()["original_max_position_embeddings"]
@@ -69,6 +76,41 @@ def _apply_latent_rotation(parsed: ParsedFlags) -> None:
             f"{factor.origin.detail} {factor.value:g} with {latent.origin.detail} is YaRN, as in Megatron; "
             f"{spellings.ROPE_TYPE} rope asks for plain rotary positions"
         )
+
+
+def _add_latent_table(parsed: ParsedFlags, latent: Setting, positions: Setting | None) -> None:
+    """Latent attention rotates whatever positions are named, and a learned table is beside that."""
+    typed = (positions or latent).origin.detail
+    parsed.add_setting(fields_by_name()["position_embedding_type"], "rope", typed)
+    parsed.add_setting(fields_by_name()["learned_position_table"], True, typed)
+    parsed.notices.append(
+        f"{latent.origin.detail} rotates a part of each head beside the learned table of positions, as in Megatron; "
+        "--position-embedding-type rope leaves the table out"
+    )
+
+
+def _drop_unusable_overlap(parsed: ParsedFlags) -> None:
+    """Megatron's FSDP overlaps all-to-alls of experts too; asked for by its name, training goes on without that."""
+    path = fields_by_name()["overlap_moe_expert_parallel_comm"].path
+    overlaps = [setting for setting in parsed.settings if setting.path == path and setting.value]
+    if not overlaps or not any(
+        setting.origin.detail.replace("_", "-") == _MEGATRON_FSDP for setting in parsed.settings
+    ):
+        return
+    parsed.settings = [setting for setting in parsed.settings if setting not in overlaps]
+    reason = f"with {_MEGATRON_FSDP} it does not overlap; no number changes"
+    parsed.implied += [ImpliedFlag(setting.origin.detail, reason) for setting in overlaps]
+
+
+def _drop_replaced_norm(parsed: ParsedFlags) -> None:
+    """Megatron's scripts ask for both norms of queries and keys, and that without weights takes the place of the other."""
+    last = {setting.path: setting for setting in parsed.settings}
+    plain, l2 = (last.get(fields_by_name()[name].path) for name in ("qk_layernorm", "qk_l2_norm"))
+    if plain is None or l2 is None or not plain.value or not l2.value:
+        return
+    if parsed.megatron_defaults or l2.origin.detail.replace("_", "-") == _EXPORTED_L2_NORM:
+        parsed.settings = [setting for setting in parsed.settings if setting.path != plain.path]
+        parsed.implied.append(ImpliedFlag(plain.origin.detail, f"{l2.origin.detail} takes its place, as in Megatron"))
 
 
 def _split_hybrid_stages(parsed: ParsedFlags) -> None:

@@ -42,6 +42,8 @@ ALIASES: Mapping[str, str] = {
     "--optimizer-nvme-path": "optimizer_nvme_offload",
     "--dataloader-inter-document-masking": "reset_attention_mask",
     "--encoder-seq-length": "seq_length",
+    "--export-moe-apply-probs-on-input": "moe_apply_probs_on_input",
+    "--export-qk-l2-norm": "qk_l2_norm",
     "--hybrid-override-pattern": "hybrid_layer_pattern",
     "--layernorm-epsilon": "norm_epsilon",
     "--mscale": "yarn_mscale",
@@ -67,7 +69,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),
     "--apply-residual-connection-post-layernorm": Shorthand("norm_placement", "stream"),
     "--fp8-hybrid": Shorthand("fp8_format", "hybrid"),
-    "--enable-cuda-graph": Shorthand("cuda_graphs", "on"),
+    "--enable-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--external-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--fake-process-group": Shorthand("distributed_backend", "fake"),
     "--disable-manual-gc-eval": Shorthand("manual_gc_eval", False),
@@ -88,11 +90,19 @@ CHOICE_FLAGS: Mapping[str, Mapping[str, Shorthand]] = {
         "qwen3_next": Shorthand("apply_wd_to_qk_layernorm", True),
         "apply_wd_to_qk_layernorm": Shorthand("apply_wd_to_qk_layernorm", True),
     },
+    "--megatron-fsdp-grad-comm-dtype": {
+        "bf16": Shorthand("grad_reduce_in_bf16", True),
+        **dict.fromkeys(("fp32", "auto"), Shorthand("grad_reduce_in_bf16", False)),
+    },
+    "--megatron-fsdp-main-grads-dtype": {
+        "bf16": Shorthand("main_grads_dtype", "bf16"),
+        **dict.fromkeys(("fp32", "auto"), Shorthand("main_grads_dtype", "fp32")),
+    },
     "--cuda-graph-impl": {
         "none": Shorthand("cuda_graphs", "off"),
         "local": Shorthand("cuda_graphs", "auto"),
         "transformer_engine": Shorthand("cuda_graphs", "auto"),
-        "full_iteration": Shorthand("cuda_graphs", "on"),
+        "full_iteration": Shorthand("cuda_graphs", "auto"),
     },
 }
 
@@ -102,10 +112,11 @@ _WINDOW_PAIR = re.compile(r"\(?(\d{1,9}),0\)?")
 
 @dataclass(frozen=True, slots=True)
 class OtherValue:
-    """A value of Megatron's that is one of ours, and why that is the same."""
+    """A value of Megatron's that is one of ours, and why that is the same; `also` are other fields that it sets."""
 
     value: str
     reason: str
+    also: tuple[tuple[str, FieldValue], ...] = ()
 
 
 _ONE_FORMAT = (
@@ -114,6 +125,14 @@ _ONE_FORMAT = (
 )
 # Values of our own fields that Megatron spells otherwise: field -> value.
 OTHER_VALUES: Mapping[str, Mapping[str, OtherValue]] = {
+    "distributed_backend": {"nccl2": OtherValue("nccl", "there is one NCCL backend")},
+    "optimizer": {
+        "dist_muon": OtherValue(
+            "muon",
+            "--use-distributed-optimizer, which it sets too, shards its state; the updates are the same",
+            also=(("use_distributed_optimizer", True),),
+        ),
+    },
     "ckpt_format": dict.fromkeys(
         ("torch_dist", "torch_dcp", "torch", "fsdp_dtensor"), OtherValue("petatron", _ONE_FORMAT)
     ),
@@ -167,7 +186,6 @@ NO_POSITION_EMBEDDING = "--no-position-embedding"
 # Values of our own fields that Megatron has and this version has not: field -> value -> its name in the message.
 UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
-        "dist_muon": "Megatron's own sharding of Muon (say --optimizer muon --use-distributed-optimizer)",
         "adaptive_muon": "the adaptive Muon optimizer",
     },
     "muon_coefficient_type": {"aol": "AOL preconditioning of Muon"},

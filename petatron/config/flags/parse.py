@@ -249,6 +249,8 @@ def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed
         text = typed if ours is None else ours.value
         if ours is not None and ours.reason:
             parsed.notices.append(f"{token.typed} {typed} is {text} here: {ours.reason}")
+            for name, value in ours.also:
+                parsed.add_setting(fields_by_name()[name], value, token.typed)
         try:
             check_supported(info, text)
             values.append(info.parse(text))

@@ -19,6 +19,7 @@ YARN = (
     f"{SIZES} --position-embedding-type yarn --rotary-scaling-factor 4 --original-max-position-embeddings 8 "
     "--mscale 0.7 --mscale-all-dim 1.3"
 )
+TABLE = f"{MLA} --learned-position-table"
 EXPERTS = f"{MLA} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 
 
@@ -29,8 +30,11 @@ EXPERTS = f"{MLA} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
         ("--tp 2", 2, MLA),
         ("--tp 2 --sequence-parallel", 2, MLA),
         ("--cp 2", 2, MLA),
+        ("--tp 2 --sequence-parallel", 2, TABLE),
         ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, MLA),
         later("--tp 2", 2, YARN),
+        later("--cp 2", 2, TABLE),
+        later("--pp 2", 2, TABLE),
         later("--tp 2 --sequence-parallel", 2, YARN),
         later("--tp 4 --sequence-parallel", 4, MLA),
         later("--tp 2 --sequence-parallel --tp-comm-overlap", 2, MLA),

@@ -68,9 +68,9 @@ def problems(text: str) -> list[str]:
         ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
         ("--fp8-hybrid", {"fp8_format": "hybrid"}),
         ("--cuda-graph-impl local --bf16", {"cuda_graphs": "auto", "bf16": True}),
-        ("--cuda_graph_impl=full_iteration", {"cuda_graphs": "on"}),
+        ("--cuda_graph_impl=full_iteration", {"cuda_graphs": "auto"}),
         ("--cuda-graphs --cuda-graph-impl none", {"cuda_graphs": "off"}),
-        ("--enable-cuda-graph", {"cuda_graphs": "on"}),
+        ("--enable-cuda-graph", {"cuda_graphs": "auto"}),
         ("--cuda-graphs --bf16", {"cuda_graphs": "on", "bf16": True}),
         ("--cuda-graphs auto", {"cuda_graphs": "auto"}),
         ("--cuda-graphs=off", {"cuda_graphs": "off"}),
@@ -79,6 +79,8 @@ def problems(text: str) -> list[str]:
         ("--moe-layer-recompute", {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "moe")}),
         ("--recompute-modules core_attn mla_up_proj", {"recompute_modules": ("core_attn", "attention")}),
         ("--encoder-seq-length 64", {"seq_length": 64}),
+        ("--distributed-backend nccl2", {"distributed_backend": "nccl"}),
+        ("--optimizer dist_muon", {"use_distributed_optimizer": True, "optimizer": "muon"}),
         ("--cpu-optimizer", {"optimizer_cpu_offload": True}),
         ("--layernorm-epsilon 1e-6", {"norm_epsilon": 1e-6}),
         ("--rope-theta 5e5", {"rotary_base": 5e5}),
@@ -124,7 +126,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Use `petatron.register_model` and --model-type NAME (docs/models.md)."),
         ("--fp8-margin 1", "--fp8-margin 1 needs this option of FP8 training, which is not in this version. Leave it out."),
         ("--temperature 1", "--temperature does not belong to this command. It is for `petatron generate`."),
-        ("--DDP-impl local", "--DDP-impl is an old name. Leave it out: Megatron has no such flag any more."),
+        ("--data-path2 x", "--data-path2 is an old name. Leave it out: Megatron has no such flag any more."),
         ("--cuda-graph-impl locl", "--cuda-graph-impl locl is not one of none, local, transformer_engine or full_iteration. Did you mean local?"),
         ("--cuda-graph-impl --bf16", "--cuda-graph-impl needs a value. Use none, local, transformer_engine or full_iteration."),
         ("--cuda-graph-impl none 3", "'3' is not a flag and follows no flag that takes it. Flags start with two dashes."),
@@ -144,7 +146,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--fp8_hybrid --fp8-format=e4m3", "--fp8-format contradicts --fp8_hybrid. Keep one of them."),
         ("--recompute-granularity full --recompute-activations", "--recompute-activations contradicts --recompute-granularity. Keep one of them."),
         ("--cuda-graph-impl none --cuda-graphs", "--cuda-graphs contradicts --cuda-graph-impl. Keep one of them."),
-        ("--enable-cuda-graph --cuda-graphs auto", "--cuda-graphs contradicts --enable-cuda-graph. Keep one of them."),
+        ("--enable-cuda-graph --cuda-graphs on", "--cuda-graphs contradicts --enable-cuda-graph. Keep one of them."),
         ("--cuda-graph-impl none --enable-cuda-graph", "--enable-cuda-graph contradicts --cuda-graph-impl; both set --cuda-graphs. Keep one of them."),
         ("--swiglu=true", "--swiglu true is given to a flag that takes no value. Write --swiglu alone, or leave it out."),
         ("--no-bf16=true", "--no-bf16 true is given to a flag that takes no value. Write --no-bf16 alone, or leave it out."),
@@ -422,7 +424,6 @@ def test_the_table_names_flags_and_commands_that_exist():
         "--rerun-mode disabled",
         "--main-params-dtype fp32",
         "--fp8-margin 0",
-        "--outer-dp-sharding-strategy no_shard",
         "--megatron-fsdp-grad-comm-dtype fp32",
         "--spec local",
         "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
@@ -430,6 +431,43 @@ def test_the_table_names_flags_and_commands_that_exist():
 )
 def test_a_value_that_asks_for_nothing_is_accepted(text: str):
     assert problems(text) == []
+
+
+@pytest.mark.parametrize("spec", ["hybrid_layer_specs gdp_stack_spec", "hybrid_layer_specs hybrid_dsv4_stack_spec"])
+def test_specs_of_other_layers_are_refused(spec: str):
+    assert "needs a model spec from a module" in problems(f"--spec megatron.core.models.hybrid.{spec}")[0]
+
+
+def test_latent_attention_rotates_beside_a_learned_table_as_in_megatron():
+    sizes = {"multi_latent_attention": True, "position_embedding_type": "rope", "learned_position_table": True}
+    latent = "--multi-latent-attention"
+    assert values(f"{latent} --position-embedding-type learned_absolute") == sizes
+    assert values(f"--megatron-defaults {latent}") == sizes
+    assert values(f"--megatron-defaults {latent} --rotary-scaling-factor 40")["position_embedding_type"] == "yarn"
+    assert values(latent) == {"multi_latent_attention": True}
+    assert values(f"--megatron-defaults {latent} --position-embedding-type rope") == {
+        "multi_latent_attention": True,
+        "position_embedding_type": "rope",
+    }
+
+
+def test_megatrons_fsdp_goes_on_without_the_overlap_of_experts():
+    parsed = parse_flags("--overlap-moe-expert-parallel-comm --use-megatron-fsdp".split())
+    assert [setting.path for setting in parsed.settings] == ["parallel.data_parallel_sharding_strategy"]
+    assert "--use-megatron-fsdp it does not overlap; no number changes" in parsed.implied[0].reason
+
+
+def test_a_norm_without_weights_takes_the_place_of_the_other_in_megatrons_scripts():
+    both = "--qk-layernorm --qk-l2-norm"
+    assert values("--qk-layernorm --export-qk-l2-norm") == values(f"{both} --megatron-defaults") == {"qk_l2_norm": True}
+    assert values(both) == {"qk_layernorm": True, "qk_l2_norm": True}
+
+
+def test_formats_of_megatrons_fsdp_are_those_of_all():
+    text = "--megatron-fsdp-grad-comm-dtype bf16 --megatron-fsdp-main-grads-dtype bf16"
+    assert values(text) == {"grad_reduce_in_bf16": True, "main_grads_dtype": "bf16"}
+    text = text.replace("bf16", "auto")
+    assert values(text) == {"grad_reduce_in_bf16": False, "main_grads_dtype": "fp32"}
 
 
 def test_flags_of_a_tokenizer_are_refused_with_it_alone():

@@ -329,7 +329,6 @@ MUON = "--optimizer muon --mock-data --lr 1e-3 --train-iters 1"
         ("--muon-scalar-optimizer soap", "cannot leave other parameters to soap"),
         ("--muon-coefficient-type aol", "AOL preconditioning of Muon, which is not in this version"),
         ("--muon-fp32-matmul-prec low", "is not in this version"),
-        ("--optimizer dist_muon", "say --optimizer muon --use-distributed-optimizer"),
         ("--optimizer adaptive_muon", "the adaptive Muon optimizer, which is not in this version"),
     ],
 )

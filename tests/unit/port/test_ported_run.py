@@ -11,10 +11,12 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.config.schema.fields import flatten_config
 from petatron.port.flag_answers import answer_flags
 from petatron.port.launch_command import find_launches, scheduler_variables
-from petatron.port.ported_run import MAX_SCRIPT_BYTES, PortedRun, port_file
+from petatron.port.ported_run import PortedRun, port_file
 from petatron.port.ported_yaml import is_unchanged
+from petatron.port.read_script import MAX_SCRIPT_BYTES
 from petatron.port.shell_interpreter import interpret
 from petatron.port.shell_values import ShellText
+from petatron.port.small_run import toy_yaml
 from petatron.validate import resolve_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -68,6 +70,46 @@ def test_scripts_of_every_style(name: str, tmp_path: Path):
     from_file, problems = resolve_config(files=(file,), world_size=run.world_size)
     from_flags, _ = resolve_config(run.flags.argv, world_size=run.world_size)
     assert not problems and flatten_config(from_file.config) == flatten_config(from_flags.config)
+
+
+def test_a_toy_in_one_process_has_no_settings_of_replicas(tmp_path: Path):
+    flags = "--num-layers 2 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer"
+    run = port(f"torchrun --nproc_per_node 8 pretrain_gpt.py {flags}", tmp_path)
+    one, all_ranks = (toy_yaml(run, keeps_layout=keeps) for keeps in (False, True))
+    assert "fp8_param_gather" not in one and "fp8_format: hybrid" in one
+    assert "fp8_param_gather: true" in all_ranks and "use_distributed_optimizer: true" in all_ranks
+
+
+def test_a_command_in_a_variable_that_a_scheduler_would_run(tmp_path: Path):
+    text = 'ARGS=(--num-layers 4 --bf16)\nRUN="\ncd $HERE;\npython $HERE/pretrain_gpt.py ${ARGS[@]}"\n'
+    text += 'sbatch <<EOF\nsrun bash -c "${RUN}"\nEOF\n'
+    run = port(text, tmp_path, given={"HERE": "/m"})
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert made == {"num_layers": 4, "bf16": True} and "runs $RUN: it is read as one" in str(run.groups())
+
+
+def test_settings_that_a_checkpoint_adds_are_left_to_the_start(tmp_path: Path):
+    run = port("torchrun pretrain_gpt.py --bf16 --load /none --use-checkpoint-args", tmp_path)
+    assert "--use-checkpoint-args" not in str(run.problems)
+    assert "--use-checkpoint-args is applied when the run starts" in str(run.groups())
+
+
+def test_a_default_that_assigns(tmp_path: Path):
+    run = port(": ${KIND=gpt}\n: ${N:=4}\ntorchrun pretrain_${KIND}.py --num-layers $N", tmp_path)
+    assert run.launch.script == "pretrain_gpt.py" and run.settings[0][0].value == 4
+
+
+def test_megatrons_positions_beside_latent_attention(tmp_path: Path):
+    run = port("torchrun pretrain_gpt.py --multi-latent-attention --num-layers 2", tmp_path)
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert (made["position_embedding_type"], made["learned_position_table"]) == ("rope", True)
+    overlap = (
+        "--overlap-moe-expert-parallel-comm --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    )
+    (answer,) = (
+        item for item in port(f"torchrun pretrain_gpt.py {overlap}", tmp_path).flags.answers if "overlap" in item.text
+    )
+    assert answer.kind == "implied" and "does not overlap; no number changes" in answer.why
 
 
 def test_a_fragment_is_blocked_by_what_it_leaves_out_alone():
@@ -188,7 +230,7 @@ def test_the_training_command_among_others(tmp_path: Path):
     ("script", "why"),
     [
         ("pretrain_t5.py", "trains encoder-decoder models (T5)"),
-        ("tools/run_text_generation_server.py", "use `petatron serve`"),
+        ("tools/merge_datasets.py", "use `petatron data merge`"),
         ("tools/preprocess_data.py", "use `petatron data preprocess`"),
     ],
 )
@@ -221,8 +263,41 @@ def test_functional_tests(tmp_path: Path):
     }
     assert "flags of a second run are not ported" in str(run.groups())
     assert [answer.flag.line for answer in run.flags.answers] == [4, 5, 6, 7]
-    inference = port("MODES: [inference]\nMODEL_ARGS:\n  --bf16: true\n", tmp_path, "other.yaml")
-    assert "use `petatron generate`" in dict(inference.groups())["Blocking"][0]
+
+
+def test_functional_tests_are_unquoted_twice_and_brackets_hold_several_values(tmp_path: Path):
+    text = """MODEL_ARGS:
+  --recompute-modules: "[layernorm moe_act]"
+  --rampup-batch-size: "[16 16 1000]"
+  --pipeline-model-parallel-layout: Et*2\\\\|\\\\(tt\\\\|\\\\)*2mL
+  --moe-layer-freq: ([0]*2+[1]*4)
+  --hybrid-layer-pattern: \\"*E\\"
+  --wandb-exp-name: one name
+  --data-path: 0.5 a 0.5 b
+  --split: "'99,1,0'"
+  --save: it's
+"""
+    run = port(text, tmp_path, "model_config.yaml")
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert not run.flags.of_kind("blocking") and made == {
+        "recompute_modules": ("layernorm", "moe_act"),
+        "rampup_batch_size": (16, 16, 1000),
+        "pipeline_model_parallel_layout": "Et*2|(tt|)*2mL",
+        "moe_layer_freq": "([0]*2+[1]*4)",
+        "hybrid_layer_pattern": "*E",
+        "wandb_exp_name": "one name",
+        "data_path": ("0.5", "a", "0.5", "b"),
+        "split": "99,1,0",
+        "save": "it's",
+    }
+
+
+def test_flags_that_no_command_uses_are_those_of_a_training_script(tmp_path: Path):
+    """Scripts that others source have nothing but a list of flags."""
+    run = port('FLAGS=" $MORE \\\n  --num-layers ${N} --swiglu"\nexport FLAGS\n', tmp_path, given={"N": "4"})
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert made == {"num_layers": 4, "activation": "swiglu"} and run.world_size is None
+    assert "no command uses the flags of FLAGS: they are read as those of pretrain_gpt.py" in str(run.groups())
 
 
 @pytest.mark.parametrize(
@@ -234,7 +309,6 @@ def test_functional_tests(tmp_path: Path):
         ("nul.sh", b"torchrun\0x.py", "NUL characters"),
         ("huge.sh", b"#" * (MAX_SCRIPT_BYTES + 1), "cannot be read: it has"),
         ("nothing.sh", b"echo hello\n", "no command starts a Python script"),
-        ("fragment.sh", b'MODEL_ARGS="--num-layers 4"\n', "Flags are in MODEL_ARGS, but no command uses them"),
         ("outer.sh", b"TP=2 bash examples/inner.sh | tee log", "It runs examples/inner.sh: port that one"),
         ("open.sh", b"torchrun pretrain_gpt.py --x 'open\n", "line 1: this quote (') has no end"),
         ("ours.yaml", b"model:\n  num_layers: 4\n", "it has no MODEL_ARGS"),

@@ -91,6 +91,8 @@ class RopeVariants:
     """Base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3). Unset means that of all layers."""
     rotary_seq_len_interpolation_factor: Annotated[Factor, "at least 1", ROTARY_ONLY] | None = None
     """Linear interpolation: positions are divided by this. Unset means not at all."""
+    learned_position_table: Annotated[bool, ROTARY_ONLY] = False
+    """Adds a learned table of positions to the embedding as well, as Megatron's latent attention does unless other positions are named."""
     longrope_short_factor: Annotated[str, ROTARY_ONLY] | None = None
     """LongRoPE (Phi-3): what each rotary frequency is divided by in sequences up to the original context, as [1.0,1.02]."""
     longrope_long_factor: Annotated[str, replace(ROTARY_ONLY, rule="")] | None = None

@@ -239,6 +239,34 @@ def test_ranks_with_latents_and_predictions(tmp_path: Path, tp: int, kinds: dict
     assert MoEConfig(**found.moe).moe_layer_freq == "[0, 1]"
 
 
+def test_a_learned_table_beside_latents(tmp_path: Path):
+    """Megatron's default where no positions are named, in both directions."""
+    table, sizes = drawn("table", 16, WIDTH), {"mtp_num_layers": None, "max_position_embeddings": 16}
+    state = {
+        name: x for name, x in latent_rank(0, 1, fused=True, cut_downs=False).items() if not name.startswith("mtp")
+    }
+    state |= {"embedding.position_embeddings.weight": table}
+    args = latent_arguments(1, position_embedding_type="learned_absolute", add_position_embedding=True, **sizes)
+    opened = open_megatron(write_ranks(tmp_path / "theirs", args, [state]))
+    assert opened.model["learned_position_table"] and opened.model["position_embedding_type"] == "yarn"
+    tensors = {name: x for name, x in latent_truth().items() if not name.startswith("layers.2")} | {
+        "position.weight": table
+    }
+    check(opened, tensors)
+    spec = spec_from_config(ModelConfig(**opened.model), MoEConfig(**opened.moe))
+    step = write_megatron(
+        tmp_path / "ours", iteration=5, spec=spec, fetch=tensors.__getitem__, tp=1, pp=1, format="legacy"
+    )
+    written = torch.load(step / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    assert torch.equal(written["model"]["embedding.position_embeddings.weight"], table)
+    found = written["args"]
+    assert (found.position_embedding_type, found.rope_type, found.add_position_embedding) == (
+        "learned_absolute",
+        "yarn",
+        True,
+    )
+
+
 @pytest.mark.parametrize(("rope_type", "factor"), [("rope", 40.0), (None, 1.0), ("yarn", 1.0)])
 def test_latents_with_plain_rotary_positions(tmp_path: Path, rope_type: str | None, factor: float):
     """YaRN with a factor of 1 is that, too."""

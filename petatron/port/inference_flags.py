@@ -23,9 +23,12 @@ RENAMED = {
     "--inference-max-seq-length": ("--max-length", ""),
     "--inference-max-requests": ("--max-batch-size", ""),
     "--inference-dynamic-batching-max-requests": ("--max-batch-size", ""),
+    "--inference-max-requests-override": ("--max-batch-size", ""),
     "--inference-dynamic-batching-max-tokens": ("--max-batch-tokens", ""),
     "--inference-dynamic-batching-block-size": ("--page-size", ""),
     "--num-speculative-tokens": ("--speculative-tokens", "0"),
+    "--out-seq-length": ("--max-tokens", ""),
+    "--max-batch-size": ("--max-batch-size", ""),
 }
 """Megatron's name -> ours in `petatron generate`, and the value that asks for nothing."""
 
@@ -36,13 +39,43 @@ _MEMORY = "the cache takes what memory allows"
 _GRAPHS = "CUDA graphs are recorded where they help"
 _REPEAT = "prompts are answered once, as fast as the engine can"
 _KERNELS = "kernels are not chosen by flags"
+_REPLICAS = "replicas (--dp N) take requests in turn, and need no port of their own"
+_NO_PAUSE = "the engine keeps its memory between requests; answers are the same"
+_CACHE_TEST = "it makes prompts that test the cache of equal beginnings; the prompts that are given are answered"
+COORDINATOR = "--use-coordinator"
+"""Asks for several replicas that share the requests; the ranks that are started decide how many, or --dp."""
+_PREFIX = "--inference-dynamic-batching-prefix-caching"
 WITHOUT_EFFECT = {
     "--max-tokens-to-oom": _MEMORY,
     "--inference-dynamic-batching-buffer-size-gb": _MEMORY,
     "--inference-dynamic-batching-paused-buffer-size-gb": _MEMORY,
     "--inference-dynamic-batching-unified-memory-level": _MEMORY,
-    "--inference-dynamic-batching-prefix-caching": "equal beginnings of prompts are always computed once",
-    "--inference-dynamic-batching-prefix-caching-eviction-policy": "the page that was not used for longest goes first",
+    "--inference-buffer-size-gb": _MEMORY,
+    "--inference-buffer-guaranteed-fraction": _MEMORY,
+    "--inference-buffer-overflow-factor": _MEMORY,
+    "--inference-dynamic-batching-buffer-guaranteed-fraction": _MEMORY,
+    "--inference-dynamic-batching-buffer-overflow-factor": _MEMORY,
+    "--inference-dynamic-batching-mamba-memory-ratio": _MEMORY,
+    f"{_PREFIX}-mamba-gb": _MEMORY,
+    f"{_PREFIX}-coordinator-policy": _REPLICAS,
+    f"{_PREFIX}-routing-alpha": _REPLICAS,
+    "--inference-coordinator-port": _REPLICAS,
+    COORDINATOR: _REPLICAS,
+    "--suspend-resume-interval": _NO_PAUSE,
+    "--suspend-timeout": _NO_PAUSE,
+    "--rl-kv-cache-management-mode": _NO_PAUSE,
+    "--rl-persist-cuda-graphs": _NO_PAUSE,
+    "--no-rl-persist-cuda-graphs": _NO_PAUSE,
+    "--prefix-cache-compare": _CACHE_TEST,
+    "--prefix-cache-stress-copies": _CACHE_TEST,
+    "--prefix-cache-stress-groups": _CACHE_TEST,
+    "--prefix-cache-stress-prompt-tokens": _CACHE_TEST,
+    "--prefix-cache-stress-staged": _CACHE_TEST,
+    "--async-mode": "requests are always submitted without waiting for others",
+    "--skip-prompt-log-probs": "answers alone have log-probabilities",
+    "--moe-enable-routing-replay": "routing is not recorded; answers are the same",
+    _PREFIX: "equal beginnings of prompts are always computed once",
+    f"{_PREFIX}-eviction-policy": "the page that was not used for longest goes first",
     "--inference-dynamic-batching-num-cuda-graphs": _GRAPHS,
     "--inference-dynamic-batching-cuda-graph-sizing-distribution": _GRAPHS,
     "--inference-cuda-graph-scope": _GRAPHS,
@@ -68,6 +101,10 @@ WITHOUT_EFFECT = {
     "--inference-repeat-n": _REPEAT,
     "--incoming-requests-per-step": _REPEAT,
     "--incoming-requests-per-sec": _REPEAT,
+    "--incoming-requests-duration": _REPEAT,
+    "--num-tokens-to-prompt": "prompts are text; those of random tokens are for `petatron bench generate`",
+    "--batch-boundaries": _REPEAT,
+    "--drain-between-batches": _REPEAT,
     "--no-record-throughput": "speed is measured by `petatron bench generate`",
     "--model-provider": "the checkpoint says which model it is",
     "--output-every-n-results": "all answers are written",
@@ -76,13 +113,11 @@ WITHOUT_EFFECT = {
 """Flags that are accepted and change nothing, with the reason."""
 
 REFUSED = {
-    "--use-coordinator": "Start a server instead: tools/run_text_generation_server.py, with --dp N for several replicas.",
-    "--inference-dynamic-batching-prefix-caching-coordinator-policy": "Start a server instead, with --dp N for several replicas.",
-    "--inference-coordinator-port": "Start a server instead: tools/run_text_generation_server.py --port.",
     "--lora-path": "Merge the adapter into the model first.",
 }
 """Flags that ask for something else, with what to use."""
 
+_ANSWERS = "--n"
 TOKENIZER = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
 """Flags of a tokenizer, which are passed on if it can be read here; otherwise the checkpoint's own takes its place."""
 
@@ -90,6 +125,17 @@ _KEPT_SETTINGS = (
     *("parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"),
     *("parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"),
     *("precision.bf16", "precision.fp16"),
+)
+_SAMPLING = (
+    "--max-tokens",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--logprobs",
+    "--seed",
+    "--stop",
+    "--page-size",
+    "--ignore-eos",
 )
 DEFAULTS = {"--max-tokens": "30", "--temperature": "1.0", "--top-k": "1"}
 """Megatron's scripts generate 30 tokens and take the likeliest, unless they are told otherwise."""
@@ -136,6 +182,10 @@ _READ: dict[str, Callable[[InferenceArguments, str], None]] = {
     "--load": lambda arguments, value: setattr(arguments, "checkpoint", value),
     "--output-path": lambda arguments, value: setattr(arguments, "output_path", value),
     "--prompt-file": lambda arguments, value: setattr(arguments, "prompt_file", value),
+    "--sample-input-file": lambda arguments, value: setattr(arguments, "prompt_file", value),
+    "--sample-output-file": lambda arguments, value: setattr(arguments, "output_path", value),
+    "--genfile": lambda arguments, value: setattr(arguments, "output_path", value),
+    "--num-samples": lambda arguments, value: arguments.flags.extend((_ANSWERS, value)),
     "--prompt-file-num-truncate": _read_prompt_limit,
     "--termination-id": _read_termination_id,
 }
@@ -184,6 +234,10 @@ def read_arguments(argv: Sequence[str]) -> InferenceArguments:
             arguments.flags += [RENAMED[name][0], value]
         else:
             arguments.flags += [RENAMED[name][0], ""]  # said, so that no default takes its place
+    if arguments.prompt_file is not None and _ANSWERS in arguments.flags:  # there it is the number of prompts
+        at = arguments.flags.index(_ANSWERS)
+        _read_prompt_limit(arguments, arguments.flags[at + 1])
+        del arguments.flags[at : at + 2]
     return arguments
 
 
@@ -196,7 +250,7 @@ def _asks_for_nothing(value: str, nothing: str) -> bool:
 
 def generate_flags(arguments: InferenceArguments) -> list[str]:
     """Returns the flags of `petatron generate`, with Megatron's defaults; `ConfigError` with every problem of the command line."""
-    kept, dropped = _flags_of_train(arguments)
+    flags = sampling_flags(arguments)
     if arguments.checkpoint is None:
         arguments.problems.append(Problem("--load", "", "is not given", "Name the folder of a checkpoint."))
     if bool(arguments.prompts) == (arguments.prompt_file is not None):
@@ -205,6 +259,12 @@ def generate_flags(arguments: InferenceArguments) -> list[str]:
         arguments.problems.append(Problem("--prompts", "", rule, "Add --prompts 'Once upon a time', say."))
     if arguments.problems:
         raise ConfigError(arguments.problems)
+    return flags
+
+
+def sampling_flags(arguments: InferenceArguments) -> list[str]:
+    """Returns the flags of `petatron generate` besides what is continued, and by which model; problems are added."""
+    kept, dropped = _flags_of_train(arguments)
     if dropped:
         arguments.notices.append(f"not needed, the checkpoint says the model: {', '.join(dropped)}")
     flags = list(arguments.flags)
@@ -229,6 +289,18 @@ def server_flags(argv: Sequence[str]) -> list[str]:
         elif name not in WITHOUT_EFFECT:
             flags += [typed, *values]
     return flags
+
+
+def serve_flags(arguments: InferenceArguments) -> list[str]:
+    """Returns the flags of `petatron serve` for a server's command line that was read; how to sample is left to requests."""
+    kept, dropped = _flags_of_train(arguments)
+    if dropped:
+        arguments.notices.append(f"not needed, the checkpoint says the model: {', '.join(dropped)}")
+    pairs = [(name, arguments.value_of(name)) for name in arguments.flags if name.startswith("--")]
+    if sampling := [name for name, _ in pairs if name in _SAMPLING]:
+        arguments.notices.append(f"each request says it: {', '.join(sampling)}")
+    engine = [(SERVER_NAMES.get(name, name), value) for name, value in pairs if name not in _SAMPLING and value]
+    return [*(text for pair in engine for text in pair), *kept]
 
 
 def _without_empty(flags: Sequence[str]) -> list[str]:
