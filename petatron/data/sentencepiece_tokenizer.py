@@ -63,13 +63,13 @@ class SentencePieceTokenizer:
         self._options = options = options or SentencePieceOptions()
         self._encoder = build_piece_encoder(self._model, keep_extra_spaces=options.keep_extra_spaces)
         self._decoder = PieceDecoder(self._model)
-        self._found = _found_tokens(self._model, options)
-        self._found_text = {number: text for text, number in self._found.ids.items()}
+        self._tokens = _found_tokens(self._model, options)
+        self._token_texts = {number: text for text, number in self._tokens.ids.items()}
         # Of several that begin at the same place the first named is taken.
-        self._pattern = re.compile("|".join(map(re.escape, self._found.ids)))
+        self._pattern = re.compile("|".join(map(re.escape, self._tokens.ids)))
         self._boundary = next((id for id, piece in enumerate(self._model.pieces) if piece.text == WORD_BOUNDARY), None)
-        self.vocab_size = max(len(self._model.pieces), *(number + 1 for number in self._found_text), 0)
-        self.eod = self._model.eos if self._found.eod is None else self._found.eod
+        self.vocab_size = max(len(self._model.pieces), *(number + 1 for number in self._token_texts), 0)
+        self.eod = self._model.eos if self._tokens.eod is None else self._tokens.eod
         self.name = str(given)
         beside = find_companion_files(given, DataError, names=_COMPANION_FILES) if given.is_dir() else {}
         self._json: bytes | None = None
@@ -80,7 +80,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         with reading_untrusted(Path(self.name), _encode_error):
-            if self._found.ids:
+            if self._tokens.ids:
                 return [self._encode_around_tokens(text) for text in texts]
             return self._encoder.encode_batch(texts)
 
@@ -90,9 +90,9 @@ class SentencePieceTokenizer:
         ids: list[int] = []
         for place, part in enumerate(self._encoder.encode_batch([text[a:b] for a, b in zip(starts, ends)])):
             # Megatron leaves the text after the last token as it is.
-            drops = self._found.drops_boundary and 0 < place < len(matches)
+            drops = self._tokens.drops_boundary and 0 < place < len(matches)
             ids += part[1:] if drops and part[:1] == [self._boundary] else part
-            ids += [self._found.ids[matches[place].group()]] if place < len(matches) else []
+            ids += [self._tokens.ids[matches[place].group()]] if place < len(matches) else []
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -100,7 +100,7 @@ class SentencePieceTokenizer:
         texts: list[str] = []
         stretch: list[int] = []
         for number in ids:
-            if (token := self._found_text.get(int(number))) is None:
+            if (token := self._token_texts.get(int(number))) is None:
                 stretch.append(int(number))
                 continue
             texts += [self._decoder.decode(stretch), token]
@@ -124,13 +124,13 @@ class SentencePieceTokenizer:
     @property
     def has_exact_json(self) -> bool:
         """Whether a tokenizer.json gives the same ids for every text without the names of special tokens, which it finds."""
-        return isinstance(self._encoder, ExactBpeEncoder) and not self._found.ids
+        return isinstance(self._encoder, ExactBpeEncoder) and not self._tokens.ids
 
     def vocabulary_json(self) -> bytes:
         """Returns a tokenizer.json that says what each id stands for; it encodes as the model only with `has_exact_json`."""
         if self._json is None:
             fast = self._encoder.fast if isinstance(self._encoder, ExactBpeEncoder) and self.has_exact_json else None
-            self._json = vocabulary_as_json(self._model, fast, self._found.ids)
+            self._json = vocabulary_as_json(self._model, fast, self._tokens.ids)
         return self._json
 
 

@@ -15,14 +15,14 @@ from petatron.config.schema.sections.tokenizer_files import (
 from petatron.data.bpe.token_ranks import build_byte_level_bpe, read_token_ranks
 from petatron.data.library_tokenizer import LibraryTokenizer, tokenizer_config
 
-_WORDS = r"[^\r\n\p{L}\p{N}]"
-_SPACES = r"\s+(?!\S)|\s+"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]"
+_WHITE_SPACE = r"\s+(?!\S)|\s+"
 PATTERNS = {
-    "v1": rf"{_WORDS}?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}",
+    "v1": rf"{_BEFORE_WORD}?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_WHITE_SPACE}",
     "v2": (
-        rf"{_WORDS}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+"
-        rf"|{_WORDS}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
-        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+        rf"{_BEFORE_WORD}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+"
+        rf"|{_BEFORE_WORD}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
+        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_WHITE_SPACE}"
     ),
 }
 """What a text is divided by before tokens are merged: a word with at most one character before it, a digit, punctuation, or spaces.

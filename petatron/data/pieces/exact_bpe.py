@@ -64,20 +64,20 @@ def build_exact_bpe(model: PieceModel) -> FastTokenizer:
     return fast
 
 
-def vocabulary_as_json(model: PieceModel, fast: FastTokenizer | None, found: Mapping[str, int]) -> bytes:
+def vocabulary_as_json(model: PieceModel, fast: FastTokenizer | None, extra_tokens: Mapping[str, int]) -> bytes:
     """Returns a tokenizer.json with a model's ids, whose special tokens are marked as such.
 
-    Without `fast` nothing encodes as the model does, and what is returned says what each id stands for, and no more. `found` are tokens
-    that the model does not have.
+    Without `fast` nothing encodes as the model does, and what is returned says what each id stands for, and no more. `extra_tokens` have
+    ids that the model does not have.
     """
     if fast is None:
-        ids = {piece.text: number for number, piece in enumerate(model.pieces)} | dict(found)
+        ids = {piece.text: number for number, piece in enumerate(model.pieces)} | dict(extra_tokens)
         marked = FastTokenizer(models.BPE(vocab=ids, merges=[], byte_fallback=model.byte_fallback))
         marked.decoder = _decoder(model)
     else:
         marked = FastTokenizer.from_str(fast.to_str())
     special = [piece.text for piece in model.pieces if piece.kind in ("control", "unknown")]
-    names = dict.fromkeys([*special, *found])
+    names = dict.fromkeys([*special, *extra_tokens])
     marked.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     return marked.to_str().encode()
 

@@ -43,6 +43,7 @@ class PieceModel:
     before it is encoded or after it is decoded.
     """
 
+    path: Path
     content: bytes = field(repr=False)
     pieces: tuple[Piece, ...] = field(repr=False)
     algorithm: Algorithm
@@ -60,12 +61,12 @@ class PieceModel:
 
 def read_piece_model(path: Path) -> PieceModel:
     """Reads a `.model`; `DataError` if it is none."""
-    with reading_untrusted(path, _model_error):
+    with reading_untrusted(path, model_error):
         content = read_limited_bytes(path, MAX_TOKENIZER_BYTES)
-        return _parse_model(content)
+        return _parse_model(path, content)
 
 
-def _parse_model(content: bytes) -> PieceModel:
+def _parse_model(path: Path, content: bytes) -> PieceModel:
     pieces: list[Piece] = []
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
@@ -83,12 +84,13 @@ def _parse_model(content: bytes) -> PieceModel:
     if [piece.kind for piece in pieces].count("unknown") != 1:
         raise ValueError("it has not exactly one piece for the unknown")
 
-    def control_id(number: int, default: str) -> int | None:
+    def control_id(key: int, default: str) -> int | None:
         """The trainer's names of these pieces decide; its numbers may be others."""
-        found = ids.get(_text(trainer.get(number, default.encode())))
-        return found if found is not None and pieces[found].kind == "control" else None
+        number = ids.get(_text(trainer.get(key, default.encode())))
+        return number if number is not None and pieces[number].kind == "control" else None
 
     return PieceModel(
+        path=path,
         content=content,
         pieces=tuple(pieces),
         algorithm=_ALGORITHMS[_signed(trainer.get(3, 1))],
@@ -162,7 +164,7 @@ def _text(value: int | bytes) -> str:
     return value.decode()
 
 
-def _model_error(path: Path, why: str) -> DataError:
+def model_error(path: Path, why: str) -> DataError:
     return DataError(
         f"{printable(str(path))} is not a SentencePiece model: it {why}. Give --tokenizer-model the .model file that its trainer wrote, or "
         "another --tokenizer-type for another file."

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from petatron.base.errors import DataError
+from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.pieces.exact_bpe import build_exact_bpe, inexact_reason
-from petatron.data.pieces.model_file import PieceModel
+from petatron.data.pieces.model_file import PieceModel, model_error
 
 _SPACE_MARK = "☯"
 """What Megatron puts between spaces that a model would join: a character that no vocabulary has."""
@@ -72,4 +73,5 @@ def _open_library(model: PieceModel) -> Any:
             f"A SentencePiece model with {inexact_reason(model)} needs the sentencepiece library, which is not installed: "
             "pip install 'petatron[tokenizers]'."
         ) from error
-    return SentencePieceProcessor(model_proto=model.content)
+    with reading_untrusted(model.path, model_error):
+        return SentencePieceProcessor(model_proto=model.content)
