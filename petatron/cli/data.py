@@ -17,14 +17,13 @@ from petatron.base.log import configure_logging
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.progress import progress_bar
+from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
 from petatron.validate.preflight import parquet_problem
 
 if TYPE_CHECKING:
-    from petatron.config.schema.training import TokenizerConfig
     from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.preprocess import PreprocessProgress, PreprocessReport
 
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer")
 SENTENCE_FLAGS = ("split_sentences", "keep_newlines", "lang")
 SHOWN_TOKENS = 24
 SHOWN_CHARACTERS = 400
@@ -41,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     inspecting = subcommands.add_parser("inspect", help="describe a dataset and show a sample")
     inspecting.add_argument("prefix", help="dataset prefix, or its .bin or .idx")
     inspecting.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
-    _add_tokenizer_arguments(inspecting)
+    add_tokenizer_arguments(inspecting)
     add = subcommands.add_parser("merge", help="join datasets into one").add_argument
     add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
     add("--output-prefix", required=True, metavar="PREFIX", help="dataset to write")
@@ -71,7 +70,7 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     text = "refuse longer lines (default: 256 MiB), also after decompression"
     add("--max-line-bytes", type=int, metavar="N", help=text)
     add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
-    _add_tokenizer_arguments(parser)
+    add_tokenizer_arguments(parser)
     # Flags of other tools: those that would change the result are refused, others are named and ignored.
     add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
@@ -86,7 +85,7 @@ def _preprocess(args: argparse.Namespace) -> int:
     given_flags = [f"--{name.replace('_', '-')}" for name in SENTENCE_FLAGS if getattr(args, name)]
     problems = [Problem(flag, "", rule, fix) for flag in given_flags]
     problems += [problem for path in args.input if (problem := parquet_problem("--input", path)) is not None]
-    tokenizer = _tokenizer_config(args, problems)
+    tokenizer = tokenizer_settings(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))
     raise_problems(problems)
@@ -104,32 +103,6 @@ def _preprocess(args: argparse.Namespace) -> int:
         report = preprocess(options, show)
     _print_report(report)
     return 0
-
-
-def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--tokenizer-type", metavar="TYPE", help=f"{', '.join(TOKENIZER_TYPES)} (default: from the files given)")
-    add("--tokenizer-model", metavar="PATH", help="tokenizer.json, or a folder that holds one")
-    add("--vocab-file", metavar="FILE", help="GPT-2 vocab.json")
-    add("--merge-file", metavar="FILE", help="GPT-2 merges.txt")
-    add("--vocab-size", type=int, metavar="N", help="number of ids of the NullTokenizer")
-
-
-def _tokenizer_config(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
-    from petatron.config.schema.training import TokenizerConfig
-    from petatron.validate.data_and_output_settings import unused_tokenizer_files
-
-    if args.tokenizer_type is not None and args.tokenizer_type not in TOKENIZER_TYPES:
-        fix = f"Use one of {', '.join(TOKENIZER_TYPES)}."
-        problems.append(Problem("--tokenizer-type", args.tokenizer_type, "is not in this version", fix))
-    config = TokenizerConfig(
-        tokenizer_type=args.tokenizer_type,
-        tokenizer_model=args.tokenizer_model,
-        vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
-    )
-    problems += unused_tokenizer_files(config)
-    return config
 
 
 def _print_report(report: PreprocessReport) -> None:
@@ -173,7 +146,7 @@ def _progress_text(now: PreprocessProgress) -> str:
 
 def _inspect(args: argparse.Namespace) -> int:
     problems: list[Problem] = []
-    config = _tokenizer_config(args, problems)
+    config = tokenizer_settings(args, problems)
 
     from petatron.config.schema.data_blend import dataset_prefix
     from petatron.data.indexed_dataset import IndexedDataset

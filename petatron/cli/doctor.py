@@ -37,6 +37,10 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "hf": (("transformers",), "comparing with Hugging Face models"),
     "data": (("zstandard",), "reading .zst corpora"),
+    "tokenizers": (
+        ("sentencepiece",),
+        "SentencePiece models of the unigram kind, or that normalize text; those of BPE as Llama 2 has it need nothing",
+    ),
     "fetch": (("huggingface-hub", "pyarrow"), "downloading public datasets (petatron data fetch)"),
     "triton": (
         ("triton",),

@@ -28,6 +28,7 @@ from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_symbols
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
+from petatron.config.schema.sections.tokenizer_files import implied_tokenizer_type
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
 
@@ -251,10 +252,10 @@ def _derive_data_parallel(values: _DerivedValues) -> None:
 
 
 def _derive_files(values: _DerivedValues) -> None:
-    if values["tokenizer_model"] is not None:
-        values.fill("tokenizer_type", "HuggingFaceTokenizer", "--tokenizer-model is set")
-    elif values["vocab_file"] is not None and values["merge_file"] is not None:
-        values.fill("tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file are set")
+    names = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
+    implied = implied_tokenizer_type(**{name: values[name] for name in names})
+    if implied is not None:
+        values.fill("tokenizer_type", *implied)
     elif values["mock_data"]:
         values.fill("tokenizer_type", "NullTokenizer", "mock data has no text")
     if values["mock_data"] and values["tokenizer_type"] == "NullTokenizer":

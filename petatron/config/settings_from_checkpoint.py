@@ -140,14 +140,16 @@ def unchosen_values(
     """Returns the checkpoint's settings of model and tokenizer that nobody chose otherwise; a tokenizer is chosen as a whole."""
     fills = [f"{section}.{name}" for section in MODEL_SECTIONS for name in stored.sections.get(section, {})]
     tokenizer = tokenizer_paths()
-    if checkpoint.use_tokenizer_model_from_checkpoint_args and not any(origins[path].is_explicit for path in tokenizer):
+    chosen = any(origins[path].is_explicit for path in tokenizer)
+    has_tokenizer = stored_values["tokenizer.tokenizer_type"] is not None
+    if checkpoint.use_tokenizer_model_from_checkpoint_args and has_tokenizer and not chosen:
         fills += [path for path in tokenizer if stored_values[path] is not None]
     return {path: stored_values[path] for path in fills if path in stored_values and not origins[path].is_explicit}
 
 
 def tokenizer_paths() -> list[str]:
     """Returns the settings that choose a tokenizer."""
-    return [info.path for info in all_fields() if info.section == "tokenizer" and info.kind != "bool"]
+    return [info.path for info in all_fields() if info.section == "tokenizer" and "one start" not in info.marks]
 
 
 def identity_paths(stored_values: Mapping[str, FieldValue]) -> tuple[str, ...]:

@@ -23,13 +23,25 @@ from petatron.base.companion_files import find_companion_files, read_companion_f
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
+from petatron.config.schema.sections.tokenizer_files import (
+    DEFAULT_NUM_SPECIAL_TOKENS,
+    DEFAULT_SPECIAL_TOKENS,
+    TokenizerType,
+    implied_tokenizer_type,
+)
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters, decode_error
+from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters
 from petatron.data.data_file_error import data_file_error
+from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
+from petatron.data.sentencepiece_tokenizer import (
+    MODEL_FILE,
+    SentencePieceOptions,
+    SentencePieceTokenizer,
+    stored_options,
+)
+from petatron.data.tiktoken_tokenizer import TikTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-MAX_FILE_BYTES = 1 << 28
-"""The largest files of published tokenizers have some 40 MB."""
 MAX_UNUSED_IDS = 1 << 16
 MAX_GROWTH = 256
 """Published tokenizers replace a character by at most a few; a few replacements by ten characters in a row make gigabytes of a line."""
@@ -64,31 +76,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class _LibraryTokenizer:
-    """A tokenizer of the tokenizers library."""
-
-    name: str
-    eod: int | None
-    _fast: FastTokenizer
-    _table: ByteTable | None
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with reading_untrusted(Path(self.name), _encode_error):
-            # The fast variant omits character offsets, which nothing here uses; and, unlike `encode`, it lets other threads run meanwhile.
-            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decodes from a table of bytes if the decoder is byte-level: generation decodes a few ids per token."""
-        if self._table is not None:
-            return b"".join([self._table[number] for number in ids]).decode(errors="replace")
-        with reading_untrusted(Path(self.name), decode_error):
-            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
-
-
-class HuggingFaceTokenizer(_LibraryTokenizer):
+class HuggingFaceTokenizer(LibraryTokenizer):
     """A tokenizer.json, or a folder with one (and perhaps a tokenizer_config.json that names the eos token)."""
 
     def __init__(self, path: str | Path) -> None:
@@ -103,7 +91,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         names = ("tokenizer.json", *_COMPANION_FILES)
         beside = find_companion_files(given, DataError, names=names) if given.is_dir() else {}
         with reading_untrusted(file, _tokenizer_file_error):
-            content = read_limited_bytes(file, MAX_FILE_BYTES)
+            content = read_limited_bytes(file, MAX_TOKENIZER_BYTES)
             self._fast = load_fast(content)
             _check_growth(file, self._fast)
             is_byte_level = isinstance(self._fast.decoder, decoders.ByteLevel)
@@ -120,7 +108,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return {**_default_tokenizer_config(self._fast, self.eod), **self._files}
 
 
-class GPT2BPETokenizer(_LibraryTokenizer):
+class GPT2BPETokenizer(LibraryTokenizer):
     """GPT-2's byte-level BPE from its vocab.json and merges.txt.
 
     Text is encoded literally, as GPT-2's own encoder does: the characters of <|endoftext|> in a document do not
@@ -214,26 +202,48 @@ class NullTokenizer:
 
 def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -> Tokenizer:
     """Builds the configured tokenizer; its type follows from the files given when it is not named."""
-    kind = config.tokenizer_type
-    if kind is None and config.tokenizer_model is not None:
-        kind = "HuggingFaceTokenizer"
-    elif kind is None and (config.vocab_file is not None or config.merge_file is not None):
-        kind = "GPT2BPETokenizer"
-    if kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(_required(config.tokenizer_model, kind, "--tokenizer-model"))
-    if kind == "GPT2BPETokenizer":
-        vocab = _required(config.vocab_file, kind, "--vocab-file")
-        return GPT2BPETokenizer(vocab, _required(config.merge_file, kind, "--merge-file"))
+    kind = config.tokenizer_type or _implied_type(config)
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":
         if vocab_size is None:
             raise DataError("NullTokenizer needs --vocab-size.")
         return NullTokenizer(vocab_size)
-    raise DataError(
-        "No tokenizer is given. Use --tokenizer-model FILE (a tokenizer.json), --vocab-file and --merge-file (GPT-2), "
-        "--tokenizer-type ByteTokenizer, or --tokenizer-type NullTokenizer with --vocab-size."
+    if kind == "GPT2BPETokenizer":
+        vocab = _required(config.vocab_file, kind, "--vocab-file")
+        return GPT2BPETokenizer(vocab, _required(config.merge_file, kind, "--merge-file"))
+    if kind is None:
+        raise DataError(
+            "No tokenizer is given. Use --tokenizer-model FILE (a tokenizer.json), --vocab-file and --merge-file (GPT-2), "
+            "--tokenizer-type ByteTokenizer, or --tokenizer-type NullTokenizer with --vocab-size."
+        )
+    model = _required(config.tokenizer_model, kind, "--tokenizer-model")
+    if kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(model)
+    if kind == "TikTokenizer":
+        return TikTokenizer(
+            model,
+            pattern=config.tiktoken_pattern or "v2",
+            num_special_tokens=config.tiktoken_num_special_tokens or DEFAULT_NUM_SPECIAL_TOKENS,
+            special_tokens=config.tokenizer_special_tokens or DEFAULT_SPECIAL_TOKENS,
+            vocab_size=vocab_size,
+        )
+    options = SentencePieceOptions(
+        special_tokens=config.tokenizer_special_tokens,
+        vocab_extra_ids=(config.vocab_extra_ids or None) if kind == "SentencePieceTokenizer" else None,
+        keep_extra_spaces=not config.tokenizer_sentencepiece_ignore_extra_whitespaces,
     )
+    return SentencePieceTokenizer(model, options)
+
+
+def _implied_type(config: TokenizerConfig) -> TokenizerType | None:
+    implied = implied_tokenizer_type(
+        tokenizer_model=config.tokenizer_model,
+        vocab_file=config.vocab_file or config.merge_file,  # one alone is told to lack the other
+        merge_file=config.merge_file or config.vocab_file,
+        tiktoken_pattern=config.tiktoken_pattern,
+    )
+    return None if implied is None else implied[0]
 
 
 def folder_tokenizer(folder: Path) -> TokenizerConfig | None:
@@ -243,7 +253,40 @@ def folder_tokenizer(folder: Path) -> TokenizerConfig | None:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if vocab.is_file() and merges.is_file():
         return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+    if (folder / MODEL_FILE).is_file():
+        options = stored_options(folder)
+        return TokenizerConfig(
+            tokenizer_type="SentencePieceTokenizer",
+            tokenizer_model=str(folder),
+            tokenizer_special_tokens=options.special_tokens,
+            tokenizer_sentencepiece_legacy=bool(options.special_tokens),
+            tokenizer_sentencepiece_ignore_extra_whitespaces=not options.keep_extra_spaces,
+            vocab_extra_ids=options.vocab_extra_ids,
+        )
     return None
+
+
+def open_tokenizer_files(path: Path) -> Tokenizer:
+    """Opens the tokenizer of a folder, or of a file of any kind that its name tells."""
+    config = folder_tokenizer(path) if path.is_dir() else None
+    return build_tokenizer(config or TokenizerConfig(tokenizer_model=str(path)))
+
+
+def missing_for_transformers(tokenizer: Tokenizer) -> str | None:
+    """Returns what a model folder with this tokenizer lacks; None if transformers opens it, or if it has no text at all."""
+    if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.has_exact_json:
+        return None
+    return (
+        f"the tokenizer is kept as {MODEL_FILE}, which Petatron opens: no tokenizer.json gives its ids for every text, so that "
+        "transformers finds a model without a tokenizer"
+    )
+
+
+def vocabulary_json(tokenizer: Tokenizer) -> bytes | None:
+    """Returns a tokenizer.json that says what the ids stand for; None if there is no text for them. It may encode otherwise."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return tokenizer.vocabulary_json()
+    return tokenizer.files().get("tokenizer.json")
 
 
 def vocabulary_difference(given: Tokenizer, held: Tokenizer) -> str | None:
@@ -252,7 +295,7 @@ def vocabulary_difference(given: Tokenizer, held: Tokenizer) -> str | None:
     >>> vocabulary_difference(ByteTokenizer(), ByteTokenizer()) is None
     True
     """
-    first, second = (tokenizer.files().get("tokenizer.json") for tokenizer in (given, held))
+    first, second = vocabulary_json(given), vocabulary_json(held)
     if first == second and first is not None:
         return None
     counts = f"{given.vocab_size:,} ids, where the model has learned {held.vocab_size:,}"
@@ -272,18 +315,7 @@ def _token_text(token: str | None) -> str:
 
 
 def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:
-    """Returns what AutoTokenizer needs to open a tokenizer.json without a config of its own."""
-    named = {} if eod is None else {"eos_token": fast.id_to_token(eod)}
-    content = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-    return {"tokenizer_config.json": json.dumps(content, indent=1).encode()}
-
-
-def load_fast(content: bytes) -> FastTokenizer:
-    """Opens a tokenizer.json without the truncation and padding that it may ask for."""
-    fast = FastTokenizer.from_buffer(content)
-    fast.no_truncation()
-    fast.no_padding()
-    return fast
+    return tokenizer_config({"eos_token": None if eod is None else fast.id_to_token(eod)})
 
 
 def _vocab_size(path: str | Path, fast: FastTokenizer) -> int:
@@ -333,17 +365,14 @@ def _growth(part: Any) -> int:
 
 def _read_file(path: Path) -> bytes:
     with reading_untrusted(path, data_file_error):
-        return read_limited_bytes(path, MAX_FILE_BYTES)
+        return read_limited_bytes(path, MAX_TOKENIZER_BYTES)
 
 
 def _tokenizer_file_error(file: Path, why: str) -> DataError:
     return DataError(
-        f"{file} is not a tokenizer.json: it {why}. Copy it again; a SentencePiece tokenizer.model must first be converted."
+        f"{file} is not a tokenizer.json: it {why}. Copy it again; a SentencePiece .model or a "
+        "vocabulary of tiktoken has its own --tokenizer-type (SentencePieceTokenizer, TikTokenizer)."
     )
-
-
-def _encode_error(name: Path, why: str) -> DataError:
-    return DataError(f"A text for the tokenizer {name} {why}. Check the text and the tokenizer's files.")
 
 
 def _eos_in_config(config: Path) -> str | None:
@@ -353,7 +382,7 @@ def _eos_in_config(config: Path) -> str | None:
     with reading_untrusted(
         config, lambda path, why: DataError(f"{path} is not valid JSON: it {why}. Copy it again, or remove it.")
     ):
-        token = read_limited_json(config, MAX_FILE_BYTES).get("eos_token")
+        token = read_limited_json(config, MAX_TOKENIZER_BYTES).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):
             raise TypeError("eos_token is neither a text nor an object with its content")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.terminal_escape import printable_lines
-from petatron.data.tokenizer import Tokenizer
+from petatron.data.tokenizer import Tokenizer, vocabulary_json
 from petatron.infer.sampling_params import Constraint
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class _TokenBytes:
 def build_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    content = tokenizer.files().get("tokenizer.json")
+    content = vocabulary_json(tokenizer)
     try:
         if content is None:
             return LLTokenizer(TokenizerWrapper(_TokenBytes(tokenizer)))

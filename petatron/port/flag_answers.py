@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from petatron.base.errors import Problem
-from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING, TIKTOKEN_FLAGS, own_value
+from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING, own_value
 from petatron.config.flags.parse import ParsedFlags, known_flags, parse_flags
-from petatron.config.schema.fields import fields_by_name, fields_by_path
+from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
 from petatron.port.shell_values import ShellText
 
@@ -73,7 +73,6 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
         if answer.kind not in ("missing", "blocking", "left out"):
             empty += [value for value in values if value not in answer.values]
         answers.append(answer)
-    answers = _without_unread_flags(answers)
     accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "implied")]
     together = parse_flags([text.text for answer in accepted for text in (answer.flag, *answer.values)])
     last = {setting.path: setting for setting in together.settings}
@@ -143,19 +142,6 @@ def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> FlagAnswer
     if same_name and all(own_value(info.name, text) is None for info in infos for text in texts) and not parsed.notices:
         return answer
     return replace(answer, kind="translated", why="; ".join(parsed.notices))
-
-
-def _without_unread_flags(answers: Sequence[FlagAnswer]) -> list[FlagAnswer]:
-    """Flags of tiktoken's tokenizers ask for nothing where another tokenizer is named, which a flag by itself does not tell."""
-    path = fields_by_name()["tokenizer_type"].path
-    names_other = any(answer.kind == "kept" and path in answer.fields for answer in answers)
-    why = "no other tokenizer than tiktoken's reads it"
-    return [
-        replace(answer, kind="implied", why=why, problems=())
-        if names_other and answer.kind == "blocking" and spelled(answer.flag.text) in TIKTOKEN_FLAGS
-        else answer
-        for answer in answers
-    ]
 
 
 def _maker(setting: Setting, accepted: Sequence[FlagAnswer]) -> FlagAnswer:

@@ -118,7 +118,10 @@ REFUSED = {
 """Flags that ask for something else, with what to use."""
 
 _ANSWERS = "--n"
-TOKENIZER = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file")
+TOKENIZER = (
+    *("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-extra-ids"),
+    *("--tokenizer-special-tokens", "--tokenizer-sentencepiece-legacy"),
+)
 """Flags of a tokenizer, which are passed on if it can be read here; otherwise the checkpoint's own takes its place."""
 
 _KEPT_SETTINGS = (

@@ -12,7 +12,7 @@ whole logical tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class ModelSource:
     config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: files
     copied along with it, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and router state. fill: reads
     chunks with such keys. other_state: names what it has besides. open_training: opens the state of its run, and raises if a conversion
-    cannot take that along; None if there is none.
+    cannot take that along; None if there is none. tokenizer: settings of the one that a Megatron checkpoint's arguments name.
     """
 
     format: ModelFormat
@@ -72,6 +72,7 @@ class ModelSource:
     fill: Callable[[Sequence[Chunk]], None]
     other_state: tuple[str, ...] = ()
     open_training: Callable[[], TrainingState] | None = None
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_model_source(
@@ -219,6 +220,7 @@ def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
         fill=fill,
         other_state=checkpoint.other_state,
         open_training=None if opener is None else lambda: megatron_training_state(opener(), values),
+        tokenizer=checkpoint.tokenizer,
     )
 
 

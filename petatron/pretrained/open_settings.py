@@ -22,7 +22,7 @@ from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.required_settings import required
-from petatron.config.settings_from_checkpoint import CheckpointSettings
+from petatron.config.settings_from_checkpoint import CheckpointSettings, tokenizer_paths
 from petatron.data.tokenizer import folder_tokenizer
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.pretrained.folder_kind import check_load_dir, detect_format, is_megatron_folder, refuse_unconverted
@@ -113,6 +113,7 @@ def _tokenizer_section(saved: Mapping[str, Any], model_folder: Path) -> Mapping[
     """Returns the run's tokenizer if its files still exist, else the copy in the model folder, else nothing."""
     files = [saved[name] for name in _TOKENIZER_FILES if saved.get(name) is not None]
     if saved.get("tokenizer_type") is not None and all(Path(file).exists() for file in files):
-        return {name: saved[name] for name in ("tokenizer_type", *_TOKENIZER_FILES) if name in saved}
+        names = [path.partition(".")[2] for path in tokenizer_paths()]
+        return {name: saved[name] for name in names if name in saved}
     held = folder_tokenizer(model_folder)
     return {} if held is None else {name: value for name, value in asdict(held).items() if value}

@@ -35,10 +35,17 @@ def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None
     if config.tokenizer.tokenizer_type is None:
         known_vocab_size(config.model)
         return loaded, None
-    tokenizer = build_tokenizer(config.tokenizer, vocab_size=config.model.vocab_size)
+    tokenizer = build_tokenizer(config.tokenizer, vocab_size=_asked_vocab_size(loaded))
     if start is not None:
         _check_start_tokenizer(loaded, tokenizer, start)
     return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
+
+
+def _asked_vocab_size(loaded: LoadedConfig) -> int | None:
+    """Returns the size that cuts or makes a vocabulary; that of a preset gives way to a tokenizer that has a size."""
+    of_preset = loaded.origins["model.vocab_size"].kind in ("preset", "adapted")
+    gives_way = of_preset and loaded.config.tokenizer.tokenizer_type != "NullTokenizer"
+    return None if gives_way else loaded.config.model.vocab_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import CheckpointConfig, RunConfig
-from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from petatron.data.tokenizer import Tokenizer, build_tokenizer, open_tokenizer_files
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
@@ -90,7 +90,8 @@ class Model(ParallelModel):
 
         The folder appears when it is complete, and must not exist before, or be empty; with `overwrite` the folder of a model that is
         there is replaced then. It also gets the run's tokenizer, or the tokenizer's files, generation_config.json and token ids that
-        `from_pretrained` found beside the weights; `tokenizer`, one of ours or the path of a tokenizer.json or its folder, replaces them.
+        `from_pretrained` found beside the weights; `tokenizer`, one of ours or the path of a tokenizer.json, a .model or their folder,
+        replaces them.
         A model that no family can express is written with the `model_type` petatron, which `from_pretrained` opens, and transformers
         after `import petatron.integrations.transformers`.
 
@@ -104,7 +105,7 @@ class Model(ParallelModel):
         """
         target = Path(path).absolute()
         tmp, control = tmp_folder(target), self.mesh.control
-        opened = HuggingFaceTokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        opened = open_tokenizer_files(Path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
         _on_first_rank(control, target, lambda: create_tmp_folder(target, overwrite=overwrite))
         try:
             save_with_manager(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as FastTokenizer
 
 from petatron.data.bpe.byte_level_decoder import byte_characters
-from petatron.data.tokenizer import Tokenizer
+from petatron.data.tokenizer import Tokenizer, vocabulary_json
 
 _TAG = re.compile(r"<.*>", re.DOTALL)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -32,7 +32,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
-        content = None if tokenizer is None else tokenizer.files().get("tokenizer.json")
+        content = None if tokenizer is None else vocabulary_json(tokenizer)
         self._fast = None if content is None else FastTokenizer.from_buffer(content)
         decoder = json.dumps(json.loads(content).get("decoder")) if content is not None else ""
         self._byte_level = '"ByteLevel"' in decoder

@@ -12,7 +12,7 @@ from petatron.base.errors import ConfigError, DataError, PetatronError, raise_pr
 from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig
 from petatron.data.build_datasets import chosen_kind
-from petatron.data.tokenizer import Tokenizer
+from petatron.data.tokenizer import Tokenizer, missing_for_transformers
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.launch.environment import read_environment
@@ -82,6 +82,8 @@ def check_start(loaded: LoadedConfig) -> RunStart:
     check_run_dirs(loaded.config.checkpoint)
     loaded, tokenizer = open_tokenizer(loaded)
     run = loaded.config
+    if run.checkpoint.save is not None and tokenizer is not None and (note := missing_for_transformers(tokenizer)):
+        _log.warning("Checkpoints: %s", note)
     chosen_kind(run)  # what is wrong with the objective or the dataset's settings is told before anything is built
     check_components(run)
     prompts, eval_tasks = read_prompts(run, tokenizer), read_eval_tasks(run)

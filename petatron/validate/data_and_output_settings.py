@@ -10,8 +10,8 @@ from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.run import RawRunConfig
-from petatron.config.schema.training import TokenizerConfig
 from petatron.config.settings_from_checkpoint import CHECKPOINT_ARGS_FLAG
+from petatron.validate.tokenizer_settings import check_tokenizer
 
 _LEAVE_OUT = "Give it, or leave this out."
 _BOTH = "Give both, or leave this out."
@@ -147,31 +147,14 @@ def _blends(config: RawRunConfig) -> Iterator[Problem]:
             yield Problem("--split", data.split, "leaves nothing to train on", "Give training a share above 0.")
 
 
-def unused_tokenizer_files(tokenizer: TokenizerConfig) -> Iterator[Problem]:
-    """Yields the files beside a tokenizer that has none: whoever names one does not want that tokenizer."""
-    if tokenizer.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
-        return
-    pair = None not in (tokenizer.vocab_file, tokenizer.merge_file)  # one alone has a rule of its own
-    for name in ("tokenizer_model", *(("vocab_file", "merge_file") if pair else ())):
-        if (path := getattr(tokenizer, name)) is not None:
-            rule = f"contradicts --tokenizer-type {tokenizer.tokenizer_type}, which reads no file"
-            yield Problem(flag_name(name), path, rule, "Leave one of the two out.")
-
-
 def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     tokenizer, vocab_size = config.tokenizer, config.model.vocab_size
     kind = tokenizer.tokenizer_type
-    yield from unused_tokenizer_files(tokenizer)
-    if kind == "HuggingFaceTokenizer" and tokenizer.tokenizer_model is None:
-        fix = "Give a tokenizer.json or a folder that holds one."
-        yield Problem("--tokenizer-type", kind, "needs --tokenizer-model", fix)
+    yield from check_tokenizer(tokenizer)
     half_given = (tokenizer.vocab_file is None) != (tokenizer.merge_file is None)
-    if half_given or (kind == "GPT2BPETokenizer" and tokenizer.vocab_file is None):
-        missing = "--vocab-file" if tokenizer.vocab_file is None else "--merge-file"
-        yield Problem(missing, "", "is not set, and GPT-2 BPE needs --vocab-file and --merge-file", "Give both.")
-    elif kind == "NullTokenizer" and vocab_size is None:
+    if kind == "NullTokenizer" and vocab_size is None and not half_given:
         yield Problem("--vocab-size", "", "is not set, and NullTokenizer has no other way to know it", "Give it.")
-    elif kind is None and vocab_size is None and require_training:
+    elif kind is None and vocab_size is None and require_training and not half_given:
         fix = "Give --tokenizer-model, --vocab-file with --merge-file, --tokenizer-type ByteTokenizer, or --vocab-size."
         yield Problem("--tokenizer-type", "", "is not set, and neither is --vocab-size", fix)
     if kind is None and vocab_size is not None:

@@ -363,7 +363,7 @@ def test_a_tokenizer_of_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytes
     os.truncate(folder / "chat_template.jinja", 1 << 40)
     with pytest.raises(DataError, match=r"chat_template\.jinja cannot be read: it has 1,099,511,627,776 bytes"):
         HuggingFaceTokenizer(folder)
-    monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(tokenizer_module, "MAX_TOKENIZER_BYTES", 10)
     with pytest.raises(DataError, match=r"tokenizer\.json: it cannot be read: it has \d+ bytes"):
         HuggingFaceTokenizer(folder)
 

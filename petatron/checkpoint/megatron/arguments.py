@@ -25,11 +25,12 @@ from petatron.checkpoint.megatron.layer_kind_arguments import (
 )
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
 from petatron.config.declared_rules import conflict_problems, number_problems
-from petatron.config.schema.fields import fields_by_name, flag_name
+from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.model_identity import variant_defaults
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.tokenizer_files import DEFAULT_TIKTOKEN_SIZE
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.validate.layers import check_hybrid, check_recurrent_layers
 from petatron.validate.model import check_model
@@ -175,9 +176,11 @@ def _short_text(value: Any) -> str:
 def _vocab_size(arguments: Mapping[str, Any]) -> int | None:
     """Megatron's null tokenizer has one id more than its argument, the end of a document, up to version 0.16, and none more since.
 
-    The embedding tells which, unless its padding has room for both.
+    The embedding tells which, unless its padding has room for both. A tokenizer of tiktoken has a size of its own by default.
     """
     size, padded = arguments.get("vocab_size"), arguments.get("padded_vocab_size")
+    if not size and arguments.get("tokenizer_type") == "TikTokenizer":
+        return DEFAULT_TIKTOKEN_SIZE
     if not size or arguments.get("tokenizer_type") != "NullTokenizer" or size == padded:
         return size
     return size + 1
@@ -185,11 +188,25 @@ def _vocab_size(arguments: Mapping[str, Any]) -> int | None:
 
 def tokenizer_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tokenizer's type and files, if it is of a kind of ours that says what ids mean."""
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    values = {name: value for name in names if isinstance(value := arguments.get(name), str)}
-    known = fields_by_name()["tokenizer_type"].choices
+    fields = [info for info in all_fields() if info.section == "tokenizer" and "one start" not in info.marks]
+    values: dict[str, Any] = {}
+    for info in fields:
+        value = arguments.get(info.name)
+        value = tuple(value) if info.is_list and isinstance(value, list) else value
+        if value is not None and _fits(info, value):
+            values[info.name] = value
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in values]
     kind = values.get("tokenizer_type")
-    return values if kind in known and kind != "NullTokenizer" and len(values) > 1 else {}
+    return values if kind is not None and kind != "NullTokenizer" and files else {}
+
+
+def _fits(info: FieldInfo, value: Any) -> bool:
+    """Whether a value of a file is of the type of a setting."""
+    if info.is_list:
+        return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+    if info.kind == "choice":
+        return value in info.choices
+    return type(value) is {"bool": bool, "int": int}.get(info.kind, str)
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.errors import CheckpointError, Problem, raise_problems
+from petatron.base.terminal_escape import printable
 from petatron.cli.subcommands.command_parser import WEIGHTS_HELP
 from petatron.cli.subcommands.handled_signals import sigterm_raises
 from petatron.cli.subcommands.progress import StderrProgress
@@ -34,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", metavar="KIND", help=WEIGHTS_HELP)
     add("--average-last", type=int, metavar="N", help="the mean of the last N steps, in double precision")
     add("--dtype", choices=tuple(_DTYPES), help="dtype of the weights (default: as they are)")
-    add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder, to put beside the weights")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json, SentencePiece's .model, or a folder, to put beside the weights",
+    )
     add("--vocab-size", type=int, metavar="N", help="token ids of a Megatron model whose checkpoint does not say")
     add("--megatron-format", choices=("legacy", "torch_dist"), help="how to write for Megatron (default: torch_dist)")
     text = "for Megatron with Transformer Engine or its own layers (default: te)"
@@ -67,10 +73,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         steps = last_steps(path, options.average_last, before=options.step)
         source = average_sources([open_source(step=step) for step in steps])
+    tokenizer, tokenizer_note = _tokenizer(options, source)
     conversion = ConversionOptions(
         target_format=options.to,
         dtype=None if options.dtype is None else getattr(torch, _DTYPES[options.dtype]),
-        tokenizer=None if options.tokenizer is None else _tokenizer(options.tokenizer, source),
+        tokenizer=tokenizer,
         megatron=MegatronLayout(
             format=options.megatron_format or "torch_dist",
             tp=options.tp or 1,
@@ -95,6 +102,8 @@ def run(options: argparse.Namespace) -> int:
         print(
             f"note: {', '.join(result.left_behind)} of {options.source} stay behind{_why_behind(options, source, result)}"
         )
+    if tokenizer_note:
+        print(f"note: {tokenizer_note}.")
     for note in _megatron_notes(options, source) if options.to == "megatron" else ():
         print(f"note: {note}")
     return 0
@@ -149,18 +158,40 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
             yield Problem(flag, str(value), f"is below {least}{why}", fix)
 
 
-def _tokenizer(path: Path, source: ModelSource) -> TokenizerFiles:
-    from petatron.data.tokenizer import HuggingFaceTokenizer
+def _tokenizer(options: argparse.Namespace, source: ModelSource) -> tuple[TokenizerFiles | None, str | None]:
+    """Returns the tokenizer to put beside the weights in place of the source's own files, and what to tell about it.
+
+    It is the one that is asked for, else the one that the arguments of a Megatron checkpoint name, if its files are here.
+    """
+    from petatron.config.schema.training import TokenizerConfig
+    from petatron.data.tokenizer import build_tokenizer, missing_for_transformers, open_tokenizer_files
     from petatron.pretrained.convert_model import TokenizerFiles
 
-    tokenizer = HuggingFaceTokenizer(path)
+    named = source.tokenizer
+    files = [str(named[name]) for name in ("tokenizer_model", "vocab_file", "merge_file") if name in named]
     rows = source.spec.vocab_size
+    if options.tokenizer is not None:
+        tokenizer, where = open_tokenizer_files(options.tokenizer), f"--tokenizer {options.tokenizer}"
+    elif not files or options.to == "megatron":
+        return None, None
+    elif missing := [file for file in files if not Path(file).exists()]:
+        told = " and ".join(printable(file) for file in missing)
+        return (
+            None,
+            f"the checkpoint's arguments name the tokenizer {told}, which is not here; --tokenizer puts one beside the weights",
+        )
+    else:
+        tokenizer = build_tokenizer(TokenizerConfig(**named), vocab_size=rows)
+        where = f"the tokenizer that the checkpoint's arguments name ({' and '.join(map(printable, files))})"
     if tokenizer.vocab_size > rows:
         raise CheckpointError(
-            f"--tokenizer {path} has {tokenizer.vocab_size} ids, and the model in {source.path} has {rows}. Give the tokenizer that "
-            "the model was trained with."
+            f"{where} has {tokenizer.vocab_size} ids, and the model in {source.path} has {rows}. Give --tokenizer the one that the "
+            "model was trained with."
         )
-    return TokenizerFiles(tokenizer.files(), tokenizer.eod)
+    note = missing_for_transformers(tokenizer)
+    if note is None and options.tokenizer is None:
+        note = f"{where} is beside the weights"
+    return TokenizerFiles(tokenizer.files(), tokenizer.eod), note
 
 
 def _progress() -> StderrProgress:

@@ -57,7 +57,8 @@ def _shrink(adapted: AdaptedModel, given: SourcedValues, typed: Mapping[str, fie
         adapted.problems.append(Problem(TOY_FLAG, "", rule, "Name a preset, as in `petatron train deepseek-v3 --toy`."))
         return
     chosen = {path: typed.get(path, values[path]) for path in tokenizer_paths()}
-    has_tokenizer = any(chosen.values()) and "NullTokenizer" not in chosen.values()
+    named = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    has_tokenizer = any(chosen[f"tokenizer.{name}"] for name in named) and "NullTokenizer" not in chosen.values()
     changed, cut = toy_values(values, typed, has_tokenizer=has_tokenizer)
     idle = unused_settings(fields.unflatten_config({**values, **changed, **typed}))
     changed = {path: value for path, value in changed.items() if origins[path].kind != "default" or path not in idle}

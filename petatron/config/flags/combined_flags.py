@@ -24,20 +24,6 @@ def apply_combined_rules(parsed: ParsedFlags) -> None:
     _apply_latent_rotation(parsed)
     _drop_replaced_norm(parsed)
     _split_hybrid_stages(parsed)
-    _drop_unread_tokenizer_flags(parsed)
-
-
-def _drop_unread_tokenizer_flags(parsed: ParsedFlags) -> None:
-    """Flags of tiktoken's tokenizers ask for nothing where another tokenizer is named."""
-    path = fields_by_name()["tokenizer_type"].path
-    if not any(setting.path == path for setting in parsed.settings):
-        return
-    unread = [problem for problem in parsed.problems if problem.where.replace("_", "-") in spellings.TIKTOKEN_FLAGS]
-    parsed.problems = [problem for problem in parsed.problems if problem not in unread]
-    parsed.implied += [
-        ImpliedFlag(f"{problem.where} {problem.value}".strip(), "no other tokenizer than tiktoken's reads it")
-        for problem in unread
-    ]
 
 
 def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:

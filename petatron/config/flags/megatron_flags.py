@@ -52,6 +52,7 @@ ALIASES: Mapping[str, str] = {
     "--persistent-save-interval": "save_interval",
     "--pytorch-profiler-collect-shapes": "record_shapes",
     "--rope-theta": "rotary_base",
+    "--tiktoken-special-tokens": "tokenizer_special_tokens",
     "--rotary-scaling-factor": "rope_scaling_factor",
     "--yarn-original-max-position-embeddings": "original_max_position_embeddings",
     "--yarn-rotary-scaling-factor": "rope_scaling_factor",
@@ -73,6 +74,9 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--external-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--fake-process-group": Shorthand("distributed_backend", "fake"),
     "--disable-manual-gc-eval": Shorthand("manual_gc_eval", False),
+    "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces": Shorthand(
+        "tokenizer_sentencepiece_ignore_extra_whitespaces", False
+    ),
     "--disable-use-tokenizer-model-from-checkpoint-args": Shorthand("use_tokenizer_model_from_checkpoint_args", False),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),
     "--moe-layer-recompute": Shorthand(
@@ -164,9 +168,6 @@ def own_value(field: str, text: str) -> OtherValue | None:
     return OTHER_VALUES.get(field, {}).get(text)
 
 
-TIKTOKEN_FLAGS = ("--tiktoken-pattern", "--tiktoken-num-special-tokens")
-"""Flags that a tokenizer of tiktoken's alone reads."""
-
 MEGATRON_DEFAULTS_FLAG = "--megatron-defaults"
 MEGATRON_DEFAULTS: Mapping[str, FieldValue] = {"fp8_recipe": "delayed", "muon_momentum": 0.9}
 """Defaults of Megatron's that change numbers where ours differ, by field. Its scripts and those of its names use them."""
@@ -205,9 +206,7 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {
         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), "BERT"),
-        **dict.fromkeys(("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"), "SentencePiece"),
         **dict.fromkeys(("MultimodalTokenizer", "NullMultimodalTokenizer"), "multimodal models"),
-        "TikTokenizer": "tiktoken tokenizers",
         "SFTTokenizer": CONVERSATIONS,
     },
 }

@@ -32,6 +32,7 @@ from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
 from petatron.config.schema.sections.hybrid import MAMBA, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
+from petatron.config.schema.sections.tokenizer_files import TokenizerFileSettings, TokenizerType
 
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
@@ -261,13 +262,13 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(TokenizerFileSettings):
     """How text becomes token ids."""
 
-    tokenizer_type: Literal["HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"] | None = None
-    """Kind of tokenizer. Derived from the files given: HuggingFaceTokenizer, or GPT2BPETokenizer with vocab and merges."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer, by default that of the files given. The three names of SentencePiece's mean the same."""
     tokenizer_model: FilePath | None = None
-    """tokenizer.json, or a folder that holds one."""
+    """tokenizer.json, or a folder that holds one; of a TikTokenizer its .json or .tiktoken vocabulary, of SentencePiece the .model."""
     vocab_file: FilePath | None = None
     """GPT-2 vocab.json."""
     merge_file: FilePath | None = None

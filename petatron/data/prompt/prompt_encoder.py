@@ -8,13 +8,14 @@ from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
+from petatron.data.library_tokenizer import load_fast
 from petatron.data.prompt.chat_template import (
     ChatTemplate,
     special_token,
     tokenizer_chat_template,
     tokenizer_settings,
 )
-from petatron.data.tokenizer import Tokenizer, load_fast
+from petatron.data.tokenizer import Tokenizer, vocabulary_json
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n"
@@ -109,13 +110,20 @@ def bos_ids(tokenizer: Tokenizer, *, add: bool | None = None) -> tuple[int, ...]
     if prefix or add is None:
         return prefix
     token = special_token(tokenizer_settings(tokenizer), "bos_token")
-    ids = [] if token is None else tokenizer.encode(token)
+    ids = [] if token is None else _ids_of_token(tokenizer, token)
     if len(ids) != 1:
         raise DataError(
             f"The tokenizer {tokenizer.name} names no BOS token (bos_token in tokenizer_config.json) to put before a text. "
             "Leave out what asks for one."
         )
     return tuple(ids)
+
+
+def _ids_of_token(tokenizer: Tokenizer, token: str) -> list[int]:
+    """Returns the id of a token by its name, which is text to some tokenizers, else those of its text."""
+    content = vocabulary_json(tokenizer)
+    number = None if content is None else load_fast(content).token_to_id(token)
+    return tokenizer.encode(token) if number is None else [number]
 
 
 def with_bos(ids: Sequence[int], bos: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.data.prompt.chat_template import ChatTemplate
-from petatron.data.tokenizer import Tokenizer
+from petatron.data.tokenizer import Tokenizer, vocabulary_json
 from petatron.infer.grammar import build_vocabulary, compile_grammar
 from petatron.infer.sampling_params import Constraint
 
@@ -38,7 +38,7 @@ class SentTokenizer:
 
     @staticmethod
     def content_of(tokenizer: Tokenizer) -> dict[str, Any]:
-        file = tokenizer.files().get("tokenizer.json")
+        file = vocabulary_json(tokenizer)
         texts = [] if file is not None else [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
         text = None if file is None else file.decode()
         properties = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}

@@ -1,15 +1,24 @@
-"""A tokenizer: tokenizer.json with its config, and GPT-2's vocabulary and merges. No digest covers them."""
+"""A tokenizer: tokenizer.json with its config, GPT-2's vocabulary and merges, tiktoken's and SentencePiece's. No digest covers them."""
 
 from __future__ import annotations
 
+import base64
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from petatron.data.bpe.train_bpe import train_bpe
-from petatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
-from tests.fuzz.kind import Kind
+from petatron.data.tiktoken_tokenizer import TikTokenizer
+from petatron.data.tokenizer import (
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    folder_tokenizer,
+)
+from tests.fuzz.kind import Kind, Refused
+from tests.unit.data.vocabularies import piece_model
 
 _TEXT = "some text, sömetimes more\n"
 
@@ -31,13 +40,22 @@ def make(name: str) -> Kind:
         "special_tokens_map.json": b'{"eos_token": "<|endoftext|>"}',
         "gpt2/vocab.json": json.dumps(model["vocab"]).encode(),
         "gpt2/merges.txt": ("#version: 0.2\n" + "\n".join(merges) + "\n").encode(),
+        "ranks/vocab.json": _ranks(),
+        "pieces/tokenizer.model": piece_model("llama"),
+        "pieces/tokenizer_config.json": b'{"petatron": {"special_tokens": ["<x>"], "vocab_extra_ids": null}}',
     }
     return Kind(
         name,
         files,
-        doors={"folder": _folder, "file": _file, "gpt2": _gpt2},
+        doors={"folder": _folder, "file": _file, "gpt2": _gpt2, "ranks": _ranks_door, "pieces": _pieces},
         formats={".json": "json", ".txt": "text"},
-        reads={"folder": ("tokenizer", "special"), "file": ("tokenizer",), "gpt2": ("gpt2/",)},
+        reads={
+            "folder": ("tokenizer", "special"),
+            "file": ("tokenizer",),
+            "gpt2": ("gpt2/",),
+            "ranks": ("ranks/",),
+            "pieces": ("pieces/",),
+        },
     )
 
 
@@ -53,7 +71,24 @@ def _gpt2(folder: Path, scratch: Path) -> Any:
     return _used(GPT2BPETokenizer(folder / "gpt2" / "vocab.json", folder / "gpt2" / "merges.txt"))
 
 
-def _used(tokenizer: HuggingFaceTokenizer | GPT2BPETokenizer) -> Any:
+def _ranks() -> bytes:
+    tokens = [*(bytes([byte]) for byte in range(256)), b"so", b"me", b"some", b" t"]
+    encoded = [base64.b64encode(token).decode() for token in tokens]
+    return json.dumps([{"rank": n, "token_bytes": text, "token_str": ""} for n, text in enumerate(encoded)]).encode()
+
+
+def _ranks_door(folder: Path, scratch: Path) -> Any:
+    return _used(TikTokenizer(folder / "ranks" / "vocab.json", num_special_tokens=9))
+
+
+def _pieces(folder: Path, scratch: Path) -> Any:
+    config = folder_tokenizer(folder / "pieces")
+    if config is None:
+        raise Refused("there is no tokenizer")
+    return _used(build_tokenizer(config))
+
+
+def _used(tokenizer: Tokenizer) -> Any:
     ids = tokenizer.encode(_TEXT)
     assert all(0 <= number < tokenizer.vocab_size for number in ids)
     return (

@@ -121,7 +121,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--ckpt-format huggingface", "--ckpt-format huggingface needs saving in another format while training, which is not in this version. Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) writes another; with --to petatron it reads what Megatron saved."),
         ("--port 5000", "--port does not belong to this command. It is for `petatron serve`."),
         ("--optimizer adaptive_muon", "--optimizer adaptive_muon needs the adaptive Muon optimizer, which is not in this version. Use adam, sgd, muon, lion, adafactor or soap."),
-        ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, ByteTokenizer or NullTokenizer."),
+        ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, ByteTokenizer or NullTokenizer."),
         ("--use-mup", "--use-mup needs muP, which is not in this version. Leave it out."),
         ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Use `petatron.register_model` and --model-type NAME (docs/models.md)."),
         ("--fp8-margin 1", "--fp8-margin 1 needs this option of FP8 training, which is not in this version. Leave it out."),
@@ -470,10 +470,15 @@ def test_formats_of_megatrons_fsdp_are_those_of_all():
     assert values(text) == {"grad_reduce_in_bf16": False, "main_grads_dtype": "fp32"}
 
 
-def test_flags_of_a_tokenizer_are_refused_with_it_alone():
-    assert problems("--tiktoken-pattern v2 --tokenizer-type NullTokenizer") == []
-    told = " ".join(problems("--tokenizer-type TikTokenizer --tiktoken-pattern v2"))
-    assert told.count("needs tiktoken tokenizers, which is not in this version") == 2
+def test_flags_of_tiktoken_and_sentencepiece_are_ours():
+    for text in (
+        "--tiktoken-pattern v2 --tokenizer-type NullTokenizer",
+        "--tokenizer-type TikTokenizer --tokenizer-model x.json --tiktoken-pattern v2 --tiktoken-num-special-tokens 1000",
+        "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model x.model",
+        "--tokenizer-type Llama2Tokenizer --tokenizer-model x.model --vocab-extra-ids 0",
+        "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
+    ):
+        assert problems(text) == []
 
 
 def test_values_of_megatron_that_are_one_of_ours_are_told():

@@ -1,0 +1,59 @@
+"""What tokenizers of the tokenizers library share: texts in batches, and ids that decode from a table of bytes where there is one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from petatron.base.errors import DataError
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.data.bpe.byte_level_decoder import decode_error
+
+MAX_TOKENIZER_BYTES = 1 << 28
+"""The largest files of published tokenizers have some 40 MB."""
+
+
+class LibraryTokenizer:
+    """A tokenizer of the tokenizers library."""
+
+    name: str
+    eod: int | None
+    _fast: FastTokenizer
+    _table: Mapping[int, bytes] | None
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        with reading_untrusted(Path(self.name), _encode_error):
+            # The fast variant omits character offsets, which nothing here uses; and, unlike `encode`, it lets other threads run meanwhile.
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decodes from a table of bytes if the decoder is byte-level: generation decodes a few ids per token."""
+        if self._table is not None:
+            return b"".join([self._table[number] for number in ids]).decode(errors="replace")
+        with reading_untrusted(Path(self.name), decode_error):
+            return self._fast.decode([int(number) for number in ids], skip_special_tokens=False)
+
+
+def load_fast(content: bytes) -> FastTokenizer:
+    """Opens a tokenizer.json without the truncation and padding that it may ask for."""
+    fast = FastTokenizer.from_buffer(content)
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def tokenizer_config(special_tokens: Mapping[str, str | None]) -> dict[str, bytes]:
+    """Returns the tokenizer_config.json with which AutoTokenizer opens a tokenizer.json; `eos_token` and the like name its tokens."""
+    named = {name: token for name, token in special_tokens.items() if token is not None}
+    content = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    return {"tokenizer_config.json": json.dumps(content, indent=1).encode()}
+
+
+def _encode_error(name: Path, why: str) -> DataError:
+    return DataError(f"A text for the tokenizer {name} {why}. Check the text and the tokenizer's files.")

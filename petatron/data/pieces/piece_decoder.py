@@ -1,0 +1,47 @@
+"""The text of SentencePiece's ids, as its library decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from petatron.data.pieces.model_file import WORD_BOUNDARY, PieceModel
+
+_LONE_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
+
+
+class PieceDecoder:
+    """Joins pieces: control pieces are nothing, byte pieces are bytes, and the space that encoding put before a text is removed."""
+
+    def __init__(self, model: PieceModel) -> None:
+        self._pieces, self._unknown_text = model.pieces, model.unknown_text
+        self._strips_all = model.removes_extra_spaces
+        self._strips = model.adds_dummy_prefix or model.removes_extra_spaces
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text; ids beyond the model, with which embeddings are padded, are nothing."""
+        texts: list[str] = []
+        run = bytearray()
+        at_start = self._strips
+        for number in ids:
+            if not 0 <= number < len(self._pieces):
+                continue
+            piece = self._pieces[number]
+            if piece.kind == "byte":
+                run.append(int(piece.text[3:5], 16))
+                continue
+            if run:
+                texts.append(_text_of_bytes(run))
+                run, at_start = bytearray(), False
+            text = "" if piece.kind == "control" else self._unknown_text if piece.kind == "unknown" else piece.text
+            if piece.kind not in ("control", "unknown"):
+                stripped = text.removeprefix(WORD_BOUNDARY) if at_start else text
+                at_start &= self._strips_all or stripped == text
+                text = stripped.replace(WORD_BOUNDARY, " ")
+            at_start &= not text
+            texts.append(text)
+        return "".join(texts) + _text_of_bytes(run)
+
+
+def _text_of_bytes(run: bytearray) -> str:
+    """Every byte that belongs to no character is one replacement, where Python has one for all that begin a character together."""
+    return run.decode(errors="surrogateescape").translate(_LONE_BYTES)

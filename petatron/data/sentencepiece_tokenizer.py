@@ -1,0 +1,174 @@
+"""Tokenizers of SentencePiece's `.model` files: what Megatron calls SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer.
+
+A text has the ids that SentencePiece gives it, and none before or after; names of control pieces in it are text. Two old ways of Megatron's
+find special tokens in a text before the rest is divided into pieces: `legacy`, with tokens that a list names, and `vocab_extra_ids`, with
+sentinels for T5. A token that the model does not have gets an id after its pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from petatron.base.companion_files import find_companion_files, read_companion_file
+from petatron.base.errors import DataError
+from petatron.base.untrusted_files import is_count, read_limited_json, reading_untrusted
+from petatron.data.data_file_error import data_file_error
+from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES, tokenizer_config
+from petatron.data.pieces.exact_bpe import vocabulary_as_json
+from petatron.data.pieces.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
+from petatron.data.pieces.piece_decoder import PieceDecoder
+from petatron.data.pieces.piece_encoder import ExactBpeEncoder, build_piece_encoder
+
+MODEL_FILE = "tokenizer.model"
+OPTIONS_KEY = "petatron"
+"""Where a tokenizer_config.json says how a tokenizer.model is to be opened, if not plainly."""
+MAX_EXTRA_IDS = 1 << 16
+"""The most sentinels after a vocabulary; T5 has 100."""
+_COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentencePieceOptions:
+    """How a model is used besides plainly.
+
+    special_tokens: found in texts first (Megatron's --tokenizer-sentencepiece-legacy). vocab_extra_ids: None, or how many sentinels
+    `<extra_id_i>` follow Megatron's `<CLS>`, `<SEP>`, `<EOD>` and `<MASK>`. keep_extra_spaces: spaces that the model joins have ids.
+    """
+
+    special_tokens: tuple[str, ...] = ()
+    vocab_extra_ids: int | None = None
+    keep_extra_spaces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundTokens:
+    """Special tokens by their text. `drops_boundary`: a lone space after one is left out."""
+
+    ids: Mapping[str, int]
+    drops_boundary: bool
+    eod: int | None
+
+
+class SentencePieceTokenizer:
+    """A `.model` file, or a model's folder with a tokenizer.model."""
+
+    def __init__(self, path: str | Path, options: SentencePieceOptions | None = None) -> None:
+        given = Path(path)
+        file = given / MODEL_FILE if given.is_dir() else given
+        self._model = read_piece_model(file)
+        self._options = options = options or SentencePieceOptions()
+        self._encoder = build_piece_encoder(self._model, keep_extra_spaces=options.keep_extra_spaces)
+        self._decoder = PieceDecoder(self._model)
+        self._tokens = _found_tokens(self._model, options)
+        self._token_texts = {number: text for text, number in self._tokens.ids.items()}
+        # Of several that begin at the same place the first named is taken.
+        self._pattern = re.compile("|".join(map(re.escape, self._tokens.ids)))
+        self._boundary = next((id for id, piece in enumerate(self._model.pieces) if piece.text == WORD_BOUNDARY), None)
+        self.vocab_size = max(len(self._model.pieces), *(number + 1 for number in self._token_texts), 0)
+        self.eod = self._model.eos if self._tokens.eod is None else self._tokens.eod
+        self.name = str(given)
+        beside = find_companion_files(given, DataError, names=_COMPANION_FILES) if given.is_dir() else {}
+        self._json: bytes | None = None
+        self._companions = {name: read_companion_file(path, DataError) for name, path in beside.items()}
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        with reading_untrusted(Path(self.name), _encode_error):
+            if self._tokens.ids:
+                return [self._encode_around_tokens(text) for text in texts]
+            return self._encoder.encode_batch(texts)
+
+    def _encode_around_tokens(self, text: str) -> list[int]:
+        matches = list(self._pattern.finditer(text))
+        starts, ends = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
+        ids: list[int] = []
+        for place, part in enumerate(self._encoder.encode_batch([text[a:b] for a, b in zip(starts, ends)])):
+            # Megatron leaves the text after the last token as it is.
+            drops = self._tokens.drops_boundary and 0 < place < len(matches)
+            ids += part[1:] if drops and part[:1] == [self._boundary] else part
+            ids += [self._tokens.ids[matches[place].group()]] if place < len(matches) else []
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decodes each stretch between special tokens, which are their own text."""
+        texts: list[str] = []
+        stretch: list[int] = []
+        for number in ids:
+            if (token := self._token_texts.get(int(number))) is None:
+                stretch.append(int(number))
+                continue
+            texts += [self._decoder.decode(stretch), token]
+            stretch = []
+        return "".join([*texts, self._decoder.decode(stretch)])
+
+    def files(self) -> dict[str, bytes]:
+        """Returns the model, and a tokenizer.json too where one gives the same ids; else how the model is to be opened."""
+        pieces, model = self._model.pieces, self._model
+        ids = {"bos_token": model.bos, "eos_token": model.eos, "pad_token": model.pad}
+        named = {name: None if number is None else pieces[number].text for name, number in ids.items()}
+        named["unk_token"] = next(piece.text for piece in pieces if piece.kind == "unknown")
+        held = {MODEL_FILE: model.content}
+        if self.has_exact_json:
+            return {**held, "tokenizer.json": self.vocabulary_json(), **tokenizer_config(named), **self._companions}
+        config = {name: token for name, token in named.items() if token is not None} | {
+            OPTIONS_KEY: asdict(self._options)
+        }
+        return {**held, "tokenizer_config.json": json.dumps(config, indent=1).encode(), **self._companions}
+
+    @property
+    def has_exact_json(self) -> bool:
+        """Whether a tokenizer.json gives the same ids for every text without the names of special tokens, which it finds."""
+        return isinstance(self._encoder, ExactBpeEncoder) and not self._tokens.ids
+
+    def vocabulary_json(self) -> bytes:
+        """Returns a tokenizer.json that says what each id stands for; it encodes as the model only with `has_exact_json`."""
+        if self._json is None:
+            fast = self._encoder.fast if isinstance(self._encoder, ExactBpeEncoder) and self.has_exact_json else None
+            self._json = vocabulary_as_json(self._model, fast, self._tokens.ids)
+        return self._json
+
+
+def _found_tokens(model: PieceModel, options: SentencePieceOptions) -> _FoundTokens:
+    if "" in options.special_tokens:
+        raise DataError("--tokenizer-special-tokens names an empty token. Leave it out.")
+    if options.vocab_extra_ids is None:
+        return _FoundTokens(_token_ids(model, options.special_tokens), drops_boundary=True, eod=None)
+    controls = [(model.pad, "<PAD>"), (model.bos, "<BOS>"), (model.eos, "<EOS>")]
+    named = [text if number is None else model.pieces[number].text for number, text in controls]
+    extra = [f"<extra_id_{number}>" for number in range(options.vocab_extra_ids)]
+    ids = _token_ids(model, ["<CLS>", "<SEP>", "<EOD>", "<MASK>", *named, *extra])
+    return _FoundTokens(ids, drops_boundary=False, eod=ids["<EOD>"])
+
+
+def _token_ids(model: PieceModel, tokens: Sequence[str]) -> dict[str, int]:
+    """Returns the ids of tokens: those of pieces, or new ones after all pieces."""
+    known = {piece.text: number for number, piece in enumerate(model.pieces) if piece.kind != "unknown"}
+    new = [token for token in dict.fromkeys(tokens) if token not in known]
+    known |= {token: len(model.pieces) + place for place, token in enumerate(new)}
+    return {token: known[token] for token in tokens}
+
+
+def stored_options(folder: Path) -> SentencePieceOptions:
+    """Returns how a folder's tokenizer.model is to be opened, as `files` wrote it."""
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return SentencePieceOptions()
+    with reading_untrusted(config, data_file_error):
+        stored = read_limited_json(config, MAX_TOKENIZER_BYTES).get(OPTIONS_KEY, {})
+        tokens, extra_ids = stored.get("special_tokens", []), stored.get("vocab_extra_ids")
+        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+            raise TypeError(f"{OPTIONS_KEY}.special_tokens is no list of texts")
+        if extra_ids is not None and not (is_count(extra_ids) and extra_ids <= MAX_EXTRA_IDS):
+            raise ValueError(f"{OPTIONS_KEY}.vocab_extra_ids is no number from 0 to {MAX_EXTRA_IDS:,}")
+        keeps = stored.get("keep_extra_spaces", False) is True
+        return SentencePieceOptions(special_tokens=tuple(tokens), vocab_extra_ids=extra_ids, keep_extra_spaces=keeps)
+
+
+def _encode_error(name: Path, why: str) -> DataError:
+    return DataError(f"A text for the tokenizer {name} {why}. Check the text and the tokenizer's file.")

@@ -1,0 +1,94 @@
+"""Megatron's TikTokenizer: special tokens first, then the tokens of a tiktoken vocabulary, as many as the vocabulary has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from petatron.base.errors import DataError
+from petatron.config.schema.sections.tokenizer_files import (
+    DEFAULT_NUM_SPECIAL_TOKENS,
+    DEFAULT_SPECIAL_TOKENS,
+    DEFAULT_TIKTOKEN_SIZE,
+    special_token_problem,
+)
+from petatron.data.bpe.token_ranks import build_byte_level_bpe, read_token_ranks
+from petatron.data.library_tokenizer import LibraryTokenizer, tokenizer_config
+
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]"
+_WHITE_SPACE = r"\s+(?!\S)|\s+"
+PATTERNS = {
+    "v1": rf"{_BEFORE_WORD}?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_WHITE_SPACE}",
+    "v2": (
+        rf"{_BEFORE_WORD}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+"
+        rf"|{_BEFORE_WORD}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
+        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_WHITE_SPACE}"
+    ),
+}
+"""What a text is divided by before tokens are merged: a word with at most one character before it, a digit, punctuation, or spaces.
+The second divides also before a capital letter after small ones."""
+
+
+class TikTokenizer(LibraryTokenizer):
+    """Special tokens have ids 0, 1, ..., and a token of rank r has id r + their number. Names of special tokens in a text are their ids.
+
+    `vocab_size` counts both; by default it is what the file has, at most 131,072. Only tokens of the lowest ranks are taken.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        pattern: str = "v2",
+        num_special_tokens: int = DEFAULT_NUM_SPECIAL_TOKENS,
+        special_tokens: Sequence[str] = DEFAULT_SPECIAL_TOKENS,
+        vocab_size: int | None = None,
+    ) -> None:
+        names = special_token_names(special_tokens, num_special_tokens)
+        tokens = read_token_ranks(Path(path))
+        size = min(vocab_size or DEFAULT_TIKTOKEN_SIZE, num_special_tokens + len(tokens))
+        if vocab_size is not None and size < vocab_size:
+            raise DataError(
+                f"--vocab-size {vocab_size} is more than the {num_special_tokens} special tokens and {len(tokens):,} tokens of {path}. "
+                f"Use {size} or less, or leave it out."
+            )
+        if size < num_special_tokens + 256:
+            raise DataError(
+                f"--vocab-size {size} has no room for {num_special_tokens} special tokens and the 256 bytes of {path}. Use "
+                f"{num_special_tokens + 256} or more, or fewer --tiktoken-num-special-tokens."
+            )
+        kept = tokens[: size - num_special_tokens]
+        self._fast = build_byte_level_bpe(kept, names, PATTERNS[pattern])
+        self._table = _IdBytes([*(name.encode() for name in names), *kept])
+        self.vocab_size = size
+        self.eod = names.index("</s>")
+        self.name = f"TikTokenizer({path}, {pattern}, {num_special_tokens} special tokens)"
+
+    def files(self) -> dict[str, bytes]:
+        """Returns a byte-level BPE that gives the same ids, and the names of the special tokens that readers ask for."""
+        named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+        return {**tokenizer_config(named), "tokenizer.json": self._fast.to_str().encode()}
+
+
+class _IdBytes(dict[int, bytes]):
+    """The bytes of each id; none for ids beyond, with which embeddings are padded."""
+
+    def __init__(self, contents: Sequence[bytes]) -> None:
+        super().__init__(enumerate(contents))
+
+    def __missing__(self, number: int) -> bytes:
+        if number < 0:
+            raise DataError(f"{number} is no token id. Ids count from 0.")
+        return b""
+
+
+def special_token_names(named: Sequence[str], count: int) -> list[str]:
+    """Returns the names of all special tokens: those given, then `<SPECIAL_i>` for the others.
+
+    >>> special_token_names(DEFAULT_SPECIAL_TOKENS, 9)[5:]
+    ['<cls>', '<sep>', '<SPECIAL_7>', '<SPECIAL_8>']
+    """
+    if (problem := special_token_problem(named, count)) is not None:
+        rule, fix = problem
+        raise DataError(f"Special tokens {' '.join(named)} {rule}. {fix}")
+    return [*named, *(f"<SPECIAL_{number}>" for number in range(len(named), count))]
