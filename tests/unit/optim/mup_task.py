@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -21,7 +22,7 @@ PLAIN = (
     f"--num-layers 2 --num-attention-heads {HEADS} --seq-length {LENGTH} --vocab-size 256 --mock-data --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
     f"--attention-dropout 0 --num-workers 0 --global-batch-size {ROWS} --micro-batch-size {ROWS} --train-iters 1000 --eval-iters 0 "
-    "--weight-decay 0 --adam-beta2 0.95 --lr-decay-style constant --device cpu"
+    "--weight-decay 0 --adam-beta2 0.95 --lr-decay-style constant --device cpu --init-method-std 0.18"
 )
 MUP = f"--use-mup --mup-base-hidden-size {BASE} --mup-base-head-dim {BASE // HEADS}"
 
@@ -66,6 +67,8 @@ def last_loss(width: int, lr: float, flags: str, *, steps: int) -> float:
     return sum(last) / len(last)
 
 
-def best_exponent(found: Sequence[tuple[int, float]]) -> int:
-    """The power of 2 with the lowest loss; what diverged counts as worst."""
-    return min(found, key=lambda item: item[1] if item[1] == item[1] else float("inf"))[0]
+def best_exponent(flags: str, width: int, exponents: Sequence[int], *, steps: int) -> int:
+    """The power of 2 that is the learning rate with the lowest loss; one that diverged is the worst."""
+    found = {exponent: last_loss(width, 2.0**exponent, flags, steps=steps) for exponent in exponents}
+    print(width, {exponent: round(loss, 3) for exponent, loss in found.items()})
+    return min(found, key=lambda exponent: math.inf if math.isnan(found[exponent]) else found[exponent])
