@@ -26,8 +26,9 @@ from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
-from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_symbols
+from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_symbols, has_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
+from petatron.config.schema.sections.mup import mup_factors, relative_width
 from petatron.config.schema.sections.tokenizer_files import implied_tokenizer_type
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
@@ -46,6 +47,7 @@ def derive_defaults(
     _derive_world(state, world_size)
     _derive_hybrid(state)
     _derive_model(state)
+    _derive_mup(state)
     _derive_pipeline(state)
     _derive_sequence(state)
     _derive_data_parallel(state)
@@ -94,6 +96,11 @@ class _DerivedValues:
     def set(self, name: str, value: FieldValue, why: str) -> None:
         self.values[self._paths[name]] = value
         self.origins[self._paths[name]] = ValueOrigin("derived", why)
+
+    def choose(self, name: str, value: FieldValue, why: str) -> None:
+        """Sets what nobody chose; a value that is the default already stays without a reason."""
+        if not self.is_chosen(name) and self[name] != value:
+            self.set(name, value, why)
 
     def fill(self, name: str, value: FieldValue, why: str) -> None:
         """Sets only what is unset; `None` means the inputs do not allow a value."""
@@ -183,6 +190,27 @@ def _derive_model(values: _DerivedValues) -> None:
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")
     if values["num_experts"] is not None:
         values.fill("moe_ffn_hidden_size", values["ffn_hidden_size"], "the MLP width")
+
+
+def _derive_mup(values: _DerivedValues) -> None:
+    """Sets the factors of muP, where the model has none of its own: somebody's choice, or those of the folder it comes from."""
+    hidden = values["hidden_size"]
+    if not values["use_mup"] or hidden <= 0:
+        return
+    values.fill("mup_base_hidden_size", hidden, "the hidden size: this is the base model")
+    model = unflatten_config(values.values).model
+    if min(model.mup_base_hidden_size or 0, model.mup_output_mult) <= 0:
+        return
+    values.fill("mup_width_mult", relative_width(model, hidden), "hidden size / --mup-base-hidden-size")
+    has_scores = has_attention(model) and not model.multi_latent_attention
+    factors = mup_factors(model, hidden, model.kv_channels if has_scores else None)
+    if factors.embedding_multiplier != 1.0 and not values["scale_embeddings"]:
+        values.choose("embedding_multiplier", factors.embedding_multiplier, "--mup-embedding-mult")
+    width = "the relative width of muP" if model.mup_output_mult == 1.0 else "1 / --mup-output-mult"
+    values.choose("logits_scaling", factors.logits_scaling, width)
+    why = "sqrt(--mup-base-head-dim, or 1) / head width to the power of --mup-attn-scale-power"
+    if factors.softmax_scale is not None:
+        values.choose("softmax_scale", factors.softmax_scale, why)
 
 
 def _derive_pipeline(values: _DerivedValues) -> None:

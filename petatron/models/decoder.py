@@ -53,6 +53,8 @@ class DecoderParts(Protocol):
     @property
     def has_position_table(self) -> bool: ...
     @property
+    def token_scale(self) -> float | None: ...
+    @property
     def embedding_scale(self) -> float | None: ...
     @property
     def embedding_norm(self) -> NormSpec | None: ...
@@ -76,7 +78,7 @@ class Decoder(StageModule):
         learned = spec.has_position_table and stage.has_embedding
         self.embedding = TokenEmbedding(spec.vocab_size, config.hidden_size) if stage.has_embedding else None
         self.position = PositionEmbedding(config.max_position_embeddings, config.hidden_size) if learned else None
-        self.embedding_scale = spec.embedding_scale
+        self.token_scale, self.embedding_scale = spec.token_scale, spec.embedding_scale
         embedding_norm = spec.embedding_norm if stage.has_embedding else None
         self.embedding_norm = None if embedding_norm is None else embedding_norm.build()
         self.embedding_dropout = Dropout(config.hidden_dropout)
@@ -276,10 +278,12 @@ class Decoder(StageModule):
     def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
         x_SBD = self.embedding(tokens_BS)
-        if self.embedding_scale is not None:
-            x_SBD = x_SBD * x_SBD.new_full((), self.embedding_scale)
+        if self.token_scale is not None:
+            x_SBD = x_SBD * x_SBD.new_full((), self.token_scale)
         if self.position is not None:
             x_SBD = x_SBD + self.position(positions)
+        if self.embedding_scale is not None:
+            x_SBD = x_SBD * x_SBD.new_full((), self.embedding_scale)
         if self.embedding_norm is not None:
             x_SBD = self.embedding_norm(x_SBD)
         return self.embedding_dropout(x_SBD)

@@ -75,10 +75,13 @@ class DecoderSpec(ModelSpec):
         return any(isinstance(branch, AttentionSpec) and branch.needs_positions for branch in branches)
 
     @property
+    def token_scale(self) -> float | None:
+        """The factor on the embeddings of tokens alone; None: 1."""
+        return math.sqrt(self.config.hidden_size) if self.config.scale_embeddings else None
+
+    @property
     def embedding_scale(self) -> float | None:
-        """The factor on embeddings; None: 1."""
-        if self.config.scale_embeddings:
-            return math.sqrt(self.config.hidden_size)
+        """The factor on embeddings, those of positions included; None: 1."""
         return None if self.config.embedding_multiplier == 1.0 else self.config.embedding_multiplier
 
     @property
@@ -149,7 +152,8 @@ class DecoderSpec(ModelSpec):
             params |= with_prefix("norm", self.final_norm.params())
         if stage.has_loss and not (self.tied_params and stage.has_embedding):
             shard = replace(shard, replica_of="embedding.weight") if replicated else shard
-            init = table.init if self.tied_params else NormalValues(config.init_method_std)
+            like_table = bool(self.tied_params) or config.use_mup
+            init = table.init if like_table else NormalValues(config.init_method_std)
             params["head.weight"] = replace(table, shard=shard, init=init, is_gemm=True)
         return params
 

@@ -16,10 +16,11 @@ from typing import Any
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.sections.mup import relative_width
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch import SequenceSharding
-from petatron.layers.spec.param_spec import ParamSpec, with_prefix
+from petatron.layers.spec.param_spec import ParamSpec, widen_layer, widen_outer, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import ModelIO
@@ -88,10 +89,11 @@ class ModelSpec(ABC):
     def params(self, stage: PipelineStage | None = None, *, tied_across_ranks: bool = False) -> dict[str, ParamSpec]:
         """Returns every parameter of a stage by name, or of the whole model, in the order of its modules."""
         stage = stage or self.whole_model
-        outer = self.outer_params(stage, tied_across_ranks=tied_across_ranks)
+        width = relative_width(self.config, self.config.hidden_size)
+        outer = widen_outer(self.outer_params(stage, tied_across_ranks=tied_across_ranks), width)
         layers: dict[str, ParamSpec] = {}
         for index in stage.layer_indices:
-            layers |= with_prefix(f"layers.{index}", self.layers[index].params())
+            layers |= with_prefix(f"layers.{index}", widen_layer(self.layers[index].params(), width))
         before = {name: param for name, param in outer.items() if name.split(".")[0] in self.modules_before_layers}
         return before | layers | {name: param for name, param in outer.items() if name not in before}
 

@@ -233,7 +233,8 @@ class AdamRule(CountedRule):
 
         def update(elements: ParamSlice, spec: GroupSpec) -> None:
             group = step.of_group(spec)
-            rates = AdamRates(lr=group.lr, weight_decay=group.weight_decay, eps=settings.adam_eps, **betas)
+            eps = settings.adam_eps * spec.eps_scale
+            rates = AdamRates(lr=group.lr, weight_decay=group.weight_decay, eps=eps, **betas)
             state = AdamState(elements.master, *elements.moments, weight=elements.model_weight)
             self._kernel(elements.grad, state, scalars, rates=rates, start=elements.start)
 

@@ -35,6 +35,7 @@ from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, entry_bytes
 from petatron.checkpoint.save.rank_writer import weight_index_file
 from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
+from petatron.config.schema.sections.mup import relative_width
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
 from petatron.pretrained.describe_hf_folder import json_bytes
 from petatron.pretrained.folder_kind import ModelFormat
@@ -301,6 +302,7 @@ class _ConversionWriter:
             progress=state.progress,
             loss_scale=state.loss_scale,
             form=self._options.megatron.optimizer,
+            width=relative_width(self._source.spec.config, self._source.spec.config.hidden_size),
         )
 
     def _fetch(self, name: str) -> Tensor:

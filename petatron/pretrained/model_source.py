@@ -38,7 +38,7 @@ from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
 from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights, weights_kind_problems
-from petatron.pretrained.open_step import open_step
+from petatron.pretrained.open_step import open_step, stored_mup
 from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 from petatron.pretrained.training_state import (
     TrainingState,
@@ -134,7 +134,7 @@ def _open_petatron(step: Path, weights: str | None) -> ModelSource:
     num_tensors = sum(key.startswith(WEIGHT_PREFIX) for key in manifest.tensors)
     check_counts(folder.config_file, model_folder_error, *settings, num_tensors=num_tensors, separate_experts=False)
     with folder.naming_config():
-        values, spec = _resolve_spec(*settings)
+        values, spec = _resolve_spec({**settings[0], **stored_mup(step, manifest)}, settings[1])
     _check_weights(step, manifest, spec)
     source = _manifest_source("petatron", step, folder, manifest, values, spec)
     trains = weights is None and has_training_state(manifest)

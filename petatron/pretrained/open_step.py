@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.model_folder_names import CONFIG_FILE
@@ -12,6 +13,8 @@ from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.config.imports import import_stored
+from petatron.config.schema.fields import all_fields
+from petatron.config.schema.sections.mup import MupSettings
 from petatron.models.registry import is_registered
 
 
@@ -38,3 +41,13 @@ def stored_imports(step: Path, manifest: Manifest) -> tuple[str, ...]:
         if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
             raise ValueError(f"its imports are {imports!r}")
     return tuple(imports)
+
+
+def stored_mup(step: Path, manifest: Manifest) -> dict[str, Any]:
+    """Returns the muP settings of the run of a step, by which it trains on; empty without muP. config.json has the factors alone."""
+    with reading_untrusted(step / step_folder.MANIFEST_FILE, step_folder.damaged_error):
+        model = run_config(run_metadata(manifest)).get("model", {})
+        if model.get("use_mup") is not True:
+            return {}
+        names = {info.name for info in all_fields() if info.feature is MupSettings.feature} & model.keys()
+        return {name: model[name] for name in names if model[name] is not None}

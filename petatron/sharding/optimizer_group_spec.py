@@ -12,7 +12,8 @@ Unit = Literal["element", "tensor", "matrix", "fused_matrix"]
 class GroupSpec:
     """The key of an optimizer group.
 
-    rule: the name of an update rule. weight_decay and lr_scale: multipliers of the run's weight decay and learning rate.
+    rule: the name of an update rule. weight_decay, lr_scale and eps_scale: multipliers of the run's weight decay, its learning rate and
+    what the rule adds to the root of the second moment.
     decoupled_lr: its learning rate follows the schedule of `--decoupled-lr`. unit: what the rule updates by itself: every element, every
     logical tensor, of which it needs sums, or every logical matrix, which it must have whole. Of a `fused_matrix`, all logical
     matrices of a parameter are one. element_state: the kinds of state with a value for each element; None: those of the rule, which
@@ -26,6 +27,7 @@ class GroupSpec:
     rule: str
     weight_decay: float = 1.0
     lr_scale: float = 1.0
+    eps_scale: float = 1.0
     decoupled_lr: bool = False
     unit: Unit = "element"
     element_state: tuple[str, ...] | None = None

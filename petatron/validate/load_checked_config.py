@@ -29,6 +29,7 @@ from petatron.validate.layers import check_hybrid, check_recurrent_layers
 from petatron.validate.layout import check_data_parallel, check_layout, check_pipeline
 from petatron.validate.model import check_model
 from petatron.validate.moe import check_moe, check_moe_overlap, router_cannot_learn
+from petatron.validate.mup import check_mup, mup_notices
 from petatron.validate.run import check_run
 
 
@@ -86,6 +87,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_model(config),
         check_hybrid(config),
         check_recurrent_layers(config),
+        check_mup(config),
         check_moe(config, require_training=require_training),
         check_layout(config, require_training=require_training),
         check_pipeline(config),
@@ -103,6 +105,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
 def effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     """Yields one line for each setting that has another effect than its name suggests, and each module that is not recomputed."""
     yield from _different_effects(config, origins)
+    yield from mup_notices(config)
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
         yield from _unused_recompute_modules(config)
     if origins["memory.offload_modules"].kind in ("flag", "file"):

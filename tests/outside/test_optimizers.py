@@ -118,6 +118,16 @@ def test_a_name_is_registered_once():
         petatron.register_optimizer(Other, update_rules.SignMomentumRule)
 
 
+def test_mup_needs_a_rule_that_says_how_it_scales():
+    flags = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 2 --use-mup --optimizer sign-momentum".split()
+    with pytest.raises(ConfigError) as error:
+        load_config(flags)
+    assert str(error.value).endswith(
+        "--use-mup cannot be used: the declaration does not say how --optimizer sign-momentum changes its learning rate with the width. "
+        "Declare `width_scaling` in its UpdateRuleSpec, or use --optimizer adam."
+    )
+
+
 RULE_FILE = """
 import petatron
 from tests.outside.update_rules import SignMomentum, SignMomentumRule

@@ -23,6 +23,7 @@ from petatron.checkpoint.megatron.layer_kind_arguments import (
     prediction_values,
     unsupported_kinds,
 )
+from petatron.checkpoint.megatron.mup_arguments import expected_factors, mup_arguments, mup_values, unlike_mup
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
 from petatron.config.declared_rules import conflict_problems, number_problems
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name
@@ -30,6 +31,7 @@ from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.model_identity import variant_defaults
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.hybrid import ATTENTION
 from petatron.config.schema.sections.tokenizer_files import DEFAULT_TIKTOKEN_SIZE
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.validate.layers import check_hybrid, check_recurrent_layers
@@ -136,6 +138,7 @@ def config_from_arguments(
     model |= latent or _position_embedding(arguments, problems)
     model |= _window(arguments, problems) | _variants(arguments)
     model |= prediction_values(arguments) | hybrid_values(arguments, problems)
+    model |= mup_values(arguments, model, _has_scores(model), problems)
     if model["max_position_embeddings"] is None:
         rule = "is not in the checkpoint's arguments, and neither is --seq-length"
         problems.append(Problem("--max-position-embeddings", "", rule, "Save it with Megatron's own trainer."))
@@ -152,6 +155,11 @@ def config_from_arguments(
         problems += [*number_problems(alone), *conflict_problems(alone), *check_model(alone)]
         problems += [*check_hybrid(run), *check_recurrent_layers(run)]
     return model, moe, problems
+
+
+def _has_scores(model: Mapping[str, Any]) -> bool:
+    """Whether some layer has attention whose factor on scores is a setting, which that of latent attention is not."""
+    return not model.get("multi_latent_attention") and ATTENTION in (model.get("hybrid_layer_pattern") or ATTENTION)
 
 
 def parse_values(values: Mapping[str, Any], problems: list[Problem], fix: str) -> dict[str, Any]:
@@ -315,6 +323,7 @@ def arguments_from_config(
         **prediction_arguments(model),
         **hybrid_arguments(model),
         **latent_attention_arguments(model),
+        **mup_arguments(model),
     }
     if moe is not None and moe.num_experts is not None:
         values |= {name: getattr(moe, name) for name in _MOE_FIELDS}
@@ -336,12 +345,26 @@ def _is_latent_table(model: ModelConfig, name: str) -> bool:
     return name == "learned_position_table" and model.multi_latent_attention
 
 
+def _no_factor(model: ModelConfig, value: float | None) -> str:
+    if not model.use_mup:
+        return "has no argument in Megatron"
+    return f"is not the {value or 1:g} of --use-mup, and Megatron has no argument for another"
+
+
 def unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
     """Returns the settings of a model that Megatron has no argument for."""
+    expected, unlike = expected_factors(model), unlike_mup(model)
     problems = [
         Problem(flag_name(name), str(getattr(model, name)), "has no argument in Megatron", _FIX)
         for name, default in variant_defaults().items()
-        if name not in _VARIANT_FIELDS and getattr(model, name) != default and not _is_latent_table(model, name)
+        if name not in (*_VARIANT_FIELDS, *expected)
+        and getattr(model, name) != default
+        and not _is_latent_table(model, name)
+    ]
+    problems += [
+        Problem(flag_name(name), f"{getattr(model, name):g}", _no_factor(model, value), _FIX)
+        for name, value in expected.items()
+        if name in unlike
     ]
     if model.activation not in ("swiglu", "squared_relu", "gelu", "gelu_tanh"):
         problems.append(Problem("--activation", model.activation, "has no argument in Megatron", _FIX))

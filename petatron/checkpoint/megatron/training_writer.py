@@ -21,6 +21,7 @@ from petatron.checkpoint.megatron.weight_names import LayerSpec, MegatronWeight
 OptimizerForm = Literal["distributed", "plain"]
 """Which of Megatron's optimizers is to load the state: that of --use-distributed-optimizer, or the other."""
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_TABLES = (*_VOCABULARY, "embedding.position_embeddings.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class TrainingExport:
     """What a Megatron run is to continue with.
 
     fetch: returns a whole logical tensor of a kind, in float32; its master weights are there whatever the model's precision. sections,
-    progress, loss_scale: of the run, as checkpoints of ours record them.
+    progress, loss_scale: of the run, as checkpoints of ours record them. width: relative to muP's base model; 1 without muP.
     """
 
     fetch: Callable[[StateKind, str], Tensor]
@@ -37,6 +38,7 @@ class TrainingExport:
     progress: Mapping[str, int]
     loss_scale: Mapping[str, Any]
     form: OptimizerForm = "distributed"
+    width: float = 1.0
 
     @property
     def tensor_names(self) -> dict[StateKind, str]:
@@ -103,16 +105,9 @@ class TrainingExport:
     def _groups(self, weights: Sequence[MegatronWeight], experts: bool) -> list[dict[str, Any]]:
         """Returns the parameter groups, of which Megatron takes the members from its model; their learning rate follows the schedule."""
         optim, schedule = self.sections["optim"], self.sections["schedule"]
-        decoupled = optim.get("decoupled_lr") is not None
-        kinds = {
-            (
-                not (len(weight.shape) > 1 and not weight.name.endswith(".bias")),
-                decoupled and weight.name in _VOCABULARY,
-            )
-            for weight in weights
-        }
+        kinds = {self._kind(weight) for weight in weights}
         rates = {False: (optim["lr"], schedule.get("min_lr", 0.0))}
-        if decoupled:
+        if optim.get("decoupled_lr") is not None:
             rates[True] = (optim["decoupled_lr"], schedule.get("decoupled_min_lr") or schedule.get("min_lr", 0.0))
         return [
             {
@@ -120,15 +115,21 @@ class TrainingExport:
                 "lr_mult": 1.0,
                 "is_expert_parallel": experts,
                 "is_decoupled_lr": of_vocabulary,
-                "default_config": not of_vocabulary,
-                "max_lr": rates[of_vocabulary][0],
-                "min_lr": rates[of_vocabulary][1],
-                "lr": rates[of_vocabulary][0],
+                "default_config": not of_vocabulary and width == 1.0,
+                "max_lr": rates[of_vocabulary][0] / width,
+                "min_lr": rates[of_vocabulary][1] / width,
+                "lr": rates[of_vocabulary][0] / width,
                 "betas": (optim["adam_beta1"], optim["adam_beta2"]),
-                "eps": optim["adam_eps"],
+                "eps": optim["adam_eps"] / width,
                 "weight_decay": 0.0 if undecayed else optim["weight_decay"],
                 "bias_correction": True,
                 "step": self.updates,
             }
-            for undecayed, of_vocabulary in sorted(kinds)
+            for undecayed, of_vocabulary, width in sorted(kinds)
         ]
+
+    def _kind(self, weight: MegatronWeight) -> tuple[bool, bool, float]:
+        """Returns whether a weight has no decay, whether it has the decoupled learning rate, and what muP divides its own by."""
+        is_matrix = len(weight.shape) > 1 and not weight.name.endswith(".bias")
+        decoupled = self.sections["optim"].get("decoupled_lr") is not None and weight.name in _VOCABULARY
+        return not is_matrix, decoupled, self.width if is_matrix and weight.name not in _TABLES else 1.0

@@ -19,6 +19,7 @@ from petatron.config.schema.sections.mamba2 import Mamba2Settings
 from petatron.config.schema.sections.mlp import MlpSettings
 from petatron.config.schema.sections.moe import DispatchSettings, ExpertSettings, RouterSettings, SharedExpertSettings
 from petatron.config.schema.sections.multi_token_prediction import MultiTokenPredictionSettings
+from petatron.config.schema.sections.mup import MupSettings
 from petatron.config.schema.sections.norm import NormSettings
 from petatron.config.schema.sections.rope import RopeScalingSettings, RopeSettings, RopeVariants, YarnSettings
 from petatron.config.schema.sections.vocabulary import VocabularySettings
@@ -44,6 +45,7 @@ class RawModelConfig(
     LinearAttentionSettings,
     DeltaNetSettings,
     MultiTokenPredictionSettings,
+    MupSettings,
 ):
     """The shape of a decoder."""
 

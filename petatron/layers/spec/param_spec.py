@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -26,6 +26,8 @@ class ParamSpec:
     is_gemm: whether it is the weight of a GEMM over tokens, so that it costs FLOPs and may run in FP8.
     active: the share of it that one token uses: less than 1 for experts.
     trainable: whether training changes it; a frozen one has no gradient and no optimizer state (`models/frozen_params.py`).
+    fan_in_ratio, fan_out_ratio: by how much more inputs an output sums up, and by how much more outputs an input reaches, than in muP's
+    base model; 1 without muP. Initial values have the first in them already; learning rates depend on both (`optimizer_groups.py`).
     """
 
     shape: Shape
@@ -36,6 +38,8 @@ class ParamSpec:
     is_gemm: bool = False
     active: Fraction = Fraction(1)
     trainable: bool = True
+    fan_in_ratio: float = 1.0
+    fan_out_ratio: float = 1.0
 
     @property
     def num_elements(self) -> int:
@@ -67,6 +71,35 @@ def linear_params(
         shape=(rows, in_features), shard=shard, init=init, role="hidden_matrix", weight_decay=True, is_gemm=True
     )
     return {"weight": weight} | ({"bias": ParamSpec(shape=(rows,), shard=shard)} if bias else {})
+
+
+def widen_layer(params: Mapping[str, ParamSpec], ratio: float) -> dict[str, ParamSpec]:
+    """Returns the parameters of a layer that is `ratio` times as wide as muP's base model.
+
+    What has weight decay has more than one dimension, and is a matrix from hidden to hidden activations to muP, as in Megatron-LM, which
+    counts a convolution's weight as one too. The weights of GEMMs start smaller, such that their outputs start as large as in the base.
+
+    >>> wide = widen_layer(linear_params(8, 16, Shard(tp=0), bias=True, std=0.02), 4.0)
+    >>> wide["weight"].init, wide["weight"].fan_in_ratio, wide["bias"].fan_in_ratio
+    (NormalValues(std=0.01), 4.0, 1.0)
+    """
+    return {name: _widen(param, ratio) for name, param in params.items()} if ratio != 1.0 else dict(params)
+
+
+def _widen(param: ParamSpec, ratio: float) -> ParamSpec:
+    if not param.weight_decay:
+        return replace(param, fan_out_ratio=ratio)
+    init = param.init
+    if param.is_gemm and isinstance(init, NormalValues):
+        init = NormalValues(init.std / math.sqrt(ratio))
+    return replace(param, init=init, fan_in_ratio=ratio, fan_out_ratio=ratio)
+
+
+def widen_outer(params: Mapping[str, ParamSpec], ratio: float) -> dict[str, ParamSpec]:
+    """Returns the parameters outside of layers: embeddings, norms and heads, which are vectors to muP, as one of their sizes is fixed."""
+    return (
+        {name: replace(param, fan_out_ratio=ratio) for name, param in params.items()} if ratio != 1.0 else dict(params)
+    )
 
 
 def with_prefix(prefix: str, params: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:

@@ -35,6 +35,7 @@ _SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
     "matrix products are done so from iteration {iteration:,} on; weights and optimizer state are not in FP8 and continue": (
         "FP8",
     ),
+    "learning rates follow it from iteration {iteration:,} on; weights and the model's factors stay": ("muP",),
     "takes effect from iteration {iteration:,} on": (
         *("precision", "model", "moe", "optim", "schedule", "memory", "train"),
     ),

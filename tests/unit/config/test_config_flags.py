@@ -122,7 +122,10 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--port 5000", "--port does not belong to this command. It is for `petatron serve`."),
         ("--optimizer adaptive_muon", "--optimizer adaptive_muon needs the adaptive Muon optimizer, which is not in this version. Use adam, sgd, muon, lion, adafactor or soap."),
         ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer-type BertWordPieceLowerCase needs BERT, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, ByteTokenizer or NullTokenizer."),
-        ("--use-mup", "--use-mup needs muP, which is not in this version. Leave it out."),
+        (
+            "--fp16-lm-cross-entropy",
+            "--fp16-lm-cross-entropy needs logits or their loss in half precision, which is not in this version. Leave it out.",
+        ),
         ("--spec a b --bf16", "--spec a b needs a model spec from a module, which is not in this version. Use `petatron.register_model` and --model-type NAME (docs/models.md)."),
         ("--fp8-margin 1", "--fp8-margin 1 needs this option of FP8 training, which is not in this version. Leave it out."),
         ("--temperature 1", "--temperature does not belong to this command. It is for `petatron generate`."),
@@ -517,9 +520,16 @@ def test_yarn_of_latent_attention_has_megatrons_original_context():
 
 
 def test_all_problems_are_told_where_there_is_no_checkpoint_either(tmp_path: Path):
-    argv = ["--use-mup", "--zzz", "--use-checkpoint-args", "--load", str(tmp_path / "none"), "--mock-data"]
+    argv = [
+        "--fp16-lm-cross-entropy",
+        "--zzz",
+        "--use-checkpoint-args",
+        "--load",
+        str(tmp_path / "none"),
+        "--mock-data",
+    ]
     with pytest.raises(ConfigError) as error:
         load_config(argv, read_checkpoint=read_checkpoint)
-    assert [problem.where for problem in error.value.problems] == ["--use-mup", "--zzz", "--load"]
+    assert [problem.where for problem in error.value.problems] == ["--fp16-lm-cross-entropy", "--zzz", "--load"]
     with pytest.raises(CheckpointError):
         load_config(argv[2:], read_checkpoint=read_checkpoint)

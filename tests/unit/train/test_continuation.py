@@ -92,3 +92,16 @@ def test_cuda_graphs_change_nothing_and_were_a_boolean():
     then = config_for_checkpoint(load_config(BASE.split()).config)
     then["train"]["cuda_graphs"] = False
     assert resume_changes(then, load_config(BASE.split()).config, iteration=6, consumed_samples=24) == []
+
+
+def test_mup_that_changes_learning_rates_alone_is_told_as_such():
+    """Its factors are those of the model, of which another one is refused."""
+    factors = "--softmax-scale 0.0625 --logits-scaling 4"
+    then = config_for_checkpoint(load_config(f"{BASE} --use-mup --mup-base-hidden-size 32 {factors}".split()).config)
+    told = "learning rates follow it from iteration 6 on; weights and the model's factors stay"
+    for flags, difference in (
+        ("", "use_mup True -> False"),
+        ("--use-mup --mup-base-hidden-size 64", "mup_base_hidden_size 32 -> 64, mup_width_mult 4.0 -> 2.0"),
+    ):
+        run = load_config(f"{BASE} {factors} {flags}".split()).config
+        assert resume_changes(then, run, iteration=6, consumed_samples=24) == [f"{difference}: {told}"]

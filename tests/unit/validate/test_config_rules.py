@@ -265,6 +265,35 @@ ONE_PROBLEM = [
         "--decoupled-lr 1e-4 --lr-warmup-init 2e-4",
         "--lr-warmup-init 0.0002 is above --decoupled-lr 0.0001. Use 0.0001 or less.",
     ),
+    (
+        "--use-mup --mup-base-hidden-size 32 --mup-width-mult 2",
+        "--mup-width-mult 2 is not --hidden-size 128 / --mup-base-hidden-size 32 = 4. Leave it out: it follows from the two.",
+    ),
+    ("--use-mup --mup-base-hidden-size 0", "--mup-base-hidden-size 0 is below 1. Use 1 or more."),
+    ("--use-mup --mup-output-mult 0", "--mup-output-mult 0.0 is not above 0. Use a number above 0."),
+    ("--use-mup --mup-attn-scale-power -1", "--mup-attn-scale-power -1.0 is below 0. Use 0 or more."),
+    (
+        "--use-mup --mup-embedding-mult 3 --scale-embeddings",
+        "--mup-embedding-mult 3 and --scale-embeddings are two factors on embeddings. Leave one out.",
+    ),
+    (
+        "--use-mup --mup-embedding-mult 3 --embedding-multiplier 2",
+        "--mup-embedding-mult 3 is not --embedding-multiplier, which is 2 here. Leave one out.",
+    ),
+    (
+        "--use-mup --mup-output-mult 0.5 --logits-scaling 4",
+        "--mup-output-mult 0.5 is not 1 / --logits-scaling, which is 0.25 here. Leave one out.",
+    ),
+    (
+        "--use-mup --optimizer adafactor --adafactor-scale-parameter",
+        "--adafactor-scale-parameter makes steps that --use-mup cannot scale: they do not follow the learning rate. Use "
+        "--no-adafactor-scale-parameter.",
+    ),
+    (
+        "--use-mup --optimizer adafactor --adafactor-relative-step",
+        "--adafactor-relative-step makes steps that --use-mup cannot scale: they do not follow the learning rate. Use "
+        "--no-adafactor-relative-step.",
+    ),
     ("--weight-decay -1", "--weight-decay -1.0 is below 0. Use 0 or more."),
     (
         "--start-weight-decay 0.1",

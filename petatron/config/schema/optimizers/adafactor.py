@@ -8,18 +8,34 @@ from typing import ClassVar
 
 from petatron.base.errors import Problem
 from petatron.config.schema.numeric_bounds import DecayRate, Factor, PositiveFactor
-from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import (
+    RuleStateTensor,
+    SectionRuleSpec,
+    UpdateRuleSpec,
+    WidthScaling,
+)
 
 
 class AdafactorSpec(SectionRuleSpec["AdafactorSettings"]):
     name: ClassVar[str] = "adafactor"
     title: ClassVar[str] = "Adafactor"
     unit = "tensor"
+    width_scaling = WidthScaling(lr_fan_in=-1)
 
     def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         factored = (RuleStateTensor("exp_avg_sq_row", "row"), RuleStateTensor("exp_avg_sq_col", "column"))
         second = factored if len(shape) > 1 else (RuleStateTensor("adafactor_exp_avg_sq"),)
         return (RuleStateTensor("adafactor_exp_avg"), *second) if self.settings.adafactor_beta1 else second
+
+    def mup_problems(self) -> Iterator[Problem]:
+        settings = self.settings
+        for flag, is_set in (
+            ("--adafactor-scale-parameter", settings.adafactor_scale_parameter),
+            ("--adafactor-relative-step", settings.adafactor_relative_step),
+        ):
+            if is_set:
+                rule = "makes steps that --use-mup cannot scale: they do not follow the learning rate"
+                yield Problem(flag, "", rule, f"Use --no-{flag.removeprefix('--')}.")
 
     def problems(self) -> Iterator[Problem]:
         if not 0.0 < self.settings.adafactor_decay_rate <= 1.0:

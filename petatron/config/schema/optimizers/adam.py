@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from petatron.config.schema.numeric_bounds import DecayRate, PositiveFactor
-from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import (
+    RuleStateTensor,
+    SectionRuleSpec,
+    UpdateRuleSpec,
+    WidthScaling,
+)
 
 
 class AdamSpec(SectionRuleSpec["AdamSettings"]):
     name: ClassVar[str] = "adam"
     title: ClassVar[str] = "AdamW"
+    width_scaling = WidthScaling(lr_fan_in=-1, eps_fan_in=-1)
 
     def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         first, second = self.settings.exp_avg_dtype, self.settings.exp_avg_sq_dtype

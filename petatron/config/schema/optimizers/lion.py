@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from petatron.config.schema.numeric_bounds import DecayRate
-from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor, SectionRuleSpec, UpdateRuleSpec
+from petatron.config.schema.optimizers.update_rule_spec import (
+    RuleStateTensor,
+    SectionRuleSpec,
+    UpdateRuleSpec,
+    WidthScaling,
+)
 
 
 class LionSpec(SectionRuleSpec["LionSettings"]):
     name: ClassVar[str] = "lion"
     title: ClassVar[str] = "Lion"
+    width_scaling = WidthScaling(lr_fan_in=-1)
 
     def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         return (RuleStateTensor("lion_momentum"),)

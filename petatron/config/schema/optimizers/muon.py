@@ -11,6 +11,7 @@ from petatron.config.schema.optimizers.update_rule_spec import (
     RuleStateTensor,
     SectionRuleSpec,
     UpdateRuleSpec,
+    WidthScaling,
 )
 
 
@@ -19,6 +20,7 @@ class MuonSpec(SectionRuleSpec["MuonSettings"]):
     title: ClassVar[str] = "Muon"
     unit = "matrix"
     hidden_matrices_only = True
+    width_scaling = WidthScaling()
 
     def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         return (RuleStateTensor("momentum_buffer"),)

@@ -11,6 +11,7 @@ from petatron.config.schema.optimizers.update_rule_spec import (
     SectionRuleSpec,
     StateShape,
     UpdateRuleSpec,
+    WidthScaling,
 )
 
 
@@ -19,6 +20,7 @@ class SoapSpec(SectionRuleSpec["SoapSettings"]):
     title: ClassVar[str] = "SOAP"
     unit = "matrix"
     hidden_matrices_only = True
+    width_scaling = WidthScaling(lr_fan_in=-1)
 
     def state(self, shape: tuple[int, ...]) -> tuple[RuleStateTensor, ...]:
         """A side that is too long has no covariance and no basis."""

@@ -64,17 +64,40 @@ class RuleStateTensor:
         return main_bytes if self.dtype == "main" else _BF16_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class WidthScaling:
+    """How muP changes a rule's learning rate and epsilon: the exponents of the ratios of fan-in and fan-out to those of the base model.
+
+    >>> sgd, adam = WidthScaling(lr_fan_in=-1, lr_fan_out=1), WidthScaling(lr_fan_in=-1)
+    >>> sgd.lr(fan_in=1.0, fan_out=4.0), sgd.lr(fan_in=4.0, fan_out=4.0), adam.lr(fan_in=4.0, fan_out=4.0)
+    (4.0, 1.0, 0.25)
+    """
+
+    lr_fan_in: int = 0
+    lr_fan_out: int = 0
+    eps_fan_in: int = 0
+
+    def lr(self, *, fan_in: float, fan_out: float) -> float:
+        """Returns the multiplier of a parameter's learning rate."""
+        return fan_in**self.lr_fan_in * fan_out**self.lr_fan_out
+
+    def eps(self, *, fan_in: float) -> float:
+        """Returns the multiplier of what is added to the root of the second moment."""
+        return fan_in**self.eps_fan_in
+
+
 class UpdateRuleSpec(ABC):
     """An optimizer's declaration. Subclasses are frozen dataclasses whose fields are its settings (`--optimizer-settings NAME=VALUE`).
 
     name: the value of `--optimizer`. title: its name in reports. hidden_matrices_only: it updates the weight matrices of layers, and
-    `scalar_optimizer` all other parameters.
+    `scalar_optimizer` all other parameters. width_scaling: how muP changes its learning rate; None: nobody has said, and muP is refused.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     unit: ClassVar[RuleUnit] = "element"
     hidden_matrices_only: ClassVar[bool] = False
+    width_scaling: ClassVar[WidthScaling | None] = None
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -117,6 +140,10 @@ class UpdateRuleSpec(ABC):
             "tensor": "whose state is needed twice in a step: before and after sums over whole tensors",
         }
         return reasons.get(self.unit)
+
+    def mup_problems(self) -> Iterator[Problem]:
+        """Yields settings with which the declared scaling is not that of muP."""
+        return iter(())
 
     def problems(self) -> Iterator[Problem]:
         """Yields settings that cannot be combined; bounds of numbers are those of their fields."""

@@ -24,7 +24,7 @@ class VocabularySettings:
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of the hidden size (Gemma)."""
     embedding_multiplier: Annotated[PositiveFactor, "variant", _TWO_FACTORS] = 1.0
-    """Factor on embeddings (Granite)."""
+    """Factor on embeddings, those of positions included (Granite)."""
     final_logit_softcapping: Annotated[PositiveFactor, "variant"] | None = None
     """Logits become cap x tanh(logit / cap) (Gemma 2). Unset means that they stay as they are."""
     logits_scaling: Annotated[PositiveFactor, "variant"] = 1.0
