@@ -26,7 +26,7 @@ from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
-from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_symbols
+from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_symbols, with_depth_layers
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
@@ -147,9 +147,14 @@ def _derive_hybrid(values: _DerivedValues) -> None:
         values.set("is_hybrid_model", True, "layers are given one by one")
     heads = _exact_quotient(2 * max(values["hidden_size"], 0), values["mamba_head_dim"])
     values.fill("mamba_num_heads", heads, "2 x hidden size / head width")
-    if ATTENTION not in branch_symbols(pattern) and not values["num_attention_heads"]:
+    if ATTENTION not in _all_branch_symbols(values) and not values["num_attention_heads"]:
         for name in ("num_query_groups", "kv_channels"):
             values.fill(name, 1, "no layer is attention")
+
+
+def _all_branch_symbols(values: _DerivedValues) -> str:
+    depth, depths = values["mtp_hybrid_override_pattern"], values["mtp_num_layers"]
+    return branch_symbols(with_depth_layers(values["hybrid_layer_pattern"], depth, depths))
 
 
 def _derive_model(values: _DerivedValues) -> None:
@@ -174,7 +179,7 @@ def _derive_model(values: _DerivedValues) -> None:
     if values["seq_length"] > 0:
         values.fill("max_position_embeddings", values["seq_length"], "the sequence length")
     # A model without such layers has none of their sizes.
-    if MAMBA not in branch_symbols(values["hybrid_layer_pattern"]):
+    if MAMBA not in _all_branch_symbols(values):
         values.fill("mamba_num_heads", 0, "no layer is Mamba-2")
     values.fill("mamba_norm_groups", values["mamba_num_groups"], "--mamba-num-groups")
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")

@@ -29,7 +29,7 @@ from petatron.config.schema.optimizers.muon import MuonSettings
 from petatron.config.schema.optimizers.sgd import SgdSettings
 from petatron.config.schema.optimizers.soap import SoapSettings
 from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
-from petatron.config.schema.sections.hybrid import MAMBA, branch_symbols
+from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 
@@ -70,7 +70,7 @@ def _compiles_functions(run: RunSettings) -> bool:
     model = run.model
     if model.normalization != "RMSNorm" or model.activation not in GATED_ACTIVATIONS:
         return True
-    recurrent = MAMBA in branch_symbols(model.hybrid_layer_pattern) or has_linear_attention(model)
+    recurrent = MAMBA in branch_symbols(all_symbols(model)) or has_linear_attention(model)
     return recurrent or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
 
 

@@ -15,6 +15,15 @@ EXPERTS = f"{TWO} {LATENT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-co
 BIASED = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 DEEP = f"{TWO} --num-layers 4"
 TIED = f"{TWO} --no-untie-embeddings-and-output-weights"
+REPEATED = f"{TWO} --mtp-use-repeated-layer"
+SHARED_EXPERTS = f"{BIASED} --mtp-use-repeated-layer"
+MAMBA = "--mamba-num-groups 2 --mamba-state-dim 8 --mamba-head-dim 8 --mamba-chunk-size 4 --mtp-loss-scaling-factor 0.7"
+HYBRID = f"--hybrid-layer-pattern M-M*/M*-/M*- --num-layers 4 {MAMBA}"
+HYBRID_REPEATED = f"{HYBRID} --mtp-use-repeated-layer"
+HYBRID_EXPERTS = (
+    f"--hybrid-layer-pattern MEM*/*E/*E --num-layers 4 {MAMBA} --num-experts 4 --moe-aux-loss-coeff 0.01 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --mtp-use-repeated-layer"
+)
 LAYOUTS = [
     ("--tp 2 --sequence-parallel", 2, TWO),
     ("--pp 2", 2, TWO),
@@ -50,6 +59,41 @@ LAYOUTS = [
     later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, BIASED),
     later("--pp 2 --ep 2", 4, BIASED, nccl=True),
     later("--tp 2 --sequence-parallel --optimizer muon", 2, f"{TWO} --optimizer muon"),
+    ("--tp 2 --sequence-parallel", 2, REPEATED),
+    ("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, REPEATED),
+    ("--dp 2 --use-distributed-optimizer --overlap-grad-reduce", 2, HYBRID_REPEATED),
+    ("--pp 2", 2, HYBRID),
+    ("--cp 2", 2, HYBRID),
+    ("--ep 2", 2, HYBRID_EXPERTS),
+    later("--pp 2", 2, REPEATED),
+    later("--pp 2 --pipeline-schedule zb-h1", 2, REPEATED),
+    later("--pp 2 --pipeline-schedule zb-v", 2, f"{REPEATED} --num-layers 4"),
+    later("--pp 2 --pipeline-model-parallel-layout Ett|mmL", 2, REPEATED),
+    later("--cp 2", 2, REPEATED),
+    later("--ep 2", 2, SHARED_EXPERTS),
+    later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, SHARED_EXPERTS),
+    later("--pp 2 --ep 2", 4, SHARED_EXPERTS),
+    later("--dp 2 --data-parallel-sharding-strategy optim_grads", 2, REPEATED),
+    later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, REPEATED),
+    later("--recompute-granularity selective --recompute-modules core_attn mlp --tp 2 --sequence-parallel", 2, REPEATED),
+    later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, SHARED_EXPERTS),
+    later("--cpu-offloading-num-layers 2", 1, REPEATED),
+    later("--tp 2 --sequence-parallel", 2, HYBRID),
+    later("--tp 2 --pp 2 --sequence-parallel", 4, HYBRID_REPEATED),
+    later("--pp 2 --hybrid-layer-pattern M|-M*/M*-/M*-", 2, HYBRID),
+    later("--pp 2 --pipeline-schedule zb-h1", 2, HYBRID_REPEATED),
+    later("--pp 4", 4, HYBRID),
+    later("--pp 2 --num-layers-per-virtual-pipeline-stage 1", 2, HYBRID),
+    later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, HYBRID),
+    later("--dp 2 --data-parallel-sharding-strategy optim_grads_params", 2, HYBRID_REPEATED),
+    later("--cp 2", 2, f"{HYBRID_REPEATED} --reset-attention-mask --reset-position-ids"),
+    later("--cp 2 --tp 2 --sequence-parallel", 4, HYBRID),
+    later("--tp 2 --ep 2 --etp 1 --sequence-parallel", 2, HYBRID_EXPERTS),
+    later("--pp 2 --ep 2", 4, HYBRID_EXPERTS),
+    later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, HYBRID_REPEATED),
+    later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --pp 2", 2, HYBRID),
+    later("--recompute-granularity selective --recompute-modules mamba mlp --tp 2 --sequence-parallel", 2, HYBRID),
+    later("--cpu-offloading-num-layers 3", 1, HYBRID_REPEATED),
 ]
 
 

@@ -19,7 +19,6 @@ from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.step.layer_states import layer_states
 from petatron.layers.attention import AttentionSpec
-from petatron.layers.mtp import embedding_name
 from petatron.layers.spec.generation_state import PagedState
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -181,8 +180,8 @@ def drafts_by_hand(model: ParallelModel, ids: list[int], count: int) -> list[int
         for depth in range(1, count + 1):
             ahead = torch.tensor([[*ids, *found][depth : depth + known.shape[1]]])
             embedding = decoder._embed(ahead, decoder._positions(Batch(ahead)))
-            context = decoder._context(Batch(known), x_SBD, {embedding_name(depth): embedding})
-            x_SBD, _ = decoder._mtp_layers()[depth - 1](x_SBD, context)
+            context = decoder._context(Batch(known), x_SBD)
+            x_SBD = decoder._run_depth(depth, x_SBD, embedding, context)
             found.append(int(decoder._logits(x_SBD)[0, -1].argmax()))
     return found
 
