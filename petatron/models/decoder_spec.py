@@ -12,7 +12,16 @@ from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.sections.hybrid import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, all_symbols, branch_symbols
+from petatron.config.schema.sections.hybrid import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    MAMBA,
+    MLP,
+    PARALLEL,
+    all_symbols,
+    branch_symbols,
+)
 from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.kernels.fused_linear_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec

@@ -72,10 +72,16 @@ def _flag(key: Any, node: Any, variables: ShellVariables) -> list[ShellText]:
         return [flag, *(variables.expand_text(word_of(str(item.value), line)) for item in node.value)]
     if node.value.lower() in ("true", "") and node.style is None:
         return [flag]
-    value = variables.expand_text(word_of(node.value.strip("\"'"), line))
+    value = variables.expand_text(word_of(_without_brackets(node.value.strip("\"'")), line))
     if value.missing or not any(char.isspace() for char in value.text):
         return [flag, value]
     return [flag, *(ShellText(piece, line) for piece in value.text.split())]
+
+
+def _without_brackets(value: str) -> str:
+    """The test's command has the words of `"[module name]"`, without brackets; a list of numbers keeps them, where `*` may follow."""
+    words = value.removeprefix("[").removesuffix("]").split()
+    return " ".join(words) if value == f"[{' '.join(words)}]" and len(words) > 1 and "," not in value else value
 
 
 def _plain(node: Any) -> str:

@@ -157,7 +157,7 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     wrong_symbols = [*_symbols(pattern, model), *_depth_symbols(model)]
     yield from wrong_symbols
     if not wrong_symbols:
-        yield from _experts(config, all_symbols(model))
+        yield from _experts(config)
         yield from _ratios_of_pattern(model, pattern)
     if PARALLEL in all_symbols(model) and model.norm_placement != "pre":
         rule = f"puts norms after branches, and the two of a {PARALLEL} in {_PATTERN} share the one before them"
@@ -226,11 +226,13 @@ def _unknown_symbols(flag: str, pattern: str) -> Problem | None:
     return Problem(flag, pattern or "''", rule, _SYMBOLS_FIX)
 
 
-def _experts(config: RawRunConfig, pattern: str) -> Iterator[Problem]:
-    experts = config.moe.num_experts
-    if EXPERTS in pattern and experts is None:
-        yield Problem(_PATTERN, pattern, f"has layers of experts ({EXPERTS}), but no --num-experts", "Give it.")
-    elif EXPERTS not in pattern and experts is not None:
+def _experts(config: RawRunConfig) -> Iterator[Problem]:
+    model, experts = config.model, config.moe.num_experts
+    pattern, symbols = model.hybrid_layer_pattern or "", all_symbols(model)
+    if EXPERTS in symbols and experts is None:
+        flag, where = (_PATTERN, pattern) if EXPERTS in pattern else (_DEPTH_PATTERN, model.mtp_hybrid_override_pattern)
+        yield Problem(flag, str(where), f"has layers of experts ({EXPERTS}), but no --num-experts", "Give it.")
+    elif EXPERTS not in symbols and experts is not None:
         rule = f"has no place in --hybrid-layer-pattern {pattern}, where {EXPERTS} is a layer of experts"
         yield Problem("--num-experts", str(experts), rule, f"Leave it out, or write an {EXPERTS}.")
 

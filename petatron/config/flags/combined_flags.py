@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from petatron.base.errors import Problem
 from petatron.config.flags import megatron_flags as spellings
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import fields_by_name, fields_by_path
-from petatron.config.schema.sections.hybrid import PREDICTION_DEPTH, STAGE_BOUNDARY
+from petatron.config.schema.hybrid_depths import depth_problems, split_depths
+from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting
 
 
@@ -78,38 +78,23 @@ def _split_hybrid_pattern(parsed: ParsedFlags) -> None:
         return
     setting = parsed.settings[given[info.path]]
     spelling, pattern = setting.origin.detail, str(setting.value)
-    main, *depths = pattern.split(PREDICTION_DEPTH)
-    stages = main.split(STAGE_BOUNDARY)
+    parts = split_depths(pattern)
+    stages = parts.main.split(STAGE_BOUNDARY)
     if len(stages) > 1:
         layout = STAGE_BOUNDARY.join("t" * len(stage) for stage in stages)
         parsed.add_setting(fields_by_name()["pipeline_model_parallel_layout"], f"E{layout}L", spelling)
-    if depths:
-        parsed.problems += _depth_problems(pattern, main, depths, spelling)
-        number, layers = len(depths), next((depth for depth in depths if depth), "").replace(STAGE_BOUNDARY, "")
-        for name, value in (("mtp_num_layers", number), ("mtp_hybrid_override_pattern", layers or None)):
-            field = fields_by_name()[name]
-            other = parsed.settings[given[field.path]] if field.path in given else None
-            if other is not None and other.value != value:
-                rule = f"contradicts {spelling} {pattern}, whose depths say {value}"
-                parsed.problems.append(Problem(other.origin.detail, str(other.value), rule, "Leave it out."))
-            parsed.add_setting(field, value, spelling)
+    parsed.problems += depth_problems(spelling, pattern)
+    if parts.depths and not parts.main:
+        parsed.doubtful_flags.add(info.flag)
+    depths = (("mtp_num_layers", len(parts.depths)), ("mtp_hybrid_override_pattern", parts.layers or None))
+    for name, value in depths if parts.depths else ():
+        field = fields_by_name()[name]
+        other = parsed.settings[given[field.path]] if field.path in given else None
+        if other is not None and other.value != value:
+            rule = f"contradicts {spelling} {pattern}, which says {value}"
+            parsed.problems.append(Problem(other.origin.detail, str(other.value), rule, "Leave it out."))
+        parsed.add_setting(field, value, spelling)
     parsed.settings[given[info.path]] = replace(setting, value="".join(stages))
-
-
-def _depth_problems(pattern: str, main: str, depths: Sequence[str], spelling: str) -> Iterator[Problem]:
-    """Yields what is wrong with the depths of a hybrid pattern."""
-    if not main:
-        yield Problem(spelling, pattern, "has no layers before its first /", "Write the model's own layers there.")
-    if "" in depths:
-        fix = "Write the layers of one depth of multi-token prediction after each /."
-        yield Problem(spelling, pattern, "has a / without layers after it", fix)
-    if any(STAGE_BOUNDARY in depth for depth in depths):
-        rule = "has a | after a /, and depths of multi-token prediction are on the last stage, with the loss"
-        yield Problem(spelling, pattern, rule, "Write | among the layers before the first / only.")
-    kinds = [*dict.fromkeys(depth for depth in depths if depth)]
-    if len(kinds) > 1:
-        rule = f"has depths of different layers, {' and '.join(kinds)}, and all depths have the same"
-        yield Problem(spelling, pattern, rule, "Write the same layers after each /.")
 
 
 def _check_contradictions(parsed: ParsedFlags) -> None:

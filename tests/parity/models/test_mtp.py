@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import check_layout
+from tests.parity.state.resharding import check_resume
 
 MTP = "--mtp-num-layers 1"
 TWO = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.7"
@@ -75,7 +78,9 @@ LAYOUTS = [
     later("--pp 2 --ep 2", 4, SHARED_EXPERTS),
     later("--dp 2 --data-parallel-sharding-strategy optim_grads", 2, REPEATED),
     later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, REPEATED),
-    later("--recompute-granularity selective --recompute-modules core_attn mlp --tp 2 --sequence-parallel", 2, REPEATED),
+    later(
+        "--recompute-granularity selective --recompute-modules core_attn mlp --tp 2 --sequence-parallel", 2, REPEATED
+    ),
     later("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1, SHARED_EXPERTS),
     later("--cpu-offloading-num-layers 2", 1, REPEATED),
     later("--tp 2 --sequence-parallel", 2, HYBRID),
@@ -95,6 +100,21 @@ LAYOUTS = [
     later("--recompute-granularity selective --recompute-modules mamba mlp --tp 2 --sequence-parallel", 2, HYBRID),
     later("--cpu-offloading-num-layers 3", 1, HYBRID_REPEATED),
 ]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("model", "layout", "tensor"),
+    [
+        (HYBRID_REPEATED, "--cp 2 --dp 2 --use-distributed-optimizer", "layers.5.attention.q.weight"),
+        (REPEATED, "--pp 2 --dp 2 --use-distributed-optimizer", "layers.2.projection.weight"),
+        (HYBRID, "--pp 2 --dp 2 --data-parallel-sharding-strategy optim_grads_params", "layers.9.mlp.down.weight"),
+    ],
+)
+def test_a_checkpoint_is_resumed_in_another_layout(
+    ranks: RankPool, tmp_path: Path, model: str, layout: str, tensor: str
+):
+    check_resume(ranks, tmp_path, model, layout, world_size=4, tensors=(tensor,))
 
 
 @diagonal(3)
