@@ -239,16 +239,17 @@ class Decoder(StageModule):
     def _depth_layers(self, depth: int) -> list[nn.Module]:
         """Returns the layers of one depth, which all depths share if there are those of one alone."""
         layers, count = list(self.layers.values()), layers_per_depth(self.config)
-        own = layers[len(layers) - self._num_depth_layers :]
-        return own[:count] if self.config.mtp_use_repeated_layer else own[count * (depth - 1) : count * depth]
+        first = len(layers) - self._num_depth_layers
+        first += 0 if self.config.mtp_use_repeated_layer else count * (depth - 1)
+        return layers[first : first + count]
 
     def _run_depth(self, depth: int, x_SBD: Tensor, ahead_SBD: Tensor, context: ForwardContext) -> Tensor:
         """Runs a depth on hidden states of the depth before and embeddings of tokens ahead."""
         # Layers that run again would overwrite their own statistics; recompute writes the same once more.
         statistics: dict[int, Tensor] = {}
         tensors = {**context.tensors, EMBEDDING_AHEAD: ahead_SBD}
-        own = replace(context, tensors=tensors, router_statistics=statistics)
-        x_SBD = self.run_layers(self._depth_layers(depth), x_SBD, own)
+        context_of_depth = replace(context, tensors=tensors, router_statistics=statistics)
+        x_SBD = self.run_layers(self._depth_layers(depth), x_SBD, context_of_depth)
         again = depth > 1 and self.config.mtp_use_repeated_layer
         for layer, counted in statistics.items():
             context.router_statistics[layer] = context.router_statistics[layer] + counted if again else counted
@@ -257,8 +258,8 @@ class Decoder(StageModule):
     def _pages_of_depth(self, step: GenerationStep, depth: int) -> Mapping[int, Pages]:
         """Returns the pages of a step, with those of one depth in place of those of the layers that all depths share."""
         count, first = layers_per_depth(self.config), self.config.num_layers
-        own = {index: index + count * (depth - 1) for index in range(first, first + count)}
-        return {**step.pages, **{index: step.pages[page] for index, page in own.items() if page in step.pages}}
+        moved = {index: step.pages.get(index + count * (depth - 1)) for index in range(first, first + count)}
+        return {**step.pages, **{index: pages for index, pages in moved.items() if pages is not None}}
 
     def _stage_input(self, batch: Batch, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the activations before the first layer, and the embeddings of tokens ahead by name."""

@@ -333,13 +333,13 @@ def set_weight_grad_target(model: nn.Module, target: WeightGradTarget) -> None:
 
 def params_with_weight_grad_target(model: nn.Module) -> set[nn.Parameter]:
     """Returns the parameters whose modules submit every gradient to a target, once for each use."""
-    found: set[nn.Parameter] = set()
+    submitted: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, NormWeights):
-            found.update(module.weights())
+            submitted.update(module.weights())
         elif any(slots_of(module, "linear", "column linear", "weight-gradient target")) and module.weight is not None:
-            found.add(module.weight)  # pyright: ignore[reportArgumentType]
-    return found
+            submitted.add(module.weight)  # pyright: ignore[reportArgumentType]
+    return submitted
 
 
 def set_gemm(module: nn.Module, gemm: Gemm, *, requantizing_gemm: Gemm | None = None) -> None:

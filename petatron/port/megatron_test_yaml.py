@@ -80,8 +80,8 @@ def _flag(key: Any, node: Any, variables: ShellVariables) -> list[ShellText]:
 
 def _without_brackets(value: str) -> str:
     """The test's command has the words of `"[module name]"`, without brackets; a list of numbers keeps them, where `*` may follow."""
-    words = value.removeprefix("[").removesuffix("]").split()
-    return " ".join(words) if value == f"[{' '.join(words)}]" and len(words) > 1 and "," not in value else value
+    names = value.removeprefix("[").removesuffix("]").split()
+    return " ".join(names) if value == f"[{' '.join(names)}]" and len(names) > 1 and "," not in value else value
 
 
 def _plain(node: Any) -> str:

@@ -375,6 +375,7 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
         "linear_attention_freq",
         "no_rope_freq",
         "hybrid_layer_pattern",
+        "mtp_hybrid_override_pattern",
     }
     others |= {
         "longrope_short_factor",
