@@ -20,7 +20,7 @@ from typing import Any
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
-from petatron.config.schema.data_blend import BlendError, parse_blend
+from petatron.config.schema.data_blend import BlendError, named_validation_sets, parse_blend
 from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
@@ -249,6 +249,11 @@ def _derive_data_parallel(values: _DerivedValues) -> None:
     replicas, micro = values["data_parallel_size"], values["micro_batch_size"]
     if replicas and micro > 0:
         values.fill("global_batch_size", micro * replicas, "micro batch x data parallel")
+        batch, unit = values["global_batch_size"], micro * replicas
+        one_size = not values["rampup_batch_size"] and values["step_batch_size_schedule"] is None
+        if values["decrease_batch_size_if_needed"] and one_size and batch > unit and batch % unit:
+            why = f"{batch} down to a multiple of micro batch x data parallel, --decrease-batch-size-if-needed"
+            values.set("global_batch_size", batch // unit * unit, why)
     values.fill("lr_decay_iters", values["train_iters"], "--train-iters")
     values.fill("lr_decay_samples", values["train_samples"], "--train-samples")
 
@@ -262,6 +267,10 @@ def _derive_files(values: _DerivedValues) -> None:
         values.fill("tokenizer_type", "NullTokenizer", "mock data has no text")
     if values["mock_data"] and values["tokenizer_type"] == "NullTokenizer":
         values.fill("vocab_size", MOCK_VOCAB_SIZE, "mock data without a tokenizer")
+    if values["multiple_validation_sets"]:
+        named = named_validation_sets(values["valid_data_path"], values["validation_set_names"])
+        if named is not None:
+            values.set("valid_data_path", named, "--multiple-validation-sets")
     first = values["data_path"] or values["train_data_path"]
     if first:
         try:
