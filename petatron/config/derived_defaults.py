@@ -20,13 +20,20 @@ from typing import Any
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
-from petatron.config.schema.data_blend import BlendError, parse_blend
+from petatron.config.schema.data_blend import BlendError, named_validation_sets, parse_blend
 from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
-from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, allocate_layers, branch_symbols, has_attention
+from petatron.config.schema.sections.hybrid import (
+    ATTENTION,
+    MAMBA,
+    allocate_layers,
+    branch_symbols,
+    has_attention,
+    with_depth_layers,
+)
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.mup import mup_factors, relative_width
 from petatron.config.schema.sections.tokenizer_files import implied_tokenizer_type
@@ -157,9 +164,14 @@ def _derive_hybrid(values: _DerivedValues) -> None:
         values.set("is_hybrid_model", True, "layers are given one by one")
     heads = _exact_quotient(2 * max(values["hidden_size"], 0), values["mamba_head_dim"])
     values.fill("mamba_num_heads", heads, "2 x hidden size / head width")
-    if ATTENTION not in branch_symbols(pattern) and not values["num_attention_heads"]:
+    if ATTENTION not in _all_branch_symbols(values) and not values["num_attention_heads"]:
         for name in ("num_query_groups", "kv_channels"):
             values.fill(name, 1, "no layer is attention")
+
+
+def _all_branch_symbols(values: _DerivedValues) -> str:
+    depth, depths = values["mtp_hybrid_override_pattern"], values["mtp_num_layers"]
+    return branch_symbols(with_depth_layers(values["hybrid_layer_pattern"], depth, depths))
 
 
 def _derive_model(values: _DerivedValues) -> None:
@@ -184,7 +196,7 @@ def _derive_model(values: _DerivedValues) -> None:
     if values["seq_length"] > 0:
         values.fill("max_position_embeddings", values["seq_length"], "the sequence length")
     # A model without such layers has none of their sizes.
-    if MAMBA not in branch_symbols(values["hybrid_layer_pattern"]):
+    if MAMBA not in _all_branch_symbols(values):
         values.fill("mamba_num_heads", 0, "no layer is Mamba-2")
     values.fill("mamba_norm_groups", values["mamba_num_groups"], "--mamba-num-groups")
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")
@@ -275,6 +287,11 @@ def _derive_data_parallel(values: _DerivedValues) -> None:
     replicas, micro = values["data_parallel_size"], values["micro_batch_size"]
     if replicas and micro > 0:
         values.fill("global_batch_size", micro * replicas, "micro batch x data parallel")
+        batch, unit = values["global_batch_size"], micro * replicas
+        one_size = not values["rampup_batch_size"] and values["step_batch_size_schedule"] is None
+        if values["decrease_batch_size_if_needed"] and one_size and batch > unit and batch % unit:
+            why = f"{batch} down to a multiple of micro batch x data parallel, --decrease-batch-size-if-needed"
+            values.set("global_batch_size", batch // unit * unit, why)
     values.fill("lr_decay_iters", values["train_iters"], "--train-iters")
     values.fill("lr_decay_samples", values["train_samples"], "--train-samples")
 
@@ -288,6 +305,10 @@ def _derive_files(values: _DerivedValues) -> None:
         values.fill("tokenizer_type", "NullTokenizer", "mock data has no text")
     if values["mock_data"] and values["tokenizer_type"] == "NullTokenizer":
         values.fill("vocab_size", MOCK_VOCAB_SIZE, "mock data without a tokenizer")
+    if values["multiple_validation_sets"]:
+        named = named_validation_sets(values["valid_data_path"], values["validation_set_names"])
+        if named is not None:
+            values.set("valid_data_path", named, "--multiple-validation-sets")
     first = values["data_path"] or values["train_data_path"]
     if first:
         try:

@@ -30,6 +30,7 @@ from petatron.config.declared_rules import at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import RawParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
+from petatron.config.schema.sections.multi_token_prediction import num_prediction_layers
 
 EMBEDDING, LAYER, PREDICTION, LOSS, STAGE_END = "E", "t", "m", "L", "|"
 _SYMBOLS = EMBEDDING + LAYER + PREDICTION + LOSS + STAGE_END
@@ -152,7 +153,7 @@ def _is_uneven(parallel: RawParallelConfig) -> bool:
 
 def _layers_and_predictions_per_stage(config: RawRunConfig) -> Sequence[int]:
     *others, last = _layers_per_stage(config)
-    return [*others, last + max(config.model.mtp_num_layers or 0, 0)]
+    return [*others, last + num_prediction_layers(config.model)]
 
 
 def _layers_per_stage(config: RawRunConfig) -> Sequence[int]:

@@ -253,6 +253,8 @@ def _build_set(
     # Without weights, one epoch of everything if that is enough; if not, further epochs in proportion to size. Enough for validation is one
     # evaluation: Megatron has no second epoch here, and starts over.
     fewest = config.train.eval_iters * config.train.global_batch_size if request.split == "valid" else count
+    if request.split == "valid" and config.train.full_validation:  # one epoch of each, which weights cannot change
+        weights, fewest, count = [], 0, sum(per_epoch)
     once = not weights and min(fewest, count) <= sum(per_epoch)
     shares = normalize_once(weights) if weights else [float(size) for size in sizes]
     if len(sources) == 1:

@@ -40,12 +40,11 @@ from petatron.layers.transformer_layer import LayerSpec
 
 
 def layer_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[str] = ()) -> int:
-    """Returns the bytes that one layer saves of one micro-batch while `modules` are recomputed."""
+    """Returns the bytes that one layer saves of one micro-batch, of all its runs, while `modules` are recomputed."""
     if FULL in modules:
-        return layer_input_bytes(layer, shape)
-    return layer.extra_saved_bytes(shape) + sum(
-        branch_bytes(layer, branch, shape, modules) for branch in layer.branches
-    )
+        return layer.runs * layer_input_bytes(layer, shape)
+    branches = sum(branch_bytes(layer, branch, shape, modules) for branch in layer.branches)
+    return layer.runs * (layer.extra_saved_bytes(shape) + branches)
 
 
 def branch_bytes(layer: LayerSpec, branch: BranchSpec, shape: ActivationShape, modules: Collection[str] = ()) -> int:

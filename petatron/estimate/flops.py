@@ -100,6 +100,7 @@ def model_flops_per_token(
     gemm_flops = _head_flops(spec, frozen, tp_size=tp_size)
     mixing_flops = 0.0
     for (layer, names, has_backward), count in frozen.count_layers(spec).items():
+        count *= layer.runs
         gemm_flops += count * _gemm_flops(layer.params(), names, has_input_grad=has_backward)
         for branch in layer.branches:
             mixing_flops += count * branch.mixing_flops(length, causal=causal) / (1 if has_backward else 3)

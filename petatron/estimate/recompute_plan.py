@@ -174,7 +174,7 @@ class _StageCosts:
         return self._bytes[key]
 
     def flops(self, at: int, modules: ModuleSet) -> float:
-        return recompute_flops(self.layers[at], self.shape, modules)
+        return self.layers[at].runs * recompute_flops(self.layers[at], self.shape, modules)
 
     def plan(self, chosen: Sequence[ModuleSet], *, group_size: int = 1) -> RecomputePlan:
         saved = self.outer_bytes + sum(self.layer_bytes(at, modules) for at, modules in enumerate(chosen))

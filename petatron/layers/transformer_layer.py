@@ -71,6 +71,11 @@ class LayerSpec:
         branches = (self.mixer, self.second_mixer, self.cross_mixer, self.channel_mixer)
         return tuple(branch for branch in branches if branch is not None)
 
+    @property
+    def runs(self) -> int:
+        """How often a forward pass runs the layer."""
+        return 1
+
     def build(self, layer_index: int) -> TransformerLayer:
         return TransformerLayer(self, layer_index=layer_index)
 

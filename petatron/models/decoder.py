@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
-from petatron.layers.mtp import embedding_name
+from petatron.layers.mtp import EMBEDDING_AHEAD, embedding_name
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec, RotaryEmbedding, split_long_marks
-from petatron.layers.spec.generation_state import GenerationStep
+from petatron.layers.spec.generation_state import GenerationStep, Pages
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
@@ -86,7 +88,8 @@ class Decoder(StageModule):
         self._layers_need_positions = spec.layers_need_positions
         self._original_context = spec.original_context
         self.layers = nn.ModuleDict({str(index): spec.layers[index].build(index) for index in stage.layer_indices})
-        self.num_depths = len([index for index in stage.layer_indices if index >= config.num_layers])
+        self._num_depth_layers = len([index for index in stage.layer_indices if index >= config.num_layers])
+        self.num_depths = (config.mtp_num_layers or 0) if self._num_depth_layers else 0
         self.run_layers = run_layers_sequentially
         self.norm = spec.final_norm.build() if stage.has_loss else None
         # A tied head uses the embedding's weight if it is on the same stage, and else has a replica of it.
@@ -104,6 +107,10 @@ class Decoder(StageModule):
     def reused_params(self) -> Iterator[nn.Parameter]:
         if self.head is not None and self.head.weight is None and self.embedding is not None:
             yield self.embedding.weight
+        if self.config.mtp_use_repeated_layer:
+            shared = [parameter for layer in self._depth_layers(1) for parameter in layer.parameters()]
+            for _ in range(self.num_depths - 1):
+                yield from shared
 
     def forward(
         self,
@@ -182,11 +189,12 @@ class Decoder(StageModule):
         Returns logits of some rows and the depth's hidden states of all, as `generation_step` does; needs all on one stage.
         """
         assert self.embedding is not None and self.head is not None
-        ahead = {embedding_name(depth): self._embed(tokens_T.unsqueeze(0), positions_T).squeeze(1)}
-        context = self._context(
-            Batch(tokens_T.unsqueeze(0), positions=positions_T), hidden_TD, ahead, None, {}, generation=step
-        )
-        x_TD = self.head.gathered_input(self.run_layers([self._mtp_layers()[depth - 1]], hidden_TD, context))
+        ahead_TD = self._embed(tokens_T.unsqueeze(0), positions_T).squeeze(1)
+        if self.config.mtp_use_repeated_layer:
+            step = replace(step, pages=self._pages_of_depth(step, depth))
+        batch = Batch(tokens_T.unsqueeze(0), positions=positions_T)
+        context = self._context(batch, hidden_TD, {}, None, {}, generation=step)
+        x_TD = self.head.gathered_input(self._run_depth(depth, hidden_TD, ahead_TD, context))
         return self.head.logits_of_rows(x_TD.index_select(0, rows_R), self._embedding_weight()), x_TD
 
     def _logits(self, x_SBD: Tensor) -> Tensor:
@@ -212,8 +220,9 @@ class Decoder(StageModule):
         """Returns the token losses of the next token and of further ones; the head is used once, for all of them."""
         assert self.head is not None
         hidden, labels = [x_SBD], [batch.labels]
-        for depth, layer in enumerate(self._mtp_layers()[:depths], start=1):
-            hidden.append(self.run_layers([layer], hidden[-1], context))
+        for depth in range(1, 1 + depths):
+            ahead_SBD = context.tensors[embedding_name(depth)]
+            hidden.append(self._run_depth(depth, hidden[-1], ahead_SBD, context))
             labels.append(batch[labels_name(depth)])
         names = [LM_LOSS, *(mtp_loss(depth) for depth in range(1, len(hidden)))]
         weights = None
@@ -227,11 +236,32 @@ class Decoder(StageModule):
     def _main_layers(self) -> list[nn.Module]:
         """Returns the layers without the depths of multi-token prediction."""
         layers = list(self.layers.values())
-        return layers[: len(layers) - self.num_depths]
+        return layers[: len(layers) - self._num_depth_layers]
 
-    def _mtp_layers(self) -> list[nn.Module]:
-        layers = list(self.layers.values())
-        return layers[len(layers) - self.num_depths :]
+    def _depth_layers(self, depth: int) -> list[nn.Module]:
+        """Returns the layers of one depth, which all depths share if there are those of one alone."""
+        layers, count = list(self.layers.values()), layers_per_depth(self.config)
+        first = len(layers) - self._num_depth_layers
+        first += 0 if self.config.mtp_use_repeated_layer else count * (depth - 1)
+        return layers[first : first + count]
+
+    def _run_depth(self, depth: int, x_SBD: Tensor, ahead_SBD: Tensor, context: ForwardContext) -> Tensor:
+        """Runs a depth on hidden states of the depth before and embeddings of tokens ahead."""
+        # Layers that run again would overwrite their own statistics; recompute writes the same once more.
+        statistics: dict[int, Tensor] = {}
+        tensors = {**context.tensors, EMBEDDING_AHEAD: ahead_SBD}
+        context_of_depth = replace(context, tensors=tensors, router_statistics=statistics)
+        x_SBD = self.run_layers(self._depth_layers(depth), x_SBD, context_of_depth)
+        again = depth > 1 and self.config.mtp_use_repeated_layer
+        for layer, counted in statistics.items():
+            context.router_statistics[layer] = context.router_statistics[layer] + counted if again else counted
+        return x_SBD
+
+    def _pages_of_depth(self, step: GenerationStep, depth: int) -> Mapping[int, Pages]:
+        """Returns the pages of a step, with those of one depth in place of those of the layers that all depths share."""
+        count, first = layers_per_depth(self.config), self.config.num_layers
+        moved = {index: step.pages.get(index + count * (depth - 1)) for index in range(first, first + count)}
+        return {**step.pages, **{index: pages for index, pages in moved.items() if pages is not None}}
 
     def _stage_input(self, batch: Batch, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the activations before the first layer, and the embeddings of tokens ahead by name."""

@@ -12,12 +12,21 @@ from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.sections.hybrid import ATTENTION, DELTA, EXPERTS, MAMBA, MLP, PARALLEL, branch_symbols
+from petatron.config.schema.sections.hybrid import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    MAMBA,
+    MLP,
+    PARALLEL,
+    all_symbols,
+    branch_symbols,
+)
 from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.kernels.fused_linear_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.mla import MlaSpec
-from petatron.layers.mtp import MtpLayerSpec, embedding_name
+from petatron.layers.mtp import depth_layers, embedding_name
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -213,14 +222,19 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     layers = tuple(
         replace(plain, mixer=mixer, channel_mixer=channel_mixer) for mixer, channel_mixer in zip(mixers, channel_mixers)
     )
-    std = config.init_method_std
-    layers += tuple(MtpLayerSpec.like(layers[-1], depth=k, std=std) for k in range(1, 1 + (config.mtp_num_layers or 0)))
+    layers += _depth_layers(config, layers[-1:])
     return DecoderSpec(config, None if experts is None else moe, layers, plain.norm)
+
+
+def _depth_layers(config: ModelConfig, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Returns the layers of the depths of multi-token prediction, each of which has these layers."""
+    depths, repeated = config.mtp_num_layers or 0, config.mtp_use_repeated_layer
+    return depth_layers(layers, num_depths=depths, repeated=repeated, std=config.init_method_std)
 
 
 def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpec:
     """Makes the spec of a model whose layers are given by a layer pattern (hybrids)."""
-    plain, symbols = branch_specs.plain_layer(config), branch_symbols(pattern)
+    plain, symbols = branch_specs.plain_layer(config), branch_symbols(all_symbols(config))
     attention = list(branch_specs.attention_specs(config)) if ATTENTION in symbols else []
     others: dict[str, Callable[[], BranchSpec]] = {
         MAMBA: lambda: branch_specs.mamba2_spec(config),
@@ -242,4 +256,6 @@ def hybrid_spec(config: ModelConfig, moe: MoEConfig, pattern: str) -> DecoderSpe
         )
 
     layers = tuple(layer(index, symbol) for index, symbol in enumerate(pattern))
-    return DecoderSpec(config, moe if EXPERTS in pattern else None, layers, plain.norm)
+    in_depth = config.mtp_hybrid_override_pattern or "" if config.mtp_num_layers else ""
+    layers += _depth_layers(config, [layer(-1, symbol) for symbol in in_depth])  # with the last layer's attention
+    return DecoderSpec(config, moe if EXPERTS in symbols else None, layers, plain.norm)

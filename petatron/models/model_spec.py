@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import ModelIO
 from petatron.models.stage_module import StageModule
+from petatron.sharding.initial_values import NormalValues, XavierValues
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, TensorShard, compute_placement
 
 Collate = Callable[[Sequence[Any], Any], Batch]
@@ -95,7 +97,10 @@ class ModelSpec(ABC):
         for index in stage.layer_indices:
             layers |= with_prefix(f"layers.{index}", widen_layer(self.layers[index].params(), width))
         before = {name: param for name, param in outer.items() if name.split(".")[0] in self.modules_before_layers}
-        return before | layers | {name: param for name, param in outer.items() if name not in before}
+        params = before | layers | {name: param for name, param in outer.items() if name not in before}
+        if not self.config.init_method_xavier_uniform:
+            return params
+        return {name: _with_xavier_values(param) for name, param in params.items()}
 
     @property
     def num_predictions(self) -> int:
@@ -156,6 +161,14 @@ class ModelSpec(ABC):
         if len(orders) > 1:
             return "whole"
         return orders.pop() if orders else "zigzag"
+
+
+def _with_xavier_values(param: ParamSpec) -> ParamSpec:
+    """Returns a parameter with uniform initial values, if it has normal ones; experts have a GEMM each."""
+    if not isinstance(param.init, NormalValues) or len(param.shape) < 2:
+        return param
+    rows, columns = param.shape[-2:]
+    return replace(param, init=XavierValues(rows, columns))
 
 
 @lru_cache(maxsize=256)

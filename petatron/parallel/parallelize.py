@@ -284,9 +284,14 @@ def _build_flat_groups(
 
 
 def _grads_per_micro_batch(stages: Mapping[int, StageModule]) -> Counter[nn.Parameter]:
-    """Counts the gradients of each parameter; a tied head adds one to the embedding's."""
+    """Counts the gradients of each parameter: a tied head adds one to the embedding's, and a layer that runs again one to each of its own.
+
+    Of uses without a target of their gradients there is one for all: autograd has summed them.
+    """
     uses = Counter(parameter for stage in stages.values() for parameter in stage.parameters())
-    uses.update(parameter for stage in stages.values() for parameter in stage.reused_params())
+    for stage in stages.values():
+        submitted = tensor_parallel.params_with_weight_grad_target(stage)
+        uses.update(parameter for parameter in stage.reused_params() if parameter in submitted)
     return uses
 
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from petatron.kernels.linear_gemms import ChunkedGemm, Gemm, Tensors
 from petatron.layers.comm_slot import TensorSlot
+from petatron.layers.norm import NormWeights
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradTarget
 from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
 from petatron.layers.spec.param_spec import ParamSpec
@@ -328,6 +329,17 @@ def set_weight_grad_target(model: nn.Module, target: WeightGradTarget) -> None:
             setattr(module, slot, replace(linear_op, gemm_op=gemm_op))
         for slot in slots_of(module, "weight-gradient target"):
             setattr(module, slot, target)
+
+
+def params_with_weight_grad_target(model: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters whose modules submit every gradient to a target, once for each use."""
+    submitted: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, NormWeights):
+            submitted.update(module.weights())
+        elif any(slots_of(module, "linear", "column linear", "weight-gradient target")) and module.weight is not None:
+            submitted.add(module.weight)  # pyright: ignore[reportArgumentType]
+    return submitted
 
 
 def set_gemm(module: nn.Module, gemm: Gemm, *, requantizing_gemm: Gemm | None = None) -> None:

@@ -7,6 +7,7 @@ CPU: the same weights on every device and in every precision.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,19 @@ class UniformValues:
 
     def fill(self, out: Tensor, shard: TensorShard, *, seed: int) -> None:
         out.copy_(draw_uniform_shard(shard, seed=seed) * (self.high - self.low) + self.low)
+
+
+@dataclass(frozen=True, slots=True)
+class XavierValues:
+    """Uniform draws within sqrt(6 / (rows + columns)) of zero (Glorot and Bengio), the sizes being those of one GEMM's whole weight."""
+
+    rows: int
+    columns: int
+
+    def fill(self, out: Tensor, shard: TensorShard, *, seed: int) -> None:
+        # The normal distribution's own function makes uniform draws of normal ones, which are drawn block by block.
+        normal = draw_normal_shard(shard, seed=seed, std=1.0)
+        out.copy_(torch.erf(normal / math.sqrt(2.0)) * math.sqrt(6.0 / (self.rows + self.columns)))
 
 
 ZEROS, ONES = ConstantValues(0.0), ConstantValues(1.0)

@@ -191,7 +191,8 @@ def evaluation_samples(run: RunConfig) -> tuple[int, int]:
     shares = (1.0, 1.0, 1.0) if run.data.mock_data else parse_split(run.data.split)
     if run.data.train_data_path:
         shares = (1.0, float(bool(run.data.valid_data_path)), float(bool(run.data.test_data_path)))
-    return evaluations * samples if shares[1] else 0, samples if shares[2] else 0
+    validation = max(1, evaluations * samples) if run.train.full_validation else evaluations * samples
+    return validation if shares[1] else 0, samples if shares[2] else 0
 
 
 class HasPosition(Protocol):

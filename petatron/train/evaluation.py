@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
+from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import TrainConfig
 from petatron.data.batch_loader import BatchLoader
 from petatron.models.objective import names_losses
@@ -43,19 +45,37 @@ def evaluation_is_due(train: TrainConfig, iteration: int) -> bool:
     return train.eval_interval is not None and iteration % train.eval_interval == 0 and iteration >= begins
 
 
+def evaluated_batches(run: RunConfig, num_samples: int, *, all_samples: bool = False) -> list[tuple[int, int]]:
+    """Returns the first sample and the size of each batch that an evaluation of a set reads: the first `eval_iters`, or all.
+
+    The last one of all is as large as micro-batches of all ranks allow.
+    """
+    size = evaluation_batch_size(run)
+    if not all_samples:
+        return [(index * size, size) for index in range(run.train.eval_iters)]
+    step = (run.train.eval_micro_batch_size or run.train.micro_batch_size) * run.parallel.data_parallel_size
+    end = num_samples // step * step
+    return [(first, min(size, end - first)) for first in range(0, end, size)]
+
+
 def evaluate(
-    state: TrainState, loader: BatchLoader, stop_check: EvaluationStopCheck | None = None
+    state: TrainState,
+    loader: BatchLoader,
+    stop_check: EvaluationStopCheck | None = None,
+    *,
+    batches: Sequence[tuple[int, int]] | None = None,
 ) -> EvaluatedLosses | InterruptedEvaluation:
-    """Returns the mean losses per token over the first `eval_iters` batches of a split; the same batches every time.
+    """Returns the mean losses per token over the first `eval_iters` batches of a split, or over others; the same every time.
 
     Other weights that the run has (an average) are evaluated after the trained ones.
     """
+    batches = evaluated_batches(state.run, len(loader.dataset)) if batches is None else batches
     results: dict[str, EvaluatedLosses] = {}
     contexts: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
     contexts |= {component.title: component.in_model() for component in state.alternative_weights()}
     for number, (title, weights) in enumerate(contexts.items()):
         with weights:
-            losses = _evaluate_weights(state, loader, stop_check, first_batch=number * state.run.train.eval_iters)
+            losses = _evaluate_weights(state, loader, stop_check, batches, first_batch=number * len(batches))
         if isinstance(losses, InterruptedEvaluation):
             return losses
         results[title] = losses
@@ -64,19 +84,24 @@ def evaluate(
 
 
 def _evaluate_weights(
-    state: TrainState, loader: BatchLoader, stop_check: EvaluationStopCheck | None, *, first_batch: int
+    state: TrainState,
+    loader: BatchLoader,
+    stop_check: EvaluationStopCheck | None,
+    batches: Sequence[tuple[int, int]],
+    *,
+    first_batch: int,
 ) -> EvaluatedLosses | InterruptedEvaluation:
     """Evaluates the weights that the model has now; `first_batch` counts the batches of other weights before."""
-    size, model, objective = evaluation_batch_size(state.run), state.model, state.model.objective
+    model, objective = state.model, state.model.objective
     names = [spec.name for spec in (*objective.losses, *objective.metric_specs)]
     total = torch.zeros(len(names), dtype=torch.float64, device=state.mesh.device)
     counts = torch.zeros_like(total)
-    for index in range(state.run.train.eval_iters):
+    for index, (first_sample, size) in enumerate(batches):
         why = stop_check.stop_reason(first_batch + index) if stop_check is not None else None
         if why is not None:
             return InterruptedEvaluation(why, first_batch + index)
-        batches = loader.next_step(size, index * size)
-        sums, valid = model.evaluate_objective([batch.to(state.mesh.device) for batch in batches])
+        micro_batches = loader.next_step(size, first_sample)
+        sums, valid = model.evaluate_objective([batch.to(state.mesh.device) for batch in micro_batches])
         total, counts = total + sums, counts + valid
     means, split = total / counts, len(objective.losses)
     loss = model.total_loss(means[:split])

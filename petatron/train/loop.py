@@ -21,7 +21,13 @@ from petatron.models.batch import Batch
 from petatron.models.frozen_params import frozen_params
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
-from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluation_is_due, evaluation_record
+from petatron.train.evaluation import (
+    InterruptedEvaluation,
+    evaluate,
+    evaluated_batches,
+    evaluation_is_due,
+    evaluation_record,
+)
 from petatron.train.hooks.build_hooks import build_instruments
 from petatron.train.report.closing_summary import Activity, RunTotals, forced_end_text
 from petatron.train.report.log_records import (
@@ -110,6 +116,10 @@ class TrainLoop:
     def train_iters(self) -> int:
         return self._run_length.iterations
 
+    @property
+    def _last_iteration(self) -> int:
+        return self._state.progress.iteration if self._run.train.skip_train else self._run_length.iterations
+
     def run(self) -> TrainingResult:
         """Trains to the end. The last state is always saved (if there is a folder), and evaluated if the run is complete."""
         try:
@@ -193,12 +203,14 @@ class TrainLoop:
         state = self._state
         stopped: str | None = None
         began_at = state.progress.iteration
-        if began_at >= self._run_length.iterations:
+        if self._run.train.skip_train:
+            self._log_event(f"--skip-train: evaluates the weights of iteration {began_at}, and trains nothing")
+        elif began_at >= self._run_length.iterations:
             end = self._run_length.iterations
             self._log_event(f"nothing left to train: the run is at iteration {began_at} of {end}")
         with self._stop_monitor() as stopping:
             with self._profiler:
-                while state.progress.iteration < self._run_length.iterations and stopped is None:
+                while state.progress.iteration < self._last_iteration and stopped is None:
                     stopped = self._run_iteration(stopping)
                 if self._meter.has_steps:
                     self._log_metrics()
@@ -297,18 +309,20 @@ class TrainLoop:
         dataset: str | None = None,
     ) -> float | str:
         """Reports and returns the loss of a split; returns why to stop, if a stop came first, and then reports nothing."""
+        all_samples = split == "valid" and self._run.train.full_validation
+        batches = evaluated_batches(self._run, len(loader.dataset), all_samples=all_samples)
         self._hooks.around_evaluation()
         with (
             self._not_training("evaluation"),
             self._timers.phase("evaluate"),
             stopping.evaluation_stop_check(will_save=will_save) as watch,
         ):
-            result = evaluate(self._state, loader, watch)
+            result = evaluate(self._state, loader, watch, batches=batches)
         self._hooks.around_evaluation()
         if isinstance(result, InterruptedEvaluation):
-            total = self._run.train.eval_iters * (1 + len(self._state.alternative_weights()))
-            batches = f"{result.completed_batches:,} of {total:,} batches"
-            self._log_event(f"the evaluation ({dataset or split}) was interrupted after {batches} and reports no loss")
+            total = len(batches) * (1 + len(self._state.alternative_weights()))
+            done = f"{result.completed_batches:,} of {total:,} batches"
+            self._log_event(f"the evaluation ({dataset or split}) was interrupted after {done} and reports no loss")
             return result.reason
         self._write_record(evaluation_record(self._state, result, split=split, dataset=dataset))
         return result.loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from petatron.base.errors import Problem
 from petatron.config.declared_rules import or_default
@@ -32,6 +32,7 @@ def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Pro
     yield from _empty_paths(config)
     yield from _sources(config, require_training=require_training)
     yield from _blends(config)
+    yield from _evaluated_sets(config)
     yield from _tokenizer(config, require_training=require_training)
     yield from _needed_settings(config)
     yield from _timeline(config)
@@ -126,6 +127,32 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
     if per_split and not data.train_data_path and require_training:
         rule = "is not set, but another split has a path of its own"
         yield Problem("--train-data-path", "", rule, "Give the training prefixes too.")
+
+
+def _evaluated_sets(config: RawRunConfig) -> Iterator[Problem]:
+    """Yields what is wrong with validation sets by a switch, and with evaluation alone."""
+    data, train = config.data, config.train
+    paths, where = data.valid_data_path, "--multiple-validation-sets"
+    if data.multiple_validation_sets and not paths:
+        rule = "makes sets of the prefixes of --valid-data-path, which is not set"
+        yield Problem(where, "", rule, "Give a prefix for each set there.")
+    elif data.multiple_validation_sets and None in _set_names(paths):
+        counts = f"{len(paths)} words of --valid-data-path"
+        if data.validation_set_names and len(data.validation_set_names) != len(paths):
+            rule = f"is not one name for each of the {counts}"
+            yield Problem("--validation-set-names", " ".join(data.validation_set_names), rule, "Give as many names.")
+        else:
+            rule = f"needs a name of its own for each of the {counts}: letters, digits, _ and -, and no weights"
+            yield Problem(where, "", rule, "Give --validation-set-names, or --valid-data-path NAME=PREFIX NAME=PREFIX.")
+    if train.skip_train and train.eval_iters == 0 and not train.full_validation and train.eval_tasks is None:
+        yield Problem("--skip-train", "", "evaluates only, and --eval-iters 0 evaluates nothing", "Leave one out.")
+
+
+def _set_names(paths: Sequence[str]) -> Collection[str | None]:
+    try:
+        return named_sets(paths).keys()
+    except BlendError:  # a problem of its own
+        return ()
 
 
 def _blends(config: RawRunConfig) -> Iterator[Problem]:

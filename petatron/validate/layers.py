@@ -21,6 +21,7 @@ from petatron.config.schema.sections.hybrid import (
     PREDICTION_DEPTH,
     STAGE_BOUNDARY,
     SYMBOLS,
+    all_symbols,
 )
 from petatron.config.schema.sections.linear_attention import DeltaNetSettings
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH, Mamba2Settings
@@ -134,7 +135,7 @@ def _alibi(model: RawModelConfig) -> Iterator[Problem]:
             yield Problem(where, "alibi", rule, "Leave one out.")
 
 
-_PATTERN = "--hybrid-layer-pattern"
+_PATTERN, _DEPTH_PATTERN = "--hybrid-layer-pattern", "--mtp-hybrid-override-pattern"
 _VARIANT, _FREQ = "--experimental-attention-variant", "--linear-attention-freq"
 
 
@@ -153,15 +154,12 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
     if model.residual_branches != "sequential":
         rule = f"needs layers with two branches, and those of {_PATTERN} have one"
         yield Problem("--residual-branches", model.residual_branches, rule, "Use sequential.")
-    if model.mtp_num_layers:
-        rule = f"repeats the last layer, and those of {_PATTERN} have one branch"
-        yield Problem("--mtp-num-layers", str(model.mtp_num_layers), rule, "Leave it out.")
-    wrong_symbols = list(_symbols(pattern, model))
+    wrong_symbols = [*_symbols(pattern, model), *_depth_symbols(model)]
     yield from wrong_symbols
     if not wrong_symbols:
-        yield from _experts(config, pattern)
+        yield from _experts(config)
         yield from _ratios_of_pattern(model, pattern)
-    if PARALLEL in pattern and model.norm_placement != "pre":
+    if PARALLEL in all_symbols(model) and model.norm_placement != "pre":
         rule = f"puts norms after branches, and the two of a {PARALLEL} in {_PATTERN} share the one before them"
         yield Problem("--norm-placement", model.norm_placement, rule, "Use pre.")
 
@@ -189,30 +187,52 @@ def _ratios_of_pattern(model: RawModelConfig, pattern: str) -> Iterator[Problem]
             yield Problem(flag, f"{ratio:g}", rule, "Leave one out.")
 
 
+_KINDS = "Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel"
+_SYMBOLS_FIX = f"Write one of {' '.join(SYMBOLS)} ({_KINDS}) for each layer."
+
+
 def _symbols(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
-    kinds = "Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel"
-    fix = f"Write one of {' '.join(SYMBOLS)} ({kinds}) for each layer."
     for symbol, rule in (
         (STAGE_BOUNDARY, "marks pipeline stages, which are set with --pipeline-model-parallel-layout here"),
-        (PREDICTION_DEPTH, "marks layers of multi-token prediction, which this version does not have"),
+        (PREDICTION_DEPTH, f"marks depths, which are set with {_DEPTH_PATTERN} and --mtp-num-layers here"),
     ):
         if symbol in pattern:
-            yield Problem(_PATTERN, pattern, f"has a {symbol!r}, which {rule}", fix)
+            yield Problem(_PATTERN, pattern, f"has a {symbol!r}, which {rule}", _SYMBOLS_FIX)
             return
-    unknown = sorted(set(pattern) - set(SYMBOLS))
-    if unknown or not pattern:
-        rule = f"has {', '.join(map(repr, unknown))}, which is no kind of layer" if unknown else "has no layers"
-        yield Problem(_PATTERN, pattern or "''", rule, fix)
+    if problem := _unknown_symbols(_PATTERN, pattern):
+        yield problem
     elif model.num_layers != len(pattern):
         rule = f"is a pattern of {len(pattern)} layers, but --num-layers is {model.num_layers}"
         yield Problem(_PATTERN, pattern, rule, f"Use --num-layers {len(pattern)}, or write one symbol per layer.")
 
 
-def _experts(config: RawRunConfig, pattern: str) -> Iterator[Problem]:
-    experts = config.moe.num_experts
-    if EXPERTS in pattern and experts is None:
-        yield Problem(_PATTERN, pattern, f"has layers of experts ({EXPERTS}), but no --num-experts", "Give it.")
-    elif EXPERTS not in pattern and experts is not None:
+def _depth_symbols(model: RawModelConfig) -> Iterator[Problem]:
+    """Yields what is wrong with the layers of a hybrid's depths of multi-token prediction."""
+    if not model.mtp_num_layers:
+        return
+    if model.mtp_hybrid_override_pattern is None:
+        rule = f"needs the layers of a depth, which no layer of {_PATTERN} is by itself: each has one branch"
+        fix = f"Give {_DEPTH_PATTERN}, for instance *-, or write them after a / for each depth."
+        yield Problem("--mtp-num-layers", str(model.mtp_num_layers), rule, fix)
+    elif problem := _unknown_symbols(_DEPTH_PATTERN, model.mtp_hybrid_override_pattern):
+        yield problem
+
+
+def _unknown_symbols(flag: str, pattern: str) -> Problem | None:
+    unknown = sorted(set(pattern) - set(SYMBOLS))
+    if pattern and not unknown:
+        return None
+    rule = f"has {', '.join(map(repr, unknown))}, which is no kind of layer" if unknown else "has no layers"
+    return Problem(flag, pattern or "''", rule, _SYMBOLS_FIX)
+
+
+def _experts(config: RawRunConfig) -> Iterator[Problem]:
+    model, experts = config.model, config.moe.num_experts
+    pattern, symbols = model.hybrid_layer_pattern or "", all_symbols(model)
+    if EXPERTS in symbols and experts is None:
+        flag, where = (_PATTERN, pattern) if EXPERTS in pattern else (_DEPTH_PATTERN, model.mtp_hybrid_override_pattern)
+        yield Problem(flag, str(where), f"has layers of experts ({EXPERTS}), but no --num-experts", "Give it.")
+    elif EXPERTS not in symbols and experts is not None:
         rule = f"has no place in --hybrid-layer-pattern {pattern}, where {EXPERTS} is a layer of experts"
         yield Problem("--num-experts", str(experts), rule, f"Leave it out, or write an {EXPERTS}.")
 

@@ -60,7 +60,6 @@ _UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "glu_linear_offset": (),
     "heterogeneous_layers_config_path": (),
     "linear_attention_freq": (),
-    "mtp_use_repeated_layer": (),
     "qk_l2_norm": (),
     "quick_geglu": (),
     "softmax_type": ("vanilla",),  # its learned scores have no name in our maps of Megatron's weights

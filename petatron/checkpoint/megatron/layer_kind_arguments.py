@@ -11,13 +11,16 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
+from petatron.config.schema.hybrid_depths import depth_problems, split_depths
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.sections.hybrid import (
     ATTENTION,
     DELTA,
     EXPERTS,
     PARALLEL,
+    PREDICTION_DEPTH,
     STAGE_BOUNDARY,
+    all_symbols,
     allocate_layers,
 )
 
@@ -87,12 +90,17 @@ def prediction_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not depths:
         return {}
     factor = arguments.get("mtp_loss_scaling_factor")
-    return {"mtp_num_layers": depths, "mtp_loss_scaling_factor": 0.1 if factor is None else factor}
+    repeated = bool(arguments.get("mtp_use_repeated_layer"))
+    weight = 0.1 if factor is None else factor
+    return {"mtp_num_layers": depths, "mtp_loss_scaling_factor": weight, "mtp_use_repeated_layer": repeated}
 
 
 def prediction_arguments(model: ModelConfig) -> dict[str, Any]:
     depths = model.mtp_num_layers or None
-    return {"mtp_num_layers": depths, "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor if depths else None}
+    if depths is None:
+        return {"mtp_num_layers": None, "mtp_loss_scaling_factor": None}
+    repeated = {"mtp_use_repeated_layer": True} if model.mtp_use_repeated_layer else {}
+    return {"mtp_num_layers": depths, "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor, **repeated}
 
 
 def hybrid_values(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
@@ -106,8 +114,13 @@ def hybrid_values(arguments: Mapping[str, Any], problems: list[Problem]) -> dict
         if arguments.get("is_hybrid_model"):
             problems.append(Problem("--hybrid-layer-pattern", "", "is not in the checkpoint's arguments", _FIX))
         return {}
-    pattern = str(pattern).replace(STAGE_BOUNDARY, "")
-    problems += unnamed_layers(pattern)
+    problems += depth_problems("--hybrid-layer-pattern", str(pattern))
+    main, depths = parts = split_depths(str(pattern))
+    pattern = main.replace(STAGE_BOUNDARY, "")
+    in_depth = parts.layers or arguments.get("mtp_hybrid_override_pattern")
+    problems += unnamed_layers(pattern + str(in_depth or ""))
+    predicted = {"mtp_num_layers": len(depths)} if depths else {}
+    predicted |= {"mtp_hybrid_override_pattern": in_depth} if depths or arguments.get("mtp_num_layers") else {}
     sizes = {name: arguments[name] for name in _MAMBA_FIELDS if arguments.get(name) is not None}
     head_dim, groups = sizes.get("mamba_head_dim", 64), sizes.get("mamba_num_groups", 8)
     derived = 2 * arguments["hidden_size"] // head_dim if is_count(head_dim, 1) else None
@@ -115,6 +128,7 @@ def hybrid_values(arguments: Mapping[str, Any], problems: list[Problem]) -> dict
         "hybrid_layer_pattern": pattern,
         "num_layers": len(pattern),
         "is_hybrid_model": True,
+        **predicted,
         **sizes,
         "mamba_num_heads": arguments.get("mamba_num_heads") or derived,
         "mamba_norm_groups": groups,
@@ -123,9 +137,10 @@ def hybrid_values(arguments: Mapping[str, Any], problems: list[Problem]) -> dict
 
 def hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
     """Returns Megatron's arguments of a hybrid, the pattern in its old and its new spelling."""
-    pattern = model.hybrid_layer_pattern
-    if pattern is None:
+    if model.hybrid_layer_pattern is None:
         return {}
+    depths = [model.mtp_hybrid_override_pattern or ""] * (model.mtp_num_layers or 0)
+    pattern = PREDICTION_DEPTH.join([model.hybrid_layer_pattern, *depths])
     sizes = {name: getattr(model, name) for name in (*_MAMBA_FIELDS, "mamba_num_heads")}
     return {"is_hybrid_model": True, "hybrid_layer_pattern": pattern, "hybrid_override_pattern": pattern, **sizes}
 
@@ -143,7 +158,7 @@ def unnamed_layers(pattern: str | None) -> list[Problem]:
 
 def unsupported_kinds(model: ModelConfig) -> list[Problem]:
     """Returns the settings of these kinds that Megatron has no argument for."""
-    problems = unnamed_layers(model.hybrid_layer_pattern)
+    problems = unnamed_layers(all_symbols(model))
     if model.multi_latent_attention and model.position_embedding_type not in ("rope", "yarn"):
         rule = "has no argument in Megatron, where latent attention is always rotary"
         problems.append(Problem("--position-embedding-type", model.position_embedding_type, rule, _FIX))
@@ -158,7 +173,7 @@ def unsupported_kinds(model: ModelConfig) -> list[Problem]:
 
 def has_attention(model: ModelConfig) -> bool:
     """Whether some layer is attention."""
-    return model.hybrid_layer_pattern is None or ATTENTION in model.hybrid_layer_pattern
+    return model.hybrid_layer_pattern is None or ATTENTION in all_symbols(model)
 
 
 def moe_layer_freq(model: Mapping[str, Any], moe: Mapping[str, Any]) -> str:

@@ -40,7 +40,9 @@ from petatron.config.schema.sections.vocabulary import padded_rows
 _FILE = "model_optim_rng.pt"
 _INTERLEAVED_VERSION = 2.0
 _MAX_RANKS_PER_FOLDER = 64  # per folder on disk: beyond it the names are not listed
-_EXPERTS = r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.mlp\.experts)"
+_EXPERTS = (
+    r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer\.layers\.\d+))\.mlp\.experts)"
+)
 _TE_GROUPED_MLP = re.compile(_EXPERTS + r"\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SEQUENTIAL_MLP = re.compile(_EXPERTS + r"\.local_experts\.(\d+)\.(.+)$")
 _GROUPED_MLP = re.compile(_EXPERTS + r"\.weight([12])$")

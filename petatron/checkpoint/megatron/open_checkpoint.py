@@ -32,6 +32,7 @@ from petatron.checkpoint.megatron.torch_dist_reader import read_torch_dist
 from petatron.checkpoint.megatron.weight_layouts import extract_logical
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.sections.multi_token_prediction import num_prediction_layers
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.registry import spec_from_config
 from petatron.sharding.shard_spec import Shape
@@ -102,10 +103,10 @@ def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
     values, experts, problems = config_from_arguments(contents.arguments, vocab_size)
     if problems:
         raise ConfigError(problems)
-    layers = {**values, "num_layers": values["num_layers"] + (values.get("mtp_num_layers") or 0)}
+    model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
+    layers = {**values, "num_layers": model.num_layers + num_prediction_layers(model)}
     claimed = {**experts, "moe_layer_freq": moe_layer_freq(values, experts)} if experts else experts
     check_counts(step, megatron_file_error, layers, claimed, num_tensors=contents.num_weights, separate_experts=True)
-    model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
     spec = spec_from_config(model, moe)
     weights = megatron_weights(spec)
     expected = {weight.name: weight for weight in weights}

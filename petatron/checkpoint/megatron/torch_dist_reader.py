@@ -62,7 +62,7 @@ _KINDS: Mapping[str, StateKind] = {
 }  # fmt: skip
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-_DEPTH = re.compile(r"(mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer))\.(.+)")
+_DEPTH = re.compile(r"(mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer(?:\.layers\.\d+)?))\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 _MIXER_PART = re.compile(r"(.*mixer\.(?:in_proj\.weight|conv1d\.(?:weight|bias)))\.(z|x|B|C|dt)")

@@ -8,6 +8,7 @@ all of it differently before Megatron-Core existed. Readers translate into these
     decoder.layers.3.input_layernorm.weight               norms are always modules of their own
     decoder.layers.3.mlp.experts.5.linear_fc1.weight      experts counted over the whole layer, [out, in]
     mtp.layers.0.transformer_layer.mlp.linear_fc2.weight  depths of multi-token prediction, which are layers after the last in ours
+    mtp.layers.0.mtp_model_layer.layers.1.mixer.D         those of a hybrid have several layers each
 
 Such a weight is unsharded, in the order of Megatron's distributed format: q, k and v
 interleaved by key/value head, gate before up, z before x, B, C and dt. What the kinds mean for layouts is in `weight_layouts.py`.
@@ -20,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.models.model_spec import ModelSpec
 from petatron.sharding.shard_spec import Shape
 
@@ -65,6 +68,7 @@ class _ModuleMapping:
 _LAYER = "decoder.layers.*"
 _DEPTH = "mtp.layers.*"
 _MIXER = f"{_LAYER}.mixer"
+_HYBRID_DEPTH = "mtp_model_layer.layers."
 _MODULE_MAPPINGS = (
     _ModuleMapping("embedding.word_embeddings", ("embedding",), "vocabulary"),
     _ModuleMapping("embedding.position_embeddings", ("position",), "whole"),
@@ -155,21 +159,22 @@ def megatron_weights(spec: ModelSpec) -> tuple[MegatronWeight, ...]:
             weight
             for row in _MODULE_MAPPINGS
             if "*" in row.megatron_module
-            for weight in _expand_mapping(
-                row, layer, _module_in_layer(row.megatron_module, layer, spec.config.num_layers), shapes
-            )
+            for weight in _expand_mapping(row, layer, _module_in_layer(row.megatron_module, layer, spec.config), shapes)
         ]
     left = shapes.keys() - {name for weight in weights for name in weight.logical_names}
     assert not left, f"no row names {sorted(left)}"
     return tuple(weights)
 
 
-def _module_in_layer(module: str, layer: int, num_layers: int) -> str:
+def _module_in_layer(module: str, layer: int, config: ModelConfig) -> str:
     """Returns the module of one of our layers; those after the last are depths of multi-token prediction."""
+    num_layers = config.num_layers
     if layer < num_layers:
         return module.replace("*", str(layer))
-    depth = f"mtp.layers.{layer - num_layers}"
-    return module.replace(_LAYER, f"{depth}.transformer_layer").replace(_DEPTH, depth)
+    number, place = divmod(layer - num_layers, layers_per_depth(config))
+    depth = f"mtp.layers.{number}"
+    inner = "transformer_layer" if config.hybrid_layer_pattern is None else f"{_HYBRID_DEPTH}{place}"
+    return module.replace(_LAYER, f"{depth}.{inner}").replace(_DEPTH, depth)
 
 
 def _expand_mapping(
@@ -236,7 +241,7 @@ _TE_ALIASES = (
 _OTHER_NAMES = (
     (re.compile(r"mixer\.conv1d_(weight|bias)$"), r"mixer.conv1d.\1"),
     (re.compile(r"^decoder\.final_norm\."), "decoder.final_layernorm."),
-    (re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\."), r"\1.transformer_layer."),
+    (re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\.(?!layers\.\d)"), r"\1.transformer_layer."),
 )
 _NOT_WEIGHTS = re.compile(
     r"_extra_state|rotary_pos_emb\.inv_freq|\.local_tokens_per_expert$|\.global_tokens_per_expert$"
@@ -309,7 +314,7 @@ def transformer_engine_name(weight: MegatronWeight, spec: ModelSpec) -> str:
     if weight.layer not in spec.moe_layers:
         name = re.sub(r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1", name)
     if spec.config.hybrid_layer_pattern is not None:
-        name = re.sub(r"^(decoder\.layers\.\d+)\.norm\.(weight|bias)$", r"\1.mixer.in_proj.layer_norm_\2", name)
+        name = re.sub(r"(\.layers\.\d+)\.norm\.(weight|bias)$", r"\1.mixer.in_proj.layer_norm_\2", name)
         name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
     return name.replace(".shared_experts.gate.weight", ".shared_experts.gate_weight")
 

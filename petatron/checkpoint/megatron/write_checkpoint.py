@@ -40,7 +40,7 @@ from petatron.checkpoint.megatron.weight_names import (
 )
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.model import ModelConfig, MoEConfig
-from petatron.config.schema.sections.hybrid import MAMBA, MLP
+from petatron.config.schema.sections.hybrid import MAMBA, MLP, all_symbols
 from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.models.model_spec import ModelSpec
 
@@ -171,9 +171,10 @@ def _layout_problems(
         latent = model.multi_latent_attention
         count = model.num_attention_heads if latent else model.num_query_groups
         shared.append((flag, tp, "--num-attention-heads" if latent else "--num-query-groups", count))
-    if pattern is None or MLP in pattern:
+    symbols = all_symbols(model)
+    if pattern is None or MLP in symbols:
         shared.append((flag, tp, "--ffn-hidden-size", model.ffn_hidden_size))
-    if pattern is not None and MAMBA in pattern:
+    if MAMBA in symbols:
         shared.append((flag, tp, "--mamba-num-heads", model.mamba_num_heads))
         shared.append((flag, tp, "--mamba-num-groups", model.mamba_num_groups))
     if moe is not None:

@@ -9,6 +9,7 @@ from petatron.config.flags import megatron_flags as spellings
 from petatron.config.flags.megatron_meanings import apply_megatron_meanings
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import fields_by_name, fields_by_path
+from petatron.config.schema.hybrid_depths import depth_problems, split_depths
 from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting
 
@@ -23,7 +24,7 @@ def apply_combined_rules(parsed: ParsedFlags) -> None:
     apply_megatron_meanings(parsed)
     _apply_latent_rotation(parsed)
     _drop_replaced_norm(parsed)
-    _split_hybrid_stages(parsed)
+    _split_hybrid_pattern(parsed)
 
 
 def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:
@@ -99,16 +100,31 @@ def _drop_replaced_norm(parsed: ParsedFlags) -> None:
         parsed.implied.append(ImpliedFlag(plain.origin.detail, f"{l2.origin.detail} takes its place, as in Megatron"))
 
 
-def _split_hybrid_stages(parsed: ParsedFlags) -> None:
-    """Bars in Megatron's hybrid patterns end pipeline stages: they become the layout of the pipeline."""
-    path = fields_by_name()["hybrid_layer_pattern"].path
-    for index, setting in enumerate(parsed.settings):
-        if setting.path == path and STAGE_BOUNDARY in str(setting.value):
-            stages = str(setting.value).split(STAGE_BOUNDARY)
-            parsed.settings[index] = replace(setting, value="".join(stages))
-            layout = STAGE_BOUNDARY.join("t" * len(stage) for stage in stages)
-            info = fields_by_name()["pipeline_model_parallel_layout"]
-            parsed.add_setting(info, f"E{layout}L", setting.origin.detail)
+def _split_hybrid_pattern(parsed: ParsedFlags) -> None:
+    """Takes Megatron's hybrid patterns apart: bars end pipeline stages, and a slash begins each depth of multi-token prediction."""
+    given = {setting.path: index for index, setting in enumerate(parsed.settings)}
+    info = fields_by_name()["hybrid_layer_pattern"]
+    if info.path not in given:
+        return
+    setting = parsed.settings[given[info.path]]
+    spelling, pattern = setting.origin.detail, str(setting.value)
+    parts = split_depths(pattern)
+    stages = parts.main.split(STAGE_BOUNDARY)
+    if len(stages) > 1:
+        layout = STAGE_BOUNDARY.join("t" * len(stage) for stage in stages)
+        parsed.add_setting(fields_by_name()["pipeline_model_parallel_layout"], f"E{layout}L", spelling)
+    parsed.problems += depth_problems(spelling, pattern)
+    if parts.depths and not parts.main:
+        parsed.doubtful_flags.add(info.flag)
+    depths = (("mtp_num_layers", len(parts.depths)), ("mtp_hybrid_override_pattern", parts.layers or None))
+    for name, value in depths if parts.depths else ():
+        field = fields_by_name()[name]
+        other = parsed.settings[given[field.path]] if field.path in given else None
+        if other is not None and other.value != value:
+            rule = f"contradicts {spelling} {pattern}, which says {value}"
+            parsed.problems.append(Problem(other.origin.detail, str(other.value), rule, "Leave it out."))
+        parsed.add_setting(field, value, spelling)
+    parsed.settings[given[info.path]] = replace(setting, value="".join(stages))
 
 
 def _check_contradictions(parsed: ParsedFlags) -> None:

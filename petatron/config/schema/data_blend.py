@@ -70,6 +70,19 @@ def named_sets(paths: Sequence[str]) -> dict[str | None, list[str]]:
     return sets
 
 
+def named_validation_sets(paths: Sequence[str], names: Sequence[str]) -> tuple[str, ...] | None:
+    """Returns the prefixes as sets of their own, each with a name; None where they cannot be, or are already.
+
+    >>> named_validation_sets(["data/web", "data/code"], []), named_validation_sets(["0.5", "a"], ["x"])
+    (('web=data/web', 'code=data/code'), None)
+    """
+    chosen = list(names) or [os.path.basename(path.rstrip("/")) for path in paths]
+    if len(chosen) != len(paths) or len(set(chosen)) != len(chosen) or any("=" in path for path in paths):
+        return None
+    named = tuple(f"{name}={path}" for name, path in zip(chosen, paths))
+    return named if all(_NAMED_WORD.fullmatch(word) for word in named) else None
+
+
 def dataset_prefix(word: str) -> str:
     """Returns the prefix of a dataset of which one of its two files may be named, as completion of a shell does.
 

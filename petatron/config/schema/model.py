@@ -60,6 +60,8 @@ class RawModelConfig(
     """Tokens per training sample."""
     max_position_embeddings: Annotated[SequenceLength, "at least 1", "limit"] | None = None
     """Longest position the model is built for. Derived: the sequence length."""
+    init_method_xavier_uniform: Annotated[bool, "training"] = False
+    """Initial weights of matrices and tables are uniform within sqrt(6 / (rows + columns)) (Glorot), in place of normal ones."""
     init_method_std: Annotated[PositiveFactor, "training"] = 0.02
     """Standard deviation of initial weights; projections into the residual stream get it divided by sqrt(2 x layers)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from petatron.config.schema.evaluation import EvaluationSettings
 from petatron.config.schema.instruments import StepCheckSettings, StepLogSettings
 from petatron.config.schema.metadata import Feature, NotWith, RunSettings, UsedWhen, used_with
 from petatron.config.schema.numeric_bounds import (
@@ -29,7 +30,7 @@ from petatron.config.schema.optimizers.muon import MuonSettings
 from petatron.config.schema.optimizers.sgd import SgdSettings
 from petatron.config.schema.optimizers.soap import SoapSettings
 from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
-from petatron.config.schema.sections.hybrid import MAMBA, branch_symbols
+from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.tokenizer_files import TokenizerFileSettings, TokenizerType
@@ -71,7 +72,7 @@ def _compiles_functions(run: RunSettings) -> bool:
     model = run.model
     if model.normalization != "RMSNorm" or model.activation not in GATED_ACTIVATIONS:
         return True
-    recurrent = MAMBA in branch_symbols(model.hybrid_layer_pattern) or has_linear_attention(model)
+    recurrent = MAMBA in branch_symbols(all_symbols(model)) or has_linear_attention(model)
     return recurrent or model.activation_func_clamp_value is not None or model.glu_linear_offset != 0.0
 
 
@@ -147,7 +148,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawTrainConfig(StepCheckSettings):
+class RawTrainConfig(EvaluationSettings, StepCheckSettings):
     """How long, how much at a time, when to look and when to stop."""
 
     feature: ClassVar = Feature("training", role="training")
@@ -170,6 +171,8 @@ class RawTrainConfig(StepCheckSettings):
     """Samples per forward pass on one rank."""
     global_batch_size: Annotated[BatchSize, "at least 1"] | None = None
     """Samples per optimizer step over all ranks. Derived: micro batch x data parallel."""
+    decrease_batch_size_if_needed: bool = False
+    """Lower a `--global-batch-size` that micro batch x data parallel does not divide to the next that it does, instead of an error."""
     rampup_batch_size: tuple[SampleCount, ...] = ()
     """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
     step_batch_size_schedule: str | None = None
@@ -179,20 +182,6 @@ class RawTrainConfig(StepCheckSettings):
     """Iterations of the whole run, restarts included."""
     train_samples: Annotated[SampleCount, "at least 1"] | None = None
     """Samples of the whole run, restarts included."""
-    eval_interval: Annotated[IterationCount, "at least 1"] | None = None
-    """Iterations between evaluations on the validation split; unset means none until the end."""
-    eval_iters: Annotated[IterationCount, "at least 0"] = 100
-    """Batches per evaluation; 0 means no evaluation."""
-    eval_global_batch_size: Annotated[BatchSize, "at least 1"] | None = None
-    """Samples per batch of an evaluation over all ranks; unset means `--global-batch-size`."""
-    eval_micro_batch_size: Annotated[BatchSize, "at least 1"] | None = None
-    """Samples per forward pass of an evaluation on one rank; unset means `--micro-batch-size`."""
-    start_eval_at_iter: Annotated[IterationCount, "at least 0"] | None = None
-    """Iteration before which `--eval-interval` evaluates nothing."""
-    eval_tasks: FilePath | None = None
-    """YAML list of tasks (see evaluation.md) that measure the model every `--eval-tasks-interval` iterations, and at the end."""
-    eval_tasks_interval: Annotated[IterationCount, "at least 1"] | None = None
-    """Iterations between runs of `--eval-tasks`; unset means `--eval-interval`."""
     ema_decay: Annotated[DecayRate, WeightsCopy] | None = None
     """Keep an exponential moving average of the weights with this decay (0.999, ...): saved with them, and evaluated beside them."""
     ema_start: Annotated[IterationCount, _AVERAGES] = 0
@@ -239,6 +228,10 @@ class DataConfig:
     valid_data_path: tuple[FilePath, ...] = ()
     """Prefixes (or weight/prefix pairs) for validation only. Several sets have names, `web=PREFIX code=PREFIX`, and are evaluated one by
     one; the first stands for the run."""
+    multiple_validation_sets: bool = False
+    """Each prefix of `--valid-data-path` is a validation set of its own, with a name of `--validation-set-names`; without weights."""
+    validation_set_names: Annotated[tuple[str, ...], used_with("data.multiple_validation_sets")] = ()
+    """The names of `--multiple-validation-sets`, in their order. Unset: the last parts of the prefixes."""
     test_data_path: tuple[FilePath, ...] = ()
     """Prefixes (or weight/prefix pairs) for testing only."""
     data_args_path: FilePath | None = None

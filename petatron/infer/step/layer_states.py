@@ -10,6 +10,7 @@ from torch import Tensor
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
+from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.pages import CacheSize
 from petatron.layers.mtp import MtpLayerSpec
@@ -39,14 +40,16 @@ def layer_states(model: ParallelModel, kind: type[State], *, depths: int = 0) ->
                 state = branch.generation_state(model.mesh.tp.size)
                 if isinstance(state, kind):
                     assert int(name) not in states, "a layer has one branch with a state of a kind"
-                    states[int(name)] = state
+                    # Depths that share a layer have each tokens of its own.
+                    for run in range(min(layer.runs, depths) if layer.runs > 1 else 1):
+                        states[int(name) + run * layers_per_depth(model.spec.config)] = state
     return states
 
 
 def any_layer_has(model: ParallelModel, kind: type[GenerationState]) -> bool:
-    """Whether some layer, of this rank or another, keeps a state of a kind."""
-    branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
-    return any(isinstance(branch.generation_state(1), kind) for branch in branches)
+    """Whether some layer, of this rank or another, keeps a state of a kind; depths draft only where none is recurrent."""
+    layers = {layer for layer in model.spec.layers if not isinstance(layer, MtpLayerSpec)}
+    return any(isinstance(branch.generation_state(1), kind) for layer in layers for branch in layer.branches)
 
 
 def page_bytes(model: ParallelModel, page_size: int, *, depths: int = 0) -> int:

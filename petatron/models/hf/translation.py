@@ -75,6 +75,7 @@ _OPTIONAL_PARTS: Mapping[str, Any] = {
     "window_size": None,
     "multi_latent_attention": False,
     "mtp_num_layers": None,
+    "mtp_use_repeated_layer": False,
     "moe_router_linear_bias": False,
     "moe_apply_probs_on_input": False,
 }

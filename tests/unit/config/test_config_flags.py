@@ -337,7 +337,9 @@ def test_every_field_can_be_typed(data: st.DataObject):
         "str": word,
         "choice": st.sampled_from(info.choices or ("",)),
     }[info.kind]
-    items = data.draw(st.lists(strategy, min_size=1, max_size=3)) if info.is_list else [data.draw(strategy)]
+    once = "repeatable" in info.marks  # what is given twice counts once
+    lists = st.lists(strategy, min_size=1, max_size=3, unique=once)
+    items = data.draw(lists) if info.is_list else [data.draw(strategy)]
     parsed = parse_flags(
         [flag_name(info.name), *(str(item).lower() if info.kind == "bool" else str(item) for item in items)]
     )

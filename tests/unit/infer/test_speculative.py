@@ -19,7 +19,6 @@ from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.step.layer_states import layer_states
 from petatron.layers.attention import AttentionSpec
-from petatron.layers.mtp import embedding_name
 from petatron.layers.spec.generation_state import PagedState
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -42,6 +41,11 @@ PENALISED = SamplingParams(
 PARAMS = [GREEDY, DRAWN, PENALISED]
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 KINDS = {"attention": "", "latent": LATENT, "window": "--window-size 5", "two depths": "--mtp-num-layers 2"}
+KINDS |= {
+    "hybrid": "--hybrid-layer-pattern *-*-/*-/*- --num-layers 4",
+    "repeated": "--mtp-num-layers 2 --mtp-use-repeated-layer",
+    "repeated hybrid": "--hybrid-layer-pattern *-*-/-*/-* --num-layers 4 --mtp-use-repeated-layer",
+}
 
 
 def follower(token: int) -> int:
@@ -63,7 +67,8 @@ def toy_batch(seed: int) -> Batch:
 @cache
 def trained_model(flags: str) -> ParallelModel:
     """A model that knows the toy corpus well, and its depths nearly as well."""
-    words = f"{MODEL} --fp64 --mtp-num-layers 1 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.05 {flags}"
+    depth = "" if "/" in flags else "--mtp-num-layers 1"
+    words = f"{MODEL} --fp64 {depth} --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.05 {flags}"
     run = load_config(words.split()).config
     model = build_model(run, ParallelMesh(Layout.from_config(run.parallel), 0))
     optimizer = build_optimizer(run, model)
@@ -104,7 +109,10 @@ def without_drafts(kind: str) -> list[Completion]:
 
 
 @diagonal(3)
-@pytest.mark.parametrize("kind", ["attention", "latent", later("window"), "two depths"])
+@pytest.mark.parametrize(
+    "kind",
+    ["attention", "latent", later("window"), "two depths", *map(later, ("hybrid", "repeated")), "repeated hybrid"],
+)
 @pytest.mark.parametrize("drafts", [later(1), 3])
 @pytest.mark.parametrize(
     "options",
@@ -181,18 +189,22 @@ def drafts_by_hand(model: ParallelModel, ids: list[int], count: int) -> list[int
         for depth in range(1, count + 1):
             ahead = torch.tensor([[*ids, *found][depth : depth + known.shape[1]]])
             embedding = decoder._embed(ahead, decoder._positions(Batch(ahead)))
-            context = decoder._context(Batch(known), x_SBD, {embedding_name(depth): embedding})
-            x_SBD, _ = decoder._mtp_layers()[depth - 1](x_SBD, context)
+            context = decoder._context(Batch(known), x_SBD)
+            x_SBD = decoder._run_depth(depth, x_SBD, embedding, context)
             found.append(int(decoder._logits(x_SBD)[0, -1].argmax()))
     return found
 
 
 @diagonal(2)
-@pytest.mark.parametrize("kind", ["attention", "latent", "two depths"])
+@pytest.mark.parametrize("kind", ["attention", "latent", "two depths", "hybrid", "repeated", "repeated hybrid"])
 @pytest.mark.parametrize("trained", [True, False], ids=["accepted", "rejected"])
 def test_drafts_are_those_of_the_whole_sequence(kind: str, trained: bool):
     """Pages of the depths hold what training computes: of prompts in chunks, after accepted drafts and after rejected ones."""
-    model = trained_model(KINDS[kind]) if trained else model_in(f"--fp64 --mtp-num-layers 1 {KINDS[kind]}")
+    model = (
+        trained_model(KINDS[kind])
+        if trained
+        else model_in(f"--fp64 {KINDS[kind]}" if "/" in KINDS[kind] else f"--fp64 --mtp-num-layers 1 {KINDS[kind]}")
+    )
     depths = model.spec.config.mtp_num_layers or 0
     engine = Engine(model, options=EngineOptions(speculative_tokens=depths, page_size=3, max_step_tokens=5))
     request = engine.submit([2, 9, 77, 5, 6, 7, 8, 30], replace(GREEDY, max_new_tokens=14, prompt_logprobs=None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 import petatron
 from petatron.config import RunConfig
-from petatron.config.schema.model_identity import model_identity
+from petatron.config.schema.model_identity import identity_differences, model_identity
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token, parameter_count
 from petatron.infer.engine import Engine
@@ -21,9 +22,12 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
+from petatron.models.hf.config_json import FAMILIES
+from petatron.models.hf.translation import ConfigWriter
 from petatron.models.mtp_and_longrope_arrays import add_shifted_arrays, labels_name, mask_name, tokens_name
 from petatron.models.registry import model_spec
 from petatron.pretrained.saveable_model import Model
+from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_model
 from petatron.validate import load_config
 from tests.unit.models import test_activations as activations
@@ -37,6 +41,11 @@ BASE = (
     "--make-vocab-size-divisible-by 4 --init-method-std 0.2 "
 )
 TWO = BASE + "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.6 "
+DEEPSEEK = (
+    TWO
+    + "--mtp-use-repeated-layer --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+    "--q-lora-rank 20 --qk-layernorm "
+)
 
 
 def run_of(flags: str) -> RunConfig:
@@ -181,9 +190,18 @@ def test_a_checkpoint_holds_the_depths(tmp_path: Path):
     assert torch.equal(again.evaluate_losses([batch])[0], model.evaluate_losses([batch])[0])
 
 
-@pytest.mark.parametrize("depths", [1, 2])
-def test_kept_bytes_are_those_of_the_formula(depths: int):
-    run = activations.run_of(f"{activations.LLAMA} --mtp-num-layers {depths}")
+@pytest.mark.parametrize(
+    ("depths", "flags"),
+    [
+        (1, "--mtp-num-layers 1"),
+        (2, "--mtp-num-layers 2"),
+        (3, "--mtp-num-layers 3 --mtp-use-repeated-layer"),
+        (2, "--hybrid-layer-pattern *-*-/*-/*- --num-layers 4"),
+        (2, "--hybrid-layer-pattern *-*-/-**/-** --num-layers 4 --mtp-use-repeated-layer"),
+    ],
+)
+def test_kept_bytes_are_those_of_the_formula(depths: int, flags: str):
+    run = activations.run_of(f"{activations.LLAMA} {flags}")
     model, _ = activations.build(run)
     buffers = activations.take_gradients(model)
     batch = add_shifted_arrays(activations.batch_of(run), depths=depths)
@@ -195,6 +213,105 @@ def test_kept_bytes_are_those_of_the_formula(depths: int):
 
     kept, _ = kept_bytes(forward, without=[*model.parameters(), *buffers, *batch.arrays.values(), *masks.values()])
     assert activations.plan_of(run, model, MemoryConfig()).saved_bytes == kept
+
+
+HYBRID = BASE.replace("--num-layers 2", "--hybrid-layer-pattern *-*-/*-/*-") + "--mtp-loss-scaling-factor 0.6 "
+REPEATED = TWO + "--mtp-use-repeated-layer "
+
+
+def hybrid_name(name: str) -> str:
+    """Where a weight of the model of two layers and two depths is in the hybrid that has two layers for each of them."""
+    if not name.startswith("layers."):
+        return name
+    _, layer, rest = name.split(".", 2)
+    second = rest.startswith(("mlp", "norm."))
+    return f"layers.{2 * int(layer) + second}.{rest}"
+
+
+def grads_by_name(model: Model) -> dict[str, Tensor]:
+    return {
+        piece.name: view.clone()
+        for group in model.param_groups
+        for piece, view in group_tensor_shards(group, group.grads())
+    }
+
+
+def copy_weights(model: Model, source: Model, name_in_source: Callable[[str], str]) -> None:
+    values = dict(source.module.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.module.named_parameters():
+            parameter.copy_(values[name_in_source(name)])
+
+
+def trained_losses(model: Model) -> Tensor:
+    model.train_step([batch_of(text())])
+    return torch.stack(list(model.named_losses.values()))
+
+
+def test_depths_of_a_hybrid_are_those_of_the_layers_they_spell():
+    """`*-` is a layer with attention and an MLP: losses and gradients are those of the model that has such layers."""
+    plain, hybrid = model_of(TWO), model_of(HYBRID)
+    names = {hybrid_name(name): name for name, _ in plain.module.named_parameters()}
+    copy_weights(hybrid, plain, names.__getitem__)
+    torch.testing.assert_close(trained_losses(hybrid), trained_losses(plain), rtol=1e-12, atol=1e-12)
+    wanted, found = grads_by_name(plain), grads_by_name(hybrid)
+    assert len(found) == len(wanted)
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[hybrid_name(name)], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_repeated_layer_is_every_depth():
+    """Losses are those of depths with equal weights, and its gradient is the sum of theirs."""
+    repeated, separate = model_of(REPEATED), model_of(TWO)
+    assert isinstance(repeated.module, Decoder) and set(repeated.module.layers) == {"0", "1", "2"}
+    copy_weights(separate, repeated, lambda name: name.replace("layers.3.", "layers.2."))
+    torch.testing.assert_close(trained_losses(repeated), trained_losses(separate), rtol=1e-12, atol=1e-12)
+    wanted, found = grads_by_name(separate), grads_by_name(repeated)
+    for name, grad in found.items():
+        other = wanted[name.replace("layers.2.", "layers.3.")] if name.startswith("layers.2.") else 0.0
+        torch.testing.assert_close(grad, wanted[name] + other, rtol=1e-9, atol=1e-12)
+
+
+def test_counts_of_a_repeated_layer():
+    """Its parameters are there once, and its FLOPs for every depth."""
+    one, repeated, separate = (model_spec(run_of(flags)) for flags in (BASE + "--mtp-num-layers 1", REPEATED, TWO))
+    assert parameter_count(repeated) == parameter_count(one)
+    assert model_flops_per_token(repeated) == pytest.approx(model_flops_per_token(separate))
+
+
+@pytest.mark.parametrize("flags", [HYBRID, REPEATED], ids=["hybrid", "repeated"])
+def test_such_a_model_is_saved_in_names_of_its_own(tmp_path: Path, flags: str):
+    model = model_of(flags)
+    model.save_pretrained(tmp_path / "model")
+    content = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert content["model_type"] == "petatron" and content["model"]["mtp_num_layers"] == 2
+    again = petatron.from_pretrained(tmp_path / "model")
+    batch = batch_of(text())
+    assert torch.equal(again.evaluate_losses([batch])[0], model.evaluate_losses([batch])[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "family", "named"),
+    [
+        (HYBRID, "nemotron_h", "--mtp-num-layers"),
+        (DEEPSEEK, "deepseek_v3", "--mtp-use-repeated-layer"),
+    ],
+)
+def test_families_without_such_depths_refuse_by_name(flags: str, family: str, named: str):
+    writer = ConfigWriter(family, model_spec(run_of(flags)))
+    FAMILIES[family].translate(writer)
+    writer.finish()
+    assert named in [problem.where for problem in writer.problems]
+
+
+def test_which_settings_of_depths_make_another_model():
+    ours = model_identity(run_of(TWO).model, None)
+    assert identity_differences(model_identity(run_of(REPEATED).model, None), ours) == ["mtp_use_repeated_layer"]
+    hybrid = model_identity(run_of(HYBRID).model, None)
+    other = model_identity(run_of(HYBRID.replace("/*-", "/-*")).model, None)
+    assert identity_differences(other, hybrid) == ["mtp_hybrid_override_pattern"]
+    without = model_identity(run_of(HYBRID.replace("/*-", "")).model, None)
+    assert "mtp_hybrid_override_pattern" not in without
 
 
 def test_a_preset_can_be_without_depths():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,49 @@ def test_flags_that_no_command_uses_are_those_of_a_training_script(tmp_path: Pat
     made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
     assert made == {"num_layers": 4, "activation": "swiglu"} and run.world_size is None
     assert "no command uses the flags of FLAGS: they are read as those of pretrain_gpt.py" in str(run.groups())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "more", "made"),
+    [
+        ("G-*-/-", {"--num-layers": 4, "--mtp-num-layers": 1}, ("G-*-", "-", 1, False, None)),
+        ("G-*-/*-/*-", {"--mtp-use-repeated-layer": True}, ("G-*-", "*-", 2, True, None)),
+        ("M*|ME/*E/*E", {"--num-experts": 4, "--mtp-num-layers": 2}, ("M*ME", "*E", 2, False, "Ett|ttL")),
+        (
+            "M*ME",
+            {"--mtp-hybrid-override-pattern": "*E", "--mtp-num-layers": 1, "--num-experts": 4},
+            ("M*ME", "*E", 1, False, None),
+        ),
+    ],
+)
+def test_functional_tests_of_hybrids_with_depths(
+    tmp_path: Path, pattern: str, more: dict[str, object], made: tuple[object, ...]
+):
+    flags = {
+        "--hybrid-layer-pattern": pattern,
+        "--hidden-size": 64,
+        "--num-attention-heads": 4,
+        "--seq-length": 32,
+        "--position-embedding-type": "none",
+        "--mock-data": True,
+        "--mamba-num-groups": 2,
+        "--vocab-size": 256,
+        "--micro-batch-size": 1,
+        "--train-iters": 2,
+        "--lr": 0.001,
+        **more,
+    }
+    flags |= {
+        "--spec": "[megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec]",
+        "--pipeline-model-parallel-size": 2,
+    }
+    text = "MODEL_ARGS:\n" + "".join(f"  {flag}: {json.dumps(value)}\n" for flag, value in flags.items())
+    run = port(text, tmp_path, "model_config.yaml")
+    assert not run.blocks, run.groups()
+    values = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    names = ("hybrid_layer_pattern", "mtp_hybrid_override_pattern", "mtp_num_layers", "mtp_use_repeated_layer")
+    found = [values.get(name) for name in (*names, "pipeline_model_parallel_layout")]
+    assert found == [*made[:3], made[3] or None, made[4]]
 
 
 @pytest.mark.parametrize(

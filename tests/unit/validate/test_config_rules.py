@@ -399,6 +399,8 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
         "linear_attention_freq",
         "no_rope_freq",
         "hybrid_layer_pattern",
+        "mtp_hybrid_override_pattern",
+        "validation_set_names",
     }
     others |= {
         "longrope_short_factor",

@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from petatron.config.pipeline_stages import pipeline_stages
 from petatron.config.schema.model_identity import identity_differences, model_identity
 from petatron.config.schema.sections.hybrid import allocate_layers
 from petatron.layers.attention import AttentionSpec
@@ -40,6 +41,33 @@ def test_a_pattern_is_the_layers_of_the_model():
     assert [type(branch) for branch in beside.branches] == [AttentionSpec, Mamba2Spec]
     assert beside.residual_branches == "parallel_shared_norm" and beside.input_norms == ("attention",)
     assert run_of("--hybrid-override-pattern M*- --num-layers 3").model.hybrid_layer_pattern == "M*-"
+
+
+def test_depths_of_a_pattern():
+    flags = "--position-embedding-type none"
+    for text in (f"{PATTERN} M*/-G/-G", f"{PATTERN} M* --mtp-hybrid-override-pattern -G --mtp-num-layers 2"):
+        run = run_of(f"{text} {flags}")
+        model = run.model
+        assert (model.hybrid_layer_pattern, model.num_layers) == ("M*", 2)
+        assert (model.mtp_hybrid_override_pattern, model.mtp_num_layers) == ("-G", 2)
+        depths = model_spec(run).layers[2:]
+        assert [[type(branch) for branch in layer.branches] for layer in depths] == [[MLPSpec], [GatedDeltaNetSpec]] * 2
+    shared = run_of(f"{PATTERN} M*/-G/-G --mtp-use-repeated-layer {flags}")
+    assert [layer.runs for layer in model_spec(shared).layers] == [1, 1, 2, 2]
+    staged = run_of(f"{PATTERN} M|*/-/- --pp 2 {flags}")
+    assert [stage.layer_indices for stage in pipeline_stages(staged)] == [(0,), (1, 2, 3)]
+
+
+def test_all_problems_of_depths_are_told_at_once():
+    problems = problems_of(f"{PATTERN} MX/M*//*|/ME --mtp-num-layers 3 --position-embedding-type none", base=BASE)
+    rules = (
+        "a / without layers",
+        "a | after a /",
+        "different layers, M* and *| and ME",
+        "says 4",
+        "'X', which is no kind",
+    )
+    assert len(problems) == 5 and all(rule in problem for rule, problem in zip(rules, problems))
 
 
 def test_every_kind_of_layer_continues_prompts(tmp_path):
@@ -93,9 +121,40 @@ ONE_PROBLEM = [
         "--pipeline-model-parallel-layout Ett|ttL needs --pipeline-model-parallel-size above 1. Leave it out.",
     ),
     (
-        f"{PATTERN} MM/M*",
-        "--hybrid-layer-pattern MM/M* has a '/', which marks layers of multi-token prediction, which this version does not have. "
+        f"{PATTERN} MM/M*/** --position-embedding-type none",
+        "--hybrid-layer-pattern MM/M*/** has depths of different layers, M* and **, and all depths have the same. "
+        "Write the same layers after each /.",
+    ),
+    (
+        f"{PATTERN} MM/M*/ --position-embedding-type none",
+        "--hybrid-layer-pattern MM/M*/ has a / without layers after it. "
+        "Write the layers of one depth of multi-token prediction after each /.",
+    ),
+    (
+        f"{PATTERN} /M* --num-layers 2 --position-embedding-type none",
+        "--hybrid-layer-pattern /M* has no layers before its first /. Write the model's own layers there.",
+    ),
+    (
+        f"{PATTERN} MM/M|* --position-embedding-type none",
+        "--hybrid-layer-pattern MM/M|* has a | after a /, and depths of multi-token prediction are on the last stage, with the loss. "
+        "Write | among the layers before the first / only.",
+    ),
+    (
+        f"{PATTERN} MM/M*/M* --mtp-num-layers 1 --position-embedding-type none",
+        "--mtp-num-layers 1 contradicts --hybrid-layer-pattern MM/M*/M*, which says 2. Leave it out.",
+    ),
+    (
+        f"{PATTERN} MM/M* --mtp-hybrid-override-pattern ** --position-embedding-type none",
+        "--mtp-hybrid-override-pattern ** contradicts --hybrid-layer-pattern MM/M*, which says M*. Leave it out.",
+    ),
+    (
+        f"{PATTERN} MM --mtp-num-layers 2 --mtp-hybrid-override-pattern MX --position-embedding-type none",
+        "--mtp-hybrid-override-pattern MX has 'X', which is no kind of layer. "
         "Write one of M G * - E P (Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel) for each layer.",
+    ),
+    (
+        f"{PATTERN} MM/ME --position-embedding-type none",
+        "--mtp-hybrid-override-pattern ME has layers of experts (E), but no --num-experts. Give it.",
     ),
     (
         f"{PATTERN}= --num-layers 2",
@@ -125,7 +184,8 @@ ONE_PROBLEM = [
     ),
     (
         f"{PATTERN} M- --mtp-num-layers 1 --position-embedding-type none",
-        "--mtp-num-layers 1 repeats the last layer, and those of --hybrid-layer-pattern have one branch. Leave it out.",
+        "--mtp-num-layers 1 needs the layers of a depth, which no layer of --hybrid-layer-pattern is by itself: each has one branch. "
+        "Give --mtp-hybrid-override-pattern, for instance *-, or write them after a / for each depth.",
     ),
     (
         f"{PATTERN} P- --norm-placement both",

@@ -8,7 +8,7 @@ Each symbol is a layer with this one residual branch; P has two, which take the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Fraction
@@ -17,7 +17,7 @@ MAMBA, DELTA, ATTENTION, MLP, EXPERTS, PARALLEL = "M", "G", "*", "-", "E", "P"
 SYMBOLS = MAMBA + DELTA + ATTENTION + MLP + EXPERTS + PARALLEL
 _BRANCHES = {PARALLEL: ATTENTION + MAMBA}
 STAGE_BOUNDARY, PREDICTION_DEPTH = "|", "/"
-"""Of Megatron's newer patterns, and not of ours: where pipeline stages end, and where the layers of multi-token prediction begin."""
+"""Of Megatron's newer patterns, where flags have them: where pipeline stages end, and where each depth of multi-token prediction begins."""
 
 
 def branch_symbols(pattern: str | None) -> str:
@@ -57,9 +57,23 @@ def _spread(length: int, run: float) -> Iterator[bool]:
         remaining += run if chosen else -1.0
 
 
-def has_attention(model: HybridSettings) -> bool:
+def all_symbols(model: Any) -> str:
+    """Returns the symbols of a hybrid's layers and of one depth of its multi-token prediction; none of another model."""
+    return with_depth_layers(model.hybrid_layer_pattern, model.mtp_hybrid_override_pattern, model.mtp_num_layers)
+
+
+def with_depth_layers(pattern: str | None, depth_pattern: str | None, num_depths: int | None) -> str:
+    """Returns a pattern with the layers of one depth of multi-token prediction, where there is any.
+
+    >>> with_depth_layers("MM*", "*-", 2), with_depth_layers("MM*", "*-", None), with_depth_layers(None, None, 1)
+    ('MM**-', 'MM*', '')
+    """
+    return "" if pattern is None else pattern + ((depth_pattern or "") if num_depths else "")
+
+
+def has_attention(model: Any) -> bool:
     """Whether a model has attention layers."""
-    return model.hybrid_layer_pattern is None or ATTENTION in branch_symbols(model.hybrid_layer_pattern)
+    return model.hybrid_layer_pattern is None or ATTENTION in branch_symbols(all_symbols(model))
 
 
 HAS_ATTENTION = UsedWhen(lambda run: has_attention(run.model), "no layer is attention")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
 from petatron.config.schema.numeric_bounds import PositiveFactor, SequenceLength, Size, Width
-from petatron.config.schema.sections.hybrid import DELTA
+from petatron.config.schema.sections.hybrid import DELTA, all_symbols
 from petatron.config.schema.sections.norm import STREAM
 
 LinearAttentionName = Literal["gated_delta_net", "kimi_delta_attention", "lightning_attention"]
@@ -27,7 +27,7 @@ _LIGHTNING = UsedWhen(
 def has_delta_layers(model: Any) -> bool:
     """Whether some layer is a gated delta net, by the layer pattern of a hybrid or by the variant."""
     if model.hybrid_layer_pattern is not None:
-        return DELTA in model.hybrid_layer_pattern
+        return DELTA in all_symbols(model)
     return model.experimental_attention_variant in DELTA_NETS
 
 

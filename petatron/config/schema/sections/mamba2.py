@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from petatron.config.schema.metadata import Feature, ToySize, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, SequenceLength, Size, Width
-from petatron.config.schema.sections.hybrid import MAMBA, branch_symbols
+from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
 
 MAMBA_CONV_WIDTH = 4
 """Tokens that the convolution of every published Mamba-2 sees."""
@@ -19,7 +19,7 @@ class Mamba2Settings:
 
     feature: ClassVar = Feature(
         "Mamba-2",
-        (UsedWhen(lambda run: MAMBA in branch_symbols(run.model.hybrid_layer_pattern), "no layer is Mamba-2"),),
+        (UsedWhen(lambda run: MAMBA in branch_symbols(all_symbols(run.model)), "no layer is Mamba-2"),),
         recompute_modules=("mamba",),
         offload_modules=("mamba",),
     )

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from petatron.config.schema.metadata import Feature, NotWith, RunSettings, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import every_layer_has_experts
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
-from petatron.config.schema.sections.hybrid import EXPERTS, MLP
+from petatron.config.schema.sections.hybrid import EXPERTS, MLP, all_symbols
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
 ActivationName = Literal[
@@ -24,7 +24,7 @@ _GATED = NotWith(
 
 def _has_layers(run: RunSettings, symbols: str) -> bool:
     """Whether some layer of a hybrid has one of these symbols; other models have all kinds."""
-    return run.model.hybrid_layer_pattern is None or any(symbol in run.model.hybrid_layer_pattern for symbol in symbols)
+    return run.model.hybrid_layer_pattern is None or any(symbol in all_symbols(run.model) for symbol in symbols)
 
 
 _HAS_MLPS = UsedWhen(lambda run: _has_layers(run, MLP), "no layer is an MLP")

@@ -327,6 +327,56 @@ def test_patterns_in_other_spellings(tmp_path: Path, more: dict[str, Any]):
     assert open_megatron(step).model["hybrid_layer_pattern"] == "M*-"
 
 
+def depth_of_hybrid(prefix: str) -> dict[str, Tensor]:
+    """The names of one depth with the layers -*, which newer versions of Megatron have for hybrids."""
+    inner = f"{prefix}.mtp_model_layer.layers"
+    return {
+        f"{prefix}.enorm.weight": drawn(f"{prefix} enorm", WIDTH), f"{prefix}.hnorm.weight": drawn(f"{prefix} hnorm", WIDTH),
+        f"{prefix}.eh_proj.weight": drawn(f"{prefix} eh_proj", WIDTH, 2 * WIDTH),
+        f"{inner}.0.mlp.linear_fc1.layer_norm_weight": drawn(f"{prefix} mlp norm", WIDTH),
+        f"{inner}.0.mlp.linear_fc1.weight": drawn(f"{prefix} up", FFN, WIDTH),
+        f"{inner}.0.mlp.linear_fc2.weight": drawn(f"{prefix} down", WIDTH, FFN),
+        f"{inner}.1.self_attention.linear_qkv.layer_norm_weight": drawn(f"{prefix} attention norm", WIDTH),
+        f"{inner}.1.self_attention.linear_qkv.weight": drawn(f"{prefix} qkv", 3 * WIDTH, WIDTH),
+        f"{inner}.1.self_attention.linear_proj.weight": drawn(f"{prefix} out", WIDTH, WIDTH),
+        f"{prefix}.final_layernorm.weight": drawn(f"{prefix} norm", WIDTH),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M*-/-*/-*", "mtp_num_layers": 2},
+        {"mtp_hybrid_override_pattern": "-*", "mtp_num_layers": 2},
+        {"hybrid_layer_pattern": "M*-/-*/-*/-*", "mtp_num_layers": 3, "mtp_use_repeated_layer": True},
+    ],
+    ids=["in the pattern", "an argument of its own", "one depth's weights"],
+)
+def test_depths_of_a_hybrid(tmp_path: Path, arguments: dict[str, Any]):
+    repeated = "mtp_use_repeated_layer" in arguments
+    prefixes = [f"mtp.layers.{depth}" for depth in range(1 if repeated else 2)]
+    theirs = [depth_of_hybrid(prefix) for prefix in prefixes]
+    state = hybrid_rank(0, 1, fused=True) | {name: value for depth in theirs for name, value in depth.items()}
+    found = open_megatron(write_ranks(tmp_path / "step", hybrid_arguments(1, **arguments), [state]))
+    model = ModelConfig(**found.model)
+    assert (model.hybrid_layer_pattern, model.mtp_hybrid_override_pattern) == ("M*-", "-*")
+    assert (model.mtp_num_layers, model.mtp_use_repeated_layer) == (arguments["mtp_num_layers"], repeated)
+    assert len(found.tensors) == len(hybrid_truth()) + len(prefixes) * 12
+    for number, (prefix, values) in enumerate(zip(prefixes, theirs, strict=True)):
+        first, last = 3 + 2 * number, 4 + 2 * number
+        for ours, name in (
+            (f"layers.{first}.embedding_norm", "enorm"),
+            (f"layers.{first}.hidden_norm", "hnorm"),
+            (f"layers.{first}.projection", "eh_proj"),
+            (f"layers.{first}.mlp.up", "mtp_model_layer.layers.0.mlp.linear_fc1"),
+            (f"layers.{last}.attention.out", "mtp_model_layer.layers.1.self_attention.linear_proj"),
+            (f"layers.{last}.norm", "final_layernorm"),
+        ):
+            assert torch.equal(found.tensors[f"{ours}.weight"].load(), values[f"{prefix}.{name}.weight"]), ours
+        norm = values[f"{prefix}.mtp_model_layer.layers.1.self_attention.linear_qkv.layer_norm_weight"]
+        assert torch.equal(found.tensors[f"layers.{last}.attention_norm.weight"].load(), norm)
+
+
 def dist_hybrid(folder: Path, *, without: str = "") -> Path:
     """The distributed format: a tensor for each layer, and one for each part of a mixer's fused weights."""
     made, state, t = DistFile(folder), hybrid_rank(0, 1, fused=True), hybrid_truth()

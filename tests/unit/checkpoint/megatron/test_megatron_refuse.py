@@ -299,10 +299,10 @@ def test_ranks_that_disagree(tmp_path: Path):
 
 
 def test_all_arguments_that_do_not_fit_are_named_at_once(tmp_path: Path):
-    extra = {"mtp_use_repeated_layer": True, "attention_output_gate": True, "softmax_type": "learnable"}
+    extra = {"glu_linear_offset": 1.0, "attention_output_gate": True, "softmax_type": "learnable"}
     write_legacy(tmp_path, replace(LLAMA, extra=extra))
     assert_refused(
-        tmp_path, "3 problems", "--mtp-use-repeated-layer", "--attention-output-gate", "learnable", kind=ConfigError
+        tmp_path, "3 problems", "--glu-linear-offset", "--attention-output-gate", "learnable", kind=ConfigError
     )
 
 
@@ -327,7 +327,11 @@ def test_all_arguments_that_do_not_fit_are_named_at_once(tmp_path: Path):
         ({"mtp_num_layers": 10**9}, "--mtp-num-layers 1000000000 is above 10,000"),
         ({"is_hybrid_model": True, "hybrid_mlp_ratio": "half"}, "--hybrid-layer-pattern is not in the checkpoint's"),
         ({"hybrid_layer_pattern": "MG"}, "--hybrid-layer-pattern MG has gated delta nets, whose weights"),
-        ({"hybrid_override_pattern": "M*/M"}, "has a '/', which marks layers of multi-token prediction"),
+        (
+            {"hybrid_override_pattern": "M*/M/*"},
+            "has depths of different layers, M and *, and all depths have the same",
+        ),
+        ({"hybrid_override_pattern": "M*", "mtp_num_layers": 1}, "--mtp-num-layers 1 needs the layers of a depth"),
         ({"hybrid_override_pattern": "M", "mamba_head_dim": 0}, "--mamba-head-dim 0"),
         ({"num_experts": 4, "moe_router_dtype": "bf8"}, "--moe-router-dtype bf8 is not one of"),
         ({"num_experts": 4, "moe_layer_freq": [1]}, "--moe-layer-freq [1]"),

@@ -79,6 +79,12 @@ MODELS: dict[str, tuple[ModelConfig, MoEConfig | None]] = {
 }
 PREDICTIONS: dict[str, tuple[ModelConfig, MoEConfig | None]] = {
     "predictions": (replace(LLAMA, mtp_num_layers=2, mtp_loss_scaling_factor=0.3), None),
+    "predictions of one depth's weights": (replace(LLAMA, mtp_num_layers=3, mtp_use_repeated_layer=True), None),
+    "predictions of a hybrid": (replace(HYBRID, mtp_num_layers=2, mtp_hybrid_override_pattern="M*-"), None),
+    "predictions of a hybrid with experts, one depth's weights": (
+        replace(HYBRID, mtp_num_layers=2, mtp_hybrid_override_pattern="*E", mtp_use_repeated_layer=True),
+        replace(MOE, moe_grouped_gemm=False, moe_latent_size=None),
+    ),
     "predictions, latents, experts, tied": (
         replace(LATENT, mtp_num_layers=1, untie_embeddings_and_output_weights=False),
         replace(MOE, moe_latent_size=None, moe_layer_freq="([0]*1+[1]*3)"),
