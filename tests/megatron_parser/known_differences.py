@@ -149,16 +149,6 @@ OUR_REFUSALS = (
     OurRefusal("--moe-router-group-topk", "which assigns tokens by itself", _NOTHING),
     OurRefusal("--moe-router-group-topk", "hold fewer than the --moe-router-topk", _LATER),
     OurRefusal("--moe-router-enable-expert-bias", "which assigns tokens by itself", _NOTHING),
-    OurRefusal(
-        "--multi-latent-attention",
-        "beside the learned positions",
-        f"{_NOT_HERE}: a learned table beside latent attention",
-    ),
-    OurRefusal(
-        "--multi-latent-attention",
-        "but --position-embedding-type is learned_absolute",
-        f"{_NOT_HERE}: the same, untyped",
-    ),
     OurRefusal("--experimental-attention-variant", "both say which layers have one", _NOTHING),
     OurRefusal(
         "--no-rope-freq",

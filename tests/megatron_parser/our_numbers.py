@@ -57,7 +57,8 @@ class OurNumbers(dict[str, Any]):
             output_init_std=_output_std(spec),
             apply_residual_connection_post_layernorm=run.model.norm_placement == "stream",
             sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-            learned_positions=run.model.position_embedding_type == "learned_absolute",
+            learned_positions=run.model.position_embedding_type == "learned_absolute"
+            or run.model.learned_position_table,
             frequencies=_frequencies(spec),
         )
         mixer = spec.layers[0].mixer

@@ -82,14 +82,6 @@ def _rotate_latent_heads(parsed: ParsedFlags, latent: Setting, given: Mapping[st
         parsed.notices.append(
             f"{latent.origin.detail} rotates a part of each head beside {info.flag} none, as in Megatron"
         )
-    elif (
-        parsed.preset is None
-        and (positions is None or positions.value == "learned_absolute")
-        and (parsed.rope_type or scales)
-    ):
-        rule = f"rotates heads beside the learned positions of {info.flag}, which is not in this version"
-        parsed.problems.append(Problem(latent.origin.detail, "", rule, f"Give {info.flag} rope."))
-        parsed.doubtful_flags.add(latent.origin.detail)
     if share is not None and share.value != 1.0 and parsed.rope_type == "rope":
         rule = "would rotate less than the rotary part of latent attention's heads, which is not in this version"
         parsed.problems.append(Problem(share.origin.detail, f"{share.value:g}", rule, "Leave it out."))

@@ -55,11 +55,6 @@ def test_a_preset_keeps_its_activation_and_heads():
     ("flags", "problem"),
     [
         (
-            "--rope-type rope",
-            "--multi-latent-attention rotates heads beside the learned positions of --position-embedding-type, which is not in this "
-            "version. Give --position-embedding-type rope.",
-        ),
-        (
             "--rope-type rope --position-embedding-type rope --rotary-percent 0.5",
             "--rotary-percent 0.5 would rotate less than the rotary part of latent attention's heads, which is not in this version. "
             "Leave it out.",
