@@ -29,6 +29,7 @@ from petatron.validate.layout import check_data_parallel, check_layout, check_pi
 from petatron.validate.model import check_model
 from petatron.validate.moe import check_moe, check_moe_overlap, router_cannot_learn
 from petatron.validate.run import check_run
+from petatron.validate.sparse_attention import check_sparse_attention
 
 
 def load_config(
@@ -84,6 +85,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         conflict_problems(config),
         check_model(config),
         check_hybrid(config),
+        check_sparse_attention(config),
         check_recurrent_layers(config),
         check_moe(config, require_training=require_training),
         check_layout(config, require_training=require_training),

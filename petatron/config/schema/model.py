@@ -21,6 +21,7 @@ from petatron.config.schema.sections.moe import DispatchSettings, ExpertSettings
 from petatron.config.schema.sections.multi_token_prediction import MultiTokenPredictionSettings
 from petatron.config.schema.sections.norm import NormSettings
 from petatron.config.schema.sections.rope import RopeScalingSettings, RopeSettings, RopeVariants, YarnSettings
+from petatron.config.schema.sections.sparse_attention import SparseAttentionSettings
 from petatron.config.schema.sections.vocabulary import VocabularySettings
 
 REQUIRED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -43,6 +44,7 @@ class RawModelConfig(
     Mamba2Settings,
     LinearAttentionSettings,
     DeltaNetSettings,
+    SparseAttentionSettings,
     MultiTokenPredictionSettings,
 ):
     """The shape of a decoder."""
