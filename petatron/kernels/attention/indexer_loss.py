@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention.paged_latent import LatentUpProjection
@@ -101,7 +102,7 @@ def _loss_and_grads(
         with torch.no_grad():
             expected, chosen, mask = target.block(rows)
         parts = [wide[0][:, rows], wide[1], wide[2][:, rows]]
-        with torch.set_grad_enabled(with_grads):
+        with torch.set_grad_enabled(with_grads), saved_tensors_hooks(_itself, _itself):
             parts = [part.detach().requires_grad_(with_grads) for part in parts]
             query, key, weight = parts
             key = key if chosen is None else gather_positions(key, chosen)
@@ -114,6 +115,11 @@ def _loss_and_grads(
             grads[0][:, rows], grads[2][:, rows] = of_query, of_weight
             grads[1] += of_key
     return total, grads
+
+
+def _itself(saved: Tensor) -> Tensor:
+    """Keeps what the graph of a block saves: the hooks of a recomputed region around it are for graphs that outlive the call."""
+    return saved
 
 
 class _IndexerLoss(AutogradOp):
