@@ -13,7 +13,7 @@ S sequence, B batch, D hidden, H heads of this rank, E width of a query head, L 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,10 +49,12 @@ from petatron.layers.indexer import Indexer, IndexerSpec
 from petatron.layers.mla import MlaSpec, MultiLatentAttention
 from petatron.layers.moe.load_balancing import attach_aux_loss
 from petatron.layers.ops.recompute_output import RecomputableOutput
+from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 
 INDEXER_LOSS = "indexer loss"
+_POSITION_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,73 @@ class SparseMlaSpec(MlaSpec):
 
     def build(self, layer_index: int) -> SparseLatentAttention:
         return SparseLatentAttention(self, layer_index)
+
+    def _is_sparse(self, length: int) -> bool:
+        """Whether a sequence has more tokens than a query keeps."""
+        return length > self.indexer.topk
+
+    def _pairs(self, length: int, most: int, *, causal: bool) -> float:
+        """Returns the pairs of a query and one of at most so many tokens that it sees."""
+        seen = min(self.visibility.window or length, length, most)
+        return seen * length - seen * seen / 2 if causal else float(seen * length)
+
+    def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
+        """Counts attention to the chosen tokens, index scores of all, and what the loss computes of the tokens that it is over."""
+        index = self.indexer
+        score, attend = 2 * index.num_heads * index.head_dim, 2 * self.num_heads * (self.qk_dim + self.v_dim)
+        every = self._pairs(seq_length, seq_length, causal=causal)
+        kept = self._pairs(seq_length, index.topk, causal=causal)
+        flops = 3 * attend * kept
+        if self._is_sparse(seq_length):
+            flops += score * every
+        if index.loss_coeff > 0.0:
+            flops += (2 * self.num_heads * self.qk_dim + 3 * score) * (kept if index.sparse_loss else every)
+        return flops
+
+    def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
+        if self.region in recomputed:
+            return 0
+        index, learns = self.indexer, self.indexer.loss_coeff > 0.0
+        saved = 0
+        if self._is_sparse(shape.whole_sequence):
+            rows, heads = shape.gathered_tokens, self.num_heads // shape.tp
+            saved += shape.activation_bytes(rows, heads * (self.qk_dim + self.v_dim)) + self._latent_bytes(shape)
+            saved += shape.activation_bytes(shape.batch * shape.whole_sequence, self.kv_rank + self.rotary_dim)
+            saved += _POSITION_BYTES * rows * index.topk
+            saved += shape.fp8_column_input_bytes(self.q_input_size) + shape.fp8_requantized_bytes(heads * self.v_dim)
+        else:
+            saved += super(SparseMlaSpec, self).saved_bytes(shape, recomputed)
+        if learns:
+            grads = shape.gathered_tokens * (index.gathered_width - index.head_dim)
+            grads += shape.batch * shape.whole_sequence * index.head_dim
+            saved += shape.activation_bytes(1, grads) + index.k_norm.saved_bytes(shape, shape.tokens)
+        return saved
+
+    def forward_flops(self, shape: ActivationShape) -> float:
+        learns = self.indexer.loss_coeff > 0.0
+        projections = (
+            shape.tokens * self.indexer.gemm_flops() if learns or self._is_sparse(shape.whole_sequence) else 0.0
+        )
+        return super(SparseMlaSpec, self).forward_flops(shape) + projections
+
+    def core_flops(self, shape: ActivationShape) -> float:
+        """Counts absorbed heads where tokens are chosen: their keys are as wide as latents and rotary keys."""
+        length, heads, index = shape.whole_sequence, self.num_heads // shape.tp, self.indexer
+        absorbed, score = 2 * heads * (2 * self.kv_rank + self.rotary_dim), 2 * index.num_heads * index.head_dim
+        flops, learns = super(SparseMlaSpec, self).core_flops(shape), index.loss_coeff > 0.0
+        if self._is_sparse(length):
+            flops = float(shape.gathered_tokens * (absorbed * index.topk + score * length))
+        if learns:
+            pairs = shape.gathered_tokens * (min(index.topk, length) if index.sparse_loss else length)
+            flops += pairs * (2 * heads * (self.kv_rank + self.rotary_dim) + 3 * score)
+        return flops
+
+    def context_parallel_bytes(self, shape: ActivationShape) -> int:
+        """Latents, rotary keys and index keys, where tokens are chosen."""
+        if not self._is_sparse(shape.whole_sequence):
+            return super(SparseMlaSpec, self).context_parallel_bytes(shape)
+        width = self.kv_rank + self.rotary_dim + self.indexer.head_dim
+        return shape.activation_bytes(shape.gathered_tokens, width)
 
     def generation_state(self, tp: int) -> PagedState:
         """Latent, rotary key and index key, which all heads share."""
@@ -178,13 +247,13 @@ class SparseLatentAttention(MultiLatentAttention):
         spec, parts = self.sparse_spec.indexer, []
         for rows in row_blocks(q.shape[1], 8 * q.shape[0] * q.shape[2] * k.shape[1]):
             scores = index_scores(q[:, rows], k, weights[:, rows], relu=spec.relu)
-            parts.append(best_positions(scores, visible.mask(rows), spec.topk))
+            parts.append(best_positions(scores, visible.mask(rows), spec.topk).to(torch.int32))
         return torch.cat(parts, dim=1)
 
     def _attend(self, q_SBHE: Tensor, keys_LBM: Tensor, chosen_BSK: Tensor) -> Tensor:
         batch = q_SBHE.shape[1]
         sequence_B = torch.arange(batch, device=q_SBHE.device)[:, None, None]
-        rows_BSK = torch.where(chosen_BSK < 0, -1, chosen_BSK * batch + sequence_B)
+        rows_BSK = torch.where(chosen_BSK < 0, -1, chosen_BSK * batch + sequence_B.to(torch.int32))
         rows_TK = rows_BSK.transpose(0, 1).flatten(0, 1)
         spec, q_THE, keys_AM = self.spec, q_SBHE.flatten(0, 1), keys_LBM.flatten(0, 1)
         widths = {"nope_dim": spec.nope_dim, "v_dim": spec.v_dim, "scale": spec.qk_dim**-0.5}

@@ -70,6 +70,8 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--enable-cuda-graph": Shorthand("cuda_graphs", "on"),
     "--external-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--fake-process-group": Shorthand("distributed_backend", "fake"),
+    "--disable-dsa-indexer-rotate-activation": Shorthand("dsa_indexer_rotate_activation", False),
+    "--disable-dsa-indexer-scoring-relu": Shorthand("dsa_indexer_scoring_relu", False),
     "--disable-manual-gc-eval": Shorthand("manual_gc_eval", False),
     "--disable-use-tokenizer-model-from-checkpoint-args": Shorthand("use_tokenizer_model_from_checkpoint_args", False),
     "--recompute-activations": Shorthand("recompute_granularity", "selective"),

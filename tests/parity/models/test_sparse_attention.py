@@ -12,7 +12,9 @@ from tests.parity.harness import check_layout, check_part_of_model
 from tests.parity.models.fp8_linears import check_fp8_linears
 from tests.parity.state.resharding import check_resume
 
-SIZES = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7 --qk-layernorm"
+SIZES = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 7 --qk-layernorm"
+)
 INDEXER = "--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5"
 DSA = f"{SIZES} --q-lora-rank 20 {INDEXER} --dsa-indexer-loss-coeff 0.3"
 SPARSE = f"{DSA} --dsa-indexer-use-sparse-loss"
