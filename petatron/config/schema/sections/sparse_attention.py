@@ -45,3 +45,6 @@ class SparseAttentionSettings:
     """Sparse attention: factor on the indexer's loss, its divergence from what attention does; 0: it does not learn."""
     dsa_indexer_use_sparse_loss: Annotated[bool, "training", _HAS_LOSS] = False
     """Sparse attention: the indexer's loss is over the chosen tokens, and not over all that a query sees."""
+
+
+SPARSE_ATTENTION_FIELDS = tuple(vars(SparseAttentionSettings)["__annotations__"].keys() - {"feature"})
