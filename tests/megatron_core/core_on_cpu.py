@@ -184,6 +184,13 @@ class Duplicated(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(rows, width, dtype=config.params_dtype))
         config.init_method(self.weight)
 
+    def get_extra_state(self) -> Tensor:
+        """What FP8 would keep."""
+        return torch.empty(0)
+
+    def set_extra_state(self, state: Any) -> None:
+        """There is none."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return torch.nn.functional.linear(x, self.weight), None
 
