@@ -263,9 +263,9 @@ class MultiLatentAttention(BranchModule):
         """Returns latents and rotated rotary keys of the tokens of all tensor-parallel ranks: what absorbed queries meet."""
         spec = self.spec
         gathered = self.rotary_key_comm(torch.cat((as_recomputable(latent).value, rotary), dim=-1))
-        whole, rotary = gathered.split((spec.kv_rank, spec.rotary_dim), dim=-1)
+        latent, rotary = gathered.split((spec.kv_rank, spec.rotary_dim), dim=-1)
         heads = rotary.unsqueeze(-2) if rotary.dim() == 3 else rotary[:, None, None]
-        return whole, self._rotated(heads, cos_sin).reshape(rotary.shape)
+        return latent, self._rotated(heads, cos_sin).reshape(rotary.shape)
 
     def _keys_and_values(
         self, latent: Tensor | RecomputableOutput, rotary_SBR: Tensor, cos_sin: RopeCosSin | None
