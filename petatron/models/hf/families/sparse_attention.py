@@ -40,6 +40,7 @@ def _sparse_attention(config: Translation, *, heads: int) -> None:
     config.copy("dsa_indexer_head_dim", "index_head_dim", 128)
     config.copy("dsa_indexer_topk", "index_topk", 2048)
     config.always(experimental_attention_variant="dsa", dsa_indexer_scoring_relu=True)
+    config.convert(("dsa_indexer_rotate_activation",), _rotates)
     config.convert((), check_head_dim)
 
 
@@ -76,6 +77,12 @@ def _glm_moe_dsa(config: Translation) -> None:
     config.convert((), _every_layer_has_an_indexer, indexer_types=None, index_topk_freq=1, index_topk_pattern=None)
     predictions(config)
     _experts(config, groups=1, top_groups=1)
+
+
+def _rotates(keys: Keys) -> tuple[Settings, list[Problem]]:
+    """Rotates heads whose width has a Hadamard matrix: scores are the same with and without."""
+    width = keys["index_head_dim"]
+    return {"dsa_indexer_rotate_activation": width & (width - 1) == 0}, []
 
 
 def _every_layer_has_an_indexer(keys: Keys) -> tuple[Settings, list[Problem]]:
