@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from petatron.estimate.flops import model_flops_per_token
+from petatron.estimate.flops import flops_formula, model_flops_per_token
 from petatron.kernels.attention.sparse_latent import hadamard_rotation
 from petatron.layers.sparse_mla import SparseMlaSpec
 from petatron.models.registry import model_spec
@@ -58,3 +60,30 @@ def test_a_model_counts_the_projections_of_its_indexers():
     plain = run_of(f"{LLAMA} {MLA} --q-lora-rank 12")
     more = model_flops_per_token(model_spec(run_of(f"{DSA} {flags}"))) - model_flops_per_token(model_spec(plain))
     assert more == 6 * 3 * (12 * 24 + 32 * (8 + 3))
+
+
+def test_the_formula_is_the_count():
+    """With a gated MLP of 48 and a padded vocabulary of 136 over the hidden size 32; K = 6 of s = 16 tokens."""
+    spec = model_spec(run_of(f"{DSA} --q-lora-rank 12 --dsa-indexer-topk 6"))
+    numbers = {
+        "h": 32,
+        "a": 12,
+        "c": 20,
+        "r": 4,
+        "q": 48,
+        "k": 32,
+        "v": 24,
+        "g": 3,
+        "f": 48,
+        "V": 136,
+        "L": 3,
+        "J": 3,
+        "E": 8,
+    }
+    for causal in (True, False):
+        text = (
+            flops_formula(causal=causal, latent=True, sparse=True).replace("6 T (", "6 ( ").replace("(T/s) ", "/ s * ")
+        )
+        text = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", text.replace("^", "**"))
+        count = eval(text, {}, {**numbers, "K": 6, "s": 16})
+        assert model_flops_per_token(spec, causal=causal) == pytest.approx(count)
