@@ -17,6 +17,9 @@ Latent attention has, in place of h (q + 2k), the down-projections h (a + c + r)
 width r, and the up-projections a q + c (k + v), with q = heads x query width, k = heads x key width without r, v = heads x value
 width; it multiplies 6 (q + v) per pair instead of 12 q. Without a query latent h q stands for h a + a q.
 
+Sparse attention multiplies heads with K tokens of a query only, pairs(s) = K s - K^2 / 2. Its indexer, J heads of width E, has weights
+a J E + h (E + J), and 2 J E operations per pair of all tokens for its scores; its loss costs 6 J E + 2 q more per pair that it is over.
+
 Every depth of multi-token prediction is one more layer, with 2 h^2 for its projection, and one more h V.
 
 In a hybrid each kind of branch is in layers of its own: M of Mamba-2, A of attention, F of MLPs; one with
@@ -61,16 +64,21 @@ def flops_formula(
     hybrid: bool = False,
     linear: type[RecurrentBranchSpec] | None = None,
     gated: bool = False,
+    sparse: bool = False,
 ) -> str:
     """Returns the formula behind the reported TFLOP/s and MFU, for people.
 
-    linear: the kind of linear attention that some layers have. gated: attention's output has a gate.
+    linear: the kind of linear attention that some layers have. gated: attention's output has a gate. sparse: an indexer chooses K tokens
+    of each query; its loss is left out.
     """
     pairs, chunk = ("s^2/2", "c") if causal else ("s^2", "2 c")
     qkv, width = ("h (a + c + r) + a q + c (k + v) + v h", "6 L (q + v)") if latent else ("h (q + 2k) + q h", "12 L q")
     qkv = qkv.replace("h (q + 2k)", "h (2q + 2k)") if gated else qkv
+    scores = f" + 2 L J E (T/s) {pairs}" if sparse else ""
+    if sparse:
+        qkv, pairs = f"{qkv} + a J E + h (E + J)", "(K s - K^2/2)" if causal else "K s"
     net = "" if linear is None else f"X {linear.weights_formula}"
-    rule = "" if linear is None else f" + 3 T X ({(linear.mixing_formula or '').format(c=chunk)})"
+    rule = scores if linear is None else f" + 3 T X ({(linear.mixing_formula or '').format(c=chunk)})"
     if hybrid:
         mamba, scan = "M h (3d + 2 G N + H)", f"3 T M ({chunk} (d + G N) + 4 d N + 2 w (d + 2 G N))"
         scans = f"{mamba} + {net}" if net else mamba

@@ -42,11 +42,12 @@ vocabulary shard: the rows of the vocabulary of this rank.
 channels, and the number is how many groups there are.
 """
 
-ContextSlot = Literal["attention", "sequence parts"]
+ContextSlot = Literal["attention", "sequence parts", "keys of all ranks"]
 """What context parallelism puts into a slot:
 
 attention: an `AttentionOp` over sequences of which every rank has a part, in any order.
 sequence parts: `SequenceParts`, where every rank has one contiguous part of a sequence; else it stays None.
+keys of all ranks: `KeysOfAllRanks` over sequences of which every rank has a part, in any order.
 """
 
 TensorRank = tuple[int, int]
@@ -70,6 +71,33 @@ class SequenceParts(Protocol):
     def gather(self, x: Tensor) -> Tensor:
         """Concatenates the tensors of all ranks along the first dimension."""
         ...
+
+
+class KeysOfAllRanks(Protocol):
+    """How queries of one rank meet the keys of all, where these are all-gathered."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def positions(self, length: int) -> tuple[range, ...]:
+        """Returns the positions of this rank's tokens in sequences of so many."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Returns what all ranks have along the first dimension, sorted by position; differentiable."""
+        ...
+
+
+class OneRankKeys:
+    """`KeysOfAllRanks` of one rank, which has them all."""
+
+    num_ranks = 1
+
+    def positions(self, length: int) -> tuple[range, ...]:
+        return (range(length),)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
 
 
 def identity(x: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.token_rows import TokenRows
 
 RopeCosSin = tuple[Tensor, Tensor]
+LayerLoss = tuple[str, int]
+"""The name of a loss that a layer computes of itself, and the index of the layer."""
+StatisticsKey = int | LayerLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class ForwardContext:
     aux_loss_scale: the factor on a layer's own loss (load balancing, z-loss) before its gradient is added; None without gradients.
     tensors: others that layers of a kind share, by name: an encoder's output, for one.
     router_statistics: one vector per layer index, summed over micro-batches and ranks later. Recompute in backward writes
-        the same values again.
+        the same values again. A layer's own loss, which is no router's, has its name and the layer index as its key (`LayerLoss`).
     generation: the step of generation that this pass is, with what layers keep of the tokens before; None: a whole sequence. The
         activations of a step are rows [T, D], the packed tokens of all sequences, and not [S, B, D].
     positions: those of this rank's tokens, [S] or [B, S]; None where no layer needs them.
@@ -36,7 +39,7 @@ class ForwardContext:
     documents: Documents | None = None
     aux_loss_scale: Tensor | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    router_statistics: dict[int, Tensor] = field(default_factory=dict)
+    router_statistics: dict[StatisticsKey, Tensor] = field(default_factory=dict)
     generation: GenerationStep | None = None
     positions: Tensor | None = None
     token_rows: TokenRows | None = None

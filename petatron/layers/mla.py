@@ -32,6 +32,7 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import latent_heads as reference_heads
 from petatron.kernels.attention import paged_latent
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
+from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.qk_norm_rope import TensorPair
 from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.core_attention import CoreAttention
@@ -212,18 +213,31 @@ class MultiLatentAttention(BranchModule):
         return {"qkv_linear": (self,), "core_attn": (self.core,), "attn_proj": (self.out,)}
 
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
-        cos_sin = None if self.spec.rope is None else context.rope_cos_sin[self.spec.rope]
+        cos_sin = self._cos_sin(context)
         if context.generation is not None:
             return self.out(self._cached_attention(x_SBD, cos_sin, context.generation).flatten(-2))
-        q_SBHE = self._queries(x_SBD, cos_sin)
-        k_SBHE, v_SBHV = self._keys_and_values(x_SBD, cos_sin)
-        visibility = self.spec.visibility
-        if context.documents is not None:
-            visibility = visibility.of_batch(context.documents)
-        return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, visibility).flatten(-2))
+        q_SBHE = self._query_heads(self._query_latent(x_SBD), cos_sin)
+        k_SBHE, v_SBHV = self._keys_and_values(*self._latents(x_SBD), cos_sin)
+        return self.out(self.core(q_SBHE, k_SBHE, v_SBHV, self._visibility(context)).flatten(-2))
 
-    def _queries(self, x_SBD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> Tensor:
-        latent = x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
+    def _cos_sin(self, context: ForwardContext) -> RopeCosSin | None:
+        return None if self.spec.rope is None else context.rope_cos_sin[self.spec.rope]
+
+    def _visibility(self, context: ForwardContext) -> Visibility:
+        """Returns what a token sees of this batch."""
+        visibility = self.spec.visibility
+        return visibility if context.documents is None else visibility.of_batch(context.documents)
+
+    def _query_latent(self, x_SBD: Tensor | RecomputableOutput) -> Tensor | RecomputableOutput:
+        """Returns what queries are computed from: their latent, or the hidden state."""
+        return x_SBD if self.q_down is None else _normed(self.q_norm, self.q_down(x_SBD))
+
+    def _latents(self, x_SBD: Tensor | RecomputableOutput) -> tuple[Tensor | RecomputableOutput, Tensor]:
+        """Returns the latent of keys and values, and the rotary key, not yet rotated."""
+        latent, rotary_SBR = self.kv_down(x_SBD).split((self.spec.kv_rank, self.spec.rotary_dim), dim=-1)
+        return _normed(self.kv_norm, latent), rotary_SBR
+
+    def _query_heads(self, latent: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> Tensor:
         q = self.q_up(latent)
         q = q.unsqueeze(1) if q.dim() == 2 else q  # the packed rows of a generation step as a batch of one sequence
         q_SBHE = q.unflatten(-1, (-1, self.spec.qk_dim))
@@ -239,25 +253,36 @@ class MultiLatentAttention(BranchModule):
     ) -> Tensor:
         """Attends through the pages of this layer to the tokens before; of them only latent and rotary key are known."""
         spec, pages = self.spec, step.pages[self.layer_index]
-        latent_TC, rotary_TR = self.kv_down(x_TD).split((spec.kv_rank, spec.rotary_dim), dim=-1)
-        normed = as_recomputable(_normed(self.kv_norm, latent_TC)).value
-        gathered = self.rotary_key_comm(torch.cat((normed, rotary_TR), dim=-1))
-        latent_TC, rotary_TR = gathered.split((spec.kv_rank, spec.rotary_dim), dim=-1)
+        latent_TC, rope_key_TR = self._whole_latents(*self._latents(x_TD), cos_sin)
         return paged_latent.paged_latent_attention(
-            self._queries(x_TD, cos_sin).squeeze(1),
+            self._query_heads(self._query_latent(x_TD), cos_sin).squeeze(1),
             latent_TC,
-            self._rotated(rotary_TR[:, None, None], cos_sin).flatten(1),
+            rope_key_TR,
             LatentPages(pages["latent"], pages["rope_key"]),
             step.batch,
-            up=LatentUpProjection.of(self.kv_up.weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
+            up=self._up_projection(),
             visibility=spec.visibility,
             kernels=self.latent_kernels,
         )
 
-    def _keys_and_values(self, x_SBD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None) -> tuple[Tensor, Tensor]:
+    def _up_projection(self) -> LatentUpProjection:
+        return LatentUpProjection.of(self.kv_up.weight, nope_dim=self.spec.nope_dim, v_dim=self.spec.v_dim)
+
+    def _whole_latents(
+        self, latent: Tensor | RecomputableOutput, rotary: Tensor, cos_sin: RopeCosSin | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns latents and rotated rotary keys of the tokens of all tensor-parallel ranks: what absorbed queries meet."""
         spec = self.spec
-        latent, rotary_SBR = self.kv_down(x_SBD).split((spec.kv_rank, spec.rotary_dim), dim=-1)
-        kv = self.kv_up(_normed(self.kv_norm, latent)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
+        gathered = self.rotary_key_comm(torch.cat((as_recomputable(latent).value, rotary), dim=-1))
+        latent, rotary = gathered.split((spec.kv_rank, spec.rotary_dim), dim=-1)
+        heads = rotary.unsqueeze(-2) if rotary.dim() == 3 else rotary[:, None, None]
+        return latent, self._rotated(heads, cos_sin).reshape(rotary.shape)
+
+    def _keys_and_values(
+        self, latent: Tensor | RecomputableOutput, rotary_SBR: Tensor, cos_sin: RopeCosSin | None
+    ) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        kv = self.kv_up(latent).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         rotary_SBR = self.rotary_key_comm(rotary_SBR)
         if cos_sin is None:
             return _join_shared_key(kv, rotary_SBR, nope_dim=spec.nope_dim)

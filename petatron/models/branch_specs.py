@@ -13,15 +13,18 @@ from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.sections.hybrid import branch_symbols
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH
 from petatron.config.schema.sections.rope import parse_longrope_factors
+from petatron.config.schema.sections.sparse_attention import has_sparse_attention
 from petatron.kernels.activation import GluVariant
 from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.alibi_and_temperature import AttentionTemperature
 from petatron.layers.attention import AttentionSpec
+from petatron.layers.indexer import IndexerSpec
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec
+from petatron.layers.sparse_mla import SparseMlaSpec
 from petatron.layers.spec.branch import BranchSpec, residual_std
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
@@ -58,7 +61,10 @@ def norm_spec(config: ModelConfig, width: int | None = None) -> NormSpec:
 
 def attention_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
     """Yields the mixer of every layer: some have a window, some no positions, and those with a window may have a rope of their own."""
-    mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
+    if has_sparse_attention(config):
+        mixer = sparse_mla_spec(config)
+    else:
+        mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
     local_rope = mixer.rope
     if mixer.rope is not None and config.rotary_base_local is not None:
         local_rope = RopeSpec(rotary_dim=mixer.rope.rotary_dim, base=config.rotary_base_local)
@@ -119,8 +125,31 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     )
 
 
+def sparse_mla_spec(config: ModelConfig) -> SparseMlaSpec:
+    eps, width = config.dsa_indexer_k_norm_epsilon, config.dsa_indexer_head_dim
+    indexer = IndexerSpec(
+        hidden_size=config.hidden_size,
+        q_input_size=config.q_lora_rank or config.hidden_size,
+        num_heads=config.dsa_indexer_n_heads,
+        head_dim=width,
+        topk=config.dsa_indexer_topk,
+        rope_interleaved=config.dsa_indexer_rope_interleaved,
+        rotates=config.dsa_indexer_rotate_activation,
+        relu=config.dsa_indexer_scoring_relu,
+        k_norm=NormSpec("LayerNorm", width, config.norm_epsilon if eps is None else eps),
+        std=config.init_method_std,
+        loss_coeff=config.dsa_indexer_loss_coeff,
+        sparse_loss=config.dsa_indexer_use_sparse_loss,
+    )
+    return SparseMlaSpec(**_latent_sizes(config), indexer=indexer)
+
+
 def mla_spec(config: ModelConfig) -> MlaSpec:
-    return MlaSpec(
+    return MlaSpec(**_latent_sizes(config))
+
+
+def _latent_sizes(config: ModelConfig) -> dict[str, Any]:
+    return dict(
         **_stream(config),
         num_heads=config.num_attention_heads,
         q_rank=config.q_lora_rank,

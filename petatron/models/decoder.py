@@ -16,7 +16,7 @@ from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.layers.dropout import Dropout
-from petatron.layers.forward_context import ForwardContext
+from petatron.layers.forward_context import ForwardContext, StatisticsKey
 from petatron.layers.mtp import EMBEDDING_AHEAD, embedding_name
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec, RotaryEmbedding, split_long_marks
@@ -118,7 +118,7 @@ class Decoder(StageModule):
         inputs: Mapping[str, Tensor] = MappingProxyType({}),
         *,
         aux_loss_scale: Tensor | None = None,
-        router_statistics: dict[int, Tensor] | None = None,
+        router_statistics: dict[StatisticsKey, Tensor] | None = None,
         loss_weights: Mapping[str, Tensor] | None = None,
         collect: Collection[str] = (),
     ) -> StageOutput:
@@ -285,7 +285,7 @@ class Decoder(StageModule):
         x_SBD: Tensor,
         tensors: Mapping[str, Tensor] = MappingProxyType({}),
         aux_loss_scale: Tensor | None = None,
-        router_statistics: dict[int, Tensor] | None = None,
+        router_statistics: dict[StatisticsKey, Tensor] | None = None,
         *,
         generation: GenerationStep | None = None,
     ) -> ForwardContext:

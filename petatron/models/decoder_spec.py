@@ -22,6 +22,7 @@ from petatron.config.schema.sections.hybrid import (
     all_symbols,
     branch_symbols,
 )
+from petatron.config.schema.sections.linear_attention import has_linear_variant
 from petatron.config.schema.sections.vocabulary import padded_rows
 from petatron.kernels.fused_linear_cross_entropy import chunk_tokens
 from petatron.layers.attention import AttentionSpec
@@ -213,7 +214,7 @@ def decoder_spec(config: ModelConfig, moe: MoEConfig) -> DecoderSpec:
     is_moe = moe_layers(RunConfig(model=config, moe=moe))
     experts = branch_specs.moe_spec(config, moe) if any(is_moe) else None
     variant = config.experimental_attention_variant
-    linear = None if variant is None else branch_specs.LINEAR_ATTENTION[variant](config)
+    linear = branch_specs.LINEAR_ATTENTION[str(variant)](config) if has_linear_variant(config) else None
     mixers = (
         linear if chosen and linear is not None else attention
         for chosen, attention in zip(linear_layers(config), branch_specs.attention_specs(config), strict=True)

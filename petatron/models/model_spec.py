@@ -140,6 +140,15 @@ class ModelSpec(ABC):
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.channel_mixer, MoESpec))
 
     @property
+    def layers_with_own_losses(self) -> Mapping[str, int]:
+        """How many layers have each loss of a layer's own, by name."""
+        counts: Counter[str] = Counter()
+        for layer, count in self.count_layers().items():
+            for branch in layer.branches:
+                counts.update(dict.fromkeys(branch.own_losses, count))
+        return counts
+
+    @property
     def max_positions(self) -> int:
         """The positions that a sequence may have in this run."""
         return self.config.max_position_embeddings

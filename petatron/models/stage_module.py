@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from petatron.base.errors import TrainError
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.layers.forward_context import ForwardContext
+from petatron.layers.forward_context import ForwardContext, StatisticsKey
 from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.token_rows import TokenRows
 from petatron.layers.transformer_layer import TransformerLayer
@@ -51,7 +51,7 @@ class StageModule(nn.Module, ABC):
         inputs: Mapping[str, Tensor],
         *,
         aux_loss_scale: Tensor | None = None,
-        router_statistics: dict[int, Tensor] | None = None,
+        router_statistics: dict[StatisticsKey, Tensor] | None = None,
         loss_weights: Mapping[str, Tensor] | None = None,
         collect: Collection[str] = (),
     ) -> StageOutput:

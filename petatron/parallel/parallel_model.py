@@ -21,6 +21,7 @@ from petatron.models.stage_inputs_outputs import ModelIO
 from petatron.models.stage_module import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
+from petatron.parallel.layer_losses import LayerLosses
 from petatron.parallel.parallelize import ParallelizeResult
 from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, CaptureInputs
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
@@ -59,8 +60,9 @@ class ParallelModel:
         dtype: torch.dtype,
         sequence_parallel: bool,
         objective: Objective | None = None,
+        layer_losses: LayerLosses | None = None,
     ) -> None:
-        """`objective`: what training minimizes; by default the losses that the model computes itself."""
+        """`objective`: what training minimizes; by default the losses that the model computes itself. `layer_losses`: layers' own."""
         self.io = io
         self.objective = NextToken(losses=io.losses) if objective is None else objective
         self.role_models: dict[str, ParallelModel] = {}
@@ -76,6 +78,7 @@ class ParallelModel:
         self.fp8_gemms = parallelized.fp8_gemms
         self._weight_grad_queue = parallelized.weight_grad_queue
         self.router_statistics = router_statistics
+        self.layer_losses = layer_losses or LayerLosses({}, mesh)
         self.dtype = dtype
         self._pipeline = PipelineExecutor(
             stages=stages,
@@ -143,9 +146,10 @@ class ParallelModel:
 
     @property
     def named_metrics(self) -> dict[str, Tensor]:
-        """The mean of each metric of the objective in the last training step, on the device."""
+        """The mean of each metric of the objective in the last training step, and of losses of layers' own, on the device."""
         means = () if self._means is None else self._means[len(self.objective.losses) :]
-        return {metric.name: mean for metric, mean in zip(self.objective.metric_specs, means)}
+        metrics = {metric.name: mean for metric, mean in zip(self.objective.metric_specs, means)}
+        return metrics | self.layer_losses.means
 
     @property
     def computes_loss(self) -> bool:
@@ -184,6 +188,7 @@ class ParallelModel:
         )
         self.fp8_gemms.end_step()  # the optimizer changes them next; no forward runs before
         self.router_statistics.update(result.router_statistics)
+        self.layer_losses.update(result.router_statistics, micro_batches=len(batches))
         if timeline is not None:
             timeline(result.timed_actions)
         self._means = self._total(result) / counts

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from petatron.layers.forward_context import StatisticsKey
 from petatron.layers.moe.load_balancing import expert_bias_update, expert_counts, statistics_length
 from petatron.layers.moe.moe_layer import RoutesTokens
 from petatron.mesh import collectives
@@ -33,7 +34,7 @@ class RouterStatistics:
         self._routers = dict(module.indexed_router() for module in modules if isinstance(module, RoutesTokens))
 
     @torch.no_grad()
-    def update(self, statistics: Mapping[int, Tensor]) -> None:
+    def update(self, statistics: Mapping[StatisticsKey, Tensor]) -> None:
         """All-reduces a step's statistics; updates the expert biases of routers that have one and are not frozen."""
         if not self.layers:
             return

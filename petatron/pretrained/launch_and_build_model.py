@@ -27,6 +27,7 @@ from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
 from petatron.models.registry import model_spec
 from petatron.models.uses_random_numbers import uses_random_numbers
 from petatron.optim.loss_scaler import compute_dtype
+from petatron.parallel.layer_losses import LayerLosses
 from petatron.parallel.parallelize import parallelize
 from petatron.parallel.pipeline.requested_cuda_graphs import enable_requested_cuda_graphs
 from petatron.parallel.router_statistics import RouterStatistics
@@ -129,6 +130,7 @@ def build_initial_model(
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
         objective=objective,
+        layer_losses=LayerLosses(spec.layers_with_own_losses, mesh),
     )
     model.frozen_tensors, model.has_gradients = frozenset(frozen_logical_names(spec, frozen)), gradients
     enable_requested_cuda_graphs(run, model)

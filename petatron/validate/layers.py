@@ -23,7 +23,7 @@ from petatron.config.schema.sections.hybrid import (
     SYMBOLS,
     all_symbols,
 )
-from petatron.config.schema.sections.linear_attention import DeltaNetSettings
+from petatron.config.schema.sections.linear_attention import DeltaNetSettings, has_linear_variant
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH, Mamba2Settings
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.rope import ROTARY_TYPES, LongRopeFactorError, parse_longrope_factors
@@ -167,12 +167,12 @@ def check_hybrid(config: RawRunConfig) -> Iterator[Problem]:
 def _delta_layers(model: RawModelConfig) -> Iterator[Problem]:
     variant, freq = model.experimental_attention_variant, model.linear_attention_freq
     yield from layer_pattern_problems("linear_attention_freq", model)
-    if variant is not None and model.hybrid_layer_pattern is not None:
+    if has_linear_variant(model) and model.hybrid_layer_pattern is not None:
         rule = f"and --hybrid-layer-pattern, where {DELTA} is a gated delta net, both say which layers have one"
-        yield Problem(_VARIANT, variant, rule, "Leave one out.")
-    elif variant is not None and freq is None:
+        yield Problem(_VARIANT, str(variant), rule, "Leave one out.")
+    elif has_linear_variant(model) and freq is None:
         fix = f"Give {_FREQ}: 4 is three such layers before each one of attention."
-        yield Problem(_VARIANT, variant, "needs to know which layers it is for", fix)
+        yield Problem(_VARIANT, str(variant), "needs to know which layers it is for", fix)
 
 
 def _ratios_of_pattern(model: RawModelConfig, pattern: str) -> Iterator[Problem]:

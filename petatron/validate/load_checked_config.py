@@ -31,6 +31,7 @@ from petatron.validate.model import check_model
 from petatron.validate.moe import check_moe, check_moe_overlap, router_cannot_learn
 from petatron.validate.mup import check_mup, mup_notices
 from petatron.validate.run import check_run
+from petatron.validate.sparse_attention import check_sparse_attention
 
 
 def load_config(
@@ -86,6 +87,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         conflict_problems(config),
         check_model(config),
         check_hybrid(config),
+        check_sparse_attention(config),
         check_recurrent_layers(config),
         check_mup(config),
         check_moe(config, require_training=require_training),

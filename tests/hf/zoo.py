@@ -100,6 +100,13 @@ def _deepseek_v3(**changes: Any) -> Any:
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**base))
 
 
+def _sparse(family: str, **changes: Any) -> Any:
+    routing = {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    indexer = {"index_n_heads": 8, "index_head_dim": 8, "index_topk": 5}
+    base = {**_SHAPE, **_DEEPSEEK, **routing, **indexer, **changes}
+    return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**base))
+
+
 _GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 
 BUILDERS: dict[str, Callable[[], Any]] = {
@@ -137,6 +144,12 @@ BUILDERS |= {
         n_group=1, topk_group=1, first_k_dense_replace=0, num_experts_per_tok=3
     ),
 }
+BUILDERS |= {
+    "deepseek-v32": lambda: _sparse(
+        "DeepseekV32", n_group=4, topk_group=2, rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 1.3}
+    ),
+    "glm-moe-dsa": lambda: _sparse("GlmMoeDsa"),
+}
 # A softmax over the one expert of a token is 1: such a model can be used and converted, though its router could not be trained.
 ONE_EXPERT: dict[str, Callable[[], Any]] = {
     "mixtral-one-expert": lambda: _mixtral(num_experts_per_tok=1),
@@ -169,6 +182,7 @@ ONE_OF_EACH_FAMILY = (
         "olmoe-moe",
     ),
     *("granite-moe", "gpt-oss", "llama4-moe", "deepseek-v2-lite", "deepseek-v3", "glm4-moe", "mamba2", "bamba"),
+    *("deepseek-v32", "glm-moe-dsa"),
     *("nemotron-h-moe", "falcon-h1", "granite-hybrid"),
 )
 """One of each family."""
@@ -239,7 +253,11 @@ def truth(name: str) -> Truth:
     labels[0, 3:6] = -100
     loss = model(tokens, labels=labels).loss
     loss.backward()
-    grads = {key: value.grad for key, value in model.named_parameters()}
+    # transformers does not train indexers.
+    grads = {
+        key: torch.zeros_like(value) if value.grad is None and ".indexer." in key else value.grad
+        for key, value in model.named_parameters()
+    }
     biases = {key: buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")}
     grads |= {key: torch.zeros_like(buffer) for key, buffer in biases.items()}
     # transformers shifts the labels itself; ours come shifted, with the last position and the ignored ones left out.

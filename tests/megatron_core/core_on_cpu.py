@@ -126,7 +126,8 @@ def build(job: Job, seed: int) -> Any:
         multi_latent_attention=latent,
     )
     if latent:
-        spec.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+        sparse = values.get("experimental_attention_variant") == "dsa"
+        spec.submodules.self_attention.submodules.core_attention = sparse_attention() if sparse else LatentCoreAttention
     stage = parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed + stage)
     model = GPTModel(
@@ -146,6 +147,59 @@ def build(job: Job, seed: int) -> Any:
             else:
                 weight.mul_(5)  # initial weights are so small that hardly a layer matters
     return model.eval()
+
+
+def sparse_attention() -> Any:
+    """Returns Megatron's module of sparse attention, with what it takes from Transformer Engine and a CUDA extension replaced.
+
+    The published version rotates the last channels of the indexer's heads; here they are the first, as in later versions.
+    """
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class FirstChannels(dsa.DSAIndexer):
+        def _apply_rope(self, x: Tensor, *args: Any) -> Tensor:
+            width = self.qk_pos_emb_head_dim
+            return super()._apply_rope(x.roll(-width, -1), *args).roll(width, -1)
+
+    dsa.rotate_activation = hadamard
+    parts = {"linear_wq_b": Duplicated, "linear_wk": Duplicated, "linear_weights_proj": Duplicated, "k_norm": KeyNorm}
+    indexer = ModuleSpec(module=FirstChannels, submodules=dsa.DSAIndexerSubmodules(**parts))
+    return ModuleSpec(module=dsa.DSAttention, submodules=dsa.DSAttentionSubmodules(indexer=indexer))
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Multiplies by the Hadamard matrix, divided by the root of its size: the definition of what a CUDA extension does in bf16."""
+    matrix = torch.ones(1, 1, dtype=x.dtype)
+    while len(matrix) < x.shape[-1]:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=x.dtype), matrix)
+    return x @ matrix * x.shape[-1] ** -0.5
+
+
+class Duplicated(torch.nn.Module):
+    """Transformer Engine's linear with the same weight on every rank."""
+
+    def __init__(self, width: int, rows: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(rows, width, dtype=config.params_dtype))
+        config.init_method(self.weight)
+
+    def get_extra_state(self) -> Tensor:
+        """What FP8 would keep."""
+        return torch.empty(0)
+
+    def set_extra_state(self, state: Any) -> None:
+        """There is none."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight), None
+
+
+class KeyNorm(torch.nn.LayerNorm):
+    """Layer norm, as Megatron builds one."""
+
+    def __init__(self, *, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
 
 
 class LatentCoreAttention(torch.nn.Module):

@@ -48,12 +48,24 @@ _LATENT = {
     "rotary_scaling_factor": 1.0,
     "original_max_position_embeddings": POSITIONS,
 }
+_INDEXER = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 8,  # with few, all may score nothing: of equal scores its `topk` takes any
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 5,
+    "dsa_indexer_loss_coeff": 0.3,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "gpt": {"normalization": "LayerNorm", "add_bias_linear": True},
     "llama": _LLAMA,
     "qk-norm": {**_LLAMA, "qk_layernorm": True},
     "moe": {**_LLAMA, **_EXPERTS},
     "mla": {key: value for key, value in {**_LLAMA, **_LATENT}.items() if key != "num_query_groups"},
+    "dsa": {key: value for key, value in {**_LLAMA, **_LATENT, **_INDEXER}.items() if key != "num_query_groups"},
+    "dsa sparse loss": {
+        **{key: value for key, value in {**_LLAMA, **_LATENT, **_INDEXER}.items() if key != "num_query_groups"},
+        "dsa_indexer_use_sparse_loss": True,
+    },
     "yarn": {
         **{key: value for key, value in {**_LLAMA, **_LATENT}.items() if key != "num_query_groups"},
         "rope_type": "yarn",
@@ -90,7 +102,10 @@ def arguments(kind: str, tp: int, pp: int, ep: int, **sizes: int) -> dict[str, A
     groups = layer.get("num_query_groups")
     same = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "normalization", "add_bias_linear")
     kept = {name: layer[name] for name in (*same, "layernorm_epsilon")}
-    kept |= {name: value for name, value in layer.items() if name in _LATENT or name.startswith(("moe_", "mscale"))}
+    own = ("moe_", "mscale", "dsa_", "experimental_")
+    kept |= {name: value for name, value in layer.items() if name in _LATENT or name.startswith(own)}
+    if "dsa_indexer_topk" in kept:  # an argument of later versions
+        kept["dsa_indexer_rope_interleaved"] = True
     return {
         **kept,
         "norm_epsilon": 1e-5,

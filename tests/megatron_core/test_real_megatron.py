@@ -26,8 +26,9 @@ SAVED: dict[str, dict[str, Any]] = {
     "mla": {"format": "legacy"},
     "qk-norm": {"format": "legacy", "newer": True},
     "yarn": {},
+    "dsa": {},
 }
-LAYOUTS = {"one rank": (1, 1, tuple(SAVED)), "tp 2 pp 2": (2, 2, ("gpt", "llama", "moe", "mla"))}
+LAYOUTS = {"one rank": (1, 1, tuple(SAVED)), "tp 2 pp 2": (2, 2, ("gpt", "llama", "moe", "mla", "dsa"))}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)

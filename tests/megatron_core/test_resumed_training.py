@@ -35,6 +35,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
             "moe distributed": {"kind": "moe", "optimizer": "distributed"},
             "gpt legacy distributed": {"kind": "gpt", "format": "legacy", "optimizer": "distributed"},
             "llama legacy bf16": {"kind": "llama", "format": "legacy", "bf16": True},
+            "dsa distributed": {"kind": "dsa", "optimizer": "distributed"},
+            "dsa sparse loss": {"kind": "dsa sparse loss"},
         },
     ),
     "ep 2": (  # experts have an optimizer of their own; both ranks see all samples, so the losses are those of one

@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file
 from torch import Tensor
@@ -33,6 +34,8 @@ def _set_state(self: DistributedOptimizer, param: Tensor, tensors: dict[str, Ten
 
 
 DistributedOptimizer._set_main_param_and_optimizer_states = _set_state
+DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(TRAINING["micro_batch_size"] / TRAINING["global_batch_size"]))
+"""By the number of micro-batches, which this version's schedule does for losses of experts, and later ones for this one too."""
 _GLOBAL_BATCH, _MICRO_BATCH = TRAINING["global_batch_size"], TRAINING["micro_batch_size"]
 
 

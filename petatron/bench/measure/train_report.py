@@ -17,6 +17,7 @@ from petatron.bench.measure.units import format_si
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_workload import NUM_BATCHES
 from petatron.config.declared_optimizers import rule_spec
+from petatron.config.schema.sections.sparse_attention import has_sparse_attention
 from petatron.estimate.flops import flops_formula, linear_attention_kind, model_flops_per_token, parameter_count
 from petatron.models.frozen_params import frozen_params
 from petatron.models.registry import model_spec
@@ -95,6 +96,7 @@ def report(
         "hybrid": config.hybrid_layer_pattern is not None,
         "linear": linear_attention_kind(model),
         "gated": config.attention_output_gate,
+        "sparse": has_sparse_attention(config),
     }
     for causal, label in ((False, "full"), (True, "causal")):
         per_token = format_si(flops[causal], "FLOP per token", digits=5)

@@ -21,6 +21,8 @@ from petatron.checkpoint.megatron.layer_kind_arguments import (
     latent_attention_values,
     prediction_arguments,
     prediction_values,
+    sparse_attention_arguments,
+    sparse_attention_values,
     unsupported_kinds,
 )
 from petatron.checkpoint.megatron.mup_arguments import expected_factors, mup_arguments, mup_values, unlike_mup
@@ -32,10 +34,12 @@ from petatron.config.schema.model_identity import variant_defaults
 from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.hybrid import ATTENTION
+from petatron.config.schema.sections.sparse_attention import SPARSE_ATTENTION
 from petatron.config.schema.sections.tokenizer_files import DEFAULT_TIKTOKEN_SIZE
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.validate.layers import check_hybrid, check_recurrent_layers
 from petatron.validate.model import check_model
+from petatron.validate.sparse_attention import check_sparse_attention
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 # Same name, same meaning.
@@ -56,7 +60,7 @@ _UNSUPPORTED_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (),
     "attention_output_gate": (),
     "activation_func_clamp_value": (),
-    "experimental_attention_variant": (),
+    "experimental_attention_variant": (SPARSE_ATTENTION,),
     "glu_linear_offset": (),
     "heterogeneous_layers_config_path": (),
     "linear_attention_freq": (),
@@ -135,6 +139,7 @@ def config_from_arguments(
     model.setdefault("seq_length", model["max_position_embeddings"])
     latent = latent_attention_values(arguments, problems)
     model |= latent or _position_embedding(arguments, problems)
+    model |= sparse_attention_values(arguments, problems)
     model |= _window(arguments, problems) | _variants(arguments)
     model |= prediction_values(arguments) | hybrid_values(arguments, problems)
     model |= mup_values(arguments, model, _has_scores(model), problems)
@@ -152,7 +157,7 @@ def config_from_arguments(
         run = RawRunConfig(model=RawModelConfig(**model), moe=MoEConfig(**moe))
         alone = RawRunConfig(model=run.model)
         problems += [*number_problems(alone), *conflict_problems(alone), *check_model(alone)]
-        problems += [*check_hybrid(run), *check_recurrent_layers(run)]
+        problems += [*check_hybrid(run), *check_recurrent_layers(run), *check_sparse_attention(run)]
     return model, moe, problems
 
 
@@ -323,6 +328,7 @@ def arguments_from_config(
         **hybrid_arguments(model),
         **latent_attention_arguments(model),
         **mup_arguments(model),
+        **sparse_attention_arguments(model),
     }
     if moe is not None and moe.num_experts is not None:
         values |= {name: getattr(moe, name) for name in _MOE_FIELDS}
@@ -353,12 +359,11 @@ def _no_factor(model: ModelConfig, value: float | None) -> str:
 def unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
     """Returns the settings of a model that Megatron has no argument for."""
     expected, unlike = expected_factors(model), unlike_mup(model)
+    expressible = {*_VARIANT_FIELDS, *expected, *sparse_attention_arguments(model)}
     problems = [
         Problem(flag_name(name), str(getattr(model, name)), "has no argument in Megatron", _FIX)
         for name, default in variant_defaults().items()
-        if name not in (*_VARIANT_FIELDS, *expected)
-        and getattr(model, name) != default
-        and not _is_latent_table(model, name)
+        if name not in expressible and getattr(model, name) != default and not _is_latent_table(model, name)
     ]
     problems += [
         Problem(flag_name(name), f"{getattr(model, name):g}", _no_factor(model, value), _FIX)

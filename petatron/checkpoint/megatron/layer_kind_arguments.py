@@ -11,6 +11,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.hybrid_depths import depth_problems, split_depths
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.sections.hybrid import (
@@ -22,6 +23,11 @@ from petatron.config.schema.sections.hybrid import (
     STAGE_BOUNDARY,
     all_symbols,
     allocate_layers,
+)
+from petatron.config.schema.sections.sparse_attention import (
+    SPARSE_ATTENTION,
+    SPARSE_ATTENTION_FIELDS,
+    has_sparse_attention,
 )
 
 _FIX = "Such a checkpoint cannot be converted."
@@ -82,6 +88,34 @@ def latent_attention_arguments(model: ModelConfig) -> dict[str, Any]:
         "rope_type": model.position_embedding_type,
     }
     return {"multi_latent_attention": True, **sizes, **scaling, **kinds}
+
+
+def sparse_attention_values(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """Returns ModelConfig values of sparse attention, which drops no weights of attention; empty where a model has other attention.
+
+    Versions without an argument for the indexer's rotary pairs rotate the last channels of its heads, and later ones the first.
+    """
+    if arguments.get("experimental_attention_variant") != SPARSE_ATTENTION:
+        return {}
+    pairs = "dsa_indexer_rope_interleaved"
+    if pairs not in arguments:
+        rule = (
+            "is not in the checkpoint's arguments: it is of a version whose indexer rotates the last channels of a head"
+        )
+        problems.append(Problem(flag_name(pairs), "", rule, "Save it with a later version of Megatron."))
+    if arguments.get("dsa_indexer_topk_freq") not in (None, 0, 1):
+        rule = "lets layers share the choice of one indexer, and every layer has one here"
+        problems.append(Problem("--dsa-indexer-topk-freq", f"{arguments['dsa_indexer_topk_freq']}"[:40], rule, _FIX))
+    values = {name: arguments[name] for name in SPARSE_ATTENTION_FIELDS if arguments.get(name) is not None}
+    return {"experimental_attention_variant": SPARSE_ATTENTION, "attention_dropout": 0.0, **values}
+
+
+def sparse_attention_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Returns Megatron's arguments of sparse attention."""
+    if not has_sparse_attention(model):
+        return {}
+    values = {name: getattr(model, name) for name in SPARSE_ATTENTION_FIELDS}
+    return {"experimental_attention_variant": SPARSE_ATTENTION, **values}
 
 
 def prediction_values(arguments: Mapping[str, Any]) -> dict[str, Any]:

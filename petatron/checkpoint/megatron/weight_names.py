@@ -31,7 +31,7 @@ WeightLayout = Literal["whole", "column", "whole_or_column", "row", "qkv", "sect
 LayerSpec = Literal["te", "local"]
 """Megatron's implementation of layers: by Transformer Engine, or its own."""
 _LINEAR = r"\.(?:linear_\w+|fc[12]_latent_proj|eh_proj|in_proj|out_proj)"
-_NORM = r"\.(?:\w+_layernorm|final_norm|enorm|hnorm)"
+_NORM = r"\.(?:\w+_layernorm|final_norm|enorm|hnorm|k_norm)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ _LAYER = "decoder.layers.*"
 _DEPTH = "mtp.layers.*"
 _MIXER = f"{_LAYER}.mixer"
 _HYBRID_DEPTH = "mtp_model_layer.layers."
+_INDEXER = f"{_LAYER}.self_attention.core_attention.indexer"
 _MODULE_MAPPINGS = (
     _ModuleMapping("embedding.word_embeddings", ("embedding",), "vocabulary"),
     _ModuleMapping("embedding.position_embeddings", ("position",), "whole"),
@@ -91,6 +92,10 @@ _MODULE_MAPPINGS = (
     _ModuleMapping(f"{_LAYER}.self_attention.linear_kv_down_proj", ("layers.*.attention.kv_down",), "whole_or_column"),
     _ModuleMapping(f"{_LAYER}.self_attention.kv_layernorm", ("layers.*.attention.kv_norm",), "whole"),
     _ModuleMapping(f"{_LAYER}.self_attention.linear_kv_up_proj", ("layers.*.attention.kv_up",), "column"),
+    _ModuleMapping(f"{_INDEXER}.linear_wq_b", ("layers.*.attention.indexer.q_up",), "whole"),
+    _ModuleMapping(f"{_INDEXER}.linear_wk", ("layers.*.attention.indexer.k",), "whole"),
+    _ModuleMapping(f"{_INDEXER}.k_norm", ("layers.*.attention.indexer.k_norm",), "whole"),
+    _ModuleMapping(f"{_INDEXER}.linear_weights_proj", ("layers.*.attention.indexer.head_weights",), "whole"),
     _ModuleMapping(f"{_LAYER}.self_attention.linear_proj", ("layers.*.attention.out",), "row"),
     _ModuleMapping(f"{_LAYER}.pre_mlp_layernorm", ("layers.*.mlp_norm",), "whole"),
     _ModuleMapping(f"{_LAYER}.mlp.linear_fc1", ("layers.*.mlp.gate", "layers.*.mlp.up"), "sections"),

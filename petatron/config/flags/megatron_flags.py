@@ -73,6 +73,8 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--enable-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--external-cuda-graph": Shorthand("cuda_graphs", "auto"),
     "--fake-process-group": Shorthand("distributed_backend", "fake"),
+    "--disable-dsa-indexer-rotate-activation": Shorthand("dsa_indexer_rotate_activation", False),
+    "--disable-dsa-indexer-scoring-relu": Shorthand("dsa_indexer_scoring_relu", False),
     "--disable-manual-gc-eval": Shorthand("manual_gc_eval", False),
     "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces": Shorthand(
         "tokenizer_sentencepiece_ignore_extra_whitespaces", False

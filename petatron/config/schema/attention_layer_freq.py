@@ -13,6 +13,7 @@ from typing import Any
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.moe_layer_freq import marked_by_multiples, pattern_problems, unmarked_by_multiples
+from petatron.config.schema.sections.linear_attention import has_linear_variant
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([1]*3+[0])*8."
 
@@ -36,7 +37,7 @@ def linear_layers(model: RawModelConfig) -> tuple[bool, ...]:
     >>> linear_layers(RawModelConfig(num_layers=4, experimental_attention_variant="gated_delta_net", linear_attention_freq="4"))
     (True, True, True, False)
     """
-    if model.experimental_attention_variant is None:
+    if not has_linear_variant(model):
         return (False,) * model.num_layers
     return _marked_layers("linear_attention_freq", model, unmarked_by_multiples)
 

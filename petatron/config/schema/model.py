@@ -22,6 +22,7 @@ from petatron.config.schema.sections.multi_token_prediction import MultiTokenPre
 from petatron.config.schema.sections.mup import MupSettings
 from petatron.config.schema.sections.norm import NormSettings
 from petatron.config.schema.sections.rope import RopeScalingSettings, RopeSettings, RopeVariants, YarnSettings
+from petatron.config.schema.sections.sparse_attention import SparseAttentionSettings
 from petatron.config.schema.sections.vocabulary import VocabularySettings
 
 REQUIRED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
@@ -44,6 +45,7 @@ class RawModelConfig(
     Mamba2Settings,
     LinearAttentionSettings,
     DeltaNetSettings,
+    SparseAttentionSettings,
     MultiTokenPredictionSettings,
     MupSettings,
 ):

@@ -108,6 +108,11 @@ class BranchSpec(ABC):
     decode_is_capturable: ClassVar[bool] = True
 
     @property
+    def own_losses(self) -> tuple[str, ...]:
+        """The names of losses that the branch attaches, which logs show (`LayerLoss`); those of experts are in their statistics."""
+        return ()
+
+    @property
     def prompt_is_capturable(self) -> bool:
         """Whether that also holds for a step with chunks of prompts, whose bounds only the device knows then."""
         return self.decode_is_capturable

@@ -46,7 +46,7 @@ from petatron.models.stage_inputs_outputs import SequenceOrder
 from petatron.parallel.context.contiguous_part_exchange import AxisParts
 from petatron.parallel.context.ring_attention import KvExchange, context_parallel_attention
 from petatron.parallel.context.ulysses import UlyssesAllToAll
-from petatron.parallel.context.zigzag import positions_of
+from petatron.parallel.context.zigzag import positions_of, sorted_by_position
 
 
 def split_batch(batch: Batch, axis: Axis, *, order: SequenceOrder = "zigzag") -> Batch:
@@ -108,6 +108,24 @@ class ContextParallelAttention:
         return self.ulysses.gather_heads_scatter_sequence(out)
 
 
+@dataclass(frozen=True, slots=True)
+class AllGatheredKeys:
+    """`KeysOfAllRanks` over an axis of the mesh; backward reduce-scatters the gradients of keys."""
+
+    axis: Axis
+    order: SequenceOrder
+
+    @property
+    def num_ranks(self) -> int:
+        return self.axis.size
+
+    def positions(self, length: int) -> tuple[range, ...]:
+        return positions_of(self.order, self.axis.rank, self.axis.size, length)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return sorted_by_position(collectives.gather_from_region(x, self.axis), self.axis.size, order=self.order)
+
+
 def apply_context_parallel(
     model: nn.Module,
     mesh: ParallelMesh,
@@ -131,8 +149,9 @@ def apply_context_parallel(
     kv_exchange: KvExchange = "gather" if comm_type == "all_gather" else "ring"
     ulysses = UlyssesAllToAll(mesh.blocks("cp", num_head_ranks), order)
     attend = ContextParallelAttention(ulysses, mesh.strides("cp", num_head_ranks), kv_exchange, order)
+    values: dict[ContextSlot, object] = {"attention": attend, "keys of all ranks": AllGatheredKeys(mesh.cp, order)}
     for module in model.modules():
         slots: Mapping[str, ContextSlot] = getattr(module, "context_slots", {})
         for slot, kind in slots.items():
-            assert kind == "attention" or order == "contiguous", f"{type(module).__name__} needs contiguous parts"
-            setattr(module, slot, attend if kind == "attention" else AxisParts(mesh.cp))
+            assert kind != "sequence parts" or order == "contiguous", f"{type(module).__name__} needs contiguous parts"
+            setattr(module, slot, values[kind] if kind in values else AxisParts(mesh.cp))

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from petatron.base.errors import TrainError
+from petatron.layers.forward_context import StatisticsKey
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
@@ -57,7 +58,7 @@ class StepResult:
     when actions ran if timed, and what each micro-batch's forward collected."""
 
     sums: Tensor
-    router_statistics: dict[int, Tensor] = field(default_factory=dict)
+    router_statistics: dict[StatisticsKey, Tensor] = field(default_factory=dict)
     timed_actions: list[TimedAction] = field(default_factory=list)
     collected: list[dict[str, Tensor]] = field(default_factory=list)
 
@@ -253,7 +254,7 @@ class _ScheduleExecution:
         if scales is not None:
             for tensor in self._pipeline.boundaries[stage].takes_with_grad:
                 inputs[tensor.name].requires_grad_()
-        statistics: dict[int, Tensor] = {}
+        statistics: dict[StatisticsKey, Tensor] = {}
         edges: list[GradientEdge] = []
         with torch.set_grad_enabled(has_backward):
             weights = self._terms.known_gradients(batch)

@@ -156,6 +156,26 @@ def _deepseek_v3(draw: Draw) -> Config:
     return config | {draw.one_of("num_nextn_predict_layers", "num_mtp_layers"): draw.one_of(0, 1)}
 
 
+def _indexer(draw: Draw, config: Config) -> Config:
+    """Of several heads: where all score nothing, scores are equal, and transformers' `topk` takes any."""
+    config |= {"index_n_heads": draw.one_of(8, 12), "index_head_dim": draw.one_of(8, 16, 24)}
+    draw.options(config, index_topk=(3, 6, 64))
+    return config | {"index_head_dim": max(config["index_head_dim"], config["qk_rope_head_dim"])}
+
+
+def _deepseek_v32(draw: Draw) -> Config:
+    drawn = _deepseek_v2(draw)
+    config = {key: value for key, value in drawn.items() if key not in ("topk_method", "topk_group", "n_group")}
+    config |= {"n_group": 2, "topk_group": draw.one_of(1, 2), "q_lora_rank": draw.one_of(8, 12)}
+    return _indexer(draw, config)
+
+
+def _glm_moe_dsa(draw: Draw) -> Config:
+    config = _deepseek_v32(draw) | {"rms_norm_eps": draw.one_of(1e-5, 1e-6)}
+    draw.options(config, index_topk_freq=(1, 2), index_topk_pattern=("F" * config["num_hidden_layers"],))
+    return config
+
+
 def _glm4_moe(draw: Draw) -> Config:
     config = rope(draw, sizes(draw) | {"head_dim": draw.one_of(8, 16)}, part=0.5)
     grouped_experts(draw, config)
@@ -243,7 +263,9 @@ _OTHERS: dict[str, Callable[[Draw], Config]] = {
     "llama4_text": _llama4,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
     "glm4_moe": _glm4_moe,
+    "glm_moe_dsa": _glm_moe_dsa,
     "mamba2": _mamba2,
     "bamba": _bamba,
     "nemotron_h": _nemotron_h,

@@ -11,11 +11,12 @@ from petatron.config.schema.sections.hybrid import DELTA, all_symbols
 from petatron.config.schema.sections.norm import STREAM
 
 LinearAttentionName = Literal["gated_delta_net", "kimi_delta_attention", "lightning_attention"]
+AttentionVariantName = Literal["gated_delta_net", "kimi_delta_attention", "lightning_attention", "dsa"]
 DELTA_NETS = ("gated_delta_net", "kimi_delta_attention")
 _NO_VARIANT = NotWith(
     "experimental_attention_variant",
-    lambda variant: variant is None,
-    "says which layers have linear attention, but there is no --experimental-attention-variant",
+    lambda variant: variant not in get_args(LinearAttentionName),
+    "says which layers have linear attention, but there is no --experimental-attention-variant of that kind",
     f"Add --experimental-attention-variant {' or '.join(get_args(LinearAttentionName))}, or leave it out.",
 )
 
@@ -31,9 +32,14 @@ def has_delta_layers(model: Any) -> bool:
     return model.experimental_attention_variant in DELTA_NETS
 
 
+def has_linear_variant(model: Any) -> bool:
+    """Whether `--experimental-attention-variant` is a kind of linear attention."""
+    return model.experimental_attention_variant in get_args(LinearAttentionName)
+
+
 def has_linear_attention(model: Any) -> bool:
     """Whether some layer has linear attention of any kind."""
-    return model.experimental_attention_variant is not None or has_delta_layers(model)
+    return has_linear_variant(model) or has_delta_layers(model)
 
 
 @settings_section
@@ -45,9 +51,9 @@ class LinearAttentionSettings:
         (UsedWhen(lambda run: has_linear_attention(run.model), "no layer has linear attention"),),
         variants=True,
     )
-    experimental_attention_variant: Annotated[LinearAttentionName, "selects"] | None = None
+    experimental_attention_variant: Annotated[AttentionVariantName, "selects"] | None = None
     """Linear attention in some layers: the gated delta net, that with a decay of every key channel, or lightning attention, which has the
-    heads of attention. Unset means attention in all."""
+    heads of attention; or dsa, sparse latent attention in all. Unset means attention in all."""
     linear_attention_freq: Annotated[str, "selects", _NO_VARIANT, ComparedAs(unmarked_by_multiples)] | None = None
     """Which layers have linear attention: N means all but every N-th; or one 1 (linear) or 0 per layer, as in ([1]*3+[0])*12."""
     linear_chunk_size: Annotated[SequenceLength, "at least 1", ToySize(32), "runtime"] = 64

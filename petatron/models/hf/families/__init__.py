@@ -22,6 +22,7 @@ from petatron.models.hf.families.llama import LLAMA, NEMOTRON, PHI3, SMOLLM3, ST
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from petatron.models.hf.families.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
 
 FAMILIES = (
     GPT2,
@@ -57,7 +58,9 @@ FAMILIES = (
     LLAMA4,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     GLM4_MOE,
+    GLM_MOE_DSA,
     MAMBA2,
     BAMBA,
     NEMOTRON_H,

@@ -50,10 +50,15 @@ EXPERT_BIAS_MAPPING = ModuleMapping(
 )
 
 
-def _latent_decoder(
-    config: Translation, *, max_position_embeddings: int = 2048, heads_divide_width: bool = False
+def latent_decoder(
+    config: Translation,
+    *,
+    q_lora_rank: int = 1536,
+    max_position_embeddings: int = 2048,
+    heads_divide_width: bool = False,
 ) -> None:
-    latent_attention(config, q_lora_rank=1536)
+    """Translates all but experts, of models whose norms have an epsilon of 1e-6."""
+    latent_attention(config, q_lora_rank=q_lora_rank)
     llama(
         config,
         without=("head_dim", "rms_norm_eps"),
@@ -68,7 +73,7 @@ def _latent_decoder(
 
 def _deepseek_v2(config: Translation) -> None:
     config.also(n_routed_experts="num_experts")
-    _latent_decoder(config, heads_divide_width=True)
+    latent_decoder(config, heads_divide_width=True)
     moe.expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(64, REQUIRED, 1407))
     moe.sigmoid_router(config)
     config.always(moe_router_score_function="softmax", moe_router_pre_softmax=True, moe_router_enable_expert_bias=False)
@@ -80,8 +85,8 @@ def _deepseek_v2(config: Translation) -> None:
 
 def _deepseek_v3(config: Translation) -> None:
     config.also(n_routed_experts="num_local_experts")
-    _latent_decoder(config, max_position_embeddings=4096)
-    config.convert((), _check_head_dim)
+    latent_decoder(config, max_position_embeddings=4096)
+    config.convert((), check_head_dim)
     predictions(config)
     moe.expert_sizes(config, "n_routed_experts", width="moe_intermediate_size", defaults=(256, 8, 2048))
     moe.sigmoid_router(config)
@@ -90,7 +95,7 @@ def _deepseek_v3(config: Translation) -> None:
     moe.experts_after_dense_layers(config, 3)
 
 
-def _check_head_dim(keys: Keys) -> tuple[Settings, list[Problem]]:
+def check_head_dim(keys: Keys) -> tuple[Settings, list[Problem]]:
     """`head_dim` is that of the rotary part in transformers, which computes frequencies by it where a file has one."""
     given, rotary = keys.get("head_dim"), keys["qk_rope_head_dim"]
     if given in (None, rotary):

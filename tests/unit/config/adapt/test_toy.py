@@ -26,6 +26,7 @@ TRAIN = "--mock-data --train-iters 2 --lr 1e-3".split()
 # One of each structure; the others differ from these in sizes and factors alone.
 FAMILIES = (
     "deepseek-v3",
+    "deepseek-v3.2",
     "falcon-h1-0.5b",
     "gemma3-1b",
     "gpt-oss-20b",
@@ -82,7 +83,8 @@ def test_a_toy_has_the_structure_of_its_preset(preset: str):
 
 
 _SIZES = {
-    "attention_chunk_size", "ffn_hidden_size", "hidden_size", "hybrid_layer_pattern", "kv_channels", "kv_lora_rank",
+    "attention_chunk_size", "dsa_indexer_head_dim", "dsa_indexer_n_heads", "dsa_indexer_topk", "ffn_hidden_size", "hidden_size",
+    "hybrid_layer_pattern", "kv_channels", "kv_lora_rank",
     "linear_attention_freq", "linear_chunk_size", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
     "linear_value_head_dim", "mamba_chunk_size", "mamba_head_dim", "mamba_norm_groups", "mamba_num_groups", "mamba_num_heads",
     "mamba_state_dim", "max_position_embeddings", "num_attention_heads", "num_layers", "num_query_groups", "q_lora_rank",

@@ -16,7 +16,7 @@ from petatron.validate import load_config, resolve_config
 
 EXPECTED = shlex.split(
     "gpt3-125m gpt3-350m gpt3-760m gpt3-1.3b gpt3-2.7b gpt3-6.7b gpt3-13b gpt3-175b llama2-7b llama2-13b llama2-70b "
-    "llama3-8b llama3-70b llama3-405b llama3.2-1b qwen2.5-7b qwen3-4b qwen3-8b mixtral-8x7b deepseek-v3 nemotron4-340b "
+    "llama3-8b llama3-70b llama3-405b llama3.2-1b qwen2.5-7b qwen3-4b qwen3-8b mixtral-8x7b deepseek-v3 deepseek-v3.2 nemotron4-340b "
     "tiny-llama tiny-gpt llama-1b llama-8b-8layer mixtral-slice mamba2-130m mamba2-370m mamba2-780m mamba2-1.3b mamba2-2.7b "
     "nemotron-h-8b bamba-9b falcon-h1-0.5b qwen3-next-80b-a3b kimi-linear-48b-a3b minimax-text-01 gpt-oss-20b gpt-oss-120b "
     "llama-125m llama-350m qwen3-0.6b qwen3-30b-a3b gemma3-1b"
