@@ -58,6 +58,8 @@ class LoaderOptions:
     num_workers: int = 0
     eod: int | None = None
     eod_mask_loss: bool = False
+    pad: int | None = None
+    """The id of padding, which the loss does not predict; None where samples have none."""
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     pin_memory: bool = False
@@ -191,6 +193,8 @@ def make_batch(samples: Sequence[NDArray[np.int64]], options: LoaderOptions) -> 
     mask = np.ones(tokens.shape, np.float32)
     if options.eod_mask_loss:
         mask[tokens == options.eod] = 0.0
+    if options.pad is not None:
+        mask[ids[:, 1:] == options.pad] = 0.0
     starts = _document_starts(tokens == options.eod) if options.needs_documents else None
     positions = None if starts is None or not options.reset_position_ids else np.arange(starts.shape[1]) - starts
     return Batch(

@@ -37,6 +37,7 @@ from petatron.data.dataset_kinds import (
     Split,
     dataset_kind,
 )
+from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
 from petatron.data.split_units import split_units
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.objective import build_objective
@@ -111,6 +112,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
         )
         for split, count in zip(SPLITS, num_samples, strict=True)
     ]
+    fill = fill_in_middle_rule(config.data, tokenizer) if config.data.fim_data else None
     warnings: list[str] = []
     built: dict[tuple[Split, str | None], SampleDataset | None]
     if config.data.mock_data:
@@ -122,6 +124,10 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
             (wanted_set.request.split, wanted_set.name): _build_set(config, kind, wanted_set, of_set, warnings)
             for wanted_set, of_set in zip(wanted, split_sources, strict=True)
         }
+    if fill is not None and tokenizer is not None:
+        for (split, name), dataset in built.items():
+            if dataset is not None:
+                built[split, name] = FillInMiddleDataset(dataset, fill, tokenizer, seed=config.train.seed, split=split)
     valid = {name: dataset for (split, name), dataset in built.items() if split == "valid" and dataset is not None}
     return SplitDatasets(built.get(("train", None)), built.get(("test", None)), valid, tuple(warnings))
 

@@ -12,6 +12,7 @@ from petatron.config import RunConfig, parse_split
 from petatron.config.required_settings import required
 from petatron.data.batch_loader import BatchLoader, LoaderOptions
 from petatron.data.build_datasets import build_datasets, chosen_kind, vocab_size
+from petatron.data.fill_in_middle import padding_id
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
@@ -153,6 +154,7 @@ def build_loaders(
         num_workers=run.data.num_workers,
         eod=tokenizer.eod if tokenizer is not None else None,
         eod_mask_loss=run.data.eod_mask_loss,
+        pad=padding_id(run.data, tokenizer),
         reset_position_ids=run.data.reset_position_ids,
         reset_attention_mask=run.data.reset_attention_mask,
         pin_memory=mesh.device.type == "cuda",

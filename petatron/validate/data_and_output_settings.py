@@ -8,6 +8,7 @@ from petatron.base.errors import Problem
 from petatron.config.declared_rules import or_default
 from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
+from petatron.config.schema.default_objective_names import GPT_DATASET
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.settings_from_checkpoint import CHECKPOINT_ARGS_FLAG
@@ -34,6 +35,7 @@ def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Pro
     yield from _blends(config)
     yield from _evaluated_sets(config)
     yield from _tokenizer(config, require_training=require_training)
+    yield from _fill_in_middle(config)
     yield from _needed_settings(config)
     yield from _timeline(config)
     yield from _profile(config)
@@ -172,6 +174,27 @@ def _blends(config: RawRunConfig) -> Iterator[Problem]:
     else:
         if train == 0 and data.data_path:
             yield Problem("--split", data.split, "leaves nothing to train on", "Give training a share above 0.")
+
+
+def _fill_in_middle(config: RawRunConfig) -> Iterator[Problem]:
+    data = config.data
+    if not data.fim_data:
+        return
+    if data.mock_data:
+        yield Problem("--fim-data", "", "divides text, and --mock-data has none", "Give --data-path.")
+    if data.dataset_type not in (None, GPT_DATASET):
+        rule = f"is for text of --dataset-type {GPT_DATASET}, not {data.dataset_type}"
+        yield Problem("--fim-data", "", rule, "Leave one of the two out.")
+    if config.tokenizer.tokenizer_type in (None, "NullTokenizer") and not data.mock_data:
+        yield Problem("--fim-data", "", "needs a tokenizer, to know the text of documents", "Give --tokenizer-model.")
+    if data.fim_split_sample is not None and data.fim_fragment_rate is None:
+        rule = "needs --fim-fragment-rate, the share of fragments that are divided"
+        yield Problem("--fim-split-sample", data.fim_split_sample, rule, "Give both.")
+    names = [f"fim_{part}_token" for part in ("prefix", "middle", "suffix")]
+    values = [getattr(data, name) for name in names]
+    if repeated := [name for name in names if values.count(getattr(data, name)) > 1]:
+        rule = f"is {flag_name(repeated[0])} too, and what follows would not be told apart"
+        yield Problem(flag_name(repeated[-1]), getattr(data, repeated[-1]), rule, "Name another token.")
 
 
 def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:

@@ -30,6 +30,7 @@ from petatron.config.schema.optimizers.muon import MuonSettings
 from petatron.config.schema.optimizers.sgd import SgdSettings
 from petatron.config.schema.optimizers.soap import SoapSettings
 from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
+from petatron.config.schema.sections.fill_in_middle import FillInMiddleSettings
 from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
@@ -212,7 +213,7 @@ class TrainConfig(RawTrainConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
+class DataConfig(FillInMiddleSettings):
     """What to train on."""
 
     feature: ClassVar = Feature("data", role="training")

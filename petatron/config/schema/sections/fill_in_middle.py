@@ -1,0 +1,37 @@
+"""The settings of fill-in-the-middle samples: text whose middle follows what is around it."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from petatron.config.schema.metadata import Feature, settings_section, used_with
+from petatron.config.schema.numeric_bounds import Fraction
+
+
+@settings_section
+class FillInMiddleSettings:
+    """Samples of text to fill in."""
+
+    feature: ClassVar = Feature("fill in the middle", (used_with("data.fim_data"),), role="training")
+    fim_data: Annotated[bool, "selects"] = False
+    """Divide documents of a sample at random into prefix, middle and suffix, and put the middle last, between tokens that say so."""
+    fim_rate: Fraction = 0.5
+    """Share of documents that are divided."""
+    fim_spm_rate: Fraction = 0.5
+    """Share of divided documents with the suffix before the prefix; the others have the prefix first."""
+    fim_split_sample: str | None = None
+    """Token at which a document is cut into fragments, files of a repository for instance, each of which is divided by itself."""
+    fim_fragment_rate: Annotated[Fraction, used_with("data.fim_split_sample")] | None = None
+    """Share of fragments that are divided, in the share `--fim-rate` of documents that have several."""
+    fim_no_prefix: str | None = None
+    """Text with which documents and fragments begin that are not divided."""
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before a prefix."""
+    fim_middle_token: str = "<fim_middle>"
+    """Token before a middle."""
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before a suffix."""
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills a sample whose text has fewer tokens when it is divided; the loss leaves it out."""
+    fim_eod_token: str = "<|endoftext|>"
+    """Token between the documents of a sample."""
