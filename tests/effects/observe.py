@@ -18,9 +18,15 @@ CORPUS = "web_text_document"
 BASE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 64 --seq-length 16 --max-position-embeddings 32
 --init-method-std 0.2 --global-batch-size 2 --micro-batch-size 1 --eval-iters 0 --log-interval 1 --lr 1e-3 --lr-decay-style linear
 --train-iters 3 --mock-data"""
+_LATENT = (
+    "--multi-latent-attention --kv-lora-rank 8 --q-lora-rank 24 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
+)
 MODELS = {
-    "MLA": "--multi-latent-attention --kv-lora-rank 8 --q-lora-rank 24 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 "
-    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope",
+    "MLA": _LATENT,
+    "DSA": f"{_LATENT} --experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 4 "
+    "--dsa-indexer-loss-coeff 0.5 --attention-dropout 0",
+    "MUP": "--use-mup --mup-base-hidden-size 16",
     "MOE": "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32",
     "HYBRID": "--hybrid-layer-pattern M* --mamba-num-heads 4 --mamba-num-groups 1 --mamba-head-dim 16 --mamba-state-dim 8",
     "DELTA": "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 4 "
