@@ -30,13 +30,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from petatron.kernels.linear_gemms import ChunkedGemm, Gemm, Tensors
 from petatron.layers.comm_slot import TensorSlot
-from petatron.layers.norm import NormWeights
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradTarget
 from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
 from petatron.layers.spec.param_spec import ParamSpec
@@ -335,10 +335,9 @@ def params_with_weight_grad_target(model: nn.Module) -> set[nn.Parameter]:
     """Returns the parameters whose modules submit every gradient to a target, once for each use."""
     submitted: set[nn.Parameter] = set()
     for module in model.modules():
-        if isinstance(module, NormWeights):
-            submitted.update(module.weights())
-        elif any(slots_of(module, "linear", "column linear", "weight-gradient target")) and module.weight is not None:
-            submitted.add(module.weight)  # pyright: ignore[reportArgumentType]
+        if any(slots_of(module, "linear", "column linear", "weight-gradient target")):
+            weights: Any = module.weights() if hasattr(module, "weights") else [module.weight]  # pyright: ignore[reportCallIssue]
+            submitted.update(weight for weight in weights if weight is not None)
     return submitted
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.declared_optimizers import find_rule_spec, used_rules
+from petatron.config.declared_optimizers import find_rule_spec, rule_spec, used_rules
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.mup import relative_width
@@ -66,10 +66,7 @@ def mup_notices(config: RawRunConfig) -> Iterator[str]:
     model, optim = config.model, config.optim
     if not model.use_mup:
         return
-    if optim.optimizer == "muon" and optim.muon_scale_mode == "spectral":
-        yield (
-            "--use-mup leaves the learning rate of muon's matrices as it is, and their updates grow with the width by --muon-scale-mode "
-            "spectral. --muon-scale-mode unit_rms_norm is muP's scale"
-        )
+    if find_rule_spec(optim.optimizer) is not None:
+        yield from rule_spec(optim).mup_notices()
     if optim.decoupled_lr is not None:
         yield "--decoupled-lr is the learning rate of embedding and output head at every width: --use-mup does not scale it"

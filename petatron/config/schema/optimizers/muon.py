@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -37,6 +38,13 @@ class MuonSpec(SectionRuleSpec["MuonSettings"]):
     @property
     def fuses_qkv(self) -> bool:
         return not self.settings.muon_split_qkv
+
+    def mup_notices(self) -> Iterator[str]:
+        if self.settings.muon_scale_mode == "spectral":
+            yield (
+                "--use-mup leaves the learning rate of muon's matrices as it is, and their updates grow with the width by "
+                "--muon-scale-mode spectral. --muon-scale-mode unit_rms_norm is muP's scale"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,10 @@ class UpdateRuleSpec(ABC):
         """Yields settings with which the declared scaling is not that of muP."""
         return iter(())
 
+    def mup_notices(self) -> Iterator[str]:
+        """Yields what is valid with muP and keeps the best learning rate from being that of the base model."""
+        return iter(())
+
     def problems(self) -> Iterator[Problem]:
         """Yields settings that cannot be combined; bounds of numbers are those of their fields."""
         return iter(())
