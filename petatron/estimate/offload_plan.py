@@ -27,6 +27,10 @@ from petatron.layers.transformer_layer import LayerSpec
 
 IN_TRANSIT = 1
 """Offloaded layers behind the one that runs whose copies may be under way."""
+_NOTHING = (
+    "offload: nothing: no layer has a tensor to offload by --offload-modules, --min-offloaded-tensor-size and "
+    "--activation-offload-fraction"
+)
 _CONTAINED: Mapping[str, tuple[str, ...]] = {"experts": ("expert_fc1", "moe_act")}
 
 
@@ -54,10 +58,10 @@ class OffloadPlan:
         return max(0, in_flight * self.total_bytes - self.layers_on_device * max(self.sizes, default=0))
 
     def describe(self) -> str | None:
-        """Describes the plan in one line, for the log; None if nothing is offloaded."""
+        """Describes the plan in one line, for the log; None if no offload is asked for."""
         count, names = sum(map(bool, self.modules)), frozenset[str]().union(*self.modules)
         if not count:
-            return None
+            return None if self.min_elements is None else _NOTHING
         what = "activations" if FULL in names else f"activations of {', '.join(sorted(names))}"
         return f"offload: {what} in {count} of {len(self.modules)} layers wait in host memory"
 

@@ -346,8 +346,8 @@ def apply_activation_offload(
     Called once, after recompute, whose regions must be inside the hooks. `min_bytes`: of a tensor, where whole layers are offloaded.
     """
     line = plan.describe()
-    if line is None:
-        return None
+    if not any(plan.modules):
+        return line
     min_bytes, min_elements = (min_bytes, 0) if plan.min_elements is None else (0, plan.min_elements)
     rules = _Rules(min_bytes, min_elements, plan.layers_on_device, OffloadRegions())
     offloaded = dict(zip(stage.layers.values(), plan.modules, strict=True))

@@ -114,8 +114,24 @@ def effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> 
         yield from unused_offload_modules(config)
 
 
+def _steps_without_learning_rate(config: RawRunConfig) -> Iterator[str]:
+    schedule, train = config.schedule, config.train
+    if schedule.lr_decay_style not in ("linear", "cosine") or schedule.min_lr > 0:
+        return
+    for unit, decay, length in (
+        ("iters", schedule.lr_decay_iters, train.train_iters),
+        ("samples", schedule.lr_decay_samples, train.train_samples),
+    ):
+        if decay is not None and length is not None and decay < length:
+            yield (
+                f"--lr-decay-{unit} {decay} ends before --train-{unit} {length}, and from there on the learning rate is 0. "
+                f"Leave it out, or give --min-lr"
+            )
+
+
 def _different_effects(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     precision = config.precision
+    yield from _steps_without_learning_rate(config)
     if router_cannot_learn(config.moe):
         yield (
             "--moe-router-topk 1 with a softmax over the chosen expert alone: the loss has no gradient for the router, which stays "

@@ -76,6 +76,14 @@ def test_a_small_model_of_a_preset_is_good(tmp_path: Path, preset: str):
     assert _findings(tmp_path / "run", f"--num-query-groups 2 --ffn-hidden-size 24 {experts}", preset) == []
 
 
+def test_a_toy_that_names_the_kind_of_each_layer_and_looks_ahead_is_good(tmp_path: Path):
+    """Layers of multi-token prediction are not among those that config.json names."""
+    run = load("deepseek-v3.2", ["--toy", *RUN.split(), "--save", str(tmp_path), "--no-save-optim"], world_size=1)
+    TrainState.build(run, ParallelMesh.single()).save()
+    assert [finding.text for finding in verify_checkpoint(find_checkpoint(tmp_path)).findings] == []
+    assert run.config.model.mtp_num_layers == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "differing"),
     [

@@ -77,7 +77,7 @@ def experts_after_dense_layers(config: Translation, first_k_dense_replace: int, 
     keys: dict[str, Any] = {"first_k_dense_replace": first_k_dense_replace, **layer_types}
 
     def write(spec: ModelSpec) -> Keys:
-        kinds = [_SPARSE if layer in spec.moe_layers else _DENSE for layer in range(len(spec.layers))]
+        kinds = [_SPARSE if layer in spec.moe_layers else _DENSE for layer in range(spec.config.num_layers)]
         content = {"first_k_dense_replace": spec.moe_layers[0]} if _dense_layers_are_first(spec) else {}
         return content | ({"mlp_layer_types": kinds} if layer_types else {})
 
@@ -90,7 +90,7 @@ def experts_at_steps(config: Translation) -> None:
     """Every n-th layer has experts, except those listed."""
 
     def write(spec: ModelSpec) -> Keys:
-        dense = [layer for layer in range(len(spec.layers)) if layer not in spec.moe_layers]
+        dense = [layer for layer in range(spec.config.num_layers) if layer not in spec.moe_layers]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
     _experts(config, _read_steps, write, decoder_sparse_step=1, mlp_only_layers=None)

@@ -208,7 +208,13 @@ def test_the_first_share_of_the_modules_is_offloaded():
         "core_attn mlp",
         "core_attn",
     ]
-    assert plan(f"{modules} --activation-offload-fraction 0").describe() is None
+    assert (
+        plan(f"{modules} --activation-offload-fraction 0").describe()
+        == plan(f"{modules} --min-offloaded-tensor-size 9999999").describe()
+    )
+    assert (plan(f"{modules} --activation-offload-fraction 0").describe() or "").startswith(
+        "offload: nothing: no layer has"
+    )
 
 
 def test_the_last_layer_of_one_micro_batch_stays():

@@ -499,3 +499,15 @@ def test_a_config_that_was_not_derived_can_be_checked():
 def test_long_lists_of_fixes_are_cut_short():
     (message,) = problems_of("--num-attention-heads 720 --hidden-size 720 --num-query-groups 7 --kv-channels 8")
     assert message.endswith("Use 1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, 16 or another divisor.")
+
+
+def test_steps_without_a_learning_rate_are_told():
+    decay = "--train-iters 20 --lr-decay-iters 10 --global-batch-size 1"
+    told = "--lr-decay-iters 10 ends before --train-iters 20, and from there on the learning rate is 0"
+    for flags, is_told in (
+        (decay, True),
+        (f"{decay} --min-lr 1e-6", False),
+        (f"{decay} --lr-decay-style constant", False),
+    ):
+        notices = load_config(["--mock-data", "--lr", "1e-3", *flags.split()], preset="tiny-llama").notices
+        assert any(notice.startswith(told) for notice in notices) == is_told
