@@ -35,7 +35,7 @@ from petatron.config.schema.sections.hybrid import (
     with_depth_layers,
 )
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
-from petatron.config.schema.sections.mup import mup_factors, relative_width
+from petatron.config.schema.sections.mup import mup_multipliers, relative_width
 from petatron.config.schema.sections.tokenizer_files import implied_tokenizer_type
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
@@ -215,7 +215,7 @@ def _derive_mup(values: _DerivedValues) -> None:
         return
     values.fill("mup_width_mult", relative_width(model, hidden), "hidden size / --mup-base-hidden-size")
     has_scores = has_attention(model) and not model.multi_latent_attention
-    factors = mup_factors(model, hidden, model.kv_channels if has_scores else None)
+    factors = mup_multipliers(model, hidden, model.kv_channels if has_scores else None)
     if factors.embedding_multiplier != 1.0 and not values["scale_embeddings"]:
         values.choose("embedding_multiplier", factors.embedding_multiplier, "--mup-embedding-mult")
     width = "the relative width of muP" if model.mup_output_mult == 1.0 else "1 / --mup-output-mult"

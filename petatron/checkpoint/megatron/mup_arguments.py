@@ -16,7 +16,7 @@ from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.layer_kind_arguments import has_attention
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.model import ModelConfig, RawModelConfig
-from petatron.config.schema.sections.mup import mup_factors
+from petatron.config.schema.sections.mup import mup_multipliers
 
 MUP_FIELDS = ("use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_embedding_mult", "mup_output_mult",
               "mup_attn_scale_power")  # fmt: skip
@@ -35,7 +35,9 @@ def mup_values(
     problems += [Problem(flag_name(name), f"{given[name]}"[:80], "is no size or factor", _FIX) for name in wrong]
     if wrong or not is_count(model["kv_channels"], 1):
         return {}
-    factors = mup_factors(RawModelConfig(**given), model["hidden_size"], model["kv_channels"] if has_scores else None)
+    factors = mup_multipliers(
+        RawModelConfig(**given), model["hidden_size"], model["kv_channels"] if has_scores else None
+    )
     return given | {name: value for name, value in asdict(factors).items() if value is not None}
 
 
@@ -61,7 +63,7 @@ def expected_factors(model: ModelConfig) -> dict[str, Any]:
     """Returns the factors that Megatron gives a model, by the names of our settings: those of muP, or none."""
     has_scores = has_attention(model) and not model.multi_latent_attention
     if model.use_mup:
-        return asdict(mup_factors(model, model.hidden_size, model.kv_channels if has_scores else None))
+        return asdict(mup_multipliers(model, model.hidden_size, model.kv_channels if has_scores else None))
     return {
         name: fields_by_name()[name].default for name in ("embedding_multiplier", "logits_scaling", "softmax_scale")
     }
