@@ -18,10 +18,10 @@ from petatron.base.errors import DataError
 from petatron.base.untrusted_files import is_count, read_limited_json, reading_untrusted
 from petatron.data.data_file_error import data_file_error
 from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES, tokenizer_config
-from petatron.data.sentencepiece.exact_bpe import vocabulary_as_json
-from petatron.data.sentencepiece.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
-from petatron.data.sentencepiece.piece_decoder import PieceDecoder
-from petatron.data.sentencepiece.piece_encoder import ExactBpeEncoder, build_piece_encoder
+from petatron.data.sentencepiece_model.exact_bpe import vocabulary_as_json
+from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
+from petatron.data.sentencepiece_model.piece_decoder import PieceDecoder
+from petatron.data.sentencepiece_model.piece_encoder import ExactBpeEncoder, build_piece_encoder
 
 MODEL_FILE = "tokenizer.model"
 OPTIONS_KEY = "petatron"

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.data.sentencepiece.exact_bpe import build_exact_bpe, inexact_reason
-from petatron.data.sentencepiece.model_file import PieceModel, model_error
+from petatron.data.sentencepiece_model.exact_bpe import build_exact_bpe, inexact_reason
+from petatron.data.sentencepiece_model.model_file import PieceModel, model_error
 
 _SPACE_MARK = "☯"
 """The sentinel that Megatron puts between spaces that a model would collapse: a character that no vocabulary has."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from petatron.data.sentencepiece.model_file import WORD_BOUNDARY, PieceModel
+from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel
 
 
 def inexact_reason(model: PieceModel) -> str | None:

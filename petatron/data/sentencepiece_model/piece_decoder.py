@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from petatron.data.sentencepiece.model_file import WORD_BOUNDARY, PieceModel
+from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel
 
 _LONE_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
 
