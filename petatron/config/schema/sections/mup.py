@@ -20,7 +20,7 @@ from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
 from petatron.config.schema.sections.hybrid import HAS_ATTENTION
 
-_SCORES = UsedWhen(lambda run: not run.model.multi_latent_attention, "MLA sets its own softmax scale")
+_SCORES = UsedWhen(lambda run: not run.model.multi_latent_attention, "latent attention sets its own softmax scale")
 _TWO_FACTORS = NotWith("scale_embeddings", rule="and --scale-embeddings are two factors on embeddings", shown="{:g}")
 
 
