@@ -26,7 +26,7 @@ _FIX = "Such a checkpoint cannot be converted."
 def mup_values(
     arguments: Mapping[str, Any], model: Mapping[str, Any], has_scores: bool, problems: list[Problem]
 ) -> dict[str, Any]:
-    """Returns ModelConfig values of muP and of the multipliers that follow, those on scores if some attention has one; empty without muP."""
+    """Returns ModelConfig values of muP and its multipliers (a softmax scale if any layer has attention scores); empty without muP."""
     if not arguments.get("use_mup"):
         return {}
     given = {name: arguments[name] for name in MUP_FIELDS if arguments.get(name) is not None}
