@@ -35,7 +35,7 @@ from petatron.config.schema.sections.hybrid import (
     with_depth_layers,
 )
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
-from petatron.config.schema.sections.mup import mup_factors, relative_width
+from petatron.config.schema.sections.mup import mup_multipliers, relative_width
 from petatron.config.schema.sections.tokenizer_files import implied_tokenizer_type
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
@@ -205,7 +205,7 @@ def _derive_model(values: _DerivedValues) -> None:
 
 
 def _derive_mup(values: _DerivedValues) -> None:
-    """Sets the factors of muP, where the model has none of its own: somebody's choice, or those of the folder it comes from."""
+    """Sets the multipliers of muP, unless the model already has them: from flags, or from the folder it comes from."""
     hidden = values["hidden_size"]
     if not values["use_mup"] or hidden <= 0:
         return
@@ -215,14 +215,14 @@ def _derive_mup(values: _DerivedValues) -> None:
         return
     values.fill("mup_width_mult", relative_width(model, hidden), "hidden size / --mup-base-hidden-size")
     has_scores = has_attention(model) and not model.multi_latent_attention
-    factors = mup_factors(model, hidden, model.kv_channels if has_scores else None)
-    if factors.embedding_multiplier != 1.0 and not values["scale_embeddings"]:
-        values.choose("embedding_multiplier", factors.embedding_multiplier, "--mup-embedding-mult")
+    multipliers = mup_multipliers(model, hidden, model.kv_channels if has_scores else None)
+    if multipliers.embedding_multiplier != 1.0 and not values["scale_embeddings"]:
+        values.choose("embedding_multiplier", multipliers.embedding_multiplier, "--mup-embedding-mult")
     width = "the relative width of muP" if model.mup_output_mult == 1.0 else "1 / --mup-output-mult"
-    values.choose("logits_scaling", factors.logits_scaling, width)
+    values.choose("logits_scaling", multipliers.logits_scaling, width)
     why = "sqrt(--mup-base-head-dim, or 1) / head width to the power of --mup-attn-scale-power"
-    if factors.softmax_scale is not None:
-        values.choose("softmax_scale", factors.softmax_scale, why)
+    if multipliers.softmax_scale is not None:
+        values.choose("softmax_scale", multipliers.softmax_scale, why)
 
 
 def _derive_pipeline(values: _DerivedValues) -> None:

@@ -20,7 +20,7 @@ from petatron.config.adapt.adapt_preset_to_flags import AdaptedModel, adapt_mode
 from petatron.config.declared_rules import unused_flag_notices, unused_settings
 from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
-from petatron.config.flags.megatron_meanings import dependent_defaults
+from petatron.config.flags.megatron_semantics import dependent_defaults
 from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
 from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
 from petatron.config.presets import preset_names, read_preset

@@ -2,12 +2,12 @@
 
 A sample of packed text is cut at its end-of-document tokens. A share of the documents is divided at two random characters, and becomes
 `PRE prefix SUF suffix MID middle` (PSM), or, with both sentinels in front, `PRE SUF suffix MID prefix middle` (SPM, the paper's second
-variant). The three parts are tokenized by themselves. What is longer than the sample afterwards is cut off, what is shorter is padded;
-documents without tokens leave no end-of-document token. All that is Megatron's.
+variant). The three parts are tokenized by themselves. A sample that becomes longer is truncated, one that becomes shorter is padded, and
+an empty document is dropped with its end-of-document token. All this is as in Megatron.
 
-It draws from one generator as samples are asked for. Here a sample's numbers are a function of the seed, the split and the number of the
-sample, so that a run that resumes, or another layout, sees the same. A document that begins or ends within a character, as windows of
-tokens do, is left as it is: its text is not that of its tokens.
+Megatron draws from one generator in the order in which samples are read. Here the random draws of a sample are a function of the seed, the
+split and the sample index, so that a resumed run, or another layout, sees the same samples. A document that starts or ends inside a UTF-8
+character because the sample cuts it is not divided: its decoded text would not encode to its tokens.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from petatron.data.tokenizer import Tokenizer, vocabulary_json
 
 _REPLACEMENT = "\ufffd"
 _STREAMS: dict[Split, int] = {"train": 101, "valid": 102, "test": 103}
-"""Each split draws other numbers, and others than the shuffles of the same seed."""
+"""RNG stream per split, distinct from the shuffles' streams."""
 _TOKENS = ("fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_pad_token", "fim_eod_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillInMiddleRule:
-    """How documents are divided: rates, ids of the sentinels, and which documents are not."""
+    """How documents are divided: rates, ids of the sentinels, and the text whose documents are not divided."""
 
     rate: float
     spm_rate: float
@@ -52,7 +52,7 @@ class FillInMiddleRule:
 
 
 def fill_in_middle_rule(data: DataConfig, tokenizer: Tokenizer | None) -> FillInMiddleRule:
-    """Returns the rule that settings name; `ConfigError` with every token that the tokenizer does not have."""
+    """Returns the rule of the settings; `ConfigError` with every token that the tokenizer does not have."""
     if tokenizer is None:
         rule = "needs a tokenizer, to know the text of documents"
         raise ConfigError([Problem("--fim-data", "", rule, "Give --tokenizer-model.")])
@@ -79,7 +79,7 @@ def fill_in_middle_rule(data: DataConfig, tokenizer: Tokenizer | None) -> FillIn
 
 
 def padding_id(data: DataConfig, tokenizer: Tokenizer | None) -> int | None:
-    """Returns the id that samples are padded with; None where they are not, or where it ends documents too."""
+    """Returns the id that pads samples; None without `--fim-data`, or if the pad token is also the EOD token."""
     if not data.fim_data:
         return None
     rule = fill_in_middle_rule(data, tokenizer)
@@ -87,7 +87,7 @@ def padding_id(data: DataConfig, tokenizer: Tokenizer | None) -> int | None:
 
 
 def token_id(tokenizer: Tokenizer, name: str) -> int | None:
-    """Returns the id of a token by its name in the vocabulary, else by its text; None if it is no single token.
+    """Returns the id of a token by its name in the vocabulary, else by its text; None if it is not a single token.
 
     >>> from petatron.data.tokenizer import ByteTokenizer
     >>> token_id(ByteTokenizer(), "<|endoftext|>"), token_id(ByteTokenizer(), "\\n"), token_id(ByteTokenizer(), "ab")
@@ -137,7 +137,10 @@ def divide_sample(
 def _join_parts(
     ids: NDArray[np.int64], end: int, change: Callable[[NDArray[np.int64]], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
-    """Returns ids with the parts between end tokens changed. An empty part that has an end goes with it; the last part has none."""
+    """Applies `change` to each part of `ids` that an end token (EOD, or fragment end) terminates, and to the rest after the last one.
+
+    An empty part is dropped with its end token.
+    """
     ends = np.flatnonzero(ids == end)
     joined: list[NDArray[np.int64]] = []
     for start, stop in zip([0, *(ends + 1).tolist()], ends.tolist()):
@@ -171,7 +174,7 @@ def _divide(
     text = tokenizer.decode(ids.tolist())
     if _REPLACEMENT in text or (rule.no_prefix is not None and text.startswith(rule.no_prefix)):
         return ids
-    # A part may be empty.
+    # Each of the three parts may be empty.
     first, second = sorted(random.randint(0, len(text) + 1, size=2).tolist())
     prefix, middle, suffix = tokenizer.encode_batch([text[:first], text[first:second], text[second:]])
     if random.binomial(1, rule.spm_rate):

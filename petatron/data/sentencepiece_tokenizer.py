@@ -1,8 +1,8 @@
-"""Tokenizers of SentencePiece's `.model` files: what Megatron calls SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer.
+"""Tokenizers of SentencePiece `.model` files: Megatron's SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer.
 
-A text has the ids that SentencePiece gives it, and none before or after; names of control pieces in it are text. Two old ways of Megatron's
-find special tokens in a text before the rest is divided into pieces: `legacy`, with tokens that a list names, and `vocab_extra_ids`, with
-sentinels for T5. A token that the model does not have gets an id after its pieces.
+A text has the ids that SentencePiece gives it; no BOS/EOS is added, and the names of control pieces in a text are ordinary text. Two
+legacy modes of Megatron match special tokens in a text before the rest is divided into pieces: `legacy`, with a list of tokens, and
+`vocab_extra_ids`, with sentinels for T5. A special token that is not a piece of the model gets an id after those of the pieces.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from petatron.base.errors import DataError
 from petatron.base.untrusted_files import is_count, read_limited_json, reading_untrusted
 from petatron.data.data_file_error import data_file_error
 from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES, tokenizer_config
-from petatron.data.pieces.exact_bpe import vocabulary_as_json
-from petatron.data.pieces.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
-from petatron.data.pieces.piece_decoder import PieceDecoder
-from petatron.data.pieces.piece_encoder import ExactBpeEncoder, build_piece_encoder
+from petatron.data.sentencepiece_model.exact_bpe import vocabulary_as_json
+from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
+from petatron.data.sentencepiece_model.piece_decoder import PieceDecoder
+from petatron.data.sentencepiece_model.piece_encoder import ExactBpeEncoder, build_piece_encoder
 
 MODEL_FILE = "tokenizer.model"
 OPTIONS_KEY = "petatron"
-"""Where a tokenizer_config.json says how a tokenizer.model is to be opened, if not plainly."""
+"""The key of a tokenizer_config.json that stores the non-default options of a tokenizer.model."""
 MAX_EXTRA_IDS = 1 << 16
 """The most sentinels after a vocabulary; T5 has 100."""
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -33,10 +33,11 @@ _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentencePieceOptions:
-    """How a model is used besides plainly.
+    """The non-default options of a tokenizer.
 
-    special_tokens: found in texts first (Megatron's --tokenizer-sentencepiece-legacy). vocab_extra_ids: None, or how many sentinels
-    `<extra_id_i>` follow Megatron's `<CLS>`, `<SEP>`, `<EOD>` and `<MASK>`. keep_extra_spaces: spaces that the model joins have ids.
+    special_tokens: matched in texts before encoding (Megatron's --tokenizer-sentencepiece-legacy). vocab_extra_ids: None, or how many
+    sentinels `<extra_id_i>` follow Megatron's `<CLS>`, `<SEP>`, `<EOD>` and `<MASK>`. keep_extra_spaces: consecutive spaces, which the
+    model collapses, are preserved.
     """
 
     special_tokens: tuple[str, ...] = ()
@@ -45,8 +46,8 @@ class SentencePieceOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _FoundTokens:
-    """Special tokens by their text. `drops_boundary`: a lone space after one is left out."""
+class _AddedTokens:
+    """Ids of special tokens by their text. `drops_boundary`: encoding drops a lone space mark after a special token."""
 
     ids: Mapping[str, int]
     drops_boundary: bool
@@ -63,9 +64,9 @@ class SentencePieceTokenizer:
         self._options = options = options or SentencePieceOptions()
         self._encoder = build_piece_encoder(self._model, keep_extra_spaces=options.keep_extra_spaces)
         self._decoder = PieceDecoder(self._model)
-        self._tokens = _found_tokens(self._model, options)
+        self._tokens = _added_tokens(self._model, options)
         self._token_texts = {number: text for text, number in self._tokens.ids.items()}
-        # Of several that begin at the same place the first named is taken.
+        # Where several tokens match at the same position, the first in the list wins.
         self._pattern = re.compile("|".join(map(re.escape, self._tokens.ids)))
         self._boundary = next((id for id, piece in enumerate(self._model.pieces) if piece.text == WORD_BOUNDARY), None)
         self.vocab_size = max(len(self._model.pieces), *(number + 1 for number in self._token_texts), 0)
@@ -89,26 +90,26 @@ class SentencePieceTokenizer:
         starts, ends = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
         ids: list[int] = []
         for place, part in enumerate(self._encoder.encode_batch([text[a:b] for a, b in zip(starts, ends)])):
-            # Megatron leaves the text after the last token as it is.
+            # Megatron keeps the space mark of the text after the last special token.
             drops = self._tokens.drops_boundary and 0 < place < len(matches)
             ids += part[1:] if drops and part[:1] == [self._boundary] else part
             ids += [self._tokens.ids[matches[place].group()]] if place < len(matches) else []
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes each stretch between special tokens, which are their own text."""
+        """Decodes the spans between special tokens; special tokens decode to their names."""
         texts: list[str] = []
-        stretch: list[int] = []
+        span: list[int] = []
         for number in ids:
             if (token := self._token_texts.get(int(number))) is None:
-                stretch.append(int(number))
+                span.append(int(number))
                 continue
-            texts += [self._decoder.decode(stretch), token]
-            stretch = []
-        return "".join([*texts, self._decoder.decode(stretch)])
+            texts += [self._decoder.decode(span), token]
+            span = []
+        return "".join([*texts, self._decoder.decode(span)])
 
     def files(self) -> dict[str, bytes]:
-        """Returns the model, and a tokenizer.json too where one gives the same ids; else how the model is to be opened."""
+        """Returns the files to save: tokenizer.model with an equivalent tokenizer.json if there is one, else with the options."""
         pieces, model = self._model.pieces, self._model
         ids = {"bos_token": model.bos, "eos_token": model.eos, "pad_token": model.pad}
         named = {name: None if number is None else pieces[number].text for name, number in ids.items()}
@@ -123,31 +124,31 @@ class SentencePieceTokenizer:
 
     @property
     def has_exact_json(self) -> bool:
-        """Whether a tokenizer.json gives the same ids for every text without the names of special tokens, which it finds."""
+        """Whether a tokenizer.json gives the same ids for every text that does not contain the name of a special token."""
         return isinstance(self._encoder, ExactBpeEncoder) and not self._tokens.ids
 
     def vocabulary_json(self) -> bytes:
-        """Returns a tokenizer.json that says what each id stands for; it encodes as the model only with `has_exact_json`."""
+        """Returns a tokenizer.json that maps ids to tokens; it encodes as the model does only if `has_exact_json`."""
         if self._json is None:
             fast = self._encoder.fast if isinstance(self._encoder, ExactBpeEncoder) and self.has_exact_json else None
             self._json = vocabulary_as_json(self._model, fast, self._tokens.ids)
         return self._json
 
 
-def _found_tokens(model: PieceModel, options: SentencePieceOptions) -> _FoundTokens:
+def _added_tokens(model: PieceModel, options: SentencePieceOptions) -> _AddedTokens:
     if "" in options.special_tokens:
         raise DataError("--tokenizer-special-tokens names an empty token. Leave it out.")
     if options.vocab_extra_ids is None:
-        return _FoundTokens(_token_ids(model, options.special_tokens), drops_boundary=True, eod=None)
+        return _AddedTokens(_token_ids(model, options.special_tokens), drops_boundary=True, eod=None)
     controls = [(model.pad, "<PAD>"), (model.bos, "<BOS>"), (model.eos, "<EOS>")]
     named = [text if number is None else model.pieces[number].text for number, text in controls]
     extra = [f"<extra_id_{number}>" for number in range(options.vocab_extra_ids)]
     ids = _token_ids(model, ["<CLS>", "<SEP>", "<EOD>", "<MASK>", *named, *extra])
-    return _FoundTokens(ids, drops_boundary=False, eod=ids["<EOD>"])
+    return _AddedTokens(ids, drops_boundary=False, eod=ids["<EOD>"])
 
 
 def _token_ids(model: PieceModel, tokens: Sequence[str]) -> dict[str, int]:
-    """Returns the ids of tokens: those of pieces, or new ones after all pieces."""
+    """Returns the ids of tokens: a piece's id if a piece has this text, else a new id after all pieces."""
     known = {piece.text: number for number, piece in enumerate(model.pieces) if piece.kind != "unknown"}
     new = [token for token in dict.fromkeys(tokens) if token not in known]
     known |= {token: len(model.pieces) + place for place, token in enumerate(new)}
@@ -155,7 +156,7 @@ def _token_ids(model: PieceModel, tokens: Sequence[str]) -> dict[str, int]:
 
 
 def stored_options(folder: Path) -> SentencePieceOptions:
-    """Returns how a folder's tokenizer.model is to be opened, as `files` wrote it."""
+    """Returns the options of a folder's tokenizer.model that `files` stored."""
     config = folder / "tokenizer_config.json"
     if not config.is_file():
         return SentencePieceOptions()

@@ -1,4 +1,4 @@
-"""Megatron's TikTokenizer: special tokens first, then the tokens of a tiktoken vocabulary, as many as the vocabulary has room for."""
+"""Megatron's TikTokenizer: special tokens first, then the tokens of a tiktoken vocabulary by rank, truncated to vocab_size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from petatron.data.library_tokenizer import LibraryTokenizer, tokenizer_config
 
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]"
 _WHITE_SPACE = r"\s+(?!\S)|\s+"
-PATTERNS = {
+PRETOKENIZE_PATTERNS = {
     "v1": rf"{_BEFORE_WORD}?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_WHITE_SPACE}",
     "v2": (
         rf"{_BEFORE_WORD}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+"
@@ -25,14 +25,15 @@ PATTERNS = {
         rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_WHITE_SPACE}"
     ),
 }
-"""What a text is divided by before tokens are merged: a word with at most one character before it, a digit, punctuation, or spaces.
-The second divides also before a capital letter after small ones."""
+"""Pre-tokenization regex of each `--tiktoken-pattern`: a word with at most one character before it, a digit, punctuation, or spaces.
+v2 also splits before an uppercase letter that follows lowercase ones."""
 
 
 class TikTokenizer(LibraryTokenizer):
-    """Special tokens have ids 0, 1, ..., and a token of rank r has id r + their number. Names of special tokens in a text are their ids.
+    """Special tokens have ids 0, 1, ..., and a token of rank r has the id r + the number of special tokens.
 
-    `vocab_size` counts both; by default it is what the file has, at most 131,072. Only tokens of the lowest ranks are taken.
+    The name of a special token in a text encodes to its id. `vocab_size` includes special tokens; the default is all tokens of the file, at
+    most 131,072. The tokens with the highest ranks are cut off.
     """
 
     def __init__(
@@ -58,20 +59,20 @@ class TikTokenizer(LibraryTokenizer):
                 f"{num_special_tokens + 256} or more, or fewer --tiktoken-num-special-tokens."
             )
         kept = tokens[: size - num_special_tokens]
-        self._fast = build_byte_level_bpe(kept, names, PATTERNS[pattern])
+        self._fast = build_byte_level_bpe(kept, names, PRETOKENIZE_PATTERNS[pattern])
         self._table = _IdBytes([*(name.encode() for name in names), *kept])
         self.vocab_size = size
         self.eod = names.index("</s>")
         self.name = f"TikTokenizer({path}, {pattern}, {num_special_tokens} special tokens)"
 
     def files(self) -> dict[str, bytes]:
-        """Returns a byte-level BPE that gives the same ids, and the names of the special tokens that readers ask for."""
+        """Returns a tokenizer.json (byte-level BPE) that gives the same ids, and a tokenizer_config.json (bos, eos, pad and unk)."""
         named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
         return {**tokenizer_config(named), "tokenizer.json": self._fast.to_str().encode()}
 
 
 class _IdBytes(dict[int, bytes]):
-    """The bytes of each id; none for ids beyond, with which embeddings are padded."""
+    """The bytes of each id; empty for ids after the last token (vocabulary padding)."""
 
     def __init__(self, contents: Sequence[bytes]) -> None:
         super().__init__(enumerate(contents))
@@ -83,7 +84,7 @@ class _IdBytes(dict[int, bytes]):
 
 
 def special_token_names(named: Sequence[str], count: int) -> list[str]:
-    """Returns the names of all special tokens: those given, then `<SPECIAL_i>` for the others.
+    """Returns the names of all special tokens: the given names, then `<SPECIAL_i>` up to `count`.
 
     >>> special_token_names(DEFAULT_SPECIAL_TOKENS, 9)[5:]
     ['<cls>', '<sep>', '<SPECIAL_7>', '<SPECIAL_8>']

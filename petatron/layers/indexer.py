@@ -7,8 +7,8 @@ c_q is what queries of attention are computed from, their latent. Rope rotates t
 of latent attention and with its positions: pairs half of that apart (DeepSeek-V3.2), or neighbors (GLM-5). Then a Hadamard matrix
 rotates queries and keys, which leaves their products, and in low precision their rounding errors, smaller.
 
-An indexer learns from its own loss alone (`kernels/attention/indexer_loss.py`): what it takes passes no gradient on, and choosing has
-none.
+An indexer learns from its own loss alone (`kernels/attention/indexer_loss.py`): its inputs are detached, and top-k selection has no
+gradient.
 
 Its weights are whole on every tensor-parallel rank. Under sequence parallelism a rank projects its own tokens, and what is projected is
 all-gathered, in one collective.
@@ -42,9 +42,9 @@ from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params
 class IndexerSpec:
     """An indexer, and what is done with its scores.
 
-    q_input_size: the width of what its queries are computed from. topk: how many tokens a query keeps.
+    q_input_size: the width of what its queries are computed from. topk: how many tokens a query selects.
     rope_interleaved: whether rotary pairs are neighbors. rotates: whether a Hadamard matrix rotates queries and keys.
-    loss_coeff: the factor on its loss; 0: it has none, and does not learn. sparse_loss: whether that is over the chosen tokens.
+    loss_coeff: the coefficient of its loss; 0: it is not trained. sparse_loss: whether the loss is over the selected tokens.
     """
 
     hidden_size: int
@@ -72,7 +72,7 @@ class IndexerSpec:
 
     @property
     def gathered_width(self) -> int:
-        """How many numbers of a token scores are made of."""
+        """Channels per token of the gathered queries, key and head weights."""
         return (self.num_heads + 1) * self.head_dim + self.num_heads
 
     def gemm_flops(self) -> float:
@@ -82,7 +82,7 @@ class IndexerSpec:
 
 
 class Indexer(nn.Module):
-    """Makes queries, keys and weights of heads of all tokens that its rank's attention has."""
+    """Computes index queries, keys and head weights of all tokens of its rank's attention."""
 
     tensor_slots: Mapping[str, TensorSlot] = {"whole_sequence": "whole sequence"}
 

@@ -18,7 +18,7 @@ from petatron.layers.ops.recompute_output import (
     DeferredOutput,
     MaybeTensors,
     RecomputableOutput,
-    SavedListenerSlot,
+    SavedTensorsHook,
     Tensors,
 )
 from petatron.layers.spec.activation_shape import ActivationShape
@@ -97,7 +97,7 @@ class _RecomputableActivation:
         self._module = module
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
-        return (self.recompute(inputs),), self._module.tell_saved(inputs)
+        return (self.recompute(inputs),), self._module.report_saved(inputs)
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
@@ -143,7 +143,7 @@ class _RecomputableActivation:
         return act
 
 
-class Activation(nn.Module, SavedListenerSlot):
+class Activation(nn.Module, SavedTensorsHook):
     """The activation function of an MLP, by name; a gated one halves the width.
 
     attaches_amax: whether a gated one attaches amax to its output and to its input's gradient, for FP8 casts (`kernels/fp8/amax.py`).

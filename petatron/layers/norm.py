@@ -32,7 +32,7 @@ from petatron.layers.ops.recompute_output import (
     DeferredOutput,
     MaybeTensors,
     RecomputableOutput,
-    SavedListenerSlot,
+    SavedTensorsHook,
     Tensors,
     apply_recomputable,
 )
@@ -80,7 +80,7 @@ class _RecomputableNorm:
         if amax is not None:
             attach_amax(normed, amax)
         # Autograd would detach a saved output itself, and once more in backward.
-        return (residual, normed), norm.tell_saved((residual.detach(), statistics, *weights))
+        return (residual, normed), norm.report_saved((residual.detach(), statistics, *weights))
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
@@ -145,7 +145,7 @@ class NormWeights(nn.Module):
         return tuple(self._parameters.values())  # pyright: ignore[reportReturnType]
 
 
-class Norm(NormWeights, SavedListenerSlot):
+class Norm(NormWeights, SavedTensorsHook):
     """A norm over the last dimension, whose output a GEMM can recompute.
 
     operation: its name in the kernel registry, and that of its function in `kernels/norm.py` and the faster implementations;

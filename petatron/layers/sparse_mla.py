@@ -1,14 +1,14 @@
-"""Sparse latent attention (DeepSeek-V3.2's sparse attention): latent attention of each query to the tokens that an indexer chooses.
+"""Sparse latent attention (DeepSeek-V3.2's sparse attention): latent attention of each query to the tokens that an indexer selects.
 
-Everything but the choice is that of `mla.py`. Where a sequence has no more tokens than a query keeps, all are chosen, and heads attend as
-there. Otherwise queries meet latents in the absorbed form (`kernels/attention/sparse_latent.py`), so what is gathered for a query are
-latents, which all heads share.
+Same as `mla.py` except for top-k token selection. A sequence with at most K tokens runs the attention of `mla.py`, since every token is
+selected. A longer one runs absorbed MLA (`kernels/attention/sparse_latent.py`): a query gathers latents, which all heads share.
 
-The indexer's loss compares its scores with the weights of all heads. Tensor parallelism adds up what ranks have of them; every rank then
-has the whole loss, and attaches its share of it, since the gradients of what ranks gathered for each other add up. Context
-parallelism gathers latents, rotary keys and index keys, and a rank has the loss of its own queries.
+The indexer's loss compares its scores with the attention weights, summed over all heads: the sums of each rank's heads are all-reduced
+over TP. Every TP rank then has the same loss, and attaches 1/TP of it, since the gradients of the gathered indexer vectors are summed over
+TP. Context parallelism gathers latents, rotary keys and index keys; a rank computes the loss of its own queries.
 
-S sequence, B batch, D hidden, H heads of this rank, E width of a query head, L tokens of the sequence over all ranks.
+S sequence, B batch, D hidden, H heads of this rank, E width of a query head, V of a value head, L tokens of the sequence over all ranks,
+K selected tokens of a query, T = S x B queries as rows, A = L x B keys as rows, M = latent and rotary key of a token.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 from petatron.kernels.attention.indexer_loss import AttentionTarget, IndexVectors, indexer_loss
 from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection
 from petatron.kernels.attention.paged_sparse_latent import (
-    SparseChoice,
     SparseLatentPages,
+    TopkSelection,
     paged_sparse_latent_attention,
 )
 from petatron.kernels.attention.sparse_latent import (
-    best_positions,
     index_scores,
     row_blocks,
     sparse_latent_attention,
+    topk_positions,
 )
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.attention.visible_key_intervals import VisibleKeys
@@ -59,14 +59,14 @@ _POSITION_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMlaSpec(MlaSpec):
-    """Latent attention to the tokens that an indexer chooses."""
+    """Latent attention to the top-k tokens that an indexer selects."""
 
     title = "sparse latent attention"
 
     indexer: IndexerSpec
 
     @property
-    def own_losses(self) -> tuple[str, ...]:
+    def aux_loss_names(self) -> tuple[str, ...]:
         return (INDEXER_LOSS,) if self.indexer.loss_coeff > 0.0 else ()
 
     def build(self, layer_index: int) -> SparseLatentAttention:
@@ -77,12 +77,16 @@ class SparseMlaSpec(MlaSpec):
         return length > self.indexer.topk
 
     def _pairs(self, length: int, most: int, *, causal: bool) -> float:
-        """Returns the pairs of a query and one of at most so many tokens that it sees."""
+        """Counts (query, key) pairs with at most `most` keys per query."""
         seen = min(self.visibility.window or length, length, most)
         return seen * length - seen * seen / 2 if causal else float(seen * length)
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
-        """Counts attention to the chosen tokens, index scores of all, and what the loss computes of the tokens that it is over."""
+        """Counts attention to the top-k tokens, index scores of all visible tokens, and the indexer loss.
+
+        These are model FLOPs of all heads, forward and backward, with keys and values in the width of a head. `core_flops` counts what
+        one rank's forward executes, with absorbed heads.
+        """
         index = self.indexer
         score, attend = 2 * index.num_heads * index.head_dim, 2 * self.num_heads * (self.qk_dim + self.v_dim)
         every = self._pairs(seq_length, seq_length, causal=causal)
@@ -121,7 +125,7 @@ class SparseMlaSpec(MlaSpec):
         return super(SparseMlaSpec, self).forward_flops(shape) + projections
 
     def core_flops(self, shape: ActivationShape) -> float:
-        """Counts absorbed heads where tokens are chosen: their keys are as wide as latents and rotary keys."""
+        """Counts what one rank's forward executes: absorbed MLA if tokens are selected, with keys as wide as latent and rotary key."""
         length, heads, index = shape.whole_sequence, self.num_heads // shape.tp, self.indexer
         absorbed, score = 2 * heads * (2 * self.kv_rank + self.rotary_dim), 2 * index.num_heads * index.head_dim
         flops, learns = super(SparseMlaSpec, self).core_flops(shape), index.loss_coeff > 0.0
@@ -133,14 +137,14 @@ class SparseMlaSpec(MlaSpec):
         return flops
 
     def context_parallel_bytes(self, shape: ActivationShape) -> int:
-        """Latents, rotary keys and index keys, where tokens are chosen."""
+        """Counts gathered latents, rotary keys and index keys, if tokens are selected."""
         if not self._is_sparse(shape.whole_sequence):
             return super(SparseMlaSpec, self).context_parallel_bytes(shape)
         width = self.kv_rank + self.rotary_dim + self.indexer.head_dim
         return shape.activation_bytes(shape.gathered_tokens, width)
 
     def generation_state(self, tp: int) -> PagedState:
-        """Latent, rotary key and index key, which all heads share."""
+        """Returns pages with the latent, rotary key and index key of each token, which all heads share."""
         rows = (("latent", (self.kv_rank,)), ("rope_key", (self.rotary_dim,)), ("index_key", (self.indexer.head_dim,)))
         return PagedState(rows)
 
@@ -150,7 +154,7 @@ class SparseMlaSpec(MlaSpec):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _VisibleTokens:
-    """What this rank's queries see: their positions [S], and the first token that each sees, [B or 1, S]."""
+    """The tokens visible to this rank's queries: positions [S] of the queries, and start of each query's document/window, [B or 1, S]."""
 
     positions_S: Tensor
     first_BS: Tensor
@@ -172,7 +176,7 @@ class _VisibleTokens:
 
 
 class SparseLatentAttention(MultiLatentAttention):
-    """out(attention of each query to its chosen tokens). The up-projection of keys and values is absorbed, and stays out of FP8."""
+    """out(attention of each query to its top-k tokens). The KV up-projection is absorbed and does not run in FP8."""
 
     fp8_linears = ("q_up", "out")
     absorbed_linears = ()
@@ -202,23 +206,23 @@ class SparseLatentAttention(MultiLatentAttention):
             if scale is None:
                 return self.out(out_SBHV.flatten(-2))
         visible = _VisibleTokens.of(visibility, self.keys_of_ranks, length, q_SBHE.device)
-        index, chosen_BSK = self._index(x_SBD, q_latent, cos_sin), None
+        index, selected_BSK = self._index(x_SBD, q_latent, cos_sin), None
         with torch.set_grad_enabled(out_SBHV is None and torch.is_grad_enabled()):
             keys_LBM = self.keys_of_ranks.gather(torch.cat(self._whole_latents(*latents, cos_sin), dim=-1))
         if out_SBHV is None:
-            chosen_BSK = self._choose(index, visible)
-            out_SBHV = self._attend(q_SBHE, keys_LBM, chosen_BSK)
+            selected_BSK = self._select(index, visible)
+            out_SBHV = self._attend(q_SBHE, keys_LBM, selected_BSK)
         y_SBD = self.out(out_SBHV.flatten(-2))
         if scale is None:
             return y_SBD
-        loss = self._loss(index, q_SBHE, keys_LBM, visible, chosen_BSK if spec.sparse_loss else None)
+        loss = self._loss(index, q_SBHE, keys_LBM, visible, selected_BSK if spec.sparse_loss else None)
         context.router_statistics[INDEXER_LOSS, self.layer_index] = loss.detach().to(torch.float64).reshape(1)
         return attach_aux_loss(y_SBD, loss * scale.to(loss.dtype))
 
     def _cached_attention(
         self, x_TD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None, step: GenerationStep
     ) -> Tensor:
-        """Stores index keys beside latents, and attends to the tokens chosen among all that are stored."""
+        """Stores index keys beside latents, and attends to the top-k tokens of all stored tokens."""
         spec, pages = self.sparse_spec, step.pages[self.layer_index]
         q_latent = self._query_latent(x_TD)
         return paged_sparse_latent_attention(
@@ -228,7 +232,7 @@ class SparseLatentAttention(MultiLatentAttention):
             SparseLatentPages(LatentPages(pages["latent"], pages["rope_key"]), pages["index_key"]),
             step.batch,
             up=self._up_projection(),
-            choice=SparseChoice(spec.indexer.topk, spec.visibility.window, spec.indexer.relu),
+            selection=TopkSelection(spec.indexer.topk, spec.visibility.window, spec.indexer.relu),
             kernels=self.latent_kernels,
         )
 
@@ -241,19 +245,19 @@ class SparseLatentAttention(MultiLatentAttention):
         return IndexVectors(q.transpose(0, 1), k.transpose(0, 1), weights.transpose(0, 1))
 
     @torch.no_grad()
-    def _choose(self, index: IndexVectors, visible: _VisibleTokens) -> Tensor:
-        """Returns the positions of the tokens chosen for each query, [B, S, K]; -1 where it sees fewer."""
+    def _select(self, index: IndexVectors, visible: _VisibleTokens) -> Tensor:
+        """Returns the positions of the top-k tokens of each query, [B, S, K]; -1 where fewer are visible."""
         q, k, weights = index
         spec, parts = self.sparse_spec.indexer, []
         for rows in row_blocks(q.shape[1], 8 * q.shape[0] * q.shape[2] * k.shape[1]):
             scores = index_scores(q[:, rows], k, weights[:, rows], relu=spec.relu)
-            parts.append(best_positions(scores, visible.mask(rows), spec.topk).to(torch.int32))
+            parts.append(topk_positions(scores, visible.mask(rows), spec.topk).to(torch.int32))
         return torch.cat(parts, dim=1)
 
-    def _attend(self, q_SBHE: Tensor, keys_LBM: Tensor, chosen_BSK: Tensor) -> Tensor:
+    def _attend(self, q_SBHE: Tensor, keys_LBM: Tensor, selected_BSK: Tensor) -> Tensor:
         batch = q_SBHE.shape[1]
         sequence_B = torch.arange(batch, device=q_SBHE.device)[:, None, None]
-        rows_BSK = torch.where(chosen_BSK < 0, -1, chosen_BSK * batch + sequence_B.to(torch.int32))
+        rows_BSK = torch.where(selected_BSK < 0, -1, selected_BSK * batch + sequence_B.to(torch.int32))
         rows_TK = rows_BSK.transpose(0, 1).flatten(0, 1)
         spec, q_THE, keys_AM = self.spec, q_SBHE.flatten(0, 1), keys_LBM.flatten(0, 1)
         widths = {"nope_dim": spec.nope_dim, "v_dim": spec.v_dim, "scale": spec.qk_dim**-0.5}
@@ -266,9 +270,9 @@ class SparseLatentAttention(MultiLatentAttention):
         q_SBHE: Tensor,
         keys_LBM: Tensor,
         visible: _VisibleTokens,
-        chosen_BSK: Tensor | None,
+        selected_BSK: Tensor | None,
     ) -> Tensor:
-        """Returns this rank's share of the loss, coefficient included: of its queries, and of one of the ranks that have the same."""
+        """Returns this rank's share of the loss, coefficient included: 1/TP of its queries' loss, so that over TP a query counts once."""
         spec, weight = self.spec, to_compute_dtype(self.kv_up.weight.detach())
         target = AttentionTarget(
             q_BQHE=q_SBHE.detach().transpose(0, 1),
@@ -276,7 +280,7 @@ class SparseLatentAttention(MultiLatentAttention):
             up=LatentUpProjection.of(weight, nope_dim=spec.nope_dim, v_dim=spec.v_dim),
             scale=spec.qk_dim**-0.5,
             visible=visible.mask,
-            chosen_BQK=chosen_BSK,
+            selected_BQK=selected_BSK,
             sum_heads=self.sum_heads,
         )
         total = indexer_loss(index, target, relu=self.sparse_spec.indexer.relu)

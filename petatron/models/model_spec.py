@@ -140,12 +140,12 @@ class ModelSpec(ABC):
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.channel_mixer, MoESpec))
 
     @property
-    def layers_with_own_losses(self) -> Mapping[str, int]:
-        """How many layers have each loss of a layer's own, by name."""
+    def num_layers_by_aux_loss(self) -> Mapping[str, int]:
+        """How many layers attach each auxiliary loss (`BranchSpec.aux_loss_names`), by name."""
         counts: Counter[str] = Counter()
         for layer, count in self.count_layers().items():
             for branch in layer.branches:
-                counts.update(dict.fromkeys(branch.own_losses, count))
+                counts.update(dict.fromkeys(branch.aux_loss_names, count))
         return counts
 
     @property

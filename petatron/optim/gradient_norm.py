@@ -1,4 +1,7 @@
-"""The global gradient norm: every logical element counts once, however many ranks hold it."""
+"""The global gradient norm, and the factor that clips gradients by it.
+
+Every logical element counts once in the norm, however many ranks hold it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,15 @@ from petatron.kernels.optimizer.adam import SquaresKernel, sum_of_squares
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 from petatron.sharding.flat_shard import FlatShard
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor, at most 1, that clips gradients with this norm to `max_norm`, as a scalar on the device.
+
+    >>> clip_factor(torch.tensor(4.0), 1.0), clip_factor(torch.tensor(0.5), 1.0)
+    (tensor(0.2500), tensor(1.))
+    """
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class GlobalNorm:

@@ -28,7 +28,7 @@ from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.build_update_rules import build_update_rule
-from petatron.optim.gradient_norm import GlobalNorm
+from petatron.optim.gradient_norm import GlobalNorm, clip_factor
 from petatron.optim.matrix_update import MatrixUpdate
 from petatron.optim.offload_storage import AllocateZeros, DiskStorage, describe_offload_target
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
@@ -224,7 +224,7 @@ class MixedPrecisionOptimizer:
         norm = self._grad_norm.norm(grads) / loss_scale
         factor = torch.full_like(norm, 1.0 / loss_scale)
         if self._config.clip_grad > 0.0:
-            factor = factor * (self._config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+            factor = factor * clip_factor(norm, self._config.clip_grad)
         skipped = (~norm.isfinite()).to(torch.float32)
         step = StepScalars(
             grad_factor=factor,

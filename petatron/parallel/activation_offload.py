@@ -16,8 +16,8 @@ reload of the preceding offloaded layer.
 - Copies run on two streams of their own, one per direction. A layer's memory is freed in the order of the compute stream, which
   waits for the copies of the layer *before* that: without this a host that runs ahead of the device would fill the device with
   tensors that are about to be freed. If the link is too slow, the compute stream waits there.
-- Reloaded memory is allocated by the compute stream and used by it alone after an event, so the allocator needs to know of no
-  other stream. Host buffers are pinned, and reused in the next step.
+- Reloaded memory is allocated on the compute stream, and after an event only that stream uses it, so no `record_stream` is needed.
+  Host buffers are pinned, and reused in the next step.
 - On a CPU the same code copies synchronously.
 
 Recompute comes first: its regions are inside these hooks, which see only the regions' arguments. The input of a layer that is
@@ -222,8 +222,8 @@ class _OffloadedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rules:
-    """What is offloaded of a layer that offloads: tensors of this size or more, in the regions of the layer's modules."""
+class _OffloadCriteria:
+    """Which saved tensors are offloaded: those of at least this size, in the offloaded regions of the layer."""
 
     min_bytes: int
     min_elements: int
@@ -234,8 +234,8 @@ class _Rules:
 class _OffloadForward:
     """One forward pass through a stage's layers."""
 
-    def __init__(self, link: HostLink, rules: _Rules, not_offloaded: Iterable[Tensor]) -> None:
-        self._link, self._rules = link, rules
+    def __init__(self, link: HostLink, criteria: _OffloadCriteria, not_offloaded: Iterable[Tensor]) -> None:
+        self._link, self._criteria = link, criteria
         self._not_offloaded = {tensor.untyped_storage()._cdata for tensor in not_offloaded}
         self._current_layer: nn.Module | None = None
         self._modules: Collection[str] = ()
@@ -244,11 +244,11 @@ class _OffloadForward:
         self._on_device: deque[_OffloadGroup] = deque()
 
     def enter_layer(self, layer: nn.Module, modules: Collection[str]) -> None:
-        """Starts the group of a layer, if modules of it are offloaded; once, however often it is told."""
+        """Starts the group of a layer, if modules of it are offloaded; idempotent."""
         if layer is self._current_layer:
             return
         self._current_layer, self._modules = layer, modules
-        self._rules.regions.enter_layer()
+        self._criteria.regions.enter_layer()
         self._close_group()
         if not modules:
             return
@@ -256,7 +256,7 @@ class _OffloadForward:
         self._not_offloaded.update(p.untyped_storage()._cdata for p in layer.parameters() if type(p) is nn.Parameter)
         self._current_group = self._last_group = _OffloadGroup(self._link, self._last_group)
         self._on_device.append(self._current_group)
-        if len(self._on_device) > self._rules.layers_on_device:
+        if len(self._on_device) > self._criteria.layers_on_device:
             self._on_device.popleft().free_device_memory()
 
     def finish(self) -> None:
@@ -285,12 +285,12 @@ class _OffloadForward:
     def _should_offload(self, saved: Tensor, group: _OffloadGroup) -> bool:
         if type(saved) is not Tensor or saved.layout is not torch.strided or isinstance(saved._base, nn.Parameter):
             return False
-        storage, rules = saved.untyped_storage(), self._rules
+        storage, criteria = saved.untyped_storage(), self._criteria
         on_device = saved.device.type == self._link.device.type
-        small = storage.nbytes() < max(rules.min_bytes, rules.min_elements * saved.element_size())
+        small = storage.nbytes() < max(criteria.min_bytes, criteria.min_elements * saved.element_size())
         if not on_device or small or storage._cdata in self._not_offloaded:
             return False
-        if FULL in self._modules or group.is_offloading(storage) or rules.regions.region_of(saved) in self._modules:
+        if FULL in self._modules or group.is_offloading(storage) or criteria.regions.region_of(saved) in self._modules:
             return True
         self._not_offloaded.add(storage._cdata)  # a module that keeps it needs it on the device, whoever saves it too
         return False
@@ -304,9 +304,9 @@ class _OffloadLayerRunner:
         run_layers: LayerRunner,
         offloaded: Mapping[nn.Module, Collection[str]],
         link: HostLink,
-        rules: _Rules,
+        criteria: _OffloadCriteria,
     ) -> None:
-        self._run_layers, self._offloaded, self._link, self._rules = run_layers, offloaded, link, rules
+        self._run_layers, self._offloaded, self._link, self._criteria = run_layers, offloaded, link, criteria
         self._forward: _OffloadForward | None = None
 
     def enter_layer(self, layer: nn.Module, _: Any) -> None:
@@ -328,7 +328,7 @@ class _OffloadLayerRunner:
         not_offloaded += [*context.tensors.values(), *([x_SBD] if x_SBD.is_leaf else [])]
         if context.documents is not None:
             not_offloaded += context.documents.tensors
-        self._forward = forward = _OffloadForward(self._link, self._rules, not_offloaded)
+        self._forward = forward = _OffloadForward(self._link, self._criteria, not_offloaded)
         try:
             self.enter_layer(layers[0], None)  # its input may be saved before it is called
             with saved_tensors_hooks(forward.pack, forward.unpack):
@@ -341,23 +341,23 @@ class _OffloadLayerRunner:
 def apply_activation_offload(
     stage: StageModule, plan: OffloadPlan, link: HostLink, *, min_bytes: int = MIN_OFFLOAD_BYTES
 ) -> str | None:
-    """Offloads what the plan of a stage says; returns a line for the log, if there is anything.
+    """Applies the offload plan of a stage; returns a line for the log, None if the plan offloads nothing.
 
-    Called once, after recompute, whose regions must be inside the hooks. `min_bytes`: of a tensor, where whole layers are offloaded.
+    Called once, after recompute, whose regions must be inside the hooks. `min_bytes`: the smallest tensor offloaded in by-layer mode.
     """
     line = plan.describe()
     if not any(plan.modules):
         return line
     min_bytes, min_elements = (min_bytes, 0) if plan.min_elements is None else (0, plan.min_elements)
-    rules = _Rules(min_bytes, min_elements, plan.layers_on_device, OffloadRegions())
+    criteria = _OffloadCriteria(min_bytes, min_elements, plan.layers_on_device, OffloadRegions())
     offloaded = dict(zip(stage.layers.values(), plan.modules, strict=True))
-    offload = _OffloadLayerRunner(stage.run_layers, offloaded, link, rules)
+    offload = _OffloadLayerRunner(stage.run_layers, offloaded, link, criteria)
     for layer in stage.layers.values():
         layer.register_forward_pre_hook(offload.enter_layer)
     for layer in stage.transformer_layers():
         for discard in inputs_discarded(layer):
             discard.pack_others, discard.unpack_others = offload.pack, offload.unpack
         if plan.min_elements is not None:
-            rules.regions.declare(layer)
+            criteria.regions.declare(layer)
     stage.run_layers = offload
     return line

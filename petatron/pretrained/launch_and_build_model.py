@@ -130,7 +130,7 @@ def build_initial_model(
         dtype=dtype,
         sequence_parallel=run.parallel.sequence_parallel,
         objective=objective,
-        layer_losses=LayerLosses(spec.layers_with_own_losses, mesh),
+        layer_losses=LayerLosses(spec.num_layers_by_aux_loss, mesh),
     )
     model.frozen_tensors, model.has_gradients = frozenset(frozen_logical_names(spec, frozen)), gradients
     enable_requested_cuda_graphs(run, model)

@@ -1,4 +1,4 @@
-"""Rules about offload of activations, by layer and by module, and what recompute leaves of it."""
+"""Rules about offload of activations, by layer and by module, and its interaction with recompute."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _factors(model: RawModelConfig) -> Iterator[Problem]:
         ("--mup-output-mult", model.mup_output_mult, "1 / --logits-scaling", logits),
     )
     for flag, value, name, factor in pairs:
-        # The two factors on embeddings are a problem that the schema declares.
+        # Two multipliers on embeddings are a problem that the schema declares.
         told = flag == "--mup-embedding-mult" and model.scale_embeddings
         if value not in (1.0, factor) and value > 0 and not told and not math.isclose(value, factor, rel_tol=1e-12):
             yield Problem(flag, f"{value:g}", f"is not {name}, which is {factor:g} here", "Leave one out.")

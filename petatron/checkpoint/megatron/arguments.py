@@ -25,7 +25,7 @@ from petatron.checkpoint.megatron.layer_kind_arguments import (
     sparse_attention_values,
     unsupported_kinds,
 )
-from petatron.checkpoint.megatron.mup_arguments import expected_factors, mup_arguments, mup_values, unlike_mup
+from petatron.checkpoint.megatron.mup_arguments import expected_multipliers, mup_arguments, mup_values, unlike_mup
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
 from petatron.config.declared_rules import conflict_problems, number_problems
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name
@@ -358,7 +358,7 @@ def _no_factor(model: ModelConfig, value: float | None) -> str:
 
 def unsupported_by_megatron(model: ModelConfig) -> list[Problem]:
     """Returns the settings of a model that Megatron has no argument for."""
-    expected, unlike = expected_factors(model), unlike_mup(model)
+    expected, unlike = expected_multipliers(model), unlike_mup(model)
     expressible = {*_VARIANT_FIELDS, *expected, *sparse_attention_arguments(model)}
     problems = [
         Problem(flag_name(name), str(getattr(model, name)), "has no argument in Megatron", _FIX)

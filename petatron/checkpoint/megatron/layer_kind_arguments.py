@@ -12,7 +12,7 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.hybrid_depths import depth_problems, split_depths
+from petatron.config.schema.hybrid_mtp_pattern import depth_problems, split_depths
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.sections.hybrid import (
     ATTENTION,

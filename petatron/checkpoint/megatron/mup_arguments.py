@@ -1,4 +1,4 @@
-"""Megatron's arguments of muP, and the factors of a model that follow from them.
+"""Megatron's arguments of muP, and the multipliers of a model that follow from them.
 
 Arguments are what was typed: in a checkpoint `mup_output_mult` is 1 where Megatron takes 1 / the relative width, and `mup_width_mult` is
 nothing that it reads. A Megatron without muP (megatron-core up to 0.16.1) has none of these arguments.
@@ -16,7 +16,7 @@ from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.megatron.layer_kind_arguments import has_attention
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.model import ModelConfig, RawModelConfig
-from petatron.config.schema.sections.mup import mup_factors
+from petatron.config.schema.sections.mup import mup_multipliers
 
 MUP_FIELDS = ("use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_embedding_mult", "mup_output_mult",
               "mup_attn_scale_power")  # fmt: skip
@@ -26,7 +26,7 @@ _FIX = "Such a checkpoint cannot be converted."
 def mup_values(
     arguments: Mapping[str, Any], model: Mapping[str, Any], has_scores: bool, problems: list[Problem]
 ) -> dict[str, Any]:
-    """Returns ModelConfig values of muP and of the factors that follow, those on scores if some attention has one; empty without muP."""
+    """Returns ModelConfig values of muP and its multipliers (a softmax scale if any layer has attention scores); empty without muP."""
     if not arguments.get("use_mup"):
         return {}
     given = {name: arguments[name] for name in MUP_FIELDS if arguments.get(name) is not None}
@@ -35,8 +35,10 @@ def mup_values(
     problems += [Problem(flag_name(name), f"{given[name]}"[:80], "is no size or factor", _FIX) for name in wrong]
     if wrong or not is_count(model["kv_channels"], 1):
         return {}
-    factors = mup_factors(RawModelConfig(**given), model["hidden_size"], model["kv_channels"] if has_scores else None)
-    return given | {name: value for name, value in asdict(factors).items() if value is not None}
+    multipliers = mup_multipliers(
+        RawModelConfig(**given), model["hidden_size"], model["kv_channels"] if has_scores else None
+    )
+    return given | {name: value for name, value in asdict(multipliers).items() if value is not None}
 
 
 def _is_positive(name: str, value: Any) -> bool:
@@ -52,16 +54,16 @@ def mup_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def unlike_mup(model: ModelConfig) -> set[str]:
-    """Returns the factors of a model that are not those of its muP settings, by name."""
-    factors = expected_factors(model)
-    return {name for name, value in factors.items() if not _same(getattr(model, name), value)}
+    """Returns the multipliers of a model that are not those of its muP settings, by name."""
+    multipliers = expected_multipliers(model)
+    return {name for name, value in multipliers.items() if not _same(getattr(model, name), value)}
 
 
-def expected_factors(model: ModelConfig) -> dict[str, Any]:
-    """Returns the factors that Megatron gives a model, by the names of our settings: those of muP, or none."""
+def expected_multipliers(model: ModelConfig) -> dict[str, Any]:
+    """Returns the multipliers that Megatron gives a model, by the names of our settings: those of muP, or none."""
     has_scores = has_attention(model) and not model.multi_latent_attention
     if model.use_mup:
-        return asdict(mup_factors(model, model.hidden_size, model.kv_channels if has_scores else None))
+        return asdict(mup_multipliers(model, model.hidden_size, model.kv_channels if has_scores else None))
     return {
         name: fields_by_name()[name].default for name in ("embedding_multiplier", "logits_scaling", "softmax_scale")
     }

@@ -23,14 +23,6 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.megatron.arguments import checkpoint_arguments
-from petatron.checkpoint.megatron.dist_tensor_table import (
-    ChunkReader,
-    DistTable,
-    DistTensor,
-    StoredChunk,
-    check_files,
-    read_blob,
-)
 from petatron.checkpoint.megatron.lazy_weight import (
     STATE_KINDS,
     LazyWeight,
@@ -48,6 +40,14 @@ from petatron.checkpoint.megatron.optimizer_state import (
     unreadable_kind,
 )
 from petatron.checkpoint.megatron.read_megatron_pickles import load_common_state, load_torch_file, megatron_file_error
+from petatron.checkpoint.megatron.torch_dist_metadata import (
+    ChunkReader,
+    DistTable,
+    DistTensor,
+    StoredChunk,
+    check_files,
+    read_blob,
+)
 from petatron.checkpoint.megatron.weight_names import is_weight, mcore_name
 from petatron.sharding.boxes import Box
 from petatron.sharding.shard_spec import Shape

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from petatron.base.errors import Problem
 from petatron.config.flags import megatron_flags as spellings
-from petatron.config.flags.megatron_meanings import apply_megatron_meanings
+from petatron.config.flags.megatron_semantics import apply_megatron_semantics
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import fields_by_name, fields_by_path
-from petatron.config.schema.hybrid_depths import depth_problems, split_depths
+from petatron.config.schema.hybrid_mtp_pattern import depth_problems, split_depths
 from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting
 
@@ -21,7 +21,7 @@ def apply_combined_rules(parsed: ParsedFlags) -> None:
     _drop_unusable_overlap(parsed)
     _drop_overridden_shorthands(parsed)
     _check_contradictions(parsed)
-    apply_megatron_meanings(parsed)
+    apply_megatron_semantics(parsed)
     _apply_latent_rotation(parsed)
     _drop_replaced_norm(parsed)
     _split_hybrid_pattern(parsed)

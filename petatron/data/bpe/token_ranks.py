@@ -1,15 +1,17 @@
-"""Vocabularies of tiktoken: the bytes of each token in the order of their ranks, which is also the order of merges.
+"""tiktoken vocabularies: the bytes of each token in the order of their ranks, which is also the order of merges.
 
-Two kinds of file have them: a JSON list of `{"rank": 0, "token_bytes": "AA==", "token_str": "..."}`, in which the first 256 tokens are the
-bytes in order (Megatron's, from Mistral and Nemotron), and lines of a token in base64 and its rank (`.tiktoken`).
+There are two file formats: a JSON list of `{"rank": 0, "token_bytes": "AA==", "token_str": "..."}`, in which the first 256 tokens are the
+bytes in order (Megatron's, from Mistral and Nemotron), and lines with a token in base64 and its rank (`.tiktoken`).
 
-tiktoken merges the pair of neighbors whose union has the lowest rank, the leftmost of several, until no union is a token; a whole word
-that is a token is taken without merges. A BPE of the tokenizers library does the same with the rule that each *pair* has a rank of its
-own, so the file becomes one: all pairs whose union is a token, in the order of that token's rank, and words looked up first
-(`ignore_merges`). That is exact. Pairs with the same union have different ranks in the list and one rank in tiktoken, which would matter
-only if two of them could occur; and only one can. What is inside of two neighbors has been merged as their union's bytes alone would be,
-since no merge has crossed their borders and the order of merges inside does not depend on what is outside. That process has at most one
-state of two tokens, so there is one pair.
+tiktoken merges the pair of neighbors whose concatenation has the lowest rank, the leftmost if several are equal, until no concatenation
+of neighbors is a token; a word that is itself a token is looked up without merges. The tokenizers library's BPE differs in one point: it
+ranks *pairs*, not tokens. So the file is converted to a BPE: its merges are all pairs whose concatenation is a token, in the order of
+that token's rank, and words are looked up first (`ignore_merges`).
+
+The conversion is exact. It gives different ranks to pairs with the same concatenation, which have one rank in tiktoken. This would matter
+only if two such pairs could both occur, and for each token only one pair can. When two neighbors are about to merge, no merge has crossed
+the boundaries of their bytes so far, and the merges inside do not depend on the text outside. So these bytes have been merged exactly as
+they would be if they were a text by themselves. Merging that text passes through at most one state with two tokens: that is the one pair.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from petatron.data.bpe.byte_level_decoder import byte_characters
 from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES
 
 MAX_TOKEN_BYTES = 1 << 10
-"""Published vocabularies have tokens of up to 128 bytes; every split of a token is looked at."""
+"""Published vocabularies have tokens of up to 128 bytes; the limit bounds `_merges`, which tries every split of a token."""
 _JSON_KEYS = {"rank", "token_bytes", "token_str"}
 
 
 def read_token_ranks(path: Path) -> list[bytes]:
-    """Returns the tokens of a vocabulary by rank; `DataError` if the file is none."""
+    """Returns the tokens of a vocabulary by rank; `DataError` if the file is not a tiktoken vocabulary."""
     with reading_untrusted(path, _ranks_error):
         content = read_limited_bytes(path, MAX_TOKENIZER_BYTES)
         tokens = _tokens_of_json(content) if content.lstrip()[:1] in (b"[", b"{") else _tokens_of_lines(content)
@@ -73,10 +75,10 @@ def _tokens_of_lines(content: bytes) -> list[bytes]:
 
 
 def build_byte_level_bpe(tokens: Sequence[bytes], special_tokens: Sequence[str], pattern: str) -> FastTokenizer:
-    """Returns the tokenizer whose first ids are special tokens, found in any text, and whose others are tokens by rank.
+    """Returns the tokenizer whose first ids are special tokens, matched in any text, and whose other ids are tokens by rank.
 
-    A token that contains the text of a special one never occurs, since texts are divided at these first. It keeps its id under a name
-    that no bytes have, because a name can have one id only.
+    A token that contains the text of a special token never occurs, since texts are split at special tokens first. It keeps its id under a
+    placeholder name, because its own name may be that of the special token, and a name can have only one id.
     """
     characters = byte_characters()
     names = ["".join(map(characters.__getitem__, token)) for token in tokens]
@@ -105,7 +107,7 @@ def build_byte_level_bpe(tokens: Sequence[bytes], special_tokens: Sequence[str],
 
 
 def _merges(names: dict[bytes, str]) -> Iterator[tuple[str, str]]:
-    """Yields the pairs that make each token, in the order of the tokens' ranks."""
+    """Yields the pairs whose concatenation is a token, in the order of the tokens' ranks."""
     for token in names:
         for cut in range(1, len(token)):
             left, right = names.get(token[:cut]), names.get(token[cut:])

@@ -1,13 +1,14 @@
-"""The loss of an indexer: the Kullback-Leibler divergence of its scores from what attention does (DeepSeek-V3.2, section 2.1).
+"""The loss of an indexer: KL(attention distribution || indexer softmax) (DeepSeek-V3.2, section 2.1).
 
     target(t, s) = sum_h p_h(t, s) / sum_s sum_h p_h(t, s)       p_h: the attention weights of head h
     loss(t)      = sum_s target (log(target + eps) - log(softmax_s I(t, s) + eps))
 
-over all tokens that a query sees (the dense form, of an indexer's warm-up), or over those chosen for it (the sparse form), for which p is
-the softmax over the same tokens. Gradients are those of the scores alone. The gradients of a block of queries are computed with
-its loss, and scaled in backward, so neither scores nor targets outlive their block.
+over all visible tokens of a query (the dense form, for the warm-up of an indexer), or over its selected tokens (the sparse form), where p
+is the softmax over the same tokens. Only the index scores get gradients. The gradients of a block of queries are
+computed with its loss, and scaled in backward, so neither scores nor targets outlive their block.
 
-B batch, Q queries, L keys, H heads of attention, J of the indexer, K chosen, M = latent and rotary key of a token.
+B batch, Q queries, L keys, H attention heads, J indexer heads, E width of a head, K selected tokens of a query, M = latent and rotary key
+of a token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _EPS = 1e-10
 
 
 class IndexVectors(NamedTuple):
-    """What index scores are made of: queries [B, Q, J, E], keys [B, L, E], weights of heads [B, Q, J]."""
+    """The inputs of index scores: queries [B, Q, J, E], keys [B, L, E], weights of heads [B, Q, J]."""
 
     query: Tensor
     key: Tensor
@@ -42,8 +43,8 @@ class AttentionTarget:
 
     q_BQHE: queries of this rank's heads. keys_BLM: latents and rotary keys. up: to keys and values of heads.
     scale: the factor on scores. visible: makes the mask [B or 1, block, L] of a block of queries.
-    chosen_BQK: the positions chosen for each query, or -1; None: the dense form.
-    sum_heads: adds, in place, what ranks have of the heads.
+    selected_BQK: the positions selected for each query, or -1; None: the dense form.
+    sum_heads: all-reduces, in place, the sum over this rank's heads over TP.
     """
 
     q_BQHE: Tensor
@@ -51,35 +52,35 @@ class AttentionTarget:
     up: LatentUpProjection
     scale: float
     visible: Callable[[slice], Tensor]
-    chosen_BQK: Tensor | None
+    selected_BQK: Tensor | None
     sum_heads: Callable[[Tensor], Tensor]
 
     def bytes_per_query(self, index: IndexVectors) -> int:
         batch, _, heads, _ = self.q_BQHE.shape
         heads = max(heads, index.query.shape[2])
-        if self.chosen_BQK is None:
+        if self.selected_BQK is None:
             return 8 * batch * heads * self.keys_BLM.shape[1]
-        return 8 * batch * self.chosen_BQK.shape[2] * max(heads, self.keys_BLM.shape[2] + index.key.shape[2])
+        return 8 * batch * self.selected_BQK.shape[2] * max(heads, self.keys_BLM.shape[2] + index.key.shape[2])
 
     def block(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns of a block of queries: the target, where it meets keys the positions of these, and the mask of both."""
+        """Returns the target of a block of queries, the positions of its columns (None in the dense form), and its mask."""
         queries = absorbed_queries(to_compute_dtype(self.q_BQHE[:, rows]).flatten(0, 1), self.up)
         queries = queries.unflatten(0, (self.q_BQHE.shape[0], -1))
         keys = to_compute_dtype(self.keys_BLM)
-        if self.chosen_BQK is None:
-            chosen, mask = None, self.visible(rows)
+        if self.selected_BQK is None:
+            selected, mask = None, self.visible(rows)
             scores = (queries.flatten(1, 2) @ keys.mT).unflatten(1, queries.shape[1:3])
         else:
-            chosen = self.chosen_BQK[:, rows]
-            mask = chosen >= 0
-            scores = queries @ gather_positions(keys, chosen).mT
+            selected = self.selected_BQK[:, rows]
+            mask = selected >= 0
+            scores = queries @ gather_positions(keys, selected).mT
         weights = (scores * self.scale).masked_fill_(~mask.unsqueeze(2), -torch.inf).softmax(dim=-1)
         target = self.sum_heads(weights.sum(dim=2))
-        return target / target.sum(dim=-1, keepdim=True), chosen, mask
+        return target / target.sum(dim=-1, keepdim=True), selected, mask
 
 
 def gather_positions(keys_BLM: Tensor, positions_BQK: Tensor) -> Tensor:
-    """Returns the keys at some positions of each sequence, [B, Q, K, M]; any of them at position -1."""
+    """Returns the keys at some positions of each sequence, [B, Q, K, M]; arbitrary rows where the position is -1."""
     batch, length, _ = keys_BLM.shape
     first = torch.arange(0, batch * length, length, device=keys_BLM.device)[:, None, None]
     return gather_rows(keys_BLM.flatten(0, 1), positions_BQK.clamp(min=0) + first)
@@ -100,12 +101,12 @@ def _loss_and_grads(
     grads = [torch.zeros_like(x) for x in wide] if with_grads else []
     for rows in row_blocks(index.query.shape[1], target.bytes_per_query(index)):
         with torch.no_grad():
-            expected, chosen, mask = target.block(rows)
+            expected, selected, mask = target.block(rows)
         parts = [wide[0][:, rows], wide[1], wide[2][:, rows]]
-        with torch.set_grad_enabled(with_grads), saved_tensors_hooks(_itself, _itself):
+        with torch.set_grad_enabled(with_grads), saved_tensors_hooks(_save_unchanged, _save_unchanged):
             parts = [part.detach().requires_grad_(with_grads) for part in parts]
             query, key, weight = parts
-            key = key if chosen is None else gather_positions(key, chosen)
+            key = key if selected is None else gather_positions(key, selected)
             scores = index_scores(query, key, weight, relu=relu).masked_fill(~mask, -torch.inf)
             predicted = scores.softmax(dim=-1)
             loss = (expected * ((expected + _EPS).log() - (predicted + _EPS).log())).sum()
@@ -117,8 +118,8 @@ def _loss_and_grads(
     return total, grads
 
 
-def _itself(saved: Tensor) -> Tensor:
-    """Keeps what the graph of a block saves: the hooks of a recomputed region around it are for graphs that outlive the call."""
+def _save_unchanged(saved: Tensor) -> Tensor:
+    """Saves a tensor as it is, without the hooks of an enclosing recompute region: the graph of a block does not outlive the call."""
     return saved
 
 

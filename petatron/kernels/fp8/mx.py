@@ -1,20 +1,21 @@
-"""MXFP8 casts and GEMMs (OCP Microscaling formats): 32 elements along the summed dimension share a scale of eight bits.
+"""MXFP8 casts and GEMMs (OCP Microscaling formats): 32 elements along the reduction (K) dimension share an E8M0 scale.
 
-A scale is a power of two, 2^(byte - 127), of torch's `float8_e8m0fnu`, so that 33 bytes hold 32 elements. The blocks of an operand lie
-along its rows, the dimension that the GEMM sums over. A tensor is cast in both orientations (`cast_and_gemm.py`), each from the tensor
-itself: the blocks of one are not those of the other. With amax = 1.m x 2^e and the largest number of the format 1.75 x 2^top
+A scale is a power of two, 2^(byte - 127), stored as `float8_e8m0fnu`: 33 bytes per block. The blocks of an operand are slices of its
+rows, along K. A tensor is cast in both orientations (`cast_and_gemm.py`), each from the unquantized tensor: the blocks of one orientation
+are not those of the other. With amax = 1.m x 2^e and the largest
+finite number of the format 1.75 x 2^top
 
     byte = e - top + 127 if 1.m <= 1.75 else e - top + 128,     from 0 to 254
 
-the smallest scale with which nothing saturates: Transformer Engine rounds so, and Blackwell's conversion (towards plus infinity). The
-formula of the OCP specification, e - top + 127 always, saturates a block whose 1.m is above 1.75. A block of zeros has the scale 1, as
-has one with infinity or NaN, whose elements that are not finite become NaN.
+is the smallest scale with which nothing saturates: Transformer Engine and Blackwell's conversion instruction round this way (towards plus
+infinity). The formula of the OCP specification, always e - top + 127, saturates a block whose 1.m is above 1.75. A block of zeros has the
+scale 1. So has a block with infinities or NaN; these elements become NaN.
 
 There are three implementations of a GEMM:
 
-- Blackwell multiplies blocks (`torch._scaled_mm`), with scales in the order of its memory for scales (`swizzled`).
-- An e4m3 or e5m2 number times a power of two is a bfloat16 number, but at the ends of the range. So GPUs below multiply dequantized
-  operands in bfloat16: the products are those of Blackwell, and sums are in float32 there too. Experts' grouped GEMMs do so everywhere.
+- Blackwell has block-scaled GEMMs (`torch._scaled_mm`), with scales in the swizzled layout of its tensor memory (`swizzled`).
+- An e4m3 or e5m2 number times a power of two is a bfloat16 number, except near overflow and underflow. GPUs before Blackwell multiply
+  dequantized operands in bfloat16: products equal Blackwell's, and both accumulate in float32. Grouped GEMMs do so on every GPU.
 - The reference multiplies in float32.
 """
 
@@ -44,7 +45,7 @@ _SWIZZLED_ROWS, _SWIZZLED_COLUMNS = 128, 4
 
 @dataclass(frozen=True, slots=True)
 class MxKernels:
-    """One implementation of each operation; the functions below, the reference, say what each does."""
+    """One implementation of each operation; the functions below are the reference."""
 
     cast_block_1x32: CastKernel
     cast_rowwise_operand: Callable[[Tensor, torch.dtype], Fp8Operand]
@@ -54,7 +55,7 @@ class MxKernels:
 
 
 def scale_bytes(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the scales of blocks as bytes, from their amax."""
+    """Returns the E8M0 scales of blocks as bytes, from their amax."""
     bits = amax.to(torch.float32).view(torch.int32)
     byte = (((bits + 0x1FFFFF) >> 23) - max_exponent(dtype)).clamp(0, _LARGEST_BYTE)
     ordinary = (bits > 0) & (bits < 0x7F800000)
@@ -62,7 +63,7 @@ def scale_bytes(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_rowwise_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
-    """Casts one orientation; a row has a multiple of 32 elements."""
+    """Casts one orientation; the length of a row is a multiple of 32."""
     blocks = x_RC.unflatten(1, (-1, MX_BLOCK))
     scale = scale_bytes(blocks.abs().amax(dim=2), dtype).view(torch.float8_e8m0fnu)
     values = quantize(blocks, scale.to(torch.float32).unsqueeze(2), dtype)
@@ -70,7 +71,7 @@ def cast_rowwise_operand(x_RC: Tensor, dtype: torch.dtype) -> Fp8Operand:
 
 
 def cast_block_1x32(x_RC: Tensor, dtype: torch.dtype, *, orientation: Orientation = "both") -> Fp8Matrix:
-    """Casts the wanted orientations, each from the tensor."""
+    """Casts the requested orientations, each from the unquantized tensor."""
     rows = None if orientation == "columns" else cast_rowwise_operand(x_RC, dtype)
     return Fp8Matrix(rows, None if orientation == "rows" else cast_rowwise_operand(x_RC.t(), dtype))
 
@@ -92,27 +93,27 @@ def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32
 
 
 def emulated_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """a b^T on dequantized operands, in at least float32; `fast` is for devices that have a choice."""
+    """a b^T on dequantized operands, in at least float32; `fast` (fast accumulation) is ignored."""
     left, right = (dequantize(x.values, x.scale, torch.promote_types(dtype, torch.float32)) for x in (a, b))
     result = (left @ right.t()).to(dtype)
     return result if out is None else out.copy_(result)
 
 
 def bfloat16_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """a b^T on operands dequantized to bfloat16, which holds them exactly, summed in float32."""
+    """a b^T on operands dequantized to bfloat16, accumulated in float32; `fast` (fast accumulation) is ignored."""
     left, right = (dequantize(x.values, x.scale, torch.bfloat16) for x in (a, b))
     result = left @ right.t() if dtype == torch.bfloat16 else torch.mm(left, right.t(), out_dtype=dtype)
     return result if out is None else out.copy_(result)
 
 
 def hardware_gemm(a: Fp8Operand, b: Fp8Operand, *, dtype: torch.dtype, fast: bool, out: Tensor | None = None) -> Tensor:
-    """Blackwell's GEMM of blocks, for CUDA devices of capability 10 and above; it has one way of summing."""
+    """Blackwell's block-scaled GEMM, for CUDA devices of capability 10 and above; `fast` (fast accumulation) is ignored."""
     result = torch._scaled_mm(a.values, b.values.t(), swizzled(a.scale), swizzled(b.scale), out_dtype=dtype)
     return result if out is None else out.copy_(result)
 
 
 def swizzled(scale_RC: Tensor) -> Tensor:
-    """Returns scales in the order in which Blackwell's tensor cores read them, flat.
+    """Returns scales in the layout in which Blackwell's tensor cores read them, flat.
 
     Tiles of 128 rows by 4 columns follow one another, row of tiles by row of tiles, padded with zero bytes. In a tile the scale of row r
     and column c is the byte 16 (r mod 32) + 4 (r div 32) + c.
@@ -127,7 +128,7 @@ def swizzled(scale_RC: Tensor) -> Tensor:
 def emulated_grouped_gemm(
     x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Computes a GEMM of each expert's rows with its matrix, one after the other: `weight` is [E, O, D], `counts` [E] are rows."""
+    """Computes the GEMM of each expert's rows with its matrix, in a loop: `weight` is [E, O, D], `counts` [E] the rows of each expert."""
     wide = torch.promote_types(dtype, torch.float32)
     rows, matrices = dequantize(x_RD, row_scale, wide), dequantize(weight.values, weight.scale, wide)
     return looped_linear(rows, matrices, counts).to(dtype)
@@ -136,7 +137,7 @@ def emulated_grouped_gemm(
 def bfloat16_grouped_gemm(
     x_RD: Tensor, row_scale: Tensor, weight: Fp8Operand, counts: Tensor, *, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Computes the same in one kernel, on operands dequantized to bfloat16."""
+    """Computes `emulated_grouped_gemm` in one kernel, on operands dequantized to bfloat16."""
     rows, matrices = (dequantize(*x, torch.bfloat16) for x in ((x_RD, row_scale), (weight.values, weight.scale)))
     return GroupedGemm(counts).forward(rows, matrices)[0].to(dtype)
 
@@ -150,6 +151,6 @@ REFERENCE = MxKernels(
 )
 """Plain torch on any device."""
 BFLOAT16 = replace(REFERENCE, gemm=bfloat16_gemm, grouped_gemm=bfloat16_grouped_gemm)
-"""For CUDA devices without GEMMs of such blocks."""
+"""For CUDA devices without block-scaled GEMMs."""
 BLACKWELL = replace(BFLOAT16, gemm=hardware_gemm)
 """For CUDA devices of capability 10 and above."""

@@ -74,11 +74,11 @@ class _RecomputableWeightedActivation:
     kernels: MoEKernels
     name: str
     variant: GluVariant | None
-    tell_saved: Callable[[Tensors], Tensors]
+    report_saved: Callable[[Tensors], Tensors]
     requantized_in_backward: bool = False
 
     def forward(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
-        return (self.recompute(inputs),), self.tell_saved(inputs)
+        return (self.recompute(inputs),), self.report_saved(inputs)
 
     def backward(
         self, saved: Tensors, grads: MaybeTensors, *, recompute_output: bool
@@ -138,6 +138,8 @@ class RoutedExperts(nn.Module):
         inner = self.get_submodule(self.first_linear_name)(x_RD, counts)
         if weight_R is None:
             return self.down(self.act(inner), counts)
-        activation = _RecomputableWeightedActivation(self.kernels, self.act.name, self.act.variant, self.act.tell_saved)
+        activation = _RecomputableWeightedActivation(
+            self.kernels, self.act.name, self.act.variant, self.act.report_saved
+        )
         (value,), handle = apply_recomputable(activation, inner, weight_R)
         return self.down(RecomputableOutput(value, handle), counts)

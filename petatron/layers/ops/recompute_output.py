@@ -28,13 +28,13 @@ Tensors = tuple[Tensor, ...]
 MaybeTensors = tuple[Tensor | None, ...]
 
 
-class SavedListenerSlot:
-    """A module whose function another module may apply, with the GEMM of its output; `on_saved` is called with what that saves."""
+class SavedTensorsHook:
+    """A module whose function may be applied in another module, with the GEMM of its output; `on_saved` receives the tensors it saves."""
 
     on_saved: Callable[[Tensors], None] | None = None
 
-    def tell_saved(self, saved: Tensors) -> Tensors:
-        """Tells the listener, if there is one, what is saved, and returns it."""
+    def report_saved(self, saved: Tensors) -> Tensors:
+        """Calls `on_saved`, if it is set, with the saved tensors, and returns them."""
         if self.on_saved is not None:
             self.on_saved(saved)
         return saved

@@ -108,8 +108,8 @@ class BranchSpec(ABC):
     decode_is_capturable: ClassVar[bool] = True
 
     @property
-    def own_losses(self) -> tuple[str, ...]:
-        """The names of losses that the branch attaches, which logs show (`LayerLoss`); those of experts are in their statistics."""
+    def aux_loss_names(self) -> tuple[str, ...]:
+        """The names of the auxiliary losses that the branch attaches and logs show (`LayerLoss`); MoE losses are in router statistics."""
         return ()
 
     @property
@@ -133,7 +133,7 @@ class BranchSpec(ABC):
         """Returns the bytes saved for the backward of one micro-batch, besides the norm's, while some regions are recomputed."""
 
     def mixing_flops(self, seq_length: int, *, causal: bool) -> float:
-        """Returns the FLOPs of forward and backward over one sequence that are no GEMMs with weights.
+        """Returns the FLOPs of forward and backward over one sequence outside of GEMMs with weights: model FLOPs.
 
         `causal`: only what a causal model needs is counted, not what a kernel without a mask would do.
         """

@@ -5,6 +5,9 @@ weight, needs the logits too. Where that weight is known beforehand (in training
 times the loss scale) gradients are computed in forward, with three large GEMMs; else the logits are recomputed in backward. The
 weight gradient is accumulated straight into its weight-gradient target (`ops/linear_op.py`).
 
+The loss is vocabulary-parallel: logits stay sharded over vocabulary shards, and `kernels/fused_linear_cross_entropy.py` all-reduces the
+max, the sum of exponentials and the target's logit of each token.
+
 S sequence, B batch, D hidden, T tokens, V vocabulary rows on this device (padding included).
 """
 

@@ -10,10 +10,10 @@ from petatron.kernels.attention import sparse_latent
 from petatron.kernels.attention.indexer_loss import AttentionTarget, IndexVectors, indexer_loss
 from petatron.kernels.attention.paged_latent import LatentUpProjection
 from petatron.kernels.attention.sparse_latent import (
-    best_positions,
     hadamard_rotation,
     index_scores,
     sparse_latent_attention,
+    topk_positions,
 )
 from petatron.layers.comm_slot import identity
 
@@ -53,7 +53,7 @@ def chosen_tokens(count: int) -> tuple[Tensor, Tensor]:
     """Some of the tokens that each query sees: their positions, -1 for none, and as a mask."""
     causal = torch.ones(S, S, dtype=torch.bool).tril().expand(B, S, S)
     scores = torch.rand(B, S, S, generator=torch.Generator().manual_seed(4))
-    positions = best_positions(scores, causal, count)
+    positions = topk_positions(scores, causal, count)
     mask = torch.zeros(B, S, S + 1, dtype=torch.bool).scatter_(2, torch.where(positions < 0, S, positions), True)
     return positions, mask[..., :S]
 
@@ -102,7 +102,7 @@ def test_the_loss_is_the_divergence_of_whole_matrices(count: int | None, relu: b
         up=LatentUpProjection.of(weight.detach(), nope_dim=N, v_dim=V),
         scale=WIDTHS["scale"],
         visible=lambda rows: causal[rows].unsqueeze(0),
-        chosen_BQK=positions,
+        selected_BQK=positions,
         sum_heads=identity,
     )
     ours = indexer_loss(index, target, relu=relu)
@@ -129,7 +129,7 @@ def test_the_loss_is_zero_for_scores_that_say_what_attention_does():
         up=LatentUpProjection(torch.zeros(1, 0, 0, dtype=torch.float64), torch.zeros(1, 1, 0, dtype=torch.float64)),
         scale=0.5,
         visible=lambda rows: torch.ones(S, S, dtype=torch.bool).tril()[rows].unsqueeze(0),
-        chosen_BQK=None,
+        selected_BQK=None,
         sum_heads=identity,
     )
     weight = torch.full((1, S, 1), 0.5, dtype=torch.float64)
@@ -140,15 +140,15 @@ def test_the_loss_is_zero_for_scores_that_say_what_attention_does():
 def test_of_equal_scores_nearer_tokens_are_chosen():
     scores = torch.tensor([[[0.0, -0.0, 0.0, 0.0, 2.0, -1.0]]], dtype=torch.float64)
     visible = torch.tensor([[[True, True, True, False, True, True]]])
-    assert best_positions(scores, visible, 2).sort().values.tolist() == [[[2, 4]]]
-    assert best_positions(scores, visible, 4).sort().values.tolist() == [[[0, 1, 2, 4]]]
-    assert best_positions(scores, visible, 9).sort().values.tolist() == [[[-1, 0, 1, 2, 4, 5]]]
+    assert topk_positions(scores, visible, 2).sort().values.tolist() == [[[2, 4]]]
+    assert topk_positions(scores, visible, 4).sort().values.tolist() == [[[0, 1, 2, 4]]]
+    assert topk_positions(scores, visible, 9).sort().values.tolist() == [[[-1, 0, 1, 2, 4, 5]]]
 
 
 def test_scores_of_either_sign_are_ranked():
     scores = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(11))
     visible = torch.ones(1, dtype=torch.bool)
-    assert torch.equal(best_positions(scores, visible, 7), scores.topk(7, dim=-1).indices)
+    assert torch.equal(topk_positions(scores, visible, 7), scores.topk(7, dim=-1).indices)
 
 
 def test_a_rotation_changes_no_score():

@@ -189,7 +189,7 @@ def test_embeddings_are_multiplied_with_their_positions():
         ("--use-mup --optimizer muon", "--muon-scale-mode unit_rms_norm is muP's scale"),
         ("--use-mup --decoupled-lr 1e-3", "--use-mup does not scale it"),
         ("--mup-base-hidden-size 16", "--mup-base-hidden-size has no effect: it is for --use-mup"),
-        (f"--use-mup --mup-base-head-dim 4 {LATENT}", "latent attention has the factor of its own on scores"),
+        (f"--use-mup --mup-base-head-dim 4 {LATENT}", "latent attention sets its own softmax scale"),
     ],
 )
 def test_what_has_another_effect_than_it_seems_is_told(flags: str, told: str):

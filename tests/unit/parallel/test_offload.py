@@ -228,7 +228,7 @@ def test_small_tensors_weights_and_what_others_hold_stay():
 
 
 def _whole_forward(link: HostLink) -> activation_offload._OffloadForward:
-    return activation_offload._OffloadForward(link, activation_offload._Rules(1, 0, 2, OffloadRegions()), [])
+    return activation_offload._OffloadForward(link, activation_offload._OffloadCriteria(1, 0, 2, OffloadRegions()), [])
 
 
 def test_a_weight_is_recognized_by_its_memory_and_by_its_name():

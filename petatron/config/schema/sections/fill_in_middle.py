@@ -1,4 +1,4 @@
-"""The settings of fill-in-the-middle samples: text whose middle follows what is around it."""
+"""The settings of fill-in-the-middle samples: document = prefix, suffix, then middle."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class FillInMiddleSettings:
 
     feature: ClassVar = Feature("fill in the middle", (used_with("data.fim_data"),), role="training")
     fim_data: Annotated[bool, "selects"] = False
-    """Divide documents of a sample at random into prefix, middle and suffix, and put the middle last, between tokens that say so."""
+    """Divide documents of a sample at random into prefix, middle and suffix, each after its sentinel token, and put the middle last."""
     fim_rate: Fraction = 0.5
     """Share of documents that are divided."""
     fim_spm_rate: Fraction = 0.5
     """Share of divided documents with the suffix before the prefix; the others have the prefix first."""
     fim_split_sample: str | None = None
-    """Token at which a document is cut into fragments, files of a repository for instance, each of which is divided by itself."""
+    """Token at which a document is cut into fragments (files of a repository, for instance); each fragment is divided by itself."""
     fim_fragment_rate: Annotated[Fraction, used_with("data.fim_split_sample")] | None = None
-    """Share of fragments that are divided, in the share `--fim-rate` of documents that have several."""
+    """FIM rate per fragment, within documents chosen by `--fim-rate`."""
     fim_no_prefix: str | None = None
-    """Text with which documents and fragments begin that are not divided."""
+    """Documents and fragments that start with this text are not divided."""
     fim_prefix_token: str = "<fim_prefix>"
     """Token before a prefix."""
     fim_middle_token: str = "<fim_middle>"
@@ -32,6 +32,6 @@ class FillInMiddleSettings:
     fim_suffix_token: str = "<fim_suffix>"
     """Token before a suffix."""
     fim_pad_token: str = "<fim_pad>"
-    """Token that fills a sample whose text has fewer tokens when it is divided; the loss leaves it out."""
+    """Token that pads a sample that becomes shorter; masked in the loss."""
     fim_eod_token: str = "<|endoftext|>"
     """Token between the documents of a sample."""

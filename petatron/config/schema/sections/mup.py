@@ -1,14 +1,14 @@
-"""The settings of maximal update parametrization (muP), and the factors that follow from them.
+"""The settings of maximal update parametrization (muP), and the multipliers that follow from them.
 
-muP (Yang et al., Tensor Programs V) says how initial weights, learning rates and three factors of a model change with its width, so that
-activations and their updates keep their size, and the best learning rate of a narrow model is that of a wide one. The width is relative
-to a base model: w = hidden size / `--mup-base-hidden-size`. What depends on it is decided in three places, and no layer knows of it:
+muP (Yang et al., Tensor Programs V) says how initial weights, learning rates and three multipliers of a model change with its width, so
+that activations and their updates keep their size, and the best learning rate of a narrow model is that of a wide one. The width is
+relative to a base model: w = hidden size / `--mup-base-hidden-size`. It is applied in three places, and layers do not depend on it:
 
-    the function        factors on embeddings, scores and logits (`mup_factors`), which are settings of the model like any other
-    initial weights     matrices that read hidden activations start smaller by sqrt(w) (`ModelSpec.params`)
-    updates             each optimizer declares how a learning rate changes with fan-in and fan-out (`UpdateRuleSpec.width_scaling`)
+    forward multipliers  on embeddings, scores and logits (`mup_multipliers`); they are settings of the model like any other
+    initial weights      of matrices that read hidden activations are smaller by sqrt(w) (`ModelSpec.params`)
+    updates              each optimizer declares how a learning rate changes with fan-in and fan-out (`UpdateRuleSpec.width_scaling`)
 
-So a checkpoint is a model with factors: it generates, converts and is read without knowing how it was trained.
+So a checkpoint is a model with multipliers: generation and conversion need not know that it was trained with muP.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
 from petatron.config.schema.sections.hybrid import HAS_ATTENTION
 
-_SCORES = UsedWhen(
-    lambda run: not run.model.multi_latent_attention, "latent attention has the factor of its own on scores"
-)
+_SCORES = UsedWhen(lambda run: not run.model.multi_latent_attention, "latent attention sets its own softmax scale")
 _TWO_FACTORS = NotWith("scale_embeddings", rule="and --scale-embeddings are two factors on embeddings", shown="{:g}")
 
 
@@ -32,25 +30,25 @@ class MupSettings:
 
     feature: ClassVar = Feature("muP", (used_with("model.use_mup"),), role="training")
     use_mup: Annotated[bool, "selects"] = False
-    """Maximal update parametrization (muP): initial weights, learning rates and factors of the model depend on its width such that the
+    """Maximal update parametrization (muP): initial weights, learning rates and multipliers of the model depend on its width such that the
     best learning rate of a narrow model is that of a wide one."""
     mup_base_hidden_size: Size | None = None
     """muP: hidden size of the model whose learning rate this one uses. Derived: `--hidden-size`, which makes this one the base."""
     mup_base_head_dim: Annotated[PositiveFactor, HAS_ATTENTION, _SCORES] | None = None
-    """muP: head width of that model; the factor on attention scores then is the usual one there. Unset counts as 1."""
+    """muP: base head dim d; attention scores are scaled so that the softmax scale equals 1/sqrt(d) at the base head dim. Unset means 1."""
     mup_width_mult: PositiveFactor | None = None
     """muP: width relative to the base. Derived: hidden size / `--mup-base-hidden-size`, and nothing else is accepted."""
     mup_embedding_mult: Annotated[PositiveFactor, _TWO_FACTORS] = 1.0
-    """muP: factor on embeddings; becomes `--embedding-multiplier`."""
+    """muP: multiplier on embeddings; becomes `--embedding-multiplier`."""
     mup_output_mult: PositiveFactor = 1.0
-    """muP: factor on logits, as 1 / `--logits-scaling`. 1 means 1 / the relative width."""
+    """muP: multiplier on logits, as 1 / `--logits-scaling`. Unset (1): 1 / `--mup-width-mult`."""
     mup_attn_scale_power: Annotated[Factor, "at least 0", HAS_ATTENTION, _SCORES] = 1.0
     """muP: attention scores are divided by the head width to this power; becomes `--softmax-scale`. 0.5 is usual without muP."""
 
 
 @dataclass(frozen=True, slots=True)
-class MupFactors:
-    """The factors of a model that follow from muP's settings, under the names of the model's settings."""
+class MupMultipliers:
+    """The multipliers of a model that follow from muP's settings, under the names of the model's settings."""
 
     embedding_multiplier: float
     logits_scaling: float
@@ -68,17 +66,17 @@ def relative_width(model: MupSettings, hidden_size: int) -> float:
     return hidden_size / base if base else 1.0
 
 
-def mup_factors(settings: MupSettings, hidden_size: int, head_dim: int | None) -> MupFactors:
-    """Returns the factors of a model of this size, as Megatron-LM defines them; a head width of None has no factor on scores.
+def mup_multipliers(settings: MupSettings, hidden_size: int, head_dim: int | None) -> MupMultipliers:
+    """Returns the multipliers of a model of this size, as Megatron-LM defines them; without a head width, no softmax scale.
 
     >>> from petatron.config.schema.model import RawModelConfig
     >>> settings = RawModelConfig(use_mup=True, mup_base_hidden_size=64, mup_base_head_dim=16)
-    >>> mup_factors(settings, hidden_size=256, head_dim=32)
-    MupFactors(embedding_multiplier=1.0, logits_scaling=4.0, softmax_scale=0.125)
+    >>> mup_multipliers(settings, hidden_size=256, head_dim=32)
+    MupMultipliers(embedding_multiplier=1.0, logits_scaling=4.0, softmax_scale=0.125)
     """
     scaling = 1.0 / settings.mup_output_mult
     if settings.mup_output_mult == 1.0:
         scaling = relative_width(settings, hidden_size)
     base = 1.0 if settings.mup_base_head_dim is None else settings.mup_base_head_dim**0.5
     scores = None if not head_dim else base / head_dim**settings.mup_attn_scale_power
-    return MupFactors(settings.mup_embedding_mult, scaling, scores)
+    return MupMultipliers(settings.mup_embedding_mult, scaling, scores)

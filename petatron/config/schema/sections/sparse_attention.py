@@ -1,4 +1,4 @@
-"""The settings of sparse attention: the indexer, what it chooses, and its loss."""
+"""The settings of sparse attention: the indexer, its top-k selection, and its loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPARSE_ATTENTION = "dsa"
 
 
 def has_sparse_attention(model: Any) -> bool:
-    """Whether attention is to the tokens that an indexer chooses."""
+    """Whether attention is to the top-k tokens that an indexer selects."""
     return model.experimental_attention_variant == SPARSE_ATTENTION
 
 
@@ -32,7 +32,7 @@ class SparseAttentionSettings:
     dsa_indexer_head_dim: Annotated[Size, ToySize(16)] = 128
     """Sparse attention: width of a head of the indexer."""
     dsa_indexer_topk: Annotated[SequenceLength, "at least 1", ToySize(32)] = 2048
-    """Sparse attention: how many tokens a query attends to, chosen by the indexer; shorter sequences are attended to as a whole."""
+    """Sparse attention: how many tokens a query attends to, selected by the indexer; shorter sequences have dense attention."""
     dsa_indexer_rope_interleaved: bool = False
     """Sparse attention: rotary pairs of the indexer's heads are neighbors (GLM-5), instead of half the rotary width apart."""
     dsa_indexer_scoring_relu: bool = True
@@ -42,9 +42,9 @@ class SparseAttentionSettings:
     dsa_indexer_rotate_activation: Annotated[bool, "runtime"] = True
     """Sparse attention: a Hadamard matrix rotates queries and keys of the indexer: the same scores, and smaller outliers."""
     dsa_indexer_loss_coeff: Annotated[Factor, "at least 0", "training"] = 0.0
-    """Sparse attention: factor on the indexer's loss, its divergence from what attention does; 0: it does not learn."""
+    """Sparse attention: coefficient of the indexer's loss, KL(attention distribution || indexer softmax); 0: the indexer is not trained."""
     dsa_indexer_use_sparse_loss: Annotated[bool, "training", _HAS_LOSS] = False
-    """Sparse attention: the indexer's loss is over the chosen tokens, and not over all that a query sees."""
+    """Sparse attention: the indexer's loss is over the selected tokens, instead of all visible tokens of a query."""
 
 
 SPARSE_ATTENTION_FIELDS = tuple(vars(SparseAttentionSettings)["__annotations__"].keys() - {"feature"})

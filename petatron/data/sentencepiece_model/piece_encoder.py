@@ -1,4 +1,4 @@
-"""Text to SentencePiece's ids: by the tokenizers library where that is exact, else by the sentencepiece library, which is an extra."""
+"""Encodes text as SentencePiece ids: with the tokenizers library where that is exact, else with the sentencepiece library (an extra)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.data.pieces.exact_bpe import build_exact_bpe, inexact_reason
-from petatron.data.pieces.model_file import PieceModel, model_error
+from petatron.data.sentencepiece_model.exact_bpe import build_exact_bpe, inexact_reason
+from petatron.data.sentencepiece_model.model_file import PieceModel, model_error
 
 _SPACE_MARK = "☯"
-"""What Megatron puts between spaces that a model would join: a character that no vocabulary has."""
+"""The sentinel that Megatron puts between spaces that a model would collapse: a character that no vocabulary has."""
 _JOINED_SPACES = re.compile(r"(?<= )(?= )|^ | $")
 
 
@@ -23,7 +23,7 @@ class PieceEncoder(Protocol):
 
 
 def build_piece_encoder(model: PieceModel, *, keep_extra_spaces: bool) -> PieceEncoder:
-    """Returns the encoder of a model. With `keep_extra_spaces`, spaces that the model joins have ids all the same."""
+    """Returns the encoder of a model. With `keep_extra_spaces`, consecutive spaces, which the model collapses, are preserved."""
     if inexact_reason(model) is None:
         return ExactBpeEncoder(model)
     encoder = SentencePieceLibraryEncoder(model)
@@ -41,7 +41,7 @@ class ExactBpeEncoder:
 
 
 class SentencePieceLibraryEncoder:
-    """Encodes with the sentencepiece library; `DataError` with the command that installs it where it is not."""
+    """Encodes with the sentencepiece library; `DataError` with the command that installs it if it is not installed."""
 
     def __init__(self, model: PieceModel) -> None:
         self._library = _open_library(model)
@@ -51,7 +51,7 @@ class SentencePieceLibraryEncoder:
 
 
 class _SpaceKeepingEncoder:
-    """Encodes the parts of a text between marks, each with the mark that ends it, whose last id is left out, as Megatron does."""
+    """Splits text at a sentinel character; encodes each part with it and drops the sentinel's id, as Megatron does."""
 
     def __init__(self, encoder: PieceEncoder) -> None:
         self._encoder = encoder

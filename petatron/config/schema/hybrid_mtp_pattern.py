@@ -1,4 +1,4 @@
-"""Depths of multi-token prediction in Megatron's hybrid patterns: `M*M-/*-/*-` is the layers M*M- and two depths of *- each."""
+"""MTP depths in Megatron's hybrid layer patterns: `M*M-/*-/*-` is the layers `M*M-` and two MTP depths, each `*-`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from petatron.base.errors import Problem
 from petatron.config.schema.sections.hybrid import PREDICTION_DEPTH, STAGE_BOUNDARY
 
 
-class HybridDepths(NamedTuple):
-    """The parts of a pattern: the model's own layers, with bars where they have any, and the layers of each depth."""
+class HybridMtpPattern(NamedTuple):
+    """The parts of a pattern: the layers of the main model, including `|` separators (pipeline stages), and those of each MTP depth."""
 
     main: str
     depths: tuple[str, ...]
 
     @property
     def layers(self) -> str:
-        """The layers of one depth: of the first that has some."""
+        """Returns the layer pattern shared by all MTP depths."""
         return next((depth for depth in self.depths if depth), "").replace(STAGE_BOUNDARY, "")
 
 
-def split_depths(pattern: str) -> HybridDepths:
-    """Takes a pattern apart.
+def split_depths(pattern: str) -> HybridMtpPattern:
+    """Splits a pattern into the main model's layers and the MTP depths.
 
     >>> split_depths("M*|M-/*-/*-")
-    HybridDepths(main='M*|M-', depths=('*-', '*-'))
+    HybridMtpPattern(main='M*|M-', depths=('*-', '*-'))
     """
     main, *depths = pattern.split(PREDICTION_DEPTH)
-    return HybridDepths(main, tuple(depths))
+    return HybridMtpPattern(main, tuple(depths))
 
 
 def depth_problems(where: str, pattern: str) -> Iterator[Problem]:
-    """Yields what is wrong with the depths of a pattern, all of it."""
+    """Yields every problem of a pattern's MTP depths."""
     main, depths = split_depths(pattern)
     if depths and not main:
         yield Problem(where, pattern, "has no layers before its first /", "Write the model's own layers there.")

@@ -1,4 +1,4 @@
-"""The tensors and objects that the metadata of a distributed checkpoint lists, with their places in files.
+"""The `.metadata` of a torch_dist checkpoint: the tensors and objects it lists, with their places in files.
 
 `.metadata` is trusted only as far as there are bytes: chunks tile their tensor, are inside their files, and are not larger than these.
 """

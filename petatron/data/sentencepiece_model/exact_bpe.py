@@ -1,12 +1,12 @@
 """SentencePiece's BPE in the tokenizers library, where that gives the same ids for every text.
 
-SentencePiece joins the two neighbors whose union is the piece of the highest score, the leftmost of several, and writes what is no piece
-then as bytes, or as the unknown piece, one for a run of it. The tokenizers library ranks pairs instead of pieces; that all pairs of a
-piece may be listed, in the order of scores, is shown in `data/bpe/token_ranks.py`.
+SentencePiece merges the two neighbors whose concatenation is the piece with the highest score, the leftmost if several are equal.
+Characters that remain without a piece become byte pieces, or one unknown id per run of unknown characters. The tokenizers library ranks
+pairs instead of pieces; `data/bpe/token_ranks.py` shows why listing all pairs of each piece, in the order of scores, is exact.
 
-What has no exact counterpart is left to the sentencepiece library: unigram models (their sums of scores are rounded to float32 there and
-to float64 here, so that long texts are divided otherwise), maps of characters (the tokenizers library applies them to graphemes),
-symbols of the user, and spaces that are removed or follow their words.
+Models without an exact counterpart are left to the sentencepiece library: unigram models (the sentencepiece library sums scores in float32
+and the tokenizers library in float64, so that long texts may be divided differently), normalization maps (precompiled charsmap; the
+tokenizers library applies them to graphemes), user-defined symbols, remove_extra_whitespaces and treat_whitespace_as_suffix.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections.abc import Iterator, Mapping
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from petatron.data.pieces.model_file import WORD_BOUNDARY, PieceModel
+from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel
 
 
 def inexact_reason(model: PieceModel) -> str | None:
-    """Returns why the tokenizers library would not give a model's ids, as what the model has; None if it does."""
+    """Returns the feature of the model that the tokenizers library cannot reproduce; None if it gives the same ids."""
     kinds = {piece.kind for piece in model.pieces}
     normal = {piece.text for piece in model.pieces if piece.kind == "normal"}
     joined = [piece.score for piece in model.pieces if piece.kind == "normal" and len(piece.text) > 1]
     byte_names = {piece.text for piece in model.pieces if piece.kind == "byte"}
     reasons = {
         f"the {model.algorithm} algorithm": model.algorithm != "bpe",
-        "a map of characters": model.maps_characters,
+        "a map of characters": model.has_normalization_map,
         "spaces that are removed, not marked, or at the end of words": model.removes_extra_spaces
-        or not model.marks_spaces
-        or model.marks_ends_of_words,
+        or not model.escape_whitespaces
+        or model.treat_whitespace_as_suffix,
         "symbols of the user or unused pieces": bool(kinds & {"user", "unused"}),
         "pieces of the same score": len(set(joined)) != len(joined),
         "pieces with characters that are none": any(not normal.issuperset(text) for text in normal),
@@ -67,8 +67,7 @@ def build_exact_bpe(model: PieceModel) -> FastTokenizer:
 def vocabulary_as_json(model: PieceModel, fast: FastTokenizer | None, extra_tokens: Mapping[str, int]) -> bytes:
     """Returns a tokenizer.json with a model's ids, whose special tokens are marked as such.
 
-    Without `fast` nothing encodes as the model does, and what is returned says what each id stands for, and no more. `extra_tokens` have
-    ids that the model does not have.
+    Without `fast` the JSON maps ids to tokens only; it cannot encode. `extra_tokens` have ids after those of the model's pieces.
     """
     if fast is None:
         ids = {piece.text: number for number, piece in enumerate(model.pieces)} | dict(extra_tokens)
@@ -88,7 +87,7 @@ def _decoder(model: PieceModel) -> decoders.Decoder:
 
 
 def _merges(model: PieceModel) -> Iterator[tuple[str, str]]:
-    """Yields the pairs that make each piece, in the order of the pieces' scores."""
+    """Yields the pairs whose concatenation is a piece, in the order of the pieces' scores."""
     normal = [piece for piece in model.pieces if piece.kind == "normal"]
     known = {piece.text for piece in normal}
     for piece in sorted(normal, key=lambda piece: -piece.score):

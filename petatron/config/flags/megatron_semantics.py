@@ -1,4 +1,4 @@
-"""What flags mean in a command line of Megatron's, where they mean something else in one of ours: rules for `--megatron-defaults`.
+"""Megatron's semantics of flags that mean something else in Petatron's own command lines: rules for `--megatron-defaults`.
 
 Everything here was found by comparing what both programs derive from the same flags (`tests/megatron_parser`).
 """
@@ -13,7 +13,7 @@ from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import FieldValue, fields_by_name
 from petatron.config.value_origins import Setting
 
-_UNREAD_BY_LATENT = (
+_FLAGS_IGNORED_BY_MLA = (
     "--rope-scaling-factor",
     "--rotary-seq-len-interpolation-factor",
     "--use-rope-scaling",
@@ -23,11 +23,11 @@ _UNREAD_BY_LATENT = (
     "--no-yarn-correction-range-round-to-int",
     "--yarn-original-max-position-embeddings",
 )
-_UNREAD_BY_YARN = ("--rope-scaling-factor", "--rotary-percent", "--use-rope-scaling")
+_FLAGS_IGNORED_BY_YARN = ("--rope-scaling-factor", "--rotary-percent", "--use-rope-scaling")
 
 
-def apply_megatron_meanings(parsed: ParsedFlags) -> None:
-    """Applies the rules that flags alone decide."""
+def apply_megatron_semantics(parsed: ParsedFlags) -> None:
+    """Applies the rules that depend on the given flags alone."""
     if not parsed.megatron_defaults:
         if parsed.exact_gelu:
             parsed.implied.append(
@@ -37,21 +37,21 @@ def apply_megatron_meanings(parsed: ParsedFlags) -> None:
     given = {setting.path.partition(".")[2]: setting for setting in parsed.settings}
     latent, positions = given.get("multi_latent_attention"), given.get("position_embedding_type")
     if parsed.preset is None and parsed.from_folder is None and not parsed.files:
-        _ungroup_heads(parsed, given)
+        _ignore_query_groups_without_gqa(parsed, given)
     if latent is not None and latent.value:
-        _drop_flags(parsed, _UNREAD_BY_LATENT, "latent attention does not read it, as in Megatron")
-        _rotate_latent_heads(parsed, latent, given)
+        _drop_flags(parsed, _FLAGS_IGNORED_BY_MLA, "latent attention does not read it, as in Megatron")
+        _mla_always_uses_rope(parsed, latent, given)
     elif positions is not None and positions.value == "yarn":
-        _drop_flags(parsed, _UNREAD_BY_YARN, "YaRN does not read it, as in Megatron")
+        _drop_flags(parsed, _FLAGS_IGNORED_BY_YARN, "YaRN does not read it, as in Megatron")
     else:
         _drop_flags(parsed, ("--rotary-scaling-factor",), "YaRN and latent attention alone read it, as in Megatron")
 
 
 def dependent_defaults(values: Mapping[str, FieldValue], *, exact_gelu: bool) -> Iterator[tuple[str, FieldValue]]:
-    """Yields the defaults of Megatron's that depend on other settings, by path, for those that nobody set.
+    """Yields (path, value) of Megatron's derived defaults for unset settings: those that depend on other settings.
 
-    Its fused kernel of bias and gelu is the approximation with tanh, so that this is what a model with biases has by default. The
-    factor of YaRN scaling is 1 and its context 4,096, those of Llama-3 scaling 8 and 8,192.
+    Megatron's fused bias-gelu kernel computes the tanh approximation, so a model with biases has `gelu_tanh` by default. YaRN's default
+    scaling factor is 1 and its original context 4,096; those of Llama-3 scaling are 8 and 8,192.
     """
     paths = {name: info.path for name, info in fields_by_name().items()}
     if values[paths["add_bias_linear"]] and not exact_gelu:
@@ -61,22 +61,25 @@ def dependent_defaults(values: Mapping[str, FieldValue], *, exact_gelu: bool) ->
         yield paths["original_max_position_embeddings"], LATENT_ORIGINAL_CONTEXT
 
 
-def _ungroup_heads(parsed: ParsedFlags, given: Mapping[str, Setting]) -> None:
-    """Megatron reads `--num-query-groups` with `--group-query-attention` only: without it every head has keys of its own."""
+def _ignore_query_groups_without_gqa(parsed: ParsedFlags, given: Mapping[str, Setting]) -> None:
+    """Drops `--num-query-groups` without `--group-query-attention`, which Megatron needs to read it: the model has multi-head attention."""
     groups, switch = given.get("num_query_groups"), given.get("group_query_attention")
     if groups is not None and (switch is None or not switch.value):
         _drop(parsed, groups, "it is for --group-query-attention")
 
 
-def _rotate_latent_heads(parsed: ParsedFlags, latent: Setting, given: Mapping[str, Setting]) -> None:
-    """Megatron's latent attention rotates a part of each head whatever `--position-embedding-type` is, and a learned table comes on top."""
+def _mla_always_uses_rope(parsed: ParsedFlags, latent: Setting, given: Mapping[str, Setting]) -> None:
+    """Sets rope for latent attention without it: Megatron's MLA rotates a part of each head whatever `--position-embedding-type` is.
+
+    A learned position table is used in addition. Settings of this rotation that Petatron does not have are problems.
+    """
     info, share, factor = (
         fields_by_name()["position_embedding_type"],
         given.get("rotary_percent"),
         given.get("rope_scaling_factor"),
     )
     positions = given.get("position_embedding_type")
-    scales = factor is not None and factor.value != 1 and factor.origin.detail not in _UNREAD_BY_LATENT
+    scales = factor is not None and factor.value != 1 and factor.origin.detail not in _FLAGS_IGNORED_BY_MLA
     if positions is not None and positions.value == "none":
         parsed.add_setting(info, "rope", latent.origin.detail)
         parsed.notices.append(

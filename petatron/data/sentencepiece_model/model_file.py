@@ -1,7 +1,7 @@
-"""SentencePiece's `.model` files: a protocol buffer of pieces, and of what was said when they were trained.
+"""SentencePiece's `.model` files: a protocol buffer of pieces, the trainer spec and the normalizer spec.
 
-Only the fields that decide about ids are read. A file gives its own lengths: a `memoryview` of it bounds them all, and what is not of the
-type that a field has, or has a number of pieces that no vocabulary has, is an error.
+Only the fields that determine ids are read. Lengths in the file are untrusted; slicing a `memoryview` bounds them. A value of the wrong
+type for its field, or an implausible number of pieces, is an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_PIECES = 1 << 24
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _WIDTHS = {_FIXED64: 8, _FIXED32: 4}
 WORD_BOUNDARY = "▁"
-"""What stands for a space in a piece."""
+"""The character that replaces a space in a piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceModel:
-    """A model's pieces by id, its way of dividing text into them, and how text is normalized before.
+    """A model's pieces by id, its tokenization algorithm (unigram, BPE), and how text is normalized before encoding.
 
-    `bos`, `eos` and `pad` are ids, None where the model has no such piece. `maps_characters`: text is normalized by a map of characters,
-    before it is encoded or after it is decoded.
+    `bos`, `eos` and `pad` are ids, None where the model has no such piece. `has_normalization_map`: a precompiled charsmap normalizes text
+    before encoding, or another denormalizes it after decoding.
     """
 
     path: Path
@@ -52,15 +52,15 @@ class PieceModel:
     eos: int | None
     pad: int | None
     unknown_text: str
-    maps_characters: bool
+    has_normalization_map: bool
     adds_dummy_prefix: bool
     removes_extra_spaces: bool
-    marks_spaces: bool
-    marks_ends_of_words: bool
+    escape_whitespaces: bool
+    treat_whitespace_as_suffix: bool
 
 
 def read_piece_model(path: Path) -> PieceModel:
-    """Reads a `.model`; `DataError` if it is none."""
+    """Reads a `.model` file; `DataError` if it is not a SentencePiece model."""
     with reading_untrusted(path, model_error):
         content = read_limited_bytes(path, MAX_TOKENIZER_BYTES)
         return _parse_model(path, content)
@@ -85,7 +85,7 @@ def _parse_model(path: Path, content: bytes) -> PieceModel:
         raise ValueError("it has not exactly one piece for the unknown")
 
     def control_id(key: int, default: str) -> int | None:
-        """The trainer's names of these pieces decide; its numbers may be others."""
+        """Looks the piece up by the name in the trainer spec, whose ids may differ from the model's."""
         number = ids.get(_text(trainer.get(key, default.encode())))
         return number if number is not None and pieces[number].kind == "control" else None
 
@@ -99,11 +99,11 @@ def _parse_model(path: Path, content: bytes) -> PieceModel:
         eos=control_id(47, "</s>"),
         pad=control_id(48, "<pad>"),
         unknown_text=_text(trainer.get(44, " \u2047 ".encode())),
-        maps_characters=bool(normalizer.get(2, b"")) or bool(denormalizer.get(2, b"")),
+        has_normalization_map=bool(normalizer.get(2, b"")) or bool(denormalizer.get(2, b"")),
         adds_dummy_prefix=bool(normalizer.get(3, 1)),
         removes_extra_spaces=bool(normalizer.get(4, 1)),
-        marks_spaces=bool(normalizer.get(5, 1)),
-        marks_ends_of_words=bool(trainer.get(24, 0)),
+        escape_whitespaces=bool(normalizer.get(5, 1)),
+        treat_whitespace_as_suffix=bool(trainer.get(24, 0)),
     )
 
 
@@ -115,7 +115,7 @@ def _parse_piece(fields: dict[int, int | bytes]) -> Piece:
 
 
 def _message(value: int | bytes | memoryview) -> dict[int, int | bytes]:
-    """Returns the fields of a message inside another, the last of each number."""
+    """Returns the fields of a nested message: the last value of each field number."""
     if not isinstance(value, memoryview):
         raise TypeError("a number is where a message is expected")
     return {
@@ -124,7 +124,7 @@ def _message(value: int | bytes | memoryview) -> dict[int, int | bytes]:
 
 
 def _fields(content: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yields the fields of a message: numbers of variable length as such, all others as their bytes."""
+    """Yields (field number, value) of a message: varints as integers, all other wire types as their bytes."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)
@@ -141,7 +141,7 @@ def _fields(content: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def _varint(content: memoryview, at: int) -> tuple[int, int]:
-    """Returns a number whose bytes have seven bits each, the lowest first, and where it ends."""
+    """Decodes a varint (seven bits per byte, lowest first); returns its value and the offset after it."""
     value = 0
     for shift in range(0, 70, 7):
         byte = content[at]

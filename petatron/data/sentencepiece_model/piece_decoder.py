@@ -1,16 +1,16 @@
-"""The text of SentencePiece's ids, as its library decodes them."""
+"""Decodes SentencePiece ids to text, as its library does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from petatron.data.pieces.model_file import WORD_BOUNDARY, PieceModel
+from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel
 
 _LONE_BYTES = dict.fromkeys(range(0xDC80, 0xDD00), "\ufffd")
 
 
 class PieceDecoder:
-    """Joins pieces: control pieces are nothing, byte pieces are bytes, and the space that encoding put before a text is removed."""
+    """Joins pieces: control pieces decode to the empty string, byte pieces to bytes, and the dummy prefix is removed."""
 
     def __init__(self, model: PieceModel) -> None:
         self._pieces, self._unknown_text = model.pieces, model.unknown_text
@@ -18,7 +18,7 @@ class PieceDecoder:
         self._strips = model.adds_dummy_prefix or model.removes_extra_spaces
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text; ids beyond the model, with which embeddings are padded, are nothing."""
+        """Returns the text; ids after the last piece (vocabulary padding) decode to the empty string."""
         texts: list[str] = []
         run = bytearray()
         at_start = self._strips
@@ -43,5 +43,5 @@ class PieceDecoder:
 
 
 def _text_of_bytes(run: bytearray) -> str:
-    """Every byte that belongs to no character is one replacement, where Python has one for all that begin a character together."""
+    """Decodes UTF-8 with one U+FFFD per invalid byte; Python emits one per invalid sequence."""
     return run.decode(errors="surrogateescape").translate(_LONE_BYTES)
