@@ -121,6 +121,12 @@ def build_panels(
     ]
 
 
+def loss_panel(train: Curve, valid: Curve) -> Panel:
+    """Returns the panel of one run's loss, over its steps."""
+    metric, curves = METRICS["loss"], (train, valid)
+    return Panel(metric.title, metric.unit, "step", curves, (*_x_limits(curves), *_y_limits(metric, curves)))
+
+
 def _objective_curves(
     runs: Sequence[RecordedRun], axes: Sequence[np.ndarray], make_curve: MakeCurve
 ) -> Iterator[tuple[Metric, list[Curve]]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 # Bits of a braille cell by dot row, for its left and right dot column.
 _BRAILLE = 0x2800
 _LEFT = (0x01, 0x02, 0x04, 0x40)
@@ -22,16 +20,6 @@ class BrailleCanvas:
         """Sets the dot at a dot column and a dot row, counted from the upper left."""
         self._bits[row // 4][column // 2] |= (_RIGHT if column % 2 else _LEFT)[row % 4]
         self._colors[row // 4, column // 2] = color
-
-    def column_line(self, rows: Iterable[int]) -> None:
-        """Draws a joined line with one dot row for each dot column, from the left."""
-        before = None
-        for column, row in enumerate(rows):
-            step = 1 if before is None or row >= before else -1
-            # From the neighbor's dot (not repeated) to this one, so that a jump is a vertical stroke.
-            for dot in range(before + step, row + step, step) if before not in (None, row) else (row,):
-                self.dot(column, dot)
-            before = row
 
     def line(self, start: tuple[int, int], end: tuple[int, int], color: int = 0) -> None:
         """Draws a straight line between two dots (column, row)."""

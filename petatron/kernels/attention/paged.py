@@ -265,15 +265,16 @@ def _rows_of_decodes(
         k, v = _gather_padded("keys", pages.key, batch), _gather_padded("values", pages.value, batch)
         return k, v, added_mask(batch, pages.key, visibility)
     window = visibility.last_tokens(batch.max_length)
-    return _view_only_sequence(pages.key, batch, window), _view_only_sequence(pages.value, batch, window), None
+    k, v = (rows_of_only_sequence(x, batch, window).transpose(0, 1).unsqueeze(0) for x in pages)
+    return k, v, None
 
 
-def _view_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
-    """Returns what the only sequence sees, [1, K, L, E], without a copy."""
+def rows_of_only_sequence(pages: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+    """Returns what the only sequence sees, whose pages follow each other, [L, ...], without a copy."""
     assert batch.first_page is not None and batch.num_decodes == 1
     count = batch.max_length if window is None else min(window, batch.max_length)
     begin = batch.first_page * pages.shape[1] + batch.max_length - count
-    return pages.flatten(0, 1).narrow(0, begin, count).transpose(0, 1).unsqueeze(0)
+    return pages.flatten(0, 1).narrow(0, begin, count)
 
 
 def _gather_padded(name: str, pages: Tensor, batch: PagedBatch) -> Tensor:

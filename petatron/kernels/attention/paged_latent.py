@@ -80,7 +80,7 @@ class LatentPages(NamedTuple):
     def keys_of_decodes(self, batch: paged.PagedBatch, window: int | None) -> Tensor:
         """Returns the absorbed keys of all sequences that decode, [N, L, C + R], padded to the longest."""
         if batch.first_page is not None:
-            return self._keys_of_only_sequence(batch, window)
+            return torch.cat([paged.rows_of_only_sequence(x, batch, window) for x in self], dim=-1).unsqueeze(0)
         read, name = paged.pages_to_read(batch, self.latent.shape[1]), f"latent {self.latent.shape[2]}"
         if name not in batch.computed:  # all layers share its memory
             width = self.latent.shape[2] + self.rope_key.shape[2]
@@ -89,14 +89,6 @@ class LatentPages(NamedTuple):
         keys[..., :latent_width].copy_(self.latent.index_select(0, read))
         keys[..., latent_width:].copy_(self.rope_key.index_select(0, read))
         return keys.view(batch.num_decodes, -1, keys.shape[-1])
-
-    def _keys_of_only_sequence(self, batch: paged.PagedBatch, window: int | None) -> Tensor:
-        """Returns what the only sequence, whose pages follow each other, sees."""
-        assert batch.first_page is not None and batch.num_decodes == 1
-        count = batch.max_length if window is None else min(window, batch.max_length)
-        begin = batch.first_page * self.latent.shape[1] + batch.max_length - count
-        parts = [pages.flatten(0, 1).narrow(0, begin, count) for pages in self]
-        return torch.cat(parts, dim=-1).unsqueeze(0)
 
 
 class PagedLatentKernels(Protocol):

@@ -25,11 +25,10 @@ from __future__ import annotations
 from typing import Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import ChunkedDeltaInputs, DeltaGrads, chunked_inputs, pass_states
-from petatron.kernels.ssm.chunks import ChunkOptions, from_chunks, reverse_cumsum
+from petatron.kernels.ssm.chunks import ChunkOptions, from_chunks, recurrence_grads, sums_after
 
 
 def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
@@ -57,16 +56,7 @@ def chunk_delta_rule_backward(
     grad_o_SBHP: Tensor, grad_final_state: Tensor | None, *delta_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> DeltaGrads:
     """Returns the gradients of the inputs in their dtypes; that of the initial state is None where there is none."""
-    initial_state = options.get("initial_state")
-    leaves = [tensor.detach().requires_grad_() for tensor in delta_inputs]
-    state_leaf = None if initial_state is None else initial_state.detach().requires_grad_()
-    with torch.enable_grad():
-        options["initial_state"] = state_leaf
-        o, state = chunk_delta_rule(*leaves, **options)
-    outputs, grads = ([o], [grad_o_SBHP]) if grad_final_state is None else ([o, state], [grad_o_SBHP, grad_final_state])
-    input_grads = torch.autograd.grad(outputs, leaves if state_leaf is None else [*leaves, state_leaf], grads)
-    q, k, v, g, beta = input_grads[:5]
-    return q, k, v, g, beta, None if initial_state is None else input_grads[5]
+    return recurrence_grads(chunk_delta_rule, (grad_o_SBHP, grad_final_state), delta_inputs, **options)  # pyright: ignore[reportReturnType]
 
 
 def _power_of_two_chunk(chunk_size: int, length: int) -> int:
@@ -76,7 +66,7 @@ def _power_of_two_chunk(chunk_size: int, length: int) -> int:
 
 def _decays(g: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns exp(s_i) and exp(s_Q - s_i) [b, c, g, r, q, n], the decays from a chunk's start to each token, and from it to the end."""
-    from_start, to_end = g.cumsum(dim=-2).exp(), _exclusive_reverse_cumsum(g).exp()
+    from_start, to_end = g.cumsum(dim=-2).exp(), sums_after(g, dim=-2).exp()
     if resets is not None:
         from_start = from_start.masked_fill((resets != 0)[..., None], 0.0)
         to_end = to_end.masked_fill((resets != resets[..., -1:])[..., None], 0.0)
@@ -105,15 +95,10 @@ def _decayed_products(rows: Tensor, columns: Tensor, g: Tensor) -> Tensor:
     while half < size:
         first, second = g.unflatten(-2, (-1, 2, half)).unbind(-3)
         second_rows = rows.unflatten(-3, (-1, 2, half)).select(-4, 1) * second.cumsum(dim=-2).exp().unsqueeze(-2)
-        first_columns = columns.unflatten(-2, (-1, 2, half)).select(-3, 0) * _exclusive_reverse_cumsum(first).exp()
+        first_columns = columns.unflatten(-2, (-1, 2, half)).select(-3, 0) * sums_after(first, dim=-2).exp()
         off_diagonal = (second_rows.flatten(-3, -2) @ first_columns.mT).unflatten(-2, (half, count)).transpose(-3, -2)
         within_first, within_second = products.unflatten(-4, (-1, 2)).unbind(-4)
         upper = torch.cat((within_first, torch.zeros_like(off_diagonal)), dim=-1)
         products = torch.cat((upper, torch.cat((off_diagonal, within_second), dim=-1)), dim=-2)
         half *= 2
     return products.squeeze(-4)
-
-
-def _exclusive_reverse_cumsum(g: Tensor) -> Tensor:
-    """Returns the sums [.., q, n] of g over the tokens after each."""
-    return reverse_cumsum(F.pad(g[..., 1:, :], (0, 0, 0, 1)), dim=-2)

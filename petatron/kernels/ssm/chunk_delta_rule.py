@@ -17,9 +17,8 @@ but the states is independent of the chunks before:
 and the sequential part is two GEMMs per chunk, for v_new and the next state. A decay exp(s_i - s_j) is zero if a document begins after j
 and up to i; all exponents are at most 0. A sequence is padded to whole chunks with g = beta = 0, which leaves a state as it is.
 
-Backward recomputes all of this from the inputs, so nothing else is saved. Gradients of states and of v_new go from the last chunk to the
-first; a gradient of the solution X = (I + L)^{-1} Y is that of Y, (I + L)^{-T} dX, and of L, -dY X^T. A gradient of exp(s_i - s_j) is
-one of every g from j + 1 to i; these are added up without taking differences, since decays may be so strong that nothing else is left.
+Backward recomputes all of this under autograd, so nothing but the inputs is saved. The logarithm of a decay is a sum of g, never a
+difference of two such sums: decays may be so strong that of a difference of their gradients nothing would be left.
 
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; inside, c chunks of q (or k) tokens, g key heads of
 r value heads each.
@@ -34,8 +33,8 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.ssm.chunks import ChunkOptions, decay_matrix, from_chunks, reverse_cumsum, to_chunks
-from petatron.kernels.ssm.delta_recurrence import l2_normalize, l2_normalize_backward, query_scale
+from petatron.kernels.ssm.chunks import ChunkOptions, from_chunks, recurrence_grads, sums_after, to_chunks
+from petatron.kernels.ssm.delta_recurrence import l2_normalize, query_scale
 
 DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of q, k, v, g, beta and the initial state."""
@@ -49,11 +48,11 @@ def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> 
     """
     v_SBHP, initial_state = delta_inputs[2], options.get("initial_state")
     inputs = chunked_inputs(delta_inputs, min(options["chunk_size"], v_SBHP.shape[0]), options.get("starts_SB"))
-    decays = _decays(inputs.g, inputs.resets)
-    wy = _wy_representation(inputs, decays)
-    states, v_new = pass_states(wy.U, wy.W, wy.k_to_end, decays.chunk[..., None, None], initial_state)
-    A = (inputs.q @ inputs.k.mT) * decays.intra_chunk
-    o = (inputs.q * decays.from_start[..., None]) @ states[:, :-1] + A @ v_new
+    intra_chunk, from_start, to_end = _decays(inputs.g, inputs.resets)
+    U, W = _wy_representation(inputs, intra_chunk, from_start)
+    states, v_new = pass_states(U, W, inputs.k * to_end, from_start[..., -1:, :], initial_state)
+    A = (inputs.q @ inputs.k.mT) * intra_chunk
+    o = (inputs.q * from_start) @ states[:, :-1] + A @ v_new
     return from_chunks(o, v_SBHP.shape[0]).to(v_SBHP.dtype), states[:, -1].flatten(1, 2)
 
 
@@ -61,34 +60,7 @@ def chunk_delta_rule_backward(
     grad_o_SBHP: Tensor, grad_final_state: Tensor | None, *delta_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> DeltaGrads:
     """Returns the gradients of the inputs in their dtypes; that of the initial state is None where there is none."""
-    q_SBGN, k_SBGN, v_SBHP, g_SBH, beta_SBH = delta_inputs
-    length, initial_state = v_SBHP.shape[0], options.get("initial_state")
-    inputs = chunked_inputs(delta_inputs, min(options["chunk_size"], length), options.get("starts_SB"))
-    decays = _decays(inputs.g, inputs.resets)
-    wy = _wy_representation(inputs, decays)
-    states, v_new = pass_states(wy.U, wy.W, wy.k_to_end, decays.chunk[..., None, None], initial_state)
-    states_before = states[:, :-1]
-    grad_o = to_chunks(grad_o_SBHP.to(inputs.v.dtype), inputs.chunk_size).unflatten(2, inputs.v.shape[2:4])
-    A = (inputs.q @ inputs.k.mT) * decays.intra_chunk
-    q_from_start = inputs.q * decays.from_start[..., None]
-    grad_states, grad_v_new = _pass_state_grads(
-        wy, decays.chunk, (q_from_start, A.mT @ grad_o, grad_o), grad_final_state
-    )
-    grad_states_after = grad_states[:, 1:]
-    grads = _operand_grads(grad_o, wy, (states_before, v_new), (grad_states_after, grad_v_new))
-    grad_chunk_decay = (states_before * grad_states_after).sum(dim=(-2, -1))
-    grad_g = _decay_grads(grads, A, inputs, decays, wy, grad_chunk_decay)
-    grad_q, grad_k = _query_key_grads(grads, inputs, decays)
-    return (
-        l2_normalize_backward(
-            from_chunks(grad_q[:, :, :, None], length), q_SBGN, scale=query_scale(q_SBGN.shape[-1])
-        ).to(q_SBGN.dtype),
-        l2_normalize_backward(from_chunks(grad_k[:, :, :, None], length), k_SBGN).to(k_SBGN.dtype),
-        from_chunks(grads.U_rhs * inputs.beta[..., None], length).to(v_SBHP.dtype),
-        from_chunks(grad_g[..., None], length).squeeze(-1).to(g_SBH.dtype),
-        from_chunks(_beta_grads(grads, inputs, decays, wy)[..., None], length).squeeze(-1).to(beta_SBH.dtype),
-        None if initial_state is None else grad_states[:, 0].flatten(1, 2).to(initial_state.dtype),
-    )
+    return recurrence_grads(chunk_delta_rule, (grad_o_SBHP, grad_final_state), delta_inputs, **options)  # pyright: ignore[reportReturnType]
 
 
 class ChunkedDeltaInputs(NamedTuple):
@@ -101,32 +73,6 @@ class ChunkedDeltaInputs(NamedTuple):
     beta: Tensor  # [b, c, g, r, q]
     resets: Tensor | None  # [b, c, 1, 1, q]
     chunk_size: int
-
-
-class _Decays(NamedTuple):
-    """The decays of a chunk: exp of differences of s, the cumulative sum of g.
-
-    intra_chunk: exp(s_i - s_j) for j <= i. from_start: exp(s_i), from the start of the chunk to each token. to_end: exp(s_Q - s_j), from
-    each token to the end of the chunk. chunk: exp(s_Q).
-    """
-
-    intra_chunk: Tensor  # [b, c, g, r, q, k]
-    from_start: Tensor  # [b, c, g, r, q]
-    to_end: Tensor  # [b, c, g, r, q]
-    chunk: Tensor  # [b, c, g, r]
-
-
-class _WYRepresentation(NamedTuple):
-    """kk: k k^T. I_plus_L: the unit lower triangular matrix. U, W: (I + L)^{-1} beta v and (I + L)^{-1} beta exp(s) k.
-
-    k_to_end: exp(s_Q - s) k, the keys decayed to the end of the chunk.
-    """
-
-    kk: Tensor  # [b, c, g, 1, q, k]
-    I_plus_L: Tensor  # [b, c, g, r, q, k]
-    U: Tensor  # [b, c, g, r, q, p]
-    W: Tensor  # [b, c, g, r, q, n]
-    k_to_end: Tensor  # [b, c, g, r, q, n]
 
 
 def chunked_inputs(inputs: Sequence[Tensor], chunk_size: int, starts: Tensor | None) -> ChunkedDeltaInputs:
@@ -151,25 +97,28 @@ def chunked_inputs(inputs: Sequence[Tensor], chunk_size: int, starts: Tensor | N
     )
 
 
-def _decays(g: Tensor, resets: Tensor | None) -> _Decays:
-    g_cumsum = g.cumsum(dim=-1)
-    from_start, to_end = g_cumsum.exp(), (g_cumsum[..., -1:] - g_cumsum).exp()
+def _decays(g: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns exp(s_i - s_j) for j <= i, else 0 [b, c, g, r, q, k], and [b, c, g, r, q, 1] exp(s_i), from the start of the chunk to each
+    token, and exp(s_Q - s_j), from each token to its end."""
+    size = g.shape[-1]
+    hidden = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
+    sums = g[..., None].expand(*g.shape, size).tril(-1).cumsum(dim=-2)
+    from_start, to_end = g.cumsum(dim=-1).exp(), sums_after(g, dim=-1).exp()
     if resets is not None:
+        hidden = hidden | (resets[..., :, None] != resets[..., None, :])
         from_start = from_start.masked_fill(resets != 0, 0.0)
         to_end = to_end.masked_fill(resets != resets[..., -1:], 0.0)
-    return _Decays(decay_matrix(g_cumsum, resets), from_start, to_end, from_start[..., -1])
+    return sums.masked_fill(hidden, -torch.inf).exp(), from_start[..., None], to_end[..., None]
 
 
-def _wy_representation(inputs: ChunkedDeltaInputs, decays: _Decays) -> _WYRepresentation:
-    """Solves (I + L) (U | W) = (beta v | beta exp(s) k)."""
+def _wy_representation(inputs: ChunkedDeltaInputs, intra_chunk: Tensor, from_start: Tensor) -> Sequence[Tensor]:
+    """Returns U and W, which solve (I + L) (U | W) = (beta v | beta exp(s) k)."""
     kk, beta = inputs.k @ inputs.k.mT, inputs.beta[..., None]
     identity = torch.eye(inputs.chunk_size, dtype=kk.dtype, device=kk.device)
-    I_plus_L = (beta * kk * decays.intra_chunk).tril(-1) + identity
-    W_rhs = inputs.k * (beta * decays.from_start[..., None])
-    rhs = torch.cat((beta * inputs.v, W_rhs), dim=-1)
+    I_plus_L = (beta * kk * intra_chunk).tril(-1) + identity
+    rhs = torch.cat((beta * inputs.v, inputs.k * (beta * from_start)), dim=-1)
     solution = torch.linalg.solve_triangular(I_plus_L, rhs, upper=False, unitriangular=True)
-    U, W = solution.split((inputs.v.shape[-1], W_rhs.shape[-1]), dim=-1)
-    return _WYRepresentation(kk, I_plus_L, U, W, inputs.k * decays.to_end[..., None])
+    return solution.split((inputs.v.shape[-1], inputs.k.shape[-1]), dim=-1)
 
 
 def pass_states(
@@ -189,96 +138,3 @@ def pass_states(
         state = decay * state + k_c.mT @ v_new[-1]
         states.append(state)
     return torch.stack(states, dim=1), torch.stack(v_new, dim=1)
-
-
-def _pass_state_grads(
-    wy: _WYRepresentation,
-    chunk_decays: Tensor,
-    by_outputs: tuple[Tensor, Tensor, Tensor],
-    grad_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The inter-chunk recurrence in reverse: d_v_new = A^T do + k_to_end dS', dS = chunk_decay dS' + q_from_start^T do - W^T d_v_new.
-
-    Returns the gradients of the states before each chunk and after the last, and of v_new.
-
-    by_outputs: q_from_start, exp(s) q; A^T do, the gradient of v_new by the outputs of its own chunk; do.
-    """
-    q_from_start, intra_chunk_grad_v_new, grad_o = by_outputs
-    shape = (*grad_o.shape[:1], *grad_o.shape[2:4], wy.W.shape[-1], grad_o.shape[-1])
-    grad = grad_o.new_zeros(shape) if grad_final_state is None else grad_final_state.to(grad_o.dtype).reshape(shape)
-    grad_states, grad_v_new = [grad], []
-    operands = (wy.W, wy.k_to_end, chunk_decays, q_from_start, intra_chunk_grad_v_new, grad_o)
-    by_chunk = zip(*(part.unbind(1)[::-1] for part in operands), strict=True)
-    for W_c, k_c, decay, q_c, intra_chunk_c, grad_o_c in by_chunk:
-        grad_v_new.append(intra_chunk_c + k_c @ grad)
-        grad = decay[..., None, None] * grad + q_c.mT @ grad_o_c - W_c.mT @ grad_v_new[-1]
-        grad_states.append(grad)
-    return torch.stack(grad_states[::-1], dim=1), torch.stack(grad_v_new[::-1], dim=1)
-
-
-class _OperandGrads(NamedTuple):
-    """The gradients of the operands of a chunk's GEMMs and of its triangular system.
-
-    A: do v_new^T. q_from_start: do S^T. k_to_end: v_new dS'^T. L: of the system. U_rhs, W_rhs: of its right-hand sides.
-    """
-
-    A: Tensor  # [b, c, g, r, q, k]
-    q_from_start: Tensor  # [b, c, g, r, q, n]
-    k_to_end: Tensor  # [b, c, g, r, q, n]
-    L: Tensor  # [b, c, g, r, q, k]
-    U_rhs: Tensor  # [b, c, g, r, q, p]; of beta v
-    W_rhs: Tensor  # [b, c, g, r, q, n]; of beta exp(s) k
-
-
-def _operand_grads(
-    grad_o: Tensor, wy: _WYRepresentation, recurrence: tuple[Tensor, Tensor], recurrence_grads: tuple[Tensor, Tensor]
-) -> _OperandGrads:
-    """recurrence: the states before the chunks, and v_new. recurrence_grads: of the states after the chunks, and of v_new."""
-    (states_before, v_new), (grad_states_after, grad_v_new) = recurrence, recurrence_grads
-    grad_UW = torch.cat((grad_v_new, -grad_v_new @ states_before.mT), dim=-1)
-    grad_rhs = torch.linalg.solve_triangular(wy.I_plus_L.mT, grad_UW, upper=True, unitriangular=True)
-    UW = torch.cat((wy.U, wy.W), dim=-1)
-    U_rhs, W_rhs = grad_rhs.split((wy.U.shape[-1], wy.W.shape[-1]), dim=-1)
-    return _OperandGrads(
-        A=grad_o @ v_new.mT,
-        q_from_start=grad_o @ states_before.mT,
-        k_to_end=v_new @ grad_states_after.mT,
-        L=-(grad_rhs @ UW.mT).tril(-1),
-        U_rhs=U_rhs,
-        W_rhs=W_rhs,
-    )
-
-
-def _decay_grads(
-    grads: _OperandGrads,
-    A: Tensor,
-    inputs: ChunkedDeltaInputs,
-    decays: _Decays,
-    wy: _WYRepresentation,
-    grad_chunk_decay: Tensor,
-) -> Tensor:
-    """Returns the gradient of g: that of exp(x) is the gradient of the product it is in, times that product."""
-    # exp(s_i - s_j): of every g after j and up to i.
-    intra_chunk = (grads.A * A + grads.L * wy.I_plus_L).tril(-1)
-    by_intra_chunk = reverse_cumsum(intra_chunk, dim=-2).tril(-1).sum(dim=-1)
-    # exp(s_i): of every g up to i. exp(s_Q - s_j): of every g after j.
-    from_start = (grads.q_from_start * inputs.q + grads.W_rhs * inputs.k * inputs.beta[..., None]).sum(dim=-1)
-    by_to_end = torch.nn.functional.pad((grads.k_to_end * wy.k_to_end).sum(dim=-1)[..., :-1], (1, 0)).cumsum(dim=-1)
-    by_chunk = (grad_chunk_decay * decays.chunk)[..., None]
-    return by_intra_chunk + reverse_cumsum(from_start * decays.from_start, dim=-1) + by_to_end + by_chunk
-
-
-def _query_key_grads(grads: _OperandGrads, inputs: ChunkedDeltaInputs, decays: _Decays) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of normalized queries and keys [b, c, g, q, n], added up over the value heads that share them."""
-    from_start, beta = decays.from_start[..., None], inputs.beta[..., None]
-    grad_qk, grad_kk = grads.A * decays.intra_chunk, grads.L * beta * decays.intra_chunk
-    grad_q = grad_qk @ inputs.k + grads.q_from_start * from_start
-    grad_k = grad_qk.mT @ inputs.q + (grad_kk + grad_kk.mT) @ inputs.k
-    grad_k = grad_k + grads.k_to_end * decays.to_end[..., None] + grads.W_rhs * (beta * from_start)
-    return grad_q.sum(dim=3), grad_k.sum(dim=3)
-
-
-def _beta_grads(grads: _OperandGrads, inputs: ChunkedDeltaInputs, decays: _Decays, wy: _WYRepresentation) -> Tensor:
-    """Returns the gradient of beta, by which the right-hand sides and L are multiplied."""
-    by_rhs = (grads.U_rhs * inputs.v).sum(dim=-1) + (grads.W_rhs * inputs.k).sum(dim=-1) * decays.from_start
-    return by_rhs + (grads.L * decays.intra_chunk * wy.kk).sum(dim=-1)

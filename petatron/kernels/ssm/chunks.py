@@ -1,11 +1,13 @@
-"""What recurrences in chunks share: their options, sequences cut into chunks and joined again, decays inside a chunk, sums from the end.
+"""What recurrences in chunks share: their options and gradients, sequences cut into chunks and joined again, decays inside a chunk, sums
+from the end.
 
 S sequence, B batch, H heads, P head dim; inside, c chunks of q tokens, g groups of r heads each.
 """
 
 from __future__ import annotations
 
-from typing import Required, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +23,27 @@ class ChunkOptions(TypedDict, total=False):
     chunk_size: Required[int]
     starts_SB: Tensor | None
     initial_state: Tensor | None
+
+
+def recurrence_grads(
+    recurrence: Callable[..., tuple[Tensor, Tensor]],
+    output_grads: tuple[Tensor, Tensor | None],
+    inputs: Sequence[Tensor],
+    **options: Unpack[ChunkOptions],
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of the inputs in their dtypes, and of the initial state, None where there is none.
+
+    Runs the recurrence again under autograd, so that nothing but the inputs is saved for backward.
+    """
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    initial_state = options.get("initial_state")
+    state_leaves = [] if initial_state is None else [initial_state.detach().requires_grad_()]
+    with torch.enable_grad():
+        outputs = recurrence(*leaves, **{**options, "initial_state": next(iter(state_leaves), None)})
+    given = [(output, grad) for output, grad in zip(outputs, output_grads, strict=True) if grad is not None]
+    used, grads_of_used = zip(*given, strict=True)
+    grads = torch.autograd.grad(used, [*leaves, *state_leaves], grads_of_used)
+    return grads if state_leaves else (*grads, None)
 
 
 def to_chunks(x_SBHP: Tensor, chunk_size: int) -> Tensor:
@@ -48,3 +71,10 @@ def decay_matrix(cumsum: Tensor, resets: Tensor | None = None) -> Tensor:
 def reverse_cumsum(x: Tensor, *, dim: int = -1) -> Tensor:
     """Returns the sums of x_i and all after it along a dimension."""
     return x.flip(dim).cumsum(dim=dim).flip(dim)
+
+
+def sums_after(x: Tensor, *, dim: int) -> Tensor:
+    """Returns the sums of all after x_i along a dimension, without a difference."""
+    after = x.roll(-1, dim)
+    after.select(dim, -1).zero_()
+    return reverse_cumsum(after, dim=dim)

@@ -34,14 +34,6 @@ def l2_normalize(x: Tensor, *, scale: float = 1.0) -> Tensor:
     return wide * (torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS) * scale)
 
 
-def l2_normalize_backward(grad: Tensor, x: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Returns the gradient of x, in at least float32: with y = x / |x|, that is scale (grad - y (y . grad)) / |x|."""
-    wide = to_compute_dtype(x)
-    inverse_norm = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + L2_EPS)
-    y = wide * inverse_norm
-    return (grad - y * (y * grad).sum(dim=-1, keepdim=True)) * (inverse_norm * scale)
-
-
 def query_scale(key_dim: int) -> float:
     """Returns 1 / sqrt(N), by which normalized queries are multiplied."""
     return 1.0 / math.sqrt(key_dim)

@@ -3,9 +3,9 @@
 The live view is shown only when both stdout and stderr are terminals. With `petatron train | tee log` or a scheduler's
 log file, output is plain lines.
 
-The curve is drawn with braille characters, a cell being 2 x 4 dots, so that 80 columns show 160 points of the
+The curve is drawn as `petatron plot` draws it, with braille characters of 2 x 4 dots, so that 80 columns show 160 points of the
 history. Each dot column shows the mean of the log points that fall into it (or a straight line between neighbors
-where there are fewer), and is joined to the one before, which keeps steep parts connected.
+where there are fewer).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy as np
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import escaped_stream, printable, printable_lines, raw_stream
-from petatron.history.draw.braille import BrailleCanvas
+from petatron.history.curves import Curve, loss_panel
+from petatron.history.draw.terminal import panel_lines
 from petatron.train.report.earlier_loss_curves import RunHistory
 from petatron.train.report.log_records import LogRecord, MetricRecord, MetricWriter, format_duration, format_percent
 from petatron.train.report.record_text import format_record, is_for_consoles
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Point = tuple[float, float]
 
 _MAX_POINTS = 4096
-_LABEL_WIDTH = 8
+_MIN_PLOT_WIDTH = 18
 _MAX_MESSAGE_LINES = 3
 _PANEL_FRAME = 4
 _NO_HISTORY = RunHistory()
@@ -167,7 +168,7 @@ class LiveWriter:
             curve = [LossPlot(self._train, self._valid, height=8)] if self._train else []
             return Panel(Group(waiting, *curve, *self._message_lines(width)), title="petatron")
         messages, table = self._message_lines(width), _metric_table(last, self._valid, width)
-        height = max(4, min(12, self._console.height - 8 - table.row_count - len(messages)))
+        height = max(4, min(12, self._console.height - 9 - table.row_count - len(messages)))
         plot = LossPlot(self._train, self._valid, height=height)
         title = f"petatron · iteration {last.iteration:,} of {last.train_iters:,}"
         return Panel(Group(_progress_bar(last), table, Text(), plot, *messages), title=title)
@@ -287,69 +288,25 @@ class LossPlot:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        width = max(8, options.max_width - _LABEL_WIDTH - 2)
         if not self._train:
             return
+        width = max(_MIN_PLOT_WIDTH, options.max_width)
         means = column_means(self._train, count=2 * width)
-        low, high = y_range(means, [loss for _, loss in self._valid])
-        rows = braille_curve(means, width=width, height=self._height, low=low, high=high)
-        marks = _marker_cells(self._valid, self._train, width=width, height=self._height, low=low, high=high)
-        for index, row in enumerate(rows):
-            value = high - (high - low) * index / max(1, self._height - 1)
-            label = f"{value:.3f}" if index in (0, self._height // 2, self._height - 1) else ""
-            line = Text(f"{label:>{_LABEL_WIDTH}} {'┤' if label else '│'}", style="dim", no_wrap=True)
-            for column, cell in enumerate(row):
-                marked = (column, index) in marks
-                line.append("◆" if marked else cell, style="bold yellow" if marked else "cyan")
-            yield line
-        first, last = f"{self._train[0][0]:.0f}", f"{self._train[-1][0]:.0f}"
-        yield Text(f"{'':>{_LABEL_WIDTH}} └{'─' * width}", style="dim", no_wrap=True)
-        gap = max(1, width - len(first) - len(last))
-        yield Text(f"{'':>{_LABEL_WIDTH}}  {first}{'':{gap}}{last}", style="dim", no_wrap=True)
+        steps = np.linspace(self._train[0][0], self._train[-1][0], means.size)
+        marked = [point for point in self._valid if math.isfinite(point[1])]
+        x, y = np.array(marked, dtype=np.float64).reshape(-1, 2).T
+        panel = loss_panel(Curve("", 0, steps, means), Curve("", 1, x, y, is_marks=True))
+        for line in panel_lines([panel], [""], width=width, height=self._height, colored=True):
+            yield Text.assemble(*line, no_wrap=True)
 
 
 def column_means(points: Sequence[Point], *, count: int) -> np.ndarray:
     """Mean y of the points (sorted by x) in each of `count` columns; a straight line over columns without any."""
     x, y = np.asarray(points, dtype=np.float64).T
-    column = _column_indices(x, first=x[0], last=x[-1], count=count)
+    column = np.rint((x - x[0]) / max(x[-1] - x[0], 1e-12) * (count - 1)).astype(np.int64)
     sums, counts = np.bincount(column, weights=y), np.bincount(column)
     filled = np.flatnonzero(counts)
     return np.interp(np.arange(filled[-1] + 1), filled, sums[filled] / counts[filled])
-
-
-def y_range(means: np.ndarray, others: Sequence[float] = ()) -> Point:
-    """Returns the lowest and highest value to show; of a long curve the first fall is cut off, or the remainder would look flat."""
-    values = [*means[means.size // 50 :].tolist(), *(value for value in others if math.isfinite(value))]
-    low, high = min(values), max(values)
-    margin = 0.5 * max(1e-3, 0.01 * abs(high)) if high - low < 1e-9 else 0.0
-    return low - margin, high + margin
-
-
-def braille_curve(means: np.ndarray, *, width: int, height: int, low: float, high: float) -> list[str]:
-    """Draw a joined line, one value per dot column, in `height` rows of `width` braille characters."""
-    dots = 4 * height
-    level = np.clip(np.rint((high - means) / (high - low) * (dots - 1)), 0, dots - 1).astype(int).tolist()
-    canvas = BrailleCanvas(width, height)
-    canvas.column_line(level)
-    return canvas.rows()
-
-
-def _column_indices(x: np.ndarray, *, first: float, last: float, count: int) -> np.ndarray:
-    span = max(last - first, 1e-12)
-    return np.clip(np.rint((x - first) / span * (count - 1)), 0, count - 1).astype(np.int64)
-
-
-def _marker_cells(
-    points: Sequence[Point], train: Sequence[Point], *, width: int, height: int, low: float, high: float
-) -> set[tuple[int, int]]:
-    """Character cells (column, row) of single points on the same axes."""
-    shown = [(x, y) for x, y in points if math.isfinite(y) and train[0][0] <= x <= train[-1][0]]
-    if not shown:
-        return set()
-    x, y = np.asarray(shown, dtype=np.float64).T
-    columns = _column_indices(x, first=train[0][0], last=train[-1][0], count=2 * width) // 2
-    rows = np.clip(np.rint((high - y) / (high - low) * (4 * height - 1)), 0, 4 * height - 1).astype(int) // 4
-    return set(zip(columns.tolist(), rows.tolist(), strict=True))
 
 
 def downsample(points: list[Point], limit: int) -> list[Point]:

@@ -24,11 +24,11 @@ from torch import Tensor
 from petatron.kernels.triton.ssm.scan_tiles import (
     ChunkDecays,
     decay_matrix,
-    document_before,
     document_of,
     load_rows,
     num_head_parts,
     scan_constants,
+    state_masks,
     state_offsets,
 )
 
@@ -153,9 +153,7 @@ def _C_grads(
     length, num_chunks, heads, heads_per_part, head_dim, state_dim = sizes
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     C_tile = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM).to(tl.float32)
-    reads_state = token >= 0
-    if documents is not None:
-        reads_state = document_of(documents, token, b, length) == document_before(documents, chunk, b, length, CHUNK)
+    reads_state, _, _ = state_masks(documents, token, chunk, b, length, CHUNK)
     state_tile_offsets, state_mask = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
     _, grad_C, group_grad_strides = group_grads
     dC_offsets, dC_mask = _group_grad_offsets(
@@ -216,12 +214,8 @@ def _x_dt_B_grads(
     C_tile = load_rows(C, strides[3], token, b, group, state_dim, length, STATE_DIM)
     B_tile = load_rows(B, strides[2], token, b, group, state_dim, length, STATE_DIM)
     CB_transposed = tl.dot(B_tile, tl.trans(C_tile), input_precision=PRECISION)  # [j, i]
-    document, writes_state, passes_state = token, token >= 0, True
-    if documents is not None:
-        document = document_of(documents, token, b, length)
-        last_document = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-        writes_state = document == last_document
-        passes_state = document_before(documents, chunk, b, length, CHUNK) == last_document
+    document = token if documents is None else document_of(documents, token, b, length)
+    _, writes_state, passes_state = state_masks(documents, token, chunk, b, length, CHUNK)
     state_tile_offsets, state_mask = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
     column = tl.arange(0, HEAD_DIM)[None, :]
     x_mask = (token < length)[:, None] & (column < head_dim)

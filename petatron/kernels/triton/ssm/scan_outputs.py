@@ -16,11 +16,11 @@ from torch import Tensor
 from petatron.kernels.triton.ssm.scan_tiles import (
     ChunkDecays,
     decay_matrix,
-    document_before,
     document_of,
     load_rows,
     num_head_parts,
     scan_constants,
+    state_masks,
     state_offsets,
 )
 
@@ -75,10 +75,8 @@ def _chunk_outputs(
     C_tile = load_rows(C, C_strides, token, b, group, state_dim, length, STATE_DIM)
     B_tile = load_rows(B, B_strides, token, b, group, state_dim, length, STATE_DIM)
     CB = tl.dot(C_tile, tl.trans(B_tile), input_precision=PRECISION)
-    document, reads_state = token, token >= 0
-    if documents is not None:
-        document = document_of(documents, token, b, length)
-        reads_state = document == document_before(documents, chunk, b, length, CHUNK)
+    document = token if documents is None else document_of(documents, token, b, length)
+    reads_state, _, _ = state_masks(documents, token, chunk, b, length, CHUNK)
     offsets, state_mask = state_offsets(head_dim, state_dim, HEAD_DIM, STATE_DIM)
     column = tl.arange(0, HEAD_DIM)[None, :]
     y_mask = (token < length)[:, None] & (column < head_dim)

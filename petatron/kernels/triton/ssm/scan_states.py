@@ -19,10 +19,9 @@ from torch import Tensor
 
 from petatron.kernels.triton.ssm.scan_tiles import (
     ChunkDecays,
-    document_before,
-    document_of,
     dot_precision,
     load_rows,
+    state_masks,
     state_offsets,
 )
 
@@ -112,9 +111,7 @@ def _state_decays(dA_cs, dA_cs_last, documents, token, chunk, b, length, CHUNK: 
     """Returns to_end = exp(s_Q - s_j), REVERSE: from_start = exp(s_i), of each token; and chunk_decay = exp(s_Q)."""
     decay, chunk_decay = tl.exp(dA_cs if REVERSE else dA_cs_last - dA_cs), tl.exp(dA_cs_last)
     if documents is not None:
-        document = document_of(documents, token, b, length)
-        state_document = document_before(documents, chunk, b, length, CHUNK)
-        last_document = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-        decay = tl.where(document == (state_document if REVERSE else last_document), decay, 0.0)
-        chunk_decay = tl.where(state_document == last_document, chunk_decay, 0.0)
+        reads_state, writes_state, passes_state = state_masks(documents, token, chunk, b, length, CHUNK)
+        decay = tl.where(reads_state if REVERSE else writes_state, decay, 0.0)
+        chunk_decay = tl.where(passes_state, chunk_decay, 0.0)
     return decay, chunk_decay

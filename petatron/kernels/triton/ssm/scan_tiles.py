@@ -152,6 +152,19 @@ def document_of(documents, token, b, length):
 
 
 @triton.jit
+def state_masks(documents, token, chunk, b, length, CHUNK: tl.constexpr):
+    """Returns which tokens read the state before a chunk, which write to the state after it, and whether the first passes to that."""
+    reads_state, writes_state, passes_state = token >= 0, token >= 0, True
+    if documents is not None:
+        document = document_of(documents, token, b, length)
+        state_document = document_before(documents, chunk, b, length, CHUNK)
+        last_document = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
+        reads_state, writes_state = document == state_document, document == last_document
+        passes_state = state_document == last_document
+    return reads_state, writes_state, passes_state
+
+
+@triton.jit
 def causal_pairs(documents, token, b, length, CHUNK: tl.constexpr):
     """Returns which pairs of a chunk's tokens [i, j] have j <= i, of one document."""
     causal = tl.arange(0, CHUNK)[None, :] <= tl.arange(0, CHUNK)[:, None]

@@ -27,10 +27,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from petatron.kernels.triton.ssm.scan_tiles import (
     ChunkDecays,
-    document_before,
     document_of,
     dot_precision,
     load_rows,
+    state_masks,
 )
 
 MAX_HEAD_DIM, MAX_STATE_DIM = 64, 128
@@ -255,16 +255,3 @@ def _sequential_scan(
         B_tile = B_or_C.load([b, group, first_token, 0]).reshape(CHUNK, STATE_DIM)
         state = tl.dot(tl.trans(B_tile), decayed_x, acc=state * chunk_decay, input_precision=PRECISION)
     final_state.store([b, head, 0, 0], state.reshape(1, 1, STATE_DIM, HEAD_DIM))
-
-
-@triton.jit
-def state_masks(documents, token, chunk, b, length, CHUNK: tl.constexpr):
-    """Returns which tokens read the state before a chunk, which write to the state after it, and whether the first passes to that."""
-    reads_state, writes_state, passes_state = token >= 0, token >= 0, True
-    if documents is not None:
-        document = document_of(documents, token, b, length)
-        state_document = document_before(documents, chunk, b, length, CHUNK)
-        last_document = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-        reads_state, writes_state = document == state_document, document == last_document
-        passes_state = state_document == last_document
-    return reads_state, writes_state, passes_state

@@ -25,13 +25,12 @@ from torch import Tensor
 from petatron.kernels.triton.ssm.scan_tiles import (
     ChunkDecays,
     causal_pairs,
-    document_before,
-    document_of,
     dot_precision,
     load_rows,
     num_head_parts,
+    state_masks,
 )
-from petatron.kernels.triton.ssm.sequential_scan import row_descriptor, state_descriptor, state_masks
+from petatron.kernels.triton.ssm.sequential_scan import row_descriptor, state_descriptor
 
 _PROGRAMS = 512
 """So many programs, if there are enough heads: some for every multiprocessor."""
@@ -297,10 +296,7 @@ def _dt_A_grads(
     row_base = (b * heads + head).to(tl.int64) * num_chunks * CHUNK
     num_rows = tl.cast(batch, tl.int64) * heads * num_chunks * CHUNK
     offsets = row_base[:, None] + token[None, :]
-    passes_state = True
-    if documents is not None:
-        last_document = document_of(documents, chunk * CHUNK + CHUNK - 1, b, length)
-        passes_state = document_before(documents, chunk, b, length, CHUNK) == last_document
+    _, _, passes_state = state_masks(documents, token, chunk, b, length, CHUNK)
     chunk_offsets = (chunk * batch + b) * heads + head
     inner_product = tl.zeros((HEADS,), dtype=tl.float32)
     inter_chunk_g_x = tl.zeros((HEADS, CHUNK), dtype=tl.float32)
