@@ -11,6 +11,7 @@ from petatron.base.errors import Problem
 from petatron.config.flags.megatron_flags import LATENT_ORIGINAL_CONTEXT, NO_GELU_FUSION
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import FieldValue, fields_by_name
+from petatron.config.schema.sections.sparse_attention import SPARSE_ATTENTION
 from petatron.config.value_origins import Setting
 
 _UNREAD_BY_LATENT = (
@@ -38,6 +39,9 @@ def apply_megatron_meanings(parsed: ParsedFlags) -> None:
     latent, positions = given.get("multi_latent_attention"), given.get("position_embedding_type")
     if parsed.preset is None and parsed.from_folder is None and not parsed.files:
         _ungroup_heads(parsed, given)
+    variant, dropout = given.get("experimental_attention_variant"), given.get("attention_dropout")
+    if variant is not None and variant.value == SPARSE_ATTENTION and dropout is not None and dropout.value:
+        _drop(parsed, dropout, "sparse attention drops no weights, as in Megatron")
     if latent is not None and latent.value:
         _drop_flags(parsed, _UNREAD_BY_LATENT, "latent attention does not read it, as in Megatron")
         _rotate_latent_heads(parsed, latent, given)
@@ -51,11 +55,13 @@ def dependent_defaults(values: Mapping[str, FieldValue], *, exact_gelu: bool) ->
     """Yields the defaults of Megatron's that depend on other settings, by path, for those that nobody set.
 
     Its fused kernel of bias and gelu is the approximation with tanh, so that this is what a model with biases has by default. The
-    factor of YaRN scaling is 1 and its context 4,096, those of Llama-3 scaling 8 and 8,192.
+    factor of YaRN scaling is 1 and its context 4,096, those of Llama-3 scaling 8 and 8,192. Its sparse attention has no dropout.
     """
     paths = {name: info.path for name, info in fields_by_name().items()}
     if values[paths["add_bias_linear"]] and not exact_gelu:
         yield paths["activation"], "gelu_tanh"
+    if values[paths["experimental_attention_variant"]] == SPARSE_ATTENTION:
+        yield paths["attention_dropout"], 0.0
     if values[paths["position_embedding_type"]] == "yarn":
         yield paths["rope_scaling_factor"], 1.0
         yield paths["original_max_position_embeddings"], LATENT_ORIGINAL_CONTEXT
