@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from petatron.base.errors import Problem
-from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING, own_value
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG, NO_POSITION_EMBEDDING, own_value
 from petatron.config.flags.parse import ParsedFlags, known_flags, parse_flags
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
@@ -74,7 +74,8 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
             empty += [value for value in values if value not in answer.values]
         answers.append(answer)
     accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "implied")]
-    together = parse_flags([text.text for answer in accepted for text in (answer.flag, *answer.values)])
+    words = [text.text for answer in accepted for text in (answer.flag, *answer.values)]
+    together = parse_flags([MEGATRON_DEFAULTS_FLAG, *words])
     last = {setting.path: setting for setting in together.settings}
     makers = {path: _maker(setting, accepted) for path, setting in last.items()}
     unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
