@@ -74,8 +74,8 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
             empty += [value for value in values if value not in answer.values]
         answers.append(answer)
     accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "implied")]
-    words = [text.text for answer in accepted for text in (answer.flag, *answer.values)]
-    together = parse_flags([MEGATRON_DEFAULTS_FLAG, *words])
+    argv = [text.text for answer in accepted for text in (answer.flag, *answer.values)]
+    together = parse_flags([MEGATRON_DEFAULTS_FLAG, *argv])
     last = {setting.path: setting for setting in together.settings}
     makers = {path: _maker(setting, accepted) for path, setting in last.items()}
     unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
