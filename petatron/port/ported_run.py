@@ -10,9 +10,10 @@ from petatron.base.errors import PetatronError, Problem
 from petatron.base.format_text import count_with_noun
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, MEGATRON_DEFAULTS_FLAG
 from petatron.config.flags.megatron_meanings import dependent_defaults
-from petatron.config.flags.parse import parse_flags
+from petatron.config.flags.parse import SPLIT_DATA_FLAG, parse_flags
 from petatron.config.load import RawLoadedConfig
 from petatron.config.schema.fields import FieldValue, fields_by_name, fields_by_path, flag_name
+from petatron.config.split_data_file import UNREADABLE
 from petatron.config.value_origins import Setting
 from petatron.port.flag_answers import AnsweredFlags, FlagAnswer, answer_flags, spelled, unquoted
 from petatron.port.launch_command import TrainingLaunch, implied_flags, script_problem
@@ -66,9 +67,22 @@ class PortedRun:
         return self.script.title
 
     @property
+    def typed_flags(self) -> list[str]:
+        """The flags that start the run beside its file."""
+        return [
+            text.text for answer in self.flags.of_kind("typed") for text in (answer.flag, *answer.values) if text.text
+        ]
+
+    @property
     def summary(self) -> str:
         """The number of flags of each kind."""
-        names = {"kept": "kept", "translated": "translated", "implied": "dropped as implied", "left out": "left out"}
+        names = {
+            "kept": "kept",
+            "translated": "translated",
+            "typed": "to type",
+            "implied": "dropped as implied",
+            "left out": "left out",
+        }
         counts = [f"{len(self.flags.of_kind(kind))} {name}" for kind, name in names.items()]  # type: ignore[arg-type]
         counts += [
             f"{len(self.flags.of_kind('missing'))} without a value",
@@ -88,6 +102,10 @@ class PortedRun:
             ("Variables without a value", [str(variable) for variable in self.missing]),
             ("Problems of the settings together", [str(problem) for problem in self.problems]),
             ("Translated", translated),
+            (
+                "To type after `petatron train`",
+                [_line(answer, answer.why, ":") for answer in self.flags.of_kind("typed")],
+            ),
             ("Dropped as implied", [_line(answer, answer.why, ":") for answer in self.flags.of_kind("implied")]),
             ("Left out as asked", [_line(answer, "") for answer in self.flags.of_kind("left out")]),
             ("Not evaluated, or not as written", [note_line(note) for note in (*self.notes, *notes)]),
@@ -135,13 +153,16 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
         )
         notes.append(ScriptNote(launch.line, counts))
     absent = [] if loaded is None else [problem for problem in preflight(loaded.config) if "${" not in problem.value]
+    unread = [
+        problem for problem in problems if problem.where == SPLIT_DATA_FLAG and problem.rule.startswith(UNREADABLE)
+    ]
     return PortedRun(
         script,
         flags,
         missing,
         (*notes, *check_notes),
-        tuple(problems),
-        tuple(absent),
+        tuple(problem for problem in problems if problem not in unread),
+        (*unread, *absent),
         script_problem(launch.script),
         size,
     )
