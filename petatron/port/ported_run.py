@@ -76,14 +76,10 @@ class PortedRun:
     @property
     def summary(self) -> str:
         """The number of flags of each kind."""
-        names = {
-            "kept": "kept",
-            "translated": "translated",
-            "typed": "to type",
-            "implied": "dropped as implied",
-            "left out": "left out",
-        }
+        names = {"kept": "kept", "translated": "translated", "implied": "dropped as implied", "left out": "left out"}
         counts = [f"{len(self.flags.of_kind(kind))} {name}" for kind, name in names.items()]  # type: ignore[arg-type]
+        if typed := self.flags.of_kind("typed"):
+            counts.append(f"{len(typed)} to type")
         counts += [
             f"{len(self.flags.of_kind('missing'))} without a value",
             f"{len(self.flags.of_kind('blocking'))} blocking",
