@@ -397,6 +397,11 @@ def test_words_of_a_flag_with_several_values_are_no_model_where_another_source_n
     )
 
 
+def test_the_format_of_datasets_that_scripts_of_earlier_versions_name_changes_nothing():
+    parsed = parse_flags("--data-impl mmap --num-layers 2".split())
+    assert not parsed.problems and len(parsed.settings) == 1 and "memory-mapped" in parsed.implied[0].reason
+
+
 def test_every_flag_of_megatron_has_an_answer():
     rows = (Path(__file__).parent / "megatron_flag_names.tsv").read_text().splitlines()[1:]
     names = [line.split("\t")[0] for line in rows]
