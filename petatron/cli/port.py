@@ -160,7 +160,7 @@ def _ranks(run: PortedRun) -> str:
 
 
 def _command(run: PortedRun, out: Path) -> str:
-    start = f"petatron train --config {shlex.quote(str(out))}"
+    start = f"petatron train {shlex.join(['--config', str(out), *run.typed_flags])}"
     launch, size = run.launch, run.world_size
     nodes, per_node = launch.nodes or 1, launch.ranks_per_node or 1
     if size is None:

@@ -12,6 +12,7 @@ from petatron.config.schema.fields import fields_by_name
 from petatron.config.value_origins import Setting, ValueOrigin
 
 _SPLITS = ("train", "valid", "test")
+UNREADABLE = "cannot be read"
 MAX_SPLIT_DATA_BYTES = 1 << 24
 
 
@@ -21,7 +22,7 @@ def read_split_data(path: str) -> tuple[list[Setting], list[Problem]]:
     try:
         lists = json.loads(read_limited_bytes(Path(path), MAX_SPLIT_DATA_BYTES))
     except OSError as error:
-        return [], [Problem(SPLIT_DATA_FLAG, path, f"cannot be read: {error.strerror or error}", "Check the path.")]
+        return [], [Problem(SPLIT_DATA_FLAG, path, f"{UNREADABLE}: {error.strerror or error}", "Check the path.")]
     except (ValueError, RecursionError):
         return [], [Problem(SPLIT_DATA_FLAG, path, "is not JSON", fix)]
     if not isinstance(lists, dict) or not all(_is_list(prefixes) for prefixes in lists.values()):

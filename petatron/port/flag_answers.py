@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from petatron.base.errors import Problem
-from petatron.config.flags.megatron_flags import NO_POSITION_EMBEDDING, own_value
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG, NO_POSITION_EMBEDDING, own_value
 from petatron.config.flags.parse import ParsedFlags, known_flags, parse_flags
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
 from petatron.port.shell_values import ShellText
 
-AnswerKind = Literal["kept", "translated", "implied", "left out", "missing", "blocking"]
+AnswerKind = Literal["kept", "translated", "typed", "implied", "left out", "missing", "blocking"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,9 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
         if answer.kind not in ("missing", "blocking", "left out"):
             empty += [value for value in values if value not in answer.values]
         answers.append(answer)
-    accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "implied")]
-    together = parse_flags([text.text for answer in accepted for text in (answer.flag, *answer.values)])
+    accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "typed", "implied")]
+    argv = [text.text for answer in accepted for text in (answer.flag, *answer.values)]
+    together = parse_flags([MEGATRON_DEFAULTS_FLAG, *argv])
     last = {setting.path: setting for setting in together.settings}
     makers = {path: _maker(setting, accepted) for path, setting in last.items()}
     unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
@@ -129,9 +130,11 @@ def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> FlagAnswer
         why = " ".join(f"{problem.rule}. {problem.fix}" for problem in parsed.problems)
         doubtful = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
         return replace(answer, kind="blocking", why=why, problems=tuple(parsed.problems), fields=doubtful)
-    if parsed.preset or parsed.files or parsed.from_folder or parsed.toy or parsed.split_data_file:
+    if parsed.preset or parsed.files or parsed.from_folder or parsed.toy:
         why = "names another source of settings, which a file cannot do. Type it after `petatron train`."
         return replace(answer, kind="blocking", why=why)
+    if parsed.split_data_file:
+        return replace(answer, kind="typed", why="names a file of lists of data, which a file of settings cannot do")
     if not parsed.settings:
         why = "; ".join(flag.reason for flag in parsed.implied)
         is_position = spelled(flag.text) == NO_POSITION_EMBEDDING

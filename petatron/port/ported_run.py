@@ -8,10 +8,12 @@ from pathlib import Path
 
 from petatron.base.errors import PetatronError, Problem
 from petatron.base.format_text import count_with_noun
-from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS
-from petatron.config.flags.parse import parse_flags
+from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, MEGATRON_DEFAULTS_FLAG
+from petatron.config.flags.megatron_meanings import dependent_defaults
+from petatron.config.flags.parse import SPLIT_DATA_FLAG, parse_flags
 from petatron.config.load import RawLoadedConfig
-from petatron.config.schema.fields import flag_name
+from petatron.config.schema.fields import FieldValue, fields_by_name, fields_by_path, flag_name
+from petatron.config.split_data_file import UNREADABLE
 from petatron.config.value_origins import Setting
 from petatron.port.flag_answers import AnsweredFlags, FlagAnswer, answer_flags, spelled, unquoted
 from petatron.port.launch_command import TrainingLaunch, implied_flags, script_problem
@@ -30,6 +32,8 @@ from petatron.validate import resolve_config
 from petatron.validate.preflight import preflight
 
 _CHECKPOINT_ARGS = "--use-checkpoint-args"
+_SPELLED = {"rope_scaling_factor": "--rotary-scaling-factor"}
+"""Flags of defaults where Megatron reads another spelling than ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,19 @@ class PortedRun:
         return self.script.title
 
     @property
+    def typed_flags(self) -> list[str]:
+        """The flags that start the run beside its file."""
+        return [
+            text.text for answer in self.flags.of_kind("typed") for text in (answer.flag, *answer.values) if text.text
+        ]
+
+    @property
     def summary(self) -> str:
         """The number of flags of each kind."""
         names = {"kept": "kept", "translated": "translated", "implied": "dropped as implied", "left out": "left out"}
         counts = [f"{len(self.flags.of_kind(kind))} {name}" for kind, name in names.items()]  # type: ignore[arg-type]
+        if typed := self.flags.of_kind("typed"):
+            counts.append(f"{len(typed)} to type")
         counts += [
             f"{len(self.flags.of_kind('missing'))} without a value",
             f"{len(self.flags.of_kind('blocking'))} blocking",
@@ -85,6 +98,10 @@ class PortedRun:
             ("Variables without a value", [str(variable) for variable in self.missing]),
             ("Problems of the settings together", [str(problem) for problem in self.problems]),
             ("Translated", translated),
+            (
+                "To type after `petatron train`",
+                [_line(answer, answer.why, ":") for answer in self.flags.of_kind("typed")],
+            ),
             ("Dropped as implied", [_line(answer, answer.why, ":") for answer in self.flags.of_kind("implied")]),
             ("Left out as asked", [_line(answer, "") for answer in self.flags.of_kind("left out")]),
             ("Not evaluated, or not as written", [note_line(note) for note in (*self.notes, *notes)]),
@@ -132,13 +149,16 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
         )
         notes.append(ScriptNote(launch.line, counts))
     absent = [] if loaded is None else [problem for problem in preflight(loaded.config) if "${" not in problem.value]
+    unread = [
+        problem for problem in problems if problem.where == SPLIT_DATA_FLAG and problem.rule.startswith(UNREADABLE)
+    ]
     return PortedRun(
         script,
         flags,
         missing,
         (*notes, *check_notes),
-        tuple(problems),
-        tuple(absent),
+        tuple(problem for problem in problems if problem not in unread),
+        (*unread, *absent),
         script_problem(launch.script),
         size,
     )
@@ -146,26 +166,34 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
 
 def _default_flags(argv: Sequence[str]) -> list[str]:
     """Returns Megatron's defaults that a script relies on, where ours are others."""
-    given = {setting.path.partition(".")[2]: setting.value for setting in parse_flags(argv).settings}
-    relied_on = {
-        "fp8_recipe": bool(given.get("fp8_format")),
-        "muon_momentum": given.get("optimizer") == "muon",
-        "position_embedding_type": bool(given.get("multi_latent_attention")),  # which has a table beside its rotation
+    parsed = parse_flags([MEGATRON_DEFAULTS_FLAG, *argv])
+    given = {setting.path: setting.value for setting in parsed.settings}
+    named = {path.partition(".")[2]: value for path, value in given.items()}
+    relied_on = {"fp8_recipe": bool(named.get("fp8_format")), "muon_momentum": named.get("optimizer") == "muon"}
+    made: dict[str, FieldValue] = {
+        name: value for name, value in MEGATRON_DEFAULTS.items() if relied_on[name] and name not in named
     }
-    defaults = {**MEGATRON_DEFAULTS, "position_embedding_type": "learned_absolute"}
-    return [
-        word
-        for name, value in defaults.items()
-        if relied_on[name] and name not in given
-        for word in (flag_name(name), str(value))
-    ]
+    if not any(spelled(word) == _CHECKPOINT_ARGS for word in argv):  # else the checkpoint says it
+        values = {path: info.default for path, info in fields_by_path().items()} | given
+        for path, value in dependent_defaults(values, exact_gelu=parsed.exact_gelu):
+            if path not in given:
+                made[path.partition(".")[2]] = value
+    if named.get("multi_latent_attention") and not _names_positions(argv):  # it has a table beside its rotation
+        made["position_embedding_type"] = "learned_absolute"
+    return [word for name, value in made.items() for word in (_SPELLED.get(name) or flag_name(name), str(value))]
+
+
+def _names_positions(argv: Sequence[str]) -> bool:
+    return any(
+        setting.path == fields_by_name()["position_embedding_type"].path for setting in parse_flags(argv).settings
+    )
 
 
 def _check(
     flags: AnsweredFlags, world_size: int | None
 ) -> tuple[RawLoadedConfig | None, list[Problem], list[ScriptNote]]:
     """Returns the config, and the problems of all flags together that no flag alone has."""
-    argv, notes = flags.argv, []
+    argv, notes = [MEGATRON_DEFAULTS_FLAG, *flags.argv], []
     try:
         loaded, problems = resolve_config(argv, world_size=world_size)
     except PetatronError as error:

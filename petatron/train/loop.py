@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -14,20 +13,13 @@ from petatron.base.device import DeviceInfo, DeviceKind, peak_memory_bytes
 from petatron.base.errors import CheckpointError, TrainError
 from petatron.base.log import get_logger
 from petatron.config.schema.run import RunConfig
-from petatron.data.batch_loader import BatchLoader
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.memory.forecast import memory_log_line
 from petatron.models.batch import Batch
 from petatron.models.frozen_params import frozen_params
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
-from petatron.train.evaluation import (
-    InterruptedEvaluation,
-    evaluate,
-    evaluated_batches,
-    evaluation_is_due,
-    evaluation_record,
-)
+from petatron.train.evaluation import evaluation_is_due
 from petatron.train.hooks.build_hooks import build_instruments
 from petatron.train.report.closing_summary import Activity, RunTotals, forced_end_text
 from petatron.train.report.log_records import (
@@ -37,11 +29,11 @@ from petatron.train.report.log_records import (
     StepMetrics,
     event_record,
     sample_record,
-    task_record,
 )
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.report.task_evaluation import TaskEvaluator
 from petatron.train.report.text_samples import TextSampler
+from petatron.train.run_evaluations import RunEvaluations
 from petatron.train.state.train_state import TrainState
 from petatron.train.stop_monitor import StopMonitor, time_limit_left_s
 from petatron.train.train_step import train_step
@@ -79,12 +71,11 @@ class TrainLoop:
         self._writers = writers
         self._run_length = state.run_length()
         self._started_s = time.monotonic() if started_s is None else started_s
-        self._sampler, self._task_evaluator = sampler, task_evaluator
+        self._sampler = sampler
         self.totals = RunTotals(first_iteration=state.progress.iteration, first_tokens=state.progress.consumed_tokens)
         self._last_saved_iteration: int | None = None
         self._saving = False
         self._pending_save_iteration: int | None = None
-        self._last_validation: tuple[int, float] | None = None
         self._profiler = StepProfiler(
             self._run,
             rank=state.mesh.rank,
@@ -100,6 +91,15 @@ class TrainLoop:
         )
         self._instruments = build_instruments(state, flops_per_token=flops_per_token)
         self._hooks, self._timers = self._instruments.hooks, self._instruments.timers
+        self._evaluations = RunEvaluations(
+            state,
+            loaders,
+            self._instruments,
+            self.totals,
+            not_training=self._not_training,
+            write_record=self._write_record,
+            task_evaluator=task_evaluator,
+        )
         self._meter = IntervalMeter(
             train_iters=self._run_length.iterations,
             train_samples=self._run.train.train_samples,
@@ -188,8 +188,8 @@ class TrainLoop:
             self._log_metrics()
         saves = state.checkpoint_manager is not None
         if evaluation_is_due(config.train, iteration):
-            stopped = self._validate(stopping, will_save=saves)
-        stopped = stopped or self._evaluate_tasks(stopping, will_save=saves)
+            stopped = self._evaluations.validate(stopping, will_save=saves)
+        stopped = stopped or self._evaluations.evaluate_tasks(stopping, will_save=saves)
         if self._sampler is not None and self._sampler.is_due(iteration):
             with self._not_training("sampling"):
                 samples = self._sampler.sample()
@@ -220,19 +220,9 @@ class TrainLoop:
                 if stopped is not None:
                     stopping.lift_deadline()
             if stopped is None:
-                stopped = self._evaluate_complete_run(stopping)
+                stopped = self._evaluations.evaluate_complete_run(stopping)
                 self._log_stop(stopped)
-        loss = self._last_validation[1] if self._last_validation else None
-        return TrainingResult(state.progress.iteration, stopped, loss)
-
-    def _evaluate_complete_run(self, stopping: StopMonitor) -> str | None:
-        stopped = self._validate(stopping, will_save=False)
-        if stopped is None and self._loaders.test is not None:
-            result = self._evaluate(self._loaders.test, "test", stopping, will_save=False)
-            if isinstance(result, str):
-                return result
-            self.totals.test_loss = result
-        return stopped or self._evaluate_tasks(stopping, will_save=False, last=True)
+        return TrainingResult(state.progress.iteration, stopped, self._evaluations.last_loss)
 
     def _next_batches(self) -> list[Batch]:
         progress = self._state.progress
@@ -282,63 +272,6 @@ class TrainLoop:
     def _log_stop(self, reason: str | None) -> None:
         if reason is not None:
             self._log_event(f"stopping at iteration {self._state.progress.iteration}: {reason}")
-
-    def _validate(self, stopping: StopMonitor, *, will_save: bool) -> str | None:
-        """Reports the loss of every validation set, the first of which stands for the run; returns why to stop, if a stop came first."""
-        iteration = self._state.progress.iteration
-        if self._last_validation is not None and self._last_validation[0] == iteration:
-            return None
-        losses: list[float] = []
-        for dataset, loader in self._loaders.valid.items():
-            result = self._evaluate(loader, "valid", stopping, will_save=will_save, dataset=dataset)
-            if isinstance(result, str):
-                return result
-            losses.append(result)
-        if losses:
-            self._last_validation = (iteration, losses[0])
-            self.totals.validations.append(self._last_validation)
-        return None
-
-    def _evaluate(
-        self,
-        loader: BatchLoader,
-        split: Literal["valid", "test"],
-        stopping: StopMonitor,
-        *,
-        will_save: bool,
-        dataset: str | None = None,
-    ) -> float | str:
-        """Reports and returns the loss of a split; returns why to stop, if a stop came first, and then reports nothing."""
-        all_samples = split == "valid" and self._run.train.full_validation
-        batches = evaluated_batches(self._run, len(loader.dataset), all_samples=all_samples)
-        self._hooks.around_evaluation()
-        with (
-            self._not_training("evaluation"),
-            self._timers.phase("evaluate"),
-            stopping.evaluation_stop_check(will_save=will_save) as watch,
-        ):
-            result = evaluate(self._state, loader, watch, batches=batches)
-        self._hooks.around_evaluation()
-        if isinstance(result, InterruptedEvaluation):
-            total = len(batches) * (1 + len(self._state.alternative_weights()))
-            done = f"{result.completed_batches:,} of {total:,} batches"
-            self._log_event(f"the evaluation ({dataset or split}) was interrupted after {done} and reports no loss")
-            return result.reason
-        self._write_record(evaluation_record(self._state, result, split=split, dataset=dataset))
-        return result.loss
-
-    def _evaluate_tasks(self, stopping: StopMonitor, *, will_save: bool, last: bool = False) -> str | None:
-        """Reports the tasks that are due; returns why to stop, if a stop came first."""
-        iteration, evaluator = self._state.progress.iteration, self._task_evaluator
-        if evaluator is None or not evaluator.due(iteration, last=last):
-            return None
-        with self._not_training("evaluation"), stopping.evaluation_stop_check(will_save=will_save) as watch:
-            evaluation = evaluator.evaluate(iteration, watch, last=last)
-        for task, result in evaluation.results.items():
-            self._write_record(task_record(task, result, iteration=iteration))
-        if evaluation.interrupted is not None:
-            self._log_event(f"the task {evaluation.interrupted} was interrupted and reports nothing")
-        return evaluation.stop_reason
 
     @contextmanager
     def _not_training(self, activity: Activity) -> Iterator[None]:

@@ -10,10 +10,15 @@ from petatron.config.flags.megatron_semantics import apply_megatron_semantics
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import fields_by_name, fields_by_path
 from petatron.config.schema.hybrid_mtp_pattern import depth_problems, split_depths
+from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting
 
-_MEGATRON_FSDP, _EXPORTED_L2_NORM = "--use-megatron-fsdp", "--export-qk-l2-norm"
+_MEGATRON_FSDP, _FSDP_GRADS, _EXPORTED_L2_NORM = (
+    "--use-megatron-fsdp",
+    "--megatron-fsdp-main-grads-dtype",
+    "--export-qk-l2-norm",
+)
 
 
 def apply_combined_rules(parsed: ParsedFlags) -> None:
@@ -25,6 +30,8 @@ def apply_combined_rules(parsed: ParsedFlags) -> None:
     _apply_latent_rotation(parsed)
     _drop_replaced_norm(parsed)
     _split_hybrid_pattern(parsed)
+    _keep_offloaded_attention(parsed)
+    _add_gradients_up_in_fp32(parsed)
 
 
 def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:
@@ -77,16 +84,56 @@ def _add_latent_table(parsed: ParsedFlags, latent: Setting, positions: Setting |
 
 
 def _drop_unusable_overlap(parsed: ParsedFlags) -> None:
-    """Megatron's FSDP overlaps all-to-alls of experts too; asked for by its name, training goes on without that."""
-    path = fields_by_name()["overlap_moe_expert_parallel_comm"].path
+    """Megatron overlaps all-to-alls of experts with its FSDP and with offload by module too; its scripts go on without that."""
+    path, offload = (
+        fields_by_name()[name].path
+        for name in ("overlap_moe_expert_parallel_comm", "fine_grained_activation_offloading")
+    )
     overlaps = [setting for setting in parsed.settings if setting.path == path and setting.value]
-    if not overlaps or not any(
-        setting.origin.detail.replace("_", "-") == _MEGATRON_FSDP for setting in parsed.settings
-    ):
+    beside = None
+    if any(setting.origin.detail.replace("_", "-") == _MEGATRON_FSDP for setting in parsed.settings):
+        beside = _MEGATRON_FSDP
+    elif parsed.megatron_defaults and any(setting.path == offload and setting.value for setting in parsed.settings):
+        beside = fields_by_path()[offload].flag
+    if beside is None:
         return
     parsed.settings = [setting for setting in parsed.settings if setting not in overlaps]
-    reason = f"with {_MEGATRON_FSDP} it does not overlap; no number changes"
+    reason = f"with {beside} it does not overlap; no number changes"
     parsed.implied += [ImpliedFlag(setting.origin.detail, reason) for setting in overlaps]
+
+
+def _keep_offloaded_attention(parsed: ParsedFlags) -> None:
+    """`--recompute-modules mla_up_proj --offload-modules core_attn`: what is recomputed is what core attention saves and offloads."""
+    name, typed = "recompute_modules", "mla_up_proj"
+    last = {setting.path: index for index, setting in enumerate(parsed.settings)}
+    asked, offloaded = (last.get(fields_by_name()[field].path) for field in (name, "offload_modules"))
+    if (name, typed) not in parsed.renamed_values or asked is None or offloaded is None:
+        return
+    setting, modules = parsed.settings[asked], parsed.settings[offloaded].value
+    if not isinstance(setting.value, tuple) or not isinstance(modules, tuple) or "core_attn" not in modules:
+        return
+    parsed.settings[asked] = replace(setting, value=tuple(value for value in setting.value if value != "attention"))
+    replaced = f"{setting.origin.detail} {typed} is "
+    parsed.notices = [notice for notice in parsed.notices if not notice.startswith(replaced)]
+    parsed.notices.append(
+        f"{setting.origin.detail} {typed} recomputes nothing: the up-projections' results are what core_attn saves, which is "
+        "offloaded; no number changes"
+    )
+
+
+def _add_gradients_up_in_fp32(parsed: ParsedFlags) -> None:
+    """Megatron's FSDP may add gradients up in bfloat16, and fully_shard does in the format of the master weights."""
+    path, strategy = (fields_by_name()[name].path for name in ("main_grads_dtype", "data_parallel_sharding_strategy"))
+    last = {setting.path: index for index, setting in enumerate(parsed.settings)}
+    if path not in last or strategy not in last or parsed.settings[last[strategy]].value not in FSDP_STRATEGIES:
+        return
+    setting = parsed.settings[last[path]]
+    if setting.value == "bf16" and setting.origin.detail.replace("_", "-") == _FSDP_GRADS:
+        parsed.settings[last[path]] = replace(setting, value="fp32")
+        parsed.notices.append(
+            f"{setting.origin.detail} bf16 is fp32 here: fully_shard adds gradients up in the format of the master weights, "
+            "which is more exact and takes 2 more bytes of a parameter that a rank owns"
+        )
 
 
 def _drop_replaced_norm(parsed: ParsedFlags) -> None:

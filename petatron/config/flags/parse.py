@@ -248,6 +248,7 @@ def _add_parsed(info: FieldInfo, token: _FlagToken, texts: Sequence[str], parsed
         ours = spellings.own_value(info.name, typed)
         text = typed if ours is None else ours.value
         if ours is not None and ours.reason:
+            parsed.renamed_values.add((info.name, typed))
             parsed.notices.append(f"{token.typed} {typed} is {text} here: {ours.reason}")
             for name, value in ours.also:
                 parsed.add_setting(fields_by_name()[name], value, token.typed)

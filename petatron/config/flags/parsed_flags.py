@@ -19,7 +19,10 @@ class ImpliedFlag:
 
 @dataclass(slots=True)
 class ParsedFlags:
-    """The settings of argv. `doubtful_flags` are flags whose value is in doubt, so that rules about them are skipped."""
+    """The settings of argv. `doubtful_flags` are flags whose value is in doubt, so that rules about them are skipped.
+
+    `renamed_values` are fields by name with values that were typed in Megatron's spelling.
+    """
 
     settings: list[Setting] = field(default_factory=list)
     preset: str | None = None
@@ -30,6 +33,7 @@ class ParsedFlags:
     implied: list[ImpliedFlag] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     doubtful_flags: set[str] = field(default_factory=set)
+    renamed_values: set[tuple[str, str]] = field(default_factory=set)
     drops_learned_positions: bool = False
     rope_type: str | None = None
     exact_gelu: bool = False

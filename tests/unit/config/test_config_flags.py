@@ -397,6 +397,11 @@ def test_words_of_a_flag_with_several_values_are_no_model_where_another_source_n
     )
 
 
+def test_the_format_of_datasets_that_scripts_of_earlier_versions_name_changes_nothing():
+    parsed = parse_flags("--data-impl mmap --num-layers 2".split())
+    assert not parsed.problems and len(parsed.settings) == 1 and "memory-mapped" in parsed.implied[0].reason
+
+
 def test_every_flag_of_megatron_has_an_answer():
     rows = (Path(__file__).parent / "megatron_flag_names.tsv").read_text().splitlines()[1:]
     names = [line.split("\t")[0] for line in rows]
@@ -462,6 +467,23 @@ def test_megatrons_fsdp_goes_on_without_the_overlap_of_experts():
     assert "--use-megatron-fsdp it does not overlap; no number changes" in parsed.implied[0].reason
 
 
+def test_megatrons_scripts_go_on_without_the_overlap_of_experts_where_modules_are_offloaded():
+    both = "--overlap-moe-expert-parallel-comm --fine-grained-activation-offloading"
+    assert values(f"{both} --megatron-defaults") == {"fine_grained_activation_offloading": True}
+    assert values(both)["overlap_moe_expert_parallel_comm"] is True
+
+
+def test_up_projections_stay_where_core_attention_is_offloaded():
+    recompute = "--recompute-granularity selective --recompute-modules layernorm mla_up_proj"
+    parsed = parse_flags(f"{recompute} --offload-modules core_attn attn_proj".split())
+    made = {setting.path.partition(".")[2]: setting.value for setting in parsed.settings}
+    assert made["recompute_modules"] == ("layernorm",) and made["offload_modules"] == ("core_attn", "attn_proj")
+    assert ["mla_up_proj recomputes nothing" in notice for notice in parsed.notices] == [True]
+    assert values(f"{recompute} --offload-modules mlp")["recompute_modules"] == ("layernorm", "attention")
+    own = recompute.replace("mla_up_proj", "attention")
+    assert values(f"{own} --offload-modules core_attn")["recompute_modules"] == ("layernorm", "attention")
+
+
 def test_a_norm_without_weights_takes_the_place_of_the_other_in_megatrons_scripts():
     both = "--qk-layernorm --qk-l2-norm"
     assert values("--qk-layernorm --export-qk-l2-norm") == values(f"{both} --megatron-defaults") == {"qk_l2_norm": True}
@@ -473,6 +495,17 @@ def test_formats_of_megatrons_fsdp_are_those_of_all():
     assert values(text) == {"grad_reduce_in_bf16": True, "main_grads_dtype": "bf16"}
     text = text.replace("bf16", "auto")
     assert values(text) == {"grad_reduce_in_bf16": False, "main_grads_dtype": "fp32"}
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_gradients_of_megatrons_fsdp_are_added_up_in_fp32(strategy: str):
+    text = f"--megatron-fsdp-main-grads-dtype bf16 --data-parallel-sharding-strategy {strategy}"
+    assert (
+        values(text)["main_grads_dtype"] == "fp32"
+        and values(text.replace(strategy, "optim"))["main_grads_dtype"] == "bf16"
+    )
+    assert "takes 2 more bytes" in parse_flags(text.split()).notices[0]
+    assert values(text.replace("--megatron-fsdp-main", "--main"))["main_grads_dtype"] == "bf16"
 
 
 def test_flags_of_tiktoken_and_sentencepiece_are_ours():

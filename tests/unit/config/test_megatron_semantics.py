@@ -45,6 +45,16 @@ def test_a_flag_means_what_it_means_to_megatron(flags: str, path: str, there: ob
     assert values == [there, here]
 
 
+def test_sparse_attention_has_no_dropout():
+    flags = f"{LATENT} --position-embedding-type rope --experimental-attention-variant dsa --q-lora-rank 16 --dsa-indexer-head-dim 16"
+    for dropout in ([], ["--attention-dropout", "0.2"]):
+        loaded, problems = resolve_config(["--megatron-defaults", *BASE, *flags.split(), *dropout])
+        assert problems == [] and loaded.config.model.attention_dropout == 0.0
+    assert "--attention-dropout 0.2 (sparse attention drops no weights, as in Megatron)" in loaded.notices[0]
+    _, problems = resolve_config([*BASE, *flags.split(), "--attention-dropout", "0.2"])
+    assert [problem.where for problem in problems] == ["--attention-dropout"]
+
+
 def test_a_preset_keeps_its_activation_and_heads():
     flags = "--megatron-defaults --preset llama3-8b --toy --no-bias-gelu-fusion --mock-data --lr 1e-3 --train-iters 1"
     model = resolve_config(flags.split())[0].config.model

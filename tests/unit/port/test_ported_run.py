@@ -37,19 +37,21 @@ GIVEN = {
 }
 # World size, flags, and some settings of each.
 EXPECTED = {
-    "gpt3_175b.sh": (1024, 34, {"num_layers": 96, "rampup_batch_size": (128, 128, 5859375), "split": "949,50,1", "save": "/ckpt"}),
+    "gpt3_175b.sh": (1024, 35, {"num_layers": 96, "rampup_batch_size": (128, 128, 5859375), "split": "949,50,1", "save": "/ckpt"}),
     "llama3_8b_fp8.sh": (8, 53, {"fp8_format": "hybrid", "fp8_recipe": "delayed", "split": "99,1,0", "activation": "swiglu"}),
     "mixtral_8x7b.sh": (32, 43, {"num_experts": 8, "expert_model_parallel_size": 8, "moe_aux_loss_coeff": 0.01, "add_bias_linear": False}),
     "mamba_hybrid.sh": (8, 36, {"hidden_size": 1024, "lr_decay_samples": 73192188, "hybrid_mlp_ratio": 0.5}),
     "llama_70b_sbatch.sh": (64, 32, {"global_batch_size": 256, "num_query_groups": 8, "tensor_model_parallel_size": 4}),
-    "env_defaults.sh": (2, 16, {"global_batch_size": 64, "bf16": True, "recompute_granularity": "selective"}),
-    "quotes_heredoc.sh": (1, 16, {"num_layers": 4, "hidden_size": 128, "moe_layer_freq": "([0]*1+[1]*3)", "wandb_exp_name": "run one"}),
-    "lost_continuation.sh": (64, 22, {"num_layers": 80, "hidden_size": 8192, "data_path": ("/path/to/data",)}),
-    "variables_in_comments.sh": (64, 23, {"num_layers": 80, "tensor_model_parallel_size": 4, "lr": 3e-4, "global_batch_size": 1024}),
+    "env_defaults.sh": (2, 17, {"global_batch_size": 64, "bf16": True, "recompute_granularity": "selective"}),
+    "quotes_heredoc.sh": (1, 17, {"num_layers": 4, "hidden_size": 128, "moe_layer_freq": "([0]*1+[1]*3)", "wandb_exp_name": "run one"}),
+    "lost_continuation.sh": (64, 23, {"num_layers": 80, "hidden_size": 8192, "data_path": ("/path/to/data",)}),
+    "variables_in_comments.sh": (64, 24, {"num_layers": 80, "tensor_model_parallel_size": 4, "lr": 3e-4, "global_batch_size": 1024}),
     "deepseek_srun.sh": (16, 36, {"multi_latent_attention": True, "micro_batch_size": 1, "moe_layer_freq": "([0]*1+[1]*27)"}),
-    "mini_moe.sh": (2, 21, {"moe_router_topk": 2, "sequence_parallel": True}),
-    "functional_test.yaml": (None, 35, {"lr": 0.00015, "deterministic_mode": True, "save": "/s"}),
+    "mini_moe.sh": (2, 22, {"moe_router_topk": 2, "sequence_parallel": True}),
+    "functional_test.yaml": (None, 36, {"lr": 0.00015, "deterministic_mode": True, "save": "/s"}),
 }  # fmt: skip
+GELU = {"activation": "gelu_tanh"}
+"""The activation of Megatron's default, a fused kernel of bias and gelu, which a script has that names no other."""
 
 
 def port(text: str, tmp_path: Path, name: str = "train.sh", **options: object) -> PortedRun:
@@ -86,7 +88,7 @@ def test_a_command_in_a_variable_that_a_scheduler_would_run(tmp_path: Path):
     text += 'sbatch <<EOF\nsrun bash -c "${RUN}"\nEOF\n'
     run = port(text, tmp_path, given={"HERE": "/m"})
     made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
-    assert made == {"num_layers": 4, "bf16": True} and "runs $RUN: it is read as one" in str(run.groups())
+    assert made == {"num_layers": 4, "bf16": True, **GELU} and "runs $RUN: it is read as one" in str(run.groups())
 
 
 def test_settings_that_a_checkpoint_adds_are_left_to_the_start(tmp_path: Path):
@@ -97,7 +99,7 @@ def test_settings_that_a_checkpoint_adds_are_left_to_the_start(tmp_path: Path):
 
 def test_a_default_that_assigns(tmp_path: Path):
     run = port(": ${KIND=gpt}\n: ${N:=4}\ntorchrun pretrain_${KIND}.py --num-layers $N", tmp_path)
-    assert run.launch.script == "pretrain_gpt.py" and run.settings[0][0].value == 4
+    assert run.launch.script == "pretrain_gpt.py" and run.settings[-1][0].value == 4
 
 
 def test_megatrons_positions_beside_latent_attention(tmp_path: Path):
@@ -176,16 +178,16 @@ def test_the_tables_of_flags_are_asked():
 
 def test_the_strategy_of_fsdp_wins_over_its_switch(tmp_path: Path):
     run = port("torchrun pretrain_gpt.py --data-parallel-sharding-strategy optim_grads --use-megatron-fsdp", tmp_path)
-    assert {setting.value for setting, _ in run.settings} == {"optim_grads"}
-    assert [answer.kind for answer in run.flags.answers] == ["kept", "implied"]
+    assert {setting.value for setting, _ in run.settings} == {"optim_grads", *GELU.values()}
+    assert [answer.kind for answer in run.flags.answers] == ["kept", "kept", "implied"]
 
 
 def test_a_name_without_a_value_in_place_of_flags_counts_as_empty(tmp_path: Path):
     run = port("torchrun pretrain_gpt.py --bf16 $EXTRA --num-layers 2 $MORE", tmp_path)
-    assert [answer.kind for answer in run.flags.answers] == ["kept", "kept"]
+    assert [answer.kind for answer in run.flags.answers] == ["kept"] * 3
     assert "EXTRA has no value and counts as empty: --set EXTRA=VALUE" in str(run.groups())
     more = port("torchrun pretrain_gpt.py --bf16 $EXTRA", tmp_path, given={"EXTRA": "--num-layers 2 --lr 1e-3"})
-    assert len(more.flags.answers) == 3
+    assert len(more.flags.answers) == 4
 
 
 def test_a_value_in_a_comment_is_shown(tmp_path: Path):
@@ -261,9 +263,10 @@ def test_functional_tests(tmp_path: Path):
         "bf16": True,
         "load": "/data/x",
         "data_path": ("0.5", "a", "0.5", "b"),
+        **GELU,
     }
     assert "flags of a second run are not ported" in str(run.groups())
-    assert [answer.flag.line for answer in run.flags.answers] == [4, 5, 6, 7]
+    assert [answer.flag.line for answer in run.flags.answers][1:] == [4, 5, 6, 7]
 
 
 def test_functional_tests_are_unquoted_twice_and_brackets_hold_several_values(tmp_path: Path):
@@ -290,6 +293,7 @@ def test_functional_tests_are_unquoted_twice_and_brackets_hold_several_values(tm
         "data_path": ("0.5", "a", "0.5", "b"),
         "split": "99,1,0",
         "save": "it's",
+        **GELU,
     }
 
 
@@ -388,7 +392,7 @@ def test_foreign_text_stays_inside_its_comment(tmp_path: Path):
     value = "x\\nmodel: {num_layers: 9}\\n# \\x1b[2J"
     run = port(f"torchrun pretrain_gpt.py --save $'{value}' --bogus $'a\\nb: 1' --num-layers 2", tmp_path)
     loaded = yaml.safe_load(run.yaml())
-    assert loaded["model"] == {"num_layers": 2} and set(loaded) == {"model", "checkpoint"}
+    assert loaded["model"] == {"num_layers": 2, **GELU} and set(loaded) == {"model", "checkpoint"}
     assert "\x1b" not in run.yaml()
 
 
