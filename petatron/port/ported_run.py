@@ -9,7 +9,7 @@ from pathlib import Path
 from petatron.base.errors import PetatronError, Problem
 from petatron.base.format_text import count_with_noun
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, MEGATRON_DEFAULTS_FLAG
-from petatron.config.flags.megatron_meanings import dependent_defaults
+from petatron.config.flags.megatron_semantics import dependent_defaults
 from petatron.config.flags.parse import SPLIT_DATA_FLAG, parse_flags
 from petatron.config.load import RawLoadedConfig
 from petatron.config.schema.fields import FieldValue, fields_by_name, fields_by_path, flag_name

@@ -38,14 +38,10 @@ def apply_megatron_semantics(parsed: ParsedFlags) -> None:
     given = {setting.path.partition(".")[2]: setting for setting in parsed.settings}
     latent, positions = given.get("multi_latent_attention"), given.get("position_embedding_type")
     if parsed.preset is None and parsed.from_folder is None and not parsed.files:
-<<<<<<< HEAD:petatron/config/flags/megatron_semantics.py
         _ignore_query_groups_without_gqa(parsed, given)
-=======
-        _ungroup_heads(parsed, given)
     variant, dropout = given.get("experimental_attention_variant"), given.get("attention_dropout")
     if variant is not None and variant.value == SPARSE_ATTENTION and dropout is not None and dropout.value:
         _drop(parsed, dropout, "sparse attention drops no weights, as in Megatron")
->>>>>>> w-tidy:petatron/config/flags/megatron_meanings.py
     if latent is not None and latent.value:
         _drop_flags(parsed, _FLAGS_IGNORED_BY_MLA, "latent attention does not read it, as in Megatron")
         _mla_always_uses_rope(parsed, latent, given)
@@ -58,13 +54,9 @@ def apply_megatron_semantics(parsed: ParsedFlags) -> None:
 def dependent_defaults(values: Mapping[str, FieldValue], *, exact_gelu: bool) -> Iterator[tuple[str, FieldValue]]:
     """Yields (path, value) of Megatron's derived defaults for unset settings: those that depend on other settings.
 
-<<<<<<< HEAD:petatron/config/flags/megatron_semantics.py
     Megatron's fused bias-gelu kernel computes the tanh approximation, so a model with biases has `gelu_tanh` by default. YaRN's default
-    scaling factor is 1 and its original context 4,096; those of Llama-3 scaling are 8 and 8,192.
-=======
-    Its fused kernel of bias and gelu is the approximation with tanh, so that this is what a model with biases has by default. The
-    factor of YaRN scaling is 1 and its context 4,096, those of Llama-3 scaling 8 and 8,192. Its sparse attention has no dropout.
->>>>>>> w-tidy:petatron/config/flags/megatron_meanings.py
+    scaling factor is 1 and its original context 4,096; those of Llama-3 scaling are 8 and 8,192. Its sparse
+    attention has no dropout.
     """
     paths = {name: info.path for name, info in fields_by_name().items()}
     if values[paths["add_bias_linear"]] and not exact_gelu:
