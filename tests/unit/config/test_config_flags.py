@@ -329,7 +329,8 @@ def test_tables_point_at_fields_that_exist():
 @given(st.data())
 def test_every_field_can_be_typed(data: st.DataObject):
     info = data.draw(st.sampled_from(all_fields()))
-    word = st.text("abc/._", min_size=1)
+    # A slash in a pattern of layers begins those of multi-token prediction, which are settings of their own.
+    word = st.text("abc._" if info.name == "hybrid_layer_pattern" else "abc/._", min_size=1)
     strategy = {
         "int": st.integers(-100, int(info.bounds.high) if info.bounds else 0),
         "float": st.floats(allow_nan=False, allow_infinity=False),
