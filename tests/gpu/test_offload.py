@@ -126,6 +126,7 @@ def test_modules_leave_with_the_same_bits_and_the_memory_that_is_planned(capsys:
     stage = spec.whole_model
     wanted: dict[str, Tensor] = {}
     peak, seconds = 0, 0.0
+    freed: dict[str, tuple[int, float]] = {}
     for name, memory in {"nothing": KEEP, **CHOICES}.items():
         plan = plan_recompute(memory, spec, shape, stage, in_flight=2)
         planned = plan_offload(memory, shape, spec.stage_layers(stage), plan).freed_bytes(2)
@@ -143,6 +144,7 @@ def test_modules_leave_with_the_same_bits_and_the_memory_that_is_planned(capsys:
         with capsys.disabled():
             saved = f"{(peak - most) / 1e9:.2f} GB freed of {peak / 1e9:.2f} GB (planned {planned / 1e9:.2f})"
             print(f"\n  {name}: {saved}, step time x {begin.elapsed_time(end) / seconds:.3f}", end="")
-        assert peak - most > 0.8 * planned
+        freed[name] = peak - most, planned
         assert (link.offloaded_bytes > 0) == (name != "nothing")
         del model, grads
+    assert [name for name, (measured, planned) in freed.items() if measured < 0.8 * planned] == [], freed
