@@ -26,7 +26,7 @@ from petatron.config.flags.foreign_names import (
     suggestion,
     without_section,
 )
-from petatron.config.flags.megatron_flags import FORMER_SECTIONS, SECTION_ALIASES, UNSUPPORTED_VALUES
+from petatron.config.flags.megatron_flags import ALIASES, FORMER_SECTIONS, SECTION_ALIASES, UNSUPPORTED_VALUES
 from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, check_supported, value_problem
 from petatron.config.schema.fields import (
     FieldInfo,
@@ -203,7 +203,7 @@ class _YamlReader:
             self.add_problem(key, "", "has a list or a mapping for a key", "Write `field: value` lines.")
             return
         name = key.value
-        info = fields_by_name().get(name.replace("-", "_"))
+        info = fields_by_name().get(ALIASES.get(flag_name(name), name.replace("-", "_")))
         if info is None:
             self.unknown_key(key, name, section)
             return

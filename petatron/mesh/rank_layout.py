@@ -8,7 +8,7 @@ part of edp. Any set of dimensions of one factorization is an axis: its groups a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Layout:
     tp: int = 1
     ep: int = 1
     etp: int = 1
-    pp_before_dp: bool = False
+    pp_before_dp: bool = field(default=False, repr=False)  # repr is in checkpoints: layout_key adds it
 
     def __post_init__(self) -> None:
         ranks = self.dp_shard * self.cp * self.tp

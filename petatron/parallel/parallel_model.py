@@ -135,8 +135,12 @@ class ParallelModel:
 
     @property
     def layout_key(self) -> str:
-        """Identifies a layout as far as RNG streams are concerned."""
-        return f"{self.mesh.layout} sequence_parallel={self.sequence_parallel} {self.plan}"
+        """Identifies a layout as far as RNG streams are concerned.
+
+        Checkpoints hold it, so it stays as it is: a setting that is newer is added only where it is not its default.
+        """
+        key = f"{self.mesh.layout} sequence_parallel={self.sequence_parallel} {self.plan}"
+        return f"{key} pp_before_dp" if self.mesh.layout.pp_before_dp else key
 
     @property
     def named_losses(self) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_shard import group_tensor_shards
 
 _WEIGHT, _MASTER, _ROUTER = (prefix.removesuffix("/") for prefix in (WEIGHT_PREFIX, MASTER_PREFIX, ROUTER_PREFIX))
+_OTHER_LAYOUT = "the checkpoint has none for this layout"
 
 
 def model_components(
@@ -145,7 +146,8 @@ class RandomState(FixedPlace):
 
     def restore(self, saved: SavedState) -> str | None:
         if not saved.local:
-            return self.start_anew("the checkpoint has none")
+            reason = "the checkpoint has none" if saved.local is not None else _OTHER_LAYOUT
+            return self.start_anew(reason)
         self._streams.restore(dict(saved.local))
         return None
 
@@ -165,7 +167,7 @@ class Fp8HistoryState(FixedPlace):
         if self._load(saved.local or {}):
             return None
         if saved.local is None:
-            reason = "the checkpoint has none for this layout, where a rank sees other parts of the tensors"
+            reason = f"{_OTHER_LAYOUT}, where a rank sees other parts of the tensors"
         elif not saved.local:
             reason = "the checkpoint has none"
         else:

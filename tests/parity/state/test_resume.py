@@ -3,6 +3,7 @@ any other."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,12 +25,14 @@ from tests.checkpoint_chunks import checkpoint_chunks
 from tests.dist import RankFailure, RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run
+from tests.unit.checkpoint.rewriting import rewrite_manifest
 
 ITERATIONS, STOP = 4, 2
 MODEL = (
     f"--train-iters {ITERATIONS} --hidden-dropout 0.1 --attention-dropout 0.1 --lr-decay-iters {ITERATIONS} "
     "--global-batch-size 4"
 )
+GOLDEN = Path(__file__).parents[2] / "golden/checkpoint-v4/step-00000003"
 DELAYED = "--fp8-hybrid --fp8-recipe delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
 
 
@@ -234,6 +237,29 @@ def test_random_states_that_start_anew_are_announced(
     state.load(str(tmp_path))
     words = [change for change in state.resume_changes if "random states" in change]
     assert words == ([] if said is None else [f"random states (dropout) start anew: {said}"])
+
+
+def test_the_key_of_a_layout_stays_that_of_earlier_checkpoints():
+    """A key that differs leaves the random states of every checkpoint of an earlier version."""
+    earlier = (
+        "Layout(pp=1, dp_outer=1, dp_shard=1, cp=1, tp=1, ep=1, etp=1) sequence_parallel=False "
+        "PipelinePlan(name='1f1b', ranks=1, virtual=1, group_size=None, combined=False)"
+    )
+    state = TrainState.build(tiny_run(MODEL), ParallelMesh.single())
+    assert state.model.layout_key == earlier
+    assert json.loads((GOLDEN / "manifest.json").read_text())["layout"] == earlier.replace(
+        "dp_shard=1, cp=1, tp=1, ep=1, etp=1", "dp_shard=2, cp=1, tp=2, ep=1, etp=2"
+    )
+
+
+def test_random_states_of_another_layout_are_said_to_be(tmp_path: Path):
+    run_loop(tiny_run(f"{MODEL} --save {tmp_path} --exit-interval 1"))
+    manifest = tmp_path / "step-00000001" / "manifest.json"
+    rewrite_manifest(manifest.parent, lambda head: head.update(layout="another"))
+    state = TrainState.build(tiny_run(f"{MODEL} --load {tmp_path}"), ParallelMesh.single())
+    state.load(str(tmp_path))
+    words = [change for change in state.resume_changes if "random states" in change]
+    assert words == ["random states (dropout) start anew: the checkpoint has none for this layout"]
 
 
 @pytest.fixture(scope="module")

@@ -102,6 +102,20 @@ def test_a_section_of_earlier_versions_is_read(tmp_path: Path):
     assert load_config(MOCK, preset="tiny-llama", files=[old]).config.model.kv_lora_rank == 48
 
 
+def test_the_file_of_an_earlier_run_is_read():
+    """Written before --dataset-kind became --dataset-type and fields moved to sections of their own."""
+    golden = Path(__file__).parents[2] / "golden/config-dataset-kind.yaml"
+    run = load_config([], files=[golden]).config
+    assert (run.model.num_query_groups, run.model.hidden_dropout, run.data.dataset_type) == (2, 0.1, None)
+    assert (run.optim.lr, run.train.global_batch_size, run.checkpoint.save) == (1e-3, 4, "/runs/llama")
+
+
+def test_a_key_may_be_spelled_like_a_flag(tmp_path: Path):
+    path = write(tmp_path, "rope-theta: 500000\nparallel:\n  tp: 2\n")
+    run = load_config(MOCK, preset="tiny-llama", files=[path]).config
+    assert (run.model.rotary_base, run.parallel.tensor_model_parallel_size) == (500000, 2)
+
+
 def test_unreadable_files_are_one_problem_each(tmp_path: Path):
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
