@@ -218,8 +218,8 @@ def build(name: str) -> Any:
 
 
 def continued(model: Any, name: str, prompts: Tensor) -> Tensor:
-    """Greedy continuations by transformers."""
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    """Greedy continuations by transformers, which no id ends: a folder that a run saved has the end of the run's tokenizer."""
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
     batches = prompts.split(1 if name in ONE_BY_ONE else len(prompts))
     return torch.cat([model.generate(each, attention_mask=torch.ones_like(each), **options) for each in batches])
 
