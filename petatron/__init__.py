@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from petatron.optim.build_update_rules import register_optimizer
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.pretrained.from_pretrained import from_pretrained
-    from petatron.pretrained.save_and_load import load_checkpoint
+    from petatron.pretrained.load_checkpoint import load_checkpoint
     from petatron.pretrained.saveable_model import Model
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
     from petatron.train.own_loop import restore, save_checkpoint
@@ -73,7 +73,7 @@ _HOMES = {
     "generate": "petatron.infer.generate",
     "launch": "petatron.train.build_run",
     "load": "petatron.train.python_run",
-    "load_checkpoint": "petatron.pretrained.save_and_load",
+    "load_checkpoint": "petatron.pretrained.load_checkpoint",
     "load_config": "petatron.validate",
     "DataSource": "petatron.data.dataset_kinds",
     "DatasetKind": "petatron.data.dataset_kinds",

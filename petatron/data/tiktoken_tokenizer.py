@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from petatron.base.errors import DataError
-from petatron.config.schema.sections.tokenizer_files import (
+from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
     DEFAULT_SPECIAL_TOKENS,
     DEFAULT_TIKTOKEN_SIZE,

@@ -23,11 +23,11 @@ from petatron.base.companion_files import find_companion_files, read_companion_f
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
-from petatron.config.schema.sections.tokenizer_files import (
+from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
     DEFAULT_SPECIAL_TOKENS,
     TokenizerType,
-    implied_tokenizer_type,
+    infer_tokenizer_type,
 )
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters
@@ -237,7 +237,7 @@ def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -
 
 
 def _implied_type(config: TokenizerConfig) -> TokenizerType | None:
-    implied = implied_tokenizer_type(
+    implied = infer_tokenizer_type(
         tokenizer_model=config.tokenizer_model,
         vocab_file=config.vocab_file or config.merge_file,  # one alone is told to lack the other
         merge_file=config.merge_file or config.vocab_file,

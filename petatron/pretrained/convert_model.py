@@ -2,7 +2,7 @@
 
 A converted model is written to a temporary folder and renamed when all of it is on disk, so a folder that exists is complete. In
 the formats `petatron` and `huggingface` every tensor passes through one buffer of the size of the largest: that, and the few
-blocks (or, from Megatron, the one logical tensor) that `model_source.py` reads with, is all the memory a conversion needs. Megatron's
+blocks (or, from Megatron, the one logical tensor) that `model_reader.py` reads with, is all the memory a conversion needs. Megatron's
 legacy files contain a rank's whole share, which must fit in memory when they are written.
 """
 
@@ -39,7 +39,7 @@ from petatron.config.schema.sections.mup import relative_width
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
 from petatron.pretrained.describe_hf_folder import json_bytes
 from petatron.pretrained.folder_kind import ModelFormat
-from petatron.pretrained.model_source import ModelSource
+from petatron.pretrained.model_reader import ModelReader
 from petatron.pretrained.new_folder import create_tmp_folder
 from petatron.pretrained.settings_as_config_file import config_yaml_text
 from petatron.pretrained.training_state import OPTIMIZER_STATE, TrainingState, fetch_float32
@@ -103,7 +103,7 @@ class ConversionOptions:
 
 
 def convert(
-    source: ModelSource,
+    source: ModelReader,
     target: Path,
     options: ConversionOptions,
     *,
@@ -138,7 +138,7 @@ def convert(
     return Conversion(training is not None, tuple(name for name in source.other_state if name not in taken))
 
 
-def _takes_training(source: ModelSource, options: ConversionOptions) -> bool:
+def _takes_training(source: ModelReader, options: ConversionOptions) -> bool:
     """Whether the state of a run goes along: from one program that trains to another, by weight."""
     if not options.training or options.target_format == "huggingface" or source.step == 0:
         return False
@@ -147,7 +147,7 @@ def _takes_training(source: ModelSource, options: ConversionOptions) -> bool:
     return source.format == "megatron"
 
 
-def _check_hf_family(source: ModelSource) -> None:
+def _check_hf_family(source: ModelReader) -> None:
     """Checks that a Hugging Face family can express the whole model."""
     remedy = "Convert it with --to petatron instead; petatron.from_pretrained opens that."
     try:
@@ -185,7 +185,7 @@ class _ConversionWriter:
 
     def __init__(
         self,
-        source: ModelSource,
+        source: ModelReader,
         options: ConversionOptions,
         disk: Disk,
         on_progress: Callable[[ConversionProgress], None],
@@ -380,7 +380,7 @@ class _ConversionWriter:
 
 
 def _weight_specs(
-    source: ModelSource, entries: Sequence[FolderEntry], dtype: torch.dtype | None
+    source: ModelReader, entries: Sequence[FolderEntry], dtype: torch.dtype | None
 ) -> dict[str, WeightSpec]:
     """Returns every logical weight with its target dtype; tensors fused in one entry have the dtype of the first.
 

@@ -30,8 +30,8 @@ from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.folder_kind import detect_format, refuse_unconverted, weights_kind_problems
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.launch_and_build_model import build_initial_model, launch
+from petatron.pretrained.load_checkpoint import load_checkpoint
 from petatron.pretrained.open_step import open_step
-from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.pretrained.saveable_model import Model
 from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 from petatron.sharding.flat_shard import group_tensor_shards

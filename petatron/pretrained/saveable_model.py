@@ -24,7 +24,7 @@ from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.new_folder import create_tmp_folder, tmp_folder
-from petatron.pretrained.save_and_load import save_with_manager
+from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.pretrained.saved_model_state import model_components
 from petatron.schedule.actions import TimedAction
 
@@ -108,7 +108,7 @@ class Model(ParallelModel):
         opened = open_tokenizer_files(Path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
         _on_first_rank(control, target, lambda: create_tmp_folder(target, overwrite=overwrite))
         try:
-            save_with_manager(
+            publish_checkpoint(
                 CheckpointManager(tmp, control, world_axis=self.mesh.world, device=self.mesh.device),
                 model_components(self, random_states=False),
                 step=0,

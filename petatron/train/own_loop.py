@@ -28,7 +28,8 @@ from petatron.optim.loss_scaler import build_loss_scaler
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.launch_and_build_model import HasConfig, config_of
-from petatron.pretrained.save_and_load import LOOP_METADATA, has_weights, save_with_manager
+from petatron.pretrained.load_checkpoint import LOOP_METADATA, has_weights
+from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.pretrained.saveable_model import Model
 from petatron.pretrained.saved_model_state import model_components
 from petatron.train.state.progress_state import DataOrder, DataOrderState, LossScaleState, ProgressState
@@ -122,7 +123,7 @@ def save_checkpoint(
         *components,
     ]
     check_names(saved)
-    save_with_manager(
+    publish_checkpoint(
         CheckpointManager(folder, mesh.control, world_axis=mesh.world, device=mesh.device),
         saved,
         step=step,

@@ -21,16 +21,21 @@ from petatron.config.load import ConfigSources, LoadedConfig, RawLoadedConfig, p
 from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
-from petatron.validate.activation_offload import unused_offload_modules
+from petatron.validate.activation_offload import check_activation_offload, unused_offload_modules
+from petatron.validate.batch_size import check_batch_size
 from petatron.validate.cuda_graphs import check_cuda_graphs
 from petatron.validate.data_and_output_settings import check_files
 from petatron.validate.fp8 import check_fp8
 from petatron.validate.layers import check_hybrid, check_recurrent_layers
 from petatron.validate.layout import check_data_parallel, check_layout, check_pipeline
+from petatron.validate.lr_schedule import check_lr_schedule
 from petatron.validate.model import check_model
 from petatron.validate.moe import check_moe, check_moe_overlap, router_cannot_learn
 from petatron.validate.mup import check_mup, mup_notices
-from petatron.validate.run import check_run
+from petatron.validate.optimizer import check_optimizer, check_optimizer_offload
+from petatron.validate.precision import check_precision
+from petatron.validate.recompute import check_recompute
+from petatron.validate.run_length import check_run_length
 from petatron.validate.sparse_attention import check_sparse_attention
 
 
@@ -96,7 +101,14 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_data_parallel(config),
         check_moe_overlap(config),
         check_fp8(config),
-        check_run(config, require_training=require_training),
+        check_precision(config),
+        check_recompute(config),
+        check_activation_offload(config),
+        check_optimizer_offload(config),
+        check_batch_size(config),
+        check_run_length(config, require_training=require_training),
+        check_lr_schedule(config, require_training=require_training),
+        check_optimizer(config),
         check_cuda_graphs(config),
         check_files(config, require_training=require_training),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.sections.tokenizer_files import SENTENCEPIECE_TYPES, special_token_problem
+from petatron.config.schema.sections.tokenizer_options import SENTENCEPIECE_TYPES, special_token_problem
 from petatron.config.schema.training import TokenizerConfig
 
 _MODELS = {

@@ -36,7 +36,7 @@ from petatron.models.hf.config_json import own_config_json
 from petatron.models.mtp_and_longrope_arrays import mark_long_rows
 from petatron.parallel.select_kernels import select_kernels
 from petatron.pretrained.hub import local_model
-from petatron.pretrained.model_source import ModelSource, open_model_source
+from petatron.pretrained.model_reader import ModelReader, open_model_reader
 
 _ONE_DEVICE = 'Use device_map={"": device}, or leave it out; `petatron generate --tp 2` and the like split a model.'
 _MAX_SEED = 2**31
@@ -89,7 +89,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         folder = Path(pretrained_model_name_or_path)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is not a folder with a config.json. Download a model of the hub first.")
-        source = open_model_source(folder, model_format="huggingface")
+        source = open_model_reader(folder, model_format="huggingface")
         wanted = dtype if dtype is not None else kwargs.get("torch_dtype")
         model = cls._open(source, config, dtype=wanted, device=_only_device(device_map))
         if (folder / _GENERATION_FILE).is_file():
@@ -101,7 +101,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def _open(
         cls,
-        source: ModelSource,
+        source: ModelReader,
         config: PetatronConfig | None,
         *,
         dtype: torch.dtype | str | None,
@@ -283,7 +283,7 @@ def from_checkpoint(
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape[:2]
     torch.Size([1, 3])
     """
-    source = open_model_source(local_model(path, where="from_checkpoint"), step=step)
+    source = open_model_reader(local_model(path, where="from_checkpoint"), step=step)
     return PetatronForCausalLM._open(source, None, dtype=dtype, device=torch.device(device or "cpu"))
 
 

@@ -26,7 +26,8 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.requested_cuda_graphs import enable_auto_cuda_graphs
 from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.launch_and_build_model import HasConfig, build_initial_model, config_of
-from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state, save_with_manager
+from petatron.pretrained.load_checkpoint import LoadedState, has_weights, load_state
+from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.pretrained.saved_model_state import Fp8HistoryState, MomentState, RandomState, model_components
 from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.global_batch_size import BatchSizeSchedule
@@ -243,7 +244,7 @@ class TrainState:
         """Publishes a checkpoint of this iteration; every rank calls it. Without `wait` the save is async."""
         config = self.run.checkpoint
         assert self.checkpoint_manager is not None, "this run saves nothing"
-        save_with_manager(
+        publish_checkpoint(
             self.checkpoint_manager,
             self.components(moments=not config.no_save_optim, random_states=not config.no_save_rng),
             step=self.progress.iteration,

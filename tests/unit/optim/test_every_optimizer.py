@@ -103,5 +103,4 @@ def test_nobody_compares_the_name_of_an_optimizer():
         "pretrained/convert_model.py",
         "pretrained/training_state.py",
         "train/state/run_metadata.py",
-        "validate/run.py",
     }

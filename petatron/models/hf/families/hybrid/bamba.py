@@ -12,11 +12,11 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, MLP, PARALLEL
 from petatron.config.schema.sections.rope import is_factor
+from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.families.hybrid import mamba_tables
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 

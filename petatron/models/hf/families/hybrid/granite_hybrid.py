@@ -8,6 +8,7 @@ from __future__ import annotations
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+from petatron.models.hf.config_translation import REQUIRED, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.families.granite import EXPERTS_IN_FILES, EXPERTS_IN_MEMORY, multipliers
 from petatron.models.hf.families.hybrid import mamba_tables
@@ -16,7 +17,6 @@ from petatron.models.hf.moe_config_json import expert_sizes, experts_of_pattern,
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.shared_tables import ATTENTION as SELF_ATTENTION
 from petatron.models.hf.shared_tables import module_mappings
-from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 _LAYER = "model.layers.*"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from petatron.config.schema.sections.hybrid import MAMBA
+from petatron.models.hf.config_translation import REQUIRED, Translation
 from petatron.models.hf.decoder_config_json import llama_layers, no_biases, tied_embeddings
 from petatron.models.hf.families.hybrid import mamba_tables
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.translation import REQUIRED, Translation
 
 _MAX_POSITIONS = 1 << 20
 """Not in config.json, since the state has the same size after any number of tokens; a run has some number."""

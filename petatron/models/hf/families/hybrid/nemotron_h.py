@@ -16,12 +16,12 @@ from petatron.base.errors import Problem
 from petatron.config.schema.sections.hybrid import EXPERTS as EXPERT_LAYER
 from petatron.models.hf import moe_config_json as moe
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
+from petatron.models.hf.config_translation import Keys, Translation
 from petatron.models.hf.decoder_config_json import SQUARED_RELU, activation, llama, no_biases
 from petatron.models.hf.families.hybrid import mamba_tables
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.setting_types import OWN_FOLDER_FIX
 from petatron.models.hf.shared_tables import ATTENTION, EXPERTS, module_mappings
-from petatron.models.hf.translation import Keys, Translation
 
 _NO_BOUND = 1e-30
 _LAYER = "backbone.layers.*"

@@ -1,4 +1,4 @@
-"""Saves and loads the components of a run's state (`saved_model_state.py`), for the training loop and for custom loops."""
+"""Loads the components of a run's state (`saved_model_state.py`) from a checkpoint, a Hugging Face folder or Megatron's files."""
 
 from __future__ import annotations
 
@@ -21,44 +21,17 @@ from petatron.checkpoint.load.averaged_weights import read_manifest_with_weights
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.state import Chunk, folder_tensor_name
-from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful, build_document, local_tensors
-from petatron.data.tokenizer import Tokenizer
+from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.describe_hf_folder import CompanionFiles, build_hf_folder
 from petatron.pretrained.folder_kind import has_steps, is_megatron_folder, weights_kind_problems
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.saved_model_state import model_components
 
 LOOP_METADATA = "loop"
-"""In the metadata of a run: what a loop of one's own gave to `save_checkpoint`."""
+"""In the metadata of a run: what a custom loop gave to `save_checkpoint`."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-
-
-def save_with_manager(
-    manager: CheckpointManager,
-    components: Sequence[Stateful],
-    *,
-    step: int,
-    model: ParallelModel,
-    metadata: Mapping[str, Any] | None,
-    tokenizer: Tokenizer | CompanionFiles | None,
-    wait: bool = True,
-) -> None:
-    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it. No load restores the metadata."""
-    groups = sorted(model.param_groups, key=lambda group: not group.spec.trainable)
-    # The storage dtype of the weights: fully sharded ones are fp32, since they are the master weights, unless frozen.
-    dtype = next((weight.dtype for group in groups for weight in group.weights()), model.dtype)
-    manager.save(
-        step,
-        [chunk for component in components for chunk in component.chunks()],
-        metadata=build_document(components, metadata, model.frozen_tensors),
-        same_layout_key=model.layout_key,
-        local=local_tensors(components),
-        model=build_hf_folder(model.spec, dtype, tokenizer),
-        wait=wait,
-    )
 
 
 def load_checkpoint(
@@ -185,7 +158,7 @@ def _load_megatron(path: Path, load: ComponentLoad, mesh: ParallelMesh) -> Loade
     ranks = AllRanks(mesh.control, default_failure=f"the Megatron checkpoint in {path} could not be read")
 
     def fill() -> None:
-        source = open_model_source(path, model_format="megatron")
+        source = open_model_reader(path, model_format="megatron")
         chunks = load.select(EMPTY_DOCUMENT, str(path))
         shapes = {folder_tensor_name(key): shape for key, shape in source.shapes.items()}
         if unlike := sorted(chunk.name for chunk in chunks if shapes.get(chunk.name) != chunk.logical_shape):

@@ -77,7 +77,7 @@ class SentencePieceSettings:
 
 
 @settings_section
-class TokenizerFileSettings(TikTokenSettings, SpecialTokenSettings, SentencePieceSettings):
+class TokenizerOptions(TikTokenSettings, SpecialTokenSettings, SentencePieceSettings):
     """What a tokenizer needs to know besides its files."""
 
 
@@ -104,13 +104,13 @@ def special_token_problem(named: Sequence[str], count: int | None) -> tuple[str,
     return None
 
 
-def implied_tokenizer_type(
+def infer_tokenizer_type(
     *, tokenizer_model: object, vocab_file: object, merge_file: object, tiktoken_pattern: object
 ) -> tuple[TokenizerType, str] | None:
     """Returns the type of tokenizer that its files imply, and why; None without files.
 
     >>> names = dict.fromkeys(("vocab_file", "merge_file", "tiktoken_pattern"))
-    >>> implied_tokenizer_type(tokenizer_model="a/llama.model", **names)
+    >>> infer_tokenizer_type(tokenizer_model="a/llama.model", **names)
     ('SentencePieceTokenizer', '--tokenizer-model is a .model')
     """
     if tokenizer_model is not None:

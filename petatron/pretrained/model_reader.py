@@ -4,7 +4,7 @@
     huggingface   config.json and safetensors
     megatron      what Megatron-LM saved, see docs/megatron-checkpoints.md
 
-Opening reads headers only, checks every name and shape, and reports all problems at once. Values are read by `ModelSource.fill`
+Opening reads headers only, checks every name and shape, and reports all problems at once. Values are read by `ModelReader.fill`
 into boxes of logical tensors in the caller's memory; in addition the first two formats need a few blocks of 8 MiB, the third one
 whole logical tensor.
 """
@@ -51,7 +51,7 @@ from petatron.sharding.shard_spec import Shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelSource:
+class ModelReader:
     """An opened model.
 
     config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: files
@@ -75,14 +75,14 @@ class ModelSource:
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_model_source(
+def open_model_reader(
     path: Path,
     *,
     model_format: ModelFormat | None = None,
     step: int | None = None,
     vocab_size: int | None = None,
     weights: str | None = None,
-) -> ModelSource:
+) -> ModelReader:
     """Opens a model for reading; the format is detected if it is not given.
 
     `step` selects among several. `vocab_size` is for Megatron's format, which may know its vocabulary only with its padding. `weights`
@@ -118,16 +118,16 @@ def _source_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} {why}. Copy it again from where it was made.")
 
 
-def _open_huggingface(path: Path) -> ModelSource:
+def _open_huggingface(path: Path) -> ModelReader:
     reject_pickle_weights(path)
     folder = HuggingFaceFolder(path)
     settings = folder.checked_settings()
     with folder.naming_config():
         values, spec = _resolve_spec(*settings)
-    return _manifest_source("huggingface", path, folder, folder_manifest(folder, spec), values, spec)
+    return _manifest_reader("huggingface", path, folder, folder_manifest(folder, spec), values, spec)
 
 
-def _open_petatron(step: Path, weights: str | None) -> ModelSource:
+def _open_petatron(step: Path, weights: str | None) -> ModelReader:
     manifest = step_folder.read_manifest(step) if weights is None else read_manifest_with_weights(step, weights)
     folder = open_step(step, manifest)
     settings = folder.settings()
@@ -136,7 +136,7 @@ def _open_petatron(step: Path, weights: str | None) -> ModelSource:
     with folder.naming_config():
         values, spec = _resolve_spec({**settings[0], **stored_mup(step, manifest)}, settings[1])
     _check_weights(step, manifest, spec)
-    source = _manifest_source("petatron", step, folder, manifest, values, spec)
+    source = _manifest_reader("petatron", step, folder, manifest, values, spec)
     trains = weights is None and has_training_state(manifest)
     names = [key.removeprefix(WEIGHT_PREFIX) for key in source.shapes if key.startswith(WEIGHT_PREFIX)]
     return replace(
@@ -159,14 +159,14 @@ def _check_weights(step: Path, manifest: Manifest, spec: ModelSpec) -> None:
         )
 
 
-def _manifest_source(
+def _manifest_reader(
     model_format: ModelFormat,
     path: Path,
     folder: HuggingFaceFolder,
     manifest: Manifest,
     sections: Mapping[str, Mapping[str, Any]],
     spec: ModelSpec,
-) -> ModelSource:
+) -> ModelReader:
     directory = BoxDirectory.from_tensors(path, manifest.tensors)
 
     def fill(chunks: Sequence[Chunk]) -> None:
@@ -178,7 +178,7 @@ def _manifest_source(
         box_reads.execute_reads(path, plan, manifest.files)
 
     kept = {key: tensor for key, tensor in manifest.tensors.items() if key.startswith((WEIGHT_PREFIX, ROUTER_PREFIX))}
-    return ModelSource(
+    return ModelReader(
         format=model_format,
         path=path,
         step=manifest.step,
@@ -192,7 +192,7 @@ def _manifest_source(
     )
 
 
-def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
+def _open_megatron(path: Path, vocab_size: int | None) -> ModelReader:
     checkpoint = open_megatron(path) if vocab_size is None else _open_with_vocab_size(path, vocab_size)
     values, spec = _resolve_spec(checkpoint.model, checkpoint.moe)
     opener = checkpoint.open_training
@@ -207,7 +207,7 @@ def _open_megatron(path: Path, vocab_size: int | None) -> ModelSource:
                 last[chunk.name] = checkpoint.tensors[chunk.name].load()
             chunk.tensor.copy_(last[chunk.name][chunk.box.slices()])
 
-    return ModelSource(
+    return ModelReader(
         format="megatron",
         path=path,
         step=checkpoint.iteration,
@@ -246,44 +246,3 @@ def _resolve_spec(
         rule = "is not known: the model's settings do not say it"
         raise ConfigError([Problem("--vocab-size", "", rule, "Give the number of token ids of its tokenizer.")])
     return sections, model_spec(run)
-
-
-def last_steps(folder: Path, count: int, *, before: int | None = None) -> list[int]:
-    """Returns the last steps of a folder of checkpoints, up to step `before`; raises if there are fewer."""
-    steps = sorted(step for step in step_list.list_steps(folder) if before is None or step <= before)
-    if len(steps) < count or (before is not None and before not in steps):
-        have = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(
-            f"{folder} has not {count} steps to average{f' up to {before}' if before is not None else ''}; it has: {have}. Give the "
-            "folder that --save wrote to, and a smaller --average-last; --save-interval and --save-total-limit decide which steps are kept."
-        )
-    return steps[-count:]
-
-
-def average_sources(sources: Sequence[ModelSource]) -> ModelSource:
-    """Returns the mean of models of one architecture (stochastic weight averaging, Izmailov et al. 2018) as one; all else is the last's.
-
-    Values are read where a conversion asks for them, in float64 (from master weights, where there are any), and summed in that precision:
-    the mean is exact to its rounding, and needs two boxes of memory besides the one that is filled. Expert biases, which are no weights,
-    are those of the last step.
-    """
-    last = sources[-1]
-    for source in sources:
-        if source.spec != last.spec or source.shapes != last.shapes:
-            raise CheckpointError(
-                f"{source.path} and {last.path} are of different models, which have no mean. Average steps of one run."
-            )
-
-    def fill(chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            if chunk.key.startswith(ROUTER_PREFIX):
-                last.fill([chunk])
-                continue
-            values = torch.empty(chunk.tensor.shape, dtype=torch.float64)
-            total = torch.zeros_like(values)
-            for source in sources:
-                source.fill([replace(chunk, tensor=values)])
-                total += values
-            chunk.tensor.copy_(total.div_(len(sources)))
-
-    return replace(last, fill=fill, open_training=None)  # no optimizer has been at the mean

@@ -1,4 +1,4 @@
-"""Splits the QKV GEMM's output into heads for attention, with qk-norm and rope applied."""
+"""Splits the QKV GEMM's output into q, k and v with qk-norm and rope applied, under autograd; and merges heads again."""
 
 from __future__ import annotations
 
