@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from petatron.infer.constraint import ConstraintState
+from petatron.infer.constrained_decoding import ConstraintState
 from petatron.infer.engine_outputs import Completion
-from petatron.infer.pages import SCRATCH_SLOT, PrefixRoot
+from petatron.infer.kv_cache_pages import SCRATCH_SLOT, PrefixRoot
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.text_stream import TextStream
 
@@ -29,7 +29,8 @@ class Sequence:
     slot: of its recurrent states, while it runs. is_long: it is beyond the original context of LongRoPE. restarted: it has run before, and
     gave its pages back.
     awaited: what another one computes of its prompt, while it waits for that.
-    drafts: guesses of the tokens after the last (`draft/drafter.py`). draft_inputs: hidden states that the next drafts need again.
+    drafts: guesses of the tokens after the last (`draft/speculative_decoding.py`). draft_inputs: hidden states that the next drafts need
+    again.
     """
 
     request: int

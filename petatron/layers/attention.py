@@ -13,8 +13,8 @@ from typing import Literal
 from torch import Tensor, nn
 
 from petatron.kernels import qk_norm_rope, rope
-from petatron.kernels.attention import paged
-from petatron.kernels.attention.paged import KeyValue, PagedAttentionKernels
+from petatron.kernels.attention import paged_attention
+from petatron.kernels.attention.paged_attention import KeyValue, PagedAttentionKernels
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
 from petatron.layers.alibi_and_temperature import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
@@ -33,7 +33,7 @@ from petatron.layers.ops.split_qkv_norm_rope import (
 )
 from petatron.layers.rope import pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, SoftmaxAttentionSpec
+from petatron.layers.spec.branch_spec import BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_rows import is_batch_first
@@ -88,7 +88,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
     def decode_is_capturable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What the kernels of pages lack is computed in plain PyTorch, which reads lengths."""
         ruled = self.softcap is not None or self.sinks is not None or self.alibi
-        return paged.VISIBILITY.includes(self.visibility, score_rules=ruled)
+        return paged_attention.VISIBILITY.includes(self.visibility, score_rules=ruled)
 
     @property
     def needs_positions(self) -> bool:
@@ -264,7 +264,7 @@ class Attention(BranchModule):
         self.alibi = AlibiBias(spec.num_heads) if spec.alibi else None
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
-        self.paged_kernels: PagedAttentionKernels = paged
+        self.paged_kernels: PagedAttentionKernels = paged_attention
         self.out = Linear(q_width, (spec.hidden_size,), bias=spec.out_bias)
 
     def kernel_slots(self) -> Mapping[str, str]:
@@ -319,7 +319,7 @@ class Attention(BranchModule):
         rules = ScoreRules.of(self.spec.softcap, None if self.spec.sinks is None else self._sinks_H(q), None)
         if rules is None and self.spec.alibi:
             rules = NO_RULES  # fused kernels take no keys wider than values
-        return paged.paged_attention(
+        return paged_attention.paged_attention(
             q.squeeze(1),
             KeyValue(k.squeeze(1), v.squeeze(1)),
             KeyValue(pages["key"], pages["value"]),

@@ -26,7 +26,6 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels import norm as reference
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.fp8.amax import attach_amax, new_amax
-from petatron.layers.comm_slot import CommSlot, TensorRank, TensorSlot, identity
 from petatron.layers.ops.linear_op import WeightGradTarget
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
@@ -36,6 +35,7 @@ from petatron.layers.ops.recompute_output import (
     Tensors,
     apply_recomputable,
 )
+from petatron.layers.parallel_slots import CommSlot, TensorRank, TensorSlot, identity
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_rows import from_rows, rows_in_memory_order, to_rows

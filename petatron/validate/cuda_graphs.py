@@ -19,7 +19,7 @@ from petatron.config.schema.default_objective_names import NEXT_TOKEN
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.parallel import FSDP_STRATEGIES, MODEL_PARALLEL_SIZES
 from petatron.config.schema.run import RawRunConfig
-from petatron.kernels.limits import (
+from petatron.kernels.size_limits import (
     FLASH_HEAD_MULTIPLE,
     FLASH_MAX_HEAD_DIM,
     GROUPED_WIDTH_MULTIPLE,

@@ -9,7 +9,7 @@ from petatron.base.errors import Problem
 from petatron.config.declared_rules import multiples_near
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.vocabulary import padded_rows
-from petatron.kernels.limits import FP8_SIZE_MULTIPLE, SCALINGS, fp8_size_multiple
+from petatron.kernels.size_limits import FP8_SIZE_MULTIPLE, SCALINGS, fp8_size_multiple
 
 _FLAG = "--fp8-format"
 _GATHER = "--fp8-param-gather"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.config.schema.run import RunConfig
-from petatron.layers.spec.branch import BranchSpec
+from petatron.layers.spec.branch_spec import BranchSpec
 from petatron.layers.spec.generation_state import PagedState
 from petatron.mesh.rank_layout import Layout
 from petatron.models.model_spec import ModelSpec

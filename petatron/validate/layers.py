@@ -27,7 +27,7 @@ from petatron.config.schema.sections.linear_attention import DeltaNetSettings, h
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH, Mamba2Settings
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.rope import ROTARY_TYPES, LongRopeFactorError, parse_longrope_factors
-from petatron.kernels.limits import MAX_ALIBI_POSITIONS
+from petatron.kernels.size_limits import MAX_ALIBI_POSITIONS
 
 _FACTOR_LISTS = {"ssm_multipliers": ("z", "x", "B", "C", "dt"), "mlp_multipliers": ("the gate", "the output")}
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.ssm.chunks import ChunkOptions, from_chunks, recurrence_grads, sums_after, to_chunks
+from petatron.kernels.ssm.chunked_sequence import ChunkOptions, from_chunks, recurrence_grads, sums_after, to_chunks
 from petatron.kernels.ssm.delta_recurrence import l2_normalize, query_scale
 
 DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]

@@ -34,7 +34,11 @@ def old_rank(tensors: dict[str, torch.Tensor], rank: int, version: float | None)
     """The state of one of two ranks as in 2019: nested names, and all queries, all keys, all values (version 0) or these by element (1)."""
     layers, position = {}, tensors["position.weight"]
     names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    names |= {"attention.out": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
+    names |= {
+        "attention.out": "attention.dense_attention",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    }
     for name, tensor in tensors.items():
         if not name.startswith("layers."):
             continue

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.graph_capture import CapturedStep, GraphCapture, GraphSizes
+from petatron.infer.kv_cache_pages import SCRATCH_PAGE, SCRATCH_SLOT
+from petatron.infer.step.cuda_graph_capture import CapturedStep, GraphCapture, GraphSizes
 from petatron.infer.step.packed_step import CacheLocations, RunStep, StepOutputs
-from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.most_likely import MostLikelyKernels
+from petatron.kernels.attention.paged_attention import PagedBatch
+from petatron.kernels.logits_argmax import LogitsArgmaxKernels
 from petatron.kernels.registry import KernelContext, choose_kernel
 
 IntRow = Sequence[int] | np.ndarray
@@ -101,7 +101,7 @@ class DecodeGraphs:
         self.sizes = captured_sizes(options.max_sequences * (1 + options.speculative_tokens), sizes.multiple)
         """The batch sizes of graphs."""
         context = KernelContext.of(self._device, dtype, allow_compile=False)
-        self._kernels: MostLikelyKernels = choose_kernel("most likely id", context).functions
+        self._kernels: LogitsArgmaxKernels = choose_kernel("most likely id", context).functions
         self._captured: dict[int, CapturedStep[_HostInputs]] = {}
         self.ids = torch.zeros(self.sizes[-1], dtype=torch.int32, device=self._device)
         """The new ids of the last step: the most likely ones, unless others were drawn and written here."""

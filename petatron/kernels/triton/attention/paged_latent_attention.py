@@ -6,9 +6,9 @@ fewer, and a split of a sequence; its output in latent space, 16 x 512 in float3
 blocks, the programs of one split run side by side and find its tiles in the L2 cache. So a block is as large as registers allow: of a
 rank's 128 heads, blocks of 16 would read every tile eight times from that cache, two blocks of 64 do so twice.
 
-As in `paged.py`, the number of splits follows from the number of sequences and heads alone, and their lengths from those on the device:
-a CUDA graph replays for any lengths. A split has at least 64 tokens: a partial output of 16 heads has the bytes of 28 tokens, so that
-shorter splits would cost more to merge than to read.
+As in `paged_attention.py`, the number of splits follows from the number of sequences and heads alone, and their lengths from those on the
+device: a CUDA graph replays for any lengths. A split has at least 64 tokens: a partial output of 16 heads has the bytes of 28 tokens, so
+that shorter splits would cost more to merge than to read.
 
 Bytes that must be read, DeepSeek-V3 in bf16: 1,152 for each token of a sequence, on every rank.
 
@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.attention import paged_latent as reference
-from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.attention.paged_latent import LatentPages
+from petatron.kernels.attention import paged_latent_attention as reference
+from petatron.kernels.attention.paged_attention import PagedBatch
+from petatron.kernels.attention.paged_latent_attention import LatentPages
 from petatron.kernels.triton.attention.split_kv import (
     launch_merge,
     log_sum_exp,

@@ -1,10 +1,10 @@
 """Sparse latent attention over pages, which hold an index key beside the latent and the rotary key of each token.
 
-A step in which no sequence has more than top-k tokens runs dense latent attention (`paged_latent.py`). Otherwise all index keys of a
-sequence are read, but only the latents of the selected tokens.
+A step in which no sequence has more than top-k tokens runs dense latent attention (`paged_latent_attention.py`). Otherwise all index keys
+of a sequence are read, but only the latents of the selected tokens.
 
 T tokens, N sequences, J heads and E width of the indexer, K selected, P pages of a sequence, L tokens of a sequence; others as in
-`paged_latent.py`.
+`paged_latent_attention.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import paged
+from petatron.kernels.attention import paged_attention
 from petatron.kernels.attention.indexer_loss import IndexVectors
-from petatron.kernels.attention.paged_latent import (
+from petatron.kernels.attention.paged_latent_attention import (
     LatentPages,
     LatentUpProjection,
     PagedLatentKernels,
     paged_latent_attention,
 )
-from petatron.kernels.attention.sparse_latent import attend_selected_rows, index_scores, row_blocks, topk_positions
+from petatron.kernels.attention.sparse_latent_attention import (
+    attend_selected_rows,
+    index_scores,
+    row_blocks,
+    topk_positions,
+)
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.compute_dtype import to_compute_dtype
 
@@ -69,7 +74,7 @@ def paged_sparse_latent_attention(
     latent_TC: Tensor,
     rope_key_TR: Tensor,
     pages: SparseLatentPages,
-    batch: paged.PagedBatch,
+    batch: paged_attention.PagedBatch,
     *,
     up: LatentUpProjection,
     selection: TopkSelection,
@@ -79,7 +84,7 @@ def paged_sparse_latent_attention(
 
     index: of the tokens, as one sequence [1, T, ...].
     """
-    paged.store_rows((pages.index_key,), (index.key[0],), batch.page_rows_T)
+    paged_attention.store_rows((pages.index_key,), (index.key[0],), batch.page_rows_T)
     lengths = [batch.max_length] if batch.num_decodes else []
     lengths += [chunk.context + chunk.stop - chunk.start for chunk in batch.chunks]
     if max(lengths, default=0) <= selection.topk:
@@ -100,12 +105,12 @@ def paged_sparse_latent_attention(
 
 
 def _rows_of_decodes(
-    index: IndexVectors, pages: SparseLatentPages, batch: paged.PagedBatch, selection: TopkSelection
+    index: IndexVectors, pages: SparseLatentPages, batch: paged_attention.PagedBatch, selection: TopkSelection
 ) -> Tensor:
     """Returns the rows in pages that are selected for one token of each sequence that decodes, [N, K]."""
     count, size = batch.num_decodes, pages.index_key.shape[1]
     q, _, weight = (x[0, :count].unsqueeze(1) for x in index)
-    read = paged.pages_to_read(batch, size)
+    read = paged_attention.pages_to_read(batch, size)
     key_NLE = pages.index_key.index_select(0, read).view(count, -1, pages.index_key.shape[2])
     last_N1 = batch.lengths_N[:count].unsqueeze(1) - 1
     selected = selection.positions(IndexVectors(q, key_NLE, weight), last_N1)
@@ -115,14 +120,14 @@ def _rows_of_decodes(
 def _rows_of_chunk(
     index: IndexVectors,
     pages: SparseLatentPages,
-    batch: paged.PagedBatch,
-    chunk: paged.PromptChunk,
+    batch: paged_attention.PagedBatch,
+    chunk: paged_attention.PromptChunk,
     selection: TopkSelection,
 ) -> Tensor:
     """Returns the rows in pages that are selected for the tokens of a chunk of a prompt, [tokens, K]."""
     rows, table_P = slice(chunk.start, chunk.stop), batch.page_table_NP[chunk.sequence]
     length = chunk.context + chunk.stop - chunk.start
-    key_1LE = paged.first_rows(pages.index_key, table_P, length).unsqueeze(0)
+    key_1LE = paged_attention.first_rows(pages.index_key, table_P, length).unsqueeze(0)
     q, weight, parts = index.query[:, rows], index.weight[:, rows], list[Tensor]()
     for block in row_blocks(chunk.stop - chunk.start, 8 * length * q.shape[2]):
         positions = torch.arange(chunk.context + block.start, chunk.context + block.stop, device=q.device)

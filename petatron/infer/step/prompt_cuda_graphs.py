@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE
-from petatron.infer.step.graph_capture import CapturedStep, GraphCapture, GraphSizes
+from petatron.infer.kv_cache_pages import SCRATCH_PAGE
+from petatron.infer.step.cuda_graph_capture import CapturedStep, GraphCapture, GraphSizes
 from petatron.infer.step.packed_step import PackedStep, RunStep, StepInputs, StepOutputs
-from petatron.kernels.attention.paged import ChunkBounds, PagedBatch
+from petatron.kernels.attention.paged_attention import ChunkBounds, PagedBatch
 
 MAX_PROMPT_ROWS = 2048
 """Of a graph: with more, kernels take longer than the host, and attention by flash kernels is faster."""

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, gate_offsets, row_tile, store_chunk_matrix
-from petatron.kernels.triton.ssm.delta.ut_transform import unit_lower_inverse
+from petatron.kernels.triton.ssm.delta_rule.tiles import DeltaChunks, gate_offsets, row_tile, store_chunk_matrix
+from petatron.kernels.triton.ssm.delta_rule.ut_transform import unit_lower_inverse
 from petatron.kernels.triton.ssm.scan_tiles import document_of
 
 _CHANNELS = 32

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, SavedInputsOp, first_derivative
 from petatron.kernels.ssm.output_gate import NormGate
-from petatron.layers.comm_slot import CommSlot
+from petatron.layers.parallel_slots import CommSlot
 from petatron.layers.token_rows import from_rows
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class MostLikelyKernels(Protocol):
+class LogitsArgmaxKernels(Protocol):
     """The interface of this module and its faster implementation."""
 
     def most_likely(self, logits_RV: Tensor) -> Tensor: ...

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.attention.paged import KeyValue, PagedBatch
+from petatron.kernels.attention.paged_attention import KeyValue, PagedBatch
 from petatron.kernels.triton.attention.paged_prompt_chunks import chunk_attention
 from petatron.kernels.triton.attention.split_kv import (
     launch_merge,

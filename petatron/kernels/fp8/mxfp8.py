@@ -36,8 +36,8 @@ from petatron.kernels.fp8.cast_and_gemm import (
     max_exponent,
     quantize,
 )
-from petatron.kernels.limits import MX_BLOCK
 from petatron.kernels.moe.grouped_gemm import GroupedGemm, looped_linear
+from petatron.kernels.size_limits import MX_BLOCK
 
 _LARGEST_BYTE, _BIAS = 254, 127
 _SWIZZLED_ROWS, _SWIZZLED_COLUMNS = 128, 4

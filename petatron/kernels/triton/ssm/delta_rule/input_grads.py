@@ -27,8 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.ssm.delta_recurrence import query_scale
-from petatron.kernels.triton.ssm.delta.intra_chunk_grads import intra_chunk_grads
-from petatron.kernels.triton.ssm.delta.tiles import (
+from petatron.kernels.triton.ssm.delta_rule.intra_chunk_grads import intra_chunk_grads
+from petatron.kernels.triton.ssm.delta_rule.tiles import (
     DeltaChunks,
     gate_offsets,
     load_state,

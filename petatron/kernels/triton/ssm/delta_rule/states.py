@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.ssm.delta.tiles import (
+from petatron.kernels.triton.ssm.delta_rule.tiles import (
     DecayedQK,
     DeltaChunks,
     decay_factors,

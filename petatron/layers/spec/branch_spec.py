@@ -53,7 +53,7 @@ class BranchModule(nn.Module):
     Its linears are `Linear`s, so that tensor parallelism, FP8 and the weight-gradient target can fill their slots. Modules inside
     may declare `fp8_linears`, the names of their children that may run in FP8, `absorbed_linears`, those of them whose weights they
     multiply themselves while they generate, `tensor_slots` and `context_slots`, the attributes that tensor and context parallelism fill
-    (`layers/comm_slot.py`), `group_sum_slots`, those of `CommSlot`s that add, in place, what ranks have of each of some groups of
+    (`layers/parallel_slots.py`), `group_sum_slots`, those of `CommSlot`s that add, in place, what ranks have of each of some groups of
     channels, with the number of groups, and `kernel_slots()`, the registry's operation for each attribute that holds kernels.
     """
 

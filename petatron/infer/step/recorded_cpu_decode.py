@@ -1,4 +1,4 @@
-"""Decode steps on a CPU, recorded for each shape of batch and repeated (`recorded_calls.py`).
+"""Decode steps on a CPU, recorded for each shape of batch and repeated (`recorded_tensor_ops.py`).
 
 The shape is the number of sequences and the pages of the longest, rounded up, so that a recording serves for dozens of steps. It costs as
 much as a few steps that are not recorded, so a shape is recorded when it has occurred a few times; and a recording gathers what the
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
+from petatron.infer.kv_cache_pages import SCRATCH_PAGE, SCRATCH_SLOT
 from petatron.infer.step.packed_step import CacheLocations, StepInputs, StepOutputs
-from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
-from petatron.kernels.attention.paged import PagedBatch
+from petatron.infer.step.recorded_tensor_ops import RecordedCalls, Unrecordable
+from petatron.kernels.attention.paged_attention import PagedBatch
 
 _log = get_logger(__name__)
 _FIRST_STEPS = 3

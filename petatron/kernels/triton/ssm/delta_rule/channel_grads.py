@@ -30,9 +30,20 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.ssm.delta_recurrence import query_scale
-from petatron.kernels.triton.ssm.delta.channel_intra_chunk import load_g_cumsum, node_decays, node_pairs, tree_levels
-from petatron.kernels.triton.ssm.delta.input_grads import DeltaIntermediates, l2_normalize_grads
-from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, gate_offsets, load_value_columns, row_tile, state_base
+from petatron.kernels.triton.ssm.delta_rule.channel_intra_chunk import (
+    load_g_cumsum,
+    node_decays,
+    node_pairs,
+    tree_levels,
+)
+from petatron.kernels.triton.ssm.delta_rule.input_grads import DeltaIntermediates, l2_normalize_grads
+from petatron.kernels.triton.ssm.delta_rule.tiles import (
+    DeltaChunks,
+    gate_offsets,
+    load_value_columns,
+    row_tile,
+    state_base,
+)
 from petatron.kernels.triton.ssm.scan_tiles import document_before, document_of, load_rows
 
 _CHANNELS = 32

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.layers.comm_slot import SequenceParts
+from petatron.layers.parallel_slots import SequenceParts
+from petatron.layers.ssm.autograd_ops import DeltaInputs, ScanInputs
 from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
-from petatron.layers.ssm.ops import DeltaInputs, ScanInputs
 
 
 def scan_over_parts(

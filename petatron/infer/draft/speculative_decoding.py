@@ -32,8 +32,8 @@ from torch import Tensor
 from petatron.infer.sampling import sample_tokens
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
-from petatron.infer.step.model_steps import ModelSteps
 from petatron.infer.step.packed_step import PackedStep, ScheduledTokens
+from petatron.infer.step.run_model_step import ModelSteps
 from petatron.infer.step.step_result import StepLayout, sampled_row
 from petatron.parallel.parallel_model import ParallelModel
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.ssm.delta.tiles import DeltaChunks, gate_offsets, store_chunk_matrix
+from petatron.kernels.triton.ssm.delta_rule.tiles import DeltaChunks, gate_offsets, store_chunk_matrix
 from petatron.kernels.triton.ssm.scan_tiles import decay_matrix, document_of, load_rows
 
 _MOST_TOKENS = 64

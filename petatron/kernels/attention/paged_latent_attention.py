@@ -10,8 +10,8 @@ token computes for itself (DeepSeek-V2, section 2.1.2).
 Absorbed, all heads share one key of latent and rotary width, and its first part is the value: multi-query attention with wide heads. A
 fresh chunk of a prompt has all its keys in the step; there heads of ordinary width cost less, and it is attended to as in training.
 
-Decode steps have a kernel on GPUs (`kernels/triton/attention/paged_latent.py`). Here the pages that they read are gathered; on a GPU also
-this neither waits for the device nor depends on lengths, so it can be captured in a CUDA graph.
+Decode steps have a kernel on GPUs (`kernels/triton/attention/paged_latent_attention.py`). Here the pages that they read are gathered; on a
+GPU also this neither waits for the device nor depends on lengths, so it can be captured in a CUDA graph.
 
 T tokens, N sequences, H heads of this rank, E width of a query head without position and rotary, C of the latent, R of the rotary key,
 V of a value head.
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.kernels.attention import block_attention, paged
+from petatron.kernels.attention import block_attention, paged_attention
 from petatron.kernels.attention.flash import widens
 from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
@@ -75,13 +75,15 @@ class LatentPages(NamedTuple):
 
     def keys_of_chunk(self, page_table_P: Tensor, length: int) -> Tensor:
         """Returns the absorbed keys of one sequence's first tokens, [L, C + R]."""
-        return torch.cat([paged.first_rows(pages, page_table_P, length) for pages in self], dim=-1)
+        return torch.cat([paged_attention.first_rows(pages, page_table_P, length) for pages in self], dim=-1)
 
-    def keys_of_decodes(self, batch: paged.PagedBatch, window: int | None) -> Tensor:
+    def keys_of_decodes(self, batch: paged_attention.PagedBatch, window: int | None) -> Tensor:
         """Returns the absorbed keys of all sequences that decode, [N, L, C + R], padded to the longest."""
         if batch.first_page is not None:
-            return torch.cat([paged.rows_of_only_sequence(x, batch, window) for x in self], dim=-1).unsqueeze(0)
-        read, name = paged.pages_to_read(batch, self.latent.shape[1]), f"latent {self.latent.shape[2]}"
+            return torch.cat([paged_attention.rows_of_only_sequence(x, batch, window) for x in self], dim=-1).unsqueeze(
+                0
+            )
+        read, name = paged_attention.pages_to_read(batch, self.latent.shape[1]), f"latent {self.latent.shape[2]}"
         if name not in batch.computed:  # all layers share its memory
             width = self.latent.shape[2] + self.rope_key.shape[2]
             batch.computed[name] = self.latent.new_empty((read.shape[0], self.latent.shape[1], width))
@@ -102,7 +104,7 @@ class PagedLatentKernels(Protocol):
         q_NHC: Tensor,
         q_rope_NHR: Tensor,
         pages: LatentPages,
-        batch: paged.PagedBatch,
+        batch: paged_attention.PagedBatch,
         *,
         scale: float,
         window: int | None,
@@ -114,7 +116,7 @@ def paged_latent_attention(
     latent_TC: Tensor,
     rope_key_TR: Tensor,
     pages: LatentPages,
-    batch: paged.PagedBatch,
+    batch: paged_attention.PagedBatch,
     *,
     up: LatentUpProjection,
     visibility: Visibility,
@@ -134,7 +136,7 @@ def paged_latent_attention(
     if fresh:
         rows = slice(fresh[0].start, fresh[-1].stop)
         k, v = up.keys_and_values(latent_TC[rows], rope_key_TR[rows])
-        out[rows] = paged.fresh_chunks_attention(q_THE[rows], k, v, batch, fresh, visibility=visibility)
+        out[rows] = paged_attention.fresh_chunks_attention(q_THE[rows], k, v, batch, fresh, visibility=visibility)
     for chunk in batch.chunks[len(fresh) :]:
         rows = slice(chunk.start, chunk.stop)
         keys = pages.keys_of_chunk(batch.page_table_NP[chunk.sequence], chunk.context + chunk.stop - chunk.start)
@@ -144,14 +146,14 @@ def paged_latent_attention(
 
 def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, page_rows_T: Tensor) -> None:
     """Writes the rows of every token to its slot."""
-    paged.store_rows(pages, (latent_TC, rope_key_TR), page_rows_T)
+    paged_attention.store_rows(pages, (latent_TC, rope_key_TR), page_rows_T)
 
 
 def decode_latents(
     q_NHC: Tensor,
     q_rope_NHR: Tensor,
     pages: LatentPages,
-    batch: paged.PagedBatch,
+    batch: paged_attention.PagedBatch,
     *,
     scale: float,
     window: int | None,
@@ -161,7 +163,11 @@ def decode_latents(
     q_NHC, q_rope_NHR: absorbed queries. scale: the factor on scores. window: the most tokens that one attends to.
     """
     k = pages.keys_of_decodes(batch, window).unsqueeze(1)
-    mask = None if batch.first_page is not None else paged.added_mask(batch, pages.latent, Visibility(window=window))
+    mask = (
+        None
+        if batch.first_page is not None
+        else paged_attention.added_mask(batch, pages.latent, Visibility(window=window))
+    )
     q = torch.cat((q_NHC, q_rope_NHR), dim=-1).unsqueeze(1)  # heads are rows of one sequence
     v = k[..., : pages.latent.shape[2]]
     if widens(q):
@@ -170,7 +176,7 @@ def decode_latents(
 
 
 def _continued_chunk(
-    q_THE: Tensor, keys_LK: Tensor, chunk: paged.PromptChunk, up: LatentUpProjection, visibility: Visibility
+    q_THE: Tensor, keys_LK: Tensor, chunk: paged_attention.PromptChunk, up: LatentUpProjection, visibility: Visibility
 ) -> Tensor:
     length, latent_width = keys_LK.shape[0], up.key_HNC.shape[2]
     visible = VisibleKeys.of(visibility, length, q_THE.device)

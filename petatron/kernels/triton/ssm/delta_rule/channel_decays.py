@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.triton.ssm.delta.tiles import DecayedQK, DeltaChunks, gate_offsets, row_tile
+from petatron.kernels.triton.ssm.delta_rule.tiles import DecayedQK, DeltaChunks, gate_offsets, row_tile
 from petatron.kernels.triton.ssm.scan_tiles import document_before, document_of
 
 _CHANNELS = 32

@@ -4,9 +4,9 @@ An index score is I(t, s) = sum_j w(t, j) relu(q(t, j) . k(s)), over the heads j
 K visible tokens with the highest scores. Equal scores are common, since relu gives many zeros; ties go to the later position. Scores are
 ranked in float32, packed with the position into one int64, so that no two are equal and every kernel of `topk` agrees.
 
-Attention to the selected tokens is absorbed (`paged_latent.py`): queries are multiplied with the key up-projection, are scored against the
-gathered latents, and the weighted sums of latents are multiplied with the value up-projection. With M = C + R channels per token, H heads
-and blocks of queries, no tensor has the size S x S:
+Attention to the selected tokens is absorbed (`paged_latent_attention.py`): queries are multiplied with the key up-projection, are scored
+against the gathered latents, and the weighted sums of latents are multiplied with the value up-projection. With M = C + R channels per
+token, H heads and blocks of queries, no tensor has the size S x S:
 
     gathered latents     block x K x M           scores     block x H x K
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-from petatron.kernels.attention.paged_latent import LatentUpProjection
+from petatron.kernels.attention.paged_latent_attention import LatentUpProjection
 from petatron.kernels.compute_dtype import to_compute_dtype
 
 BLOCK_BYTES = 1 << 27

@@ -12,7 +12,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import CacheSize
+from petatron.infer.kv_cache_pages import CacheSize
 from petatron.layers.mtp import MtpLayerSpec
 from petatron.layers.spec.generation_state import GenerationState, PagedState, Pages, RecurrentState, StateSlots
 from petatron.mesh import collectives

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE, CacheSize
-from petatron.infer.step.decode_graphs import DecodeGraphs, IntRow
-from petatron.infer.step.graph_capture import GraphCapture, GraphSizes
-from petatron.infer.step.layer_states import allocate_pages, allocate_states
+from petatron.infer.kv_cache_pages import SCRATCH_PAGE, CacheSize
+from petatron.infer.step.cuda_graph_capture import GraphCapture, GraphSizes
+from petatron.infer.step.decode_cuda_graphs import DecodeGraphs, IntRow
+from petatron.infer.step.kv_cache_and_states import allocate_pages, allocate_states
 from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepInputs, StepOutputs
-from petatron.infer.step.prompt_graphs import PromptGraphs
-from petatron.infer.step.recorded_cpu_steps import RecordedDepths, RecordedSteps
-from petatron.kernels.attention.paged import PagedBatch, fresh_documents
+from petatron.infer.step.prompt_cuda_graphs import PromptGraphs
+from petatron.infer.step.recorded_cpu_decode import RecordedDepths, RecordedSteps
+from petatron.kernels.attention.paged_attention import PagedBatch, fresh_documents
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.spec.generation_step_groups import sequence_groups
