@@ -38,8 +38,8 @@ from petatron.data.dataset_kinds import (
     dataset_kind,
 )
 from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
-from petatron.data.split_units import split_units
 from petatron.data.tokenizer import Tokenizer
+from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
 
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

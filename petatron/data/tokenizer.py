@@ -32,7 +32,6 @@ from petatron.config.schema.sections.tokenizer_options import (
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters
 from petatron.data.data_file_error import data_file_error
-from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
 from petatron.data.sentencepiece_tokenizer import (
     MODEL_FILE,
     SentencePieceOptions,
@@ -40,6 +39,7 @@ from petatron.data.sentencepiece_tokenizer import (
     stored_options,
 )
 from petatron.data.tiktoken_tokenizer import TikTokenizer
+from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_UNUSED_IDS = 1 << 16

@@ -9,7 +9,7 @@ from typing import Literal
 
 from petatron.base.errors import Problem
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG, NO_POSITION_EMBEDDING, own_value
-from petatron.config.flags.parse import ParsedFlags, known_flags, parse_flags
+from petatron.config.flags.parse_command_line import ParsedFlags, known_flags, parse_flags
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
 from petatron.port.shell_values import ShellText

@@ -10,10 +10,10 @@ from petatron.base.errors import PetatronError, Problem
 from petatron.base.format_text import count_with_noun
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, MEGATRON_DEFAULTS_FLAG
 from petatron.config.flags.megatron_semantics import dependent_defaults
-from petatron.config.flags.parse import SPLIT_DATA_FLAG, parse_flags
-from petatron.config.load import RawLoadedConfig
+from petatron.config.flags.parse_command_line import SPLIT_DATA_FLAG, parse_flags
+from petatron.config.per_split_data_file import UNREADABLE
+from petatron.config.read_config_sources import RawLoadedConfig
 from petatron.config.schema.fields import FieldValue, fields_by_name, fields_by_path, flag_name
-from petatron.config.split_data_file import UNREADABLE
 from petatron.config.value_origins import Setting
 from petatron.port.flag_answers import AnsweredFlags, FlagAnswer, answer_flags, spelled, unquoted
 from petatron.port.launch_command import TrainingLaunch, implied_flags, script_problem

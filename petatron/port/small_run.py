@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from petatron.config.schema.fields import all_fields, fields_by_path
-from petatron.config.schema.metadata import ToySize
+from petatron.config.schema.setting_metadata import ToySize
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.port.ported_run import PortedRun
 from petatron.port.ported_yaml import settings_yaml

@@ -12,7 +12,7 @@ from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
-from petatron.config.imports import import_stored
+from petatron.config.import_user_modules import import_stored
 from petatron.config.schema.fields import all_fields
 from petatron.config.schema.sections.mup import MupSettings
 from petatron.models.registry import is_registered

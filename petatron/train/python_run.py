@@ -18,7 +18,7 @@ from typing import Literal
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config import LoadedConfig, RunConfig
-from petatron.config.imports import IMPORT_FLAG
+from petatron.config.import_user_modules import IMPORT_FLAG
 from petatron.infer.generate import generate
 from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.pretrained.open_settings import read_checkpoint_args

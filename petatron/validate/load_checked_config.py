@@ -1,4 +1,5 @@
-"""The door to a checked config: sources are read (`config/load.py`), every rule is asked, and all problems are told together.
+"""The door to a checked config: sources are read (`config/read_config_sources.py`), every rule is asked, and all problems are told
+together.
 
 Only here does a `LoadedConfig` come to be, so what takes one, or its `RunConfig`, needs to check no settings. Each rule is written once, in
 the file of its topic; each reads the config and yields problems in terms of flags, with the value found, the rule and a fix. Rules about
@@ -17,7 +18,7 @@ from typing import Unpack
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.declared_rules import conflict_problems, number_problems, out_of_bounds
 from petatron.config.derived_defaults import resolve_derived
-from petatron.config.load import ConfigSources, LoadedConfig, RawLoadedConfig, parse_config
+from petatron.config.read_config_sources import ConfigSources, LoadedConfig, RawLoadedConfig, parse_config
 from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin

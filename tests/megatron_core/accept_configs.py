@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from petatron.base.errors import PetatronError
-from petatron.config.flags.parse import known_flags
+from petatron.config.flags.parse_command_line import known_flags
 from petatron.port.flag_answers import FlagAnswer, spelled
 from petatron.port.inference_flags import RENAMED
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference

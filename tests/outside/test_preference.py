@@ -17,10 +17,10 @@ import petatron
 from examples import preference
 from petatron.base.errors import ConfigError, DataError
 from petatron.config import RunConfig
-from petatron.config.imports import PLUGIN_GROUP, import_installed_plugins
+from petatron.config.import_user_modules import PLUGIN_GROUP, import_installed_plugins
 from petatron.data.build_datasets import build_datasets, chosen_kind
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.history.curves import build_panels
+from petatron.history.metric_curves import build_panels
 from petatron.history.metrics_file import read_metrics
 from petatron.history.run_folder import open_runs
 from petatron.mesh.comm_record import CommEvent

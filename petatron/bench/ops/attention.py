@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.measure.timing import ProgressLog, median_ms
-from petatron.bench.measure.units import format_si
 from petatron.kernels.attention import attention, cudnn, flash
 from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.attention.packed_document_attention import PackingKernels

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from petatron.bench.ops.cases import BenchContext, KernelCase, MicroBatchShape
+from petatron.bench.ops.kernel_case import BenchContext, KernelCase, MicroBatchShape
 from petatron.kernels.attention import paged_latent_attention
 from petatron.kernels.attention.paged_attention import PagedBatch
 from petatron.kernels.attention.paged_latent_attention import LatentPages

@@ -10,7 +10,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.bench.measure.check_arguments import resolve_device
 from petatron.bench.peers import BenchSpec
-from petatron.config.load import RawLoadedConfig
+from petatron.config.read_config_sources import RawLoadedConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.config.schema.parallel import MESH_SIZES

@@ -13,7 +13,7 @@ from petatron.base.errors import CheckpointError, Problem, raise_problems
 from petatron.base.terminal_escape import printable
 from petatron.cli.subcommands.command_parser import WEIGHTS_HELP
 from petatron.cli.subcommands.handled_signals import sigterm_raises
-from petatron.cli.subcommands.progress import StderrProgress
+from petatron.cli.subcommands.stderr_progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.pretrained.convert_model import Conversion, ConversionProgress, TokenizerFiles

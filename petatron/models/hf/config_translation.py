@@ -37,7 +37,7 @@ from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.model import MoEConfig
 from petatron.config.schema.model_identity import model_settings, variant_defaults
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_HEADS, MAX_LAYERS
-from petatron.models.hf.setting_types import (
+from petatron.models.hf.config_json_types import (
     COMMON,
     OWN_FOLDER_FIX,
     ROPE_TABLES,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import SmallCount
+from petatron.config.schema.setting_metadata import Feature, UsedWhen, settings_section
 
 TokenizerType = Literal[
     "HuggingFaceTokenizer",

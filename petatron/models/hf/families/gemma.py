@@ -16,7 +16,7 @@ from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import GATED, activation, llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import LLAMA_MAPPINGS, llama_mappings_without
+from petatron.models.hf.shared_tensor_names import LLAMA_MAPPINGS, llama_mappings_without
 from petatron.models.hf.window_config_json import windows
 from petatron.models.model_spec import ModelSpec
 

@@ -13,7 +13,12 @@ from petatron.models.hf.decoder_config_json import llama, predictions
 from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, MTP_COPIES, MTP_MAPPINGS, SHARED_EXPERTS
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import FUSED_EXPERTS, LLAMA_MAPPINGS, SEPARATE_EXPERTS, llama_mappings_without
+from petatron.models.hf.shared_tensor_names import (
+    FUSED_EXPERTS,
+    LLAMA_MAPPINGS,
+    SEPARATE_EXPERTS,
+    llama_mappings_without,
+)
 
 _GATE_UP = ("layers.*.mlp.gate", "layers.*.mlp.up")
 _MAPPINGS = (

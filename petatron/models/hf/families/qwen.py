@@ -6,7 +6,7 @@ routing without `moe_router_pre_softmax`. Not dividing is our routing with it.
 
 from __future__ import annotations
 
-from petatron.models.hf import shared_tables as tables
+from petatron.models.hf import shared_tensor_names as tables
 from petatron.models.hf.config_translation import Translation
 from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.models.hf import moe_config_json as moe
-from petatron.models.hf import shared_tables as tables
+from petatron.models.hf import shared_tensor_names as tables
 from petatron.models.hf.config_translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import latent_attention, llama, no_biases, predictions
 from petatron.models.hf.families.deepseek import (

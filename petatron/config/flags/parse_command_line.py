@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from petatron.base.errors import Problem
-from petatron.config.flags import foreign_names
+from petatron.config.flags import flag_names_of_other_trainers
 from petatron.config.flags import megatron_flags as spellings
 from petatron.config.flags.combined_flags import apply_combined_rules
-from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature, alternative
+from petatron.config.flags.flag_names_of_other_trainers import ALTERNATIVES, absent_feature, alternative
 from petatron.config.flags.megatron_table import MegatronFlag, megatron_flags
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import (
@@ -315,7 +315,7 @@ def _apply_source(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
 def _unknown_flag_problem(token: _FlagToken, answer: MegatronFlag | None, parsed: ParsedFlags) -> Problem:
     flag, typed = token.flag, token.typed
     if answer is not None and answer.kind == "gone":
-        parsed.doubtful_flags.update(foreign_names.suggested_flags(answer.text))
+        parsed.doubtful_flags.update(flag_names_of_other_trainers.suggested_flags(answer.text))
         fix = (
             f"Use {answer.text}."
             if answer.text.startswith("--")
@@ -324,15 +324,15 @@ def _unknown_flag_problem(token: _FlagToken, answer: MegatronFlag | None, parsed
         return Problem(typed, "", "is an old name", fix)
     if answer is not None and answer.command:
         return Problem(typed, "", "does not belong to this command", f"It is for `{answer.command}`.")
-    feature = answer.text if answer is not None else absent_feature(foreign_names.without_section(flag))
+    feature = answer.text if answer is not None else absent_feature(flag_names_of_other_trainers.without_section(flag))
     if feature:
         remedy = answer.remedy if answer is not None else ""
         return unsupported_problem(typed, token.all_values, feature, remedy or alternative(feature))
-    close = closest_matches(foreign_names.without_section(flag), known_flags())
-    meant = foreign_names.suggestion(flag) or (join_with_or(close) if close else "")
+    close = closest_matches(flag_names_of_other_trainers.without_section(flag), known_flags())
+    meant = flag_names_of_other_trainers.suggestion(flag) or (join_with_or(close) if close else "")
     # A misspelt --num-layers should not also be reported as a missing --num-layers; what a model's folder or a preset would have
     # set is unknown, so that every value is in doubt.
-    flags = foreign_names.suggested_flags(meant)
+    flags = flag_names_of_other_trainers.suggested_flags(meant)
     parsed.doubtful_flags.update(flags if _MODEL_SOURCES.keys().isdisjoint(flags) else known_flags())
     fix = f"Did you mean {meant}?" if meant else "See `petatron train --help` for all flags."
     return Problem(typed, "", "is not a known flag", fix)

@@ -17,7 +17,7 @@ from pathlib import Path
 from petatron.base.errors import DataError
 from petatron.base.format_text import count_with_noun
 from petatron.base.safe_files import make_folder, open_atomic
-from petatron.data.fetch.plan_fetch import FetchPlan, ShardRecord, SourceRecord, shard_name
+from petatron.data.fetch.plan_download import FetchPlan, ShardRecord, SourceRecord, shard_name
 from petatron.data.fetch.text_rows import RowCounts, documents_of, read_rows
 
 _DOCUMENTS_PER_REPORT = 256

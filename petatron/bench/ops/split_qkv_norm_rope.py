@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
+from petatron.bench.ops.kernel_case import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
 from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.qk_norm_rope import QKNormSpec
 

@@ -14,12 +14,12 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP, branch_symbols
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
 from petatron.models.hf.config_translation import REQUIRED, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.family import ModuleMapping
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import ATTENTION as SELF_ATTENTION
-from petatron.models.hf.shared_tables import GATED_MLP, leaf_mappings, module_mappings
+from petatron.models.hf.shared_tensor_names import ATTENTION as SELF_ATTENTION
+from petatron.models.hf.shared_tensor_names import GATED_MLP, leaf_mappings, module_mappings
 from petatron.models.model_spec import ModelSpec
 
 LAYER_TYPES = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp", EXPERTS: "moe"}

@@ -28,7 +28,7 @@ from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.data.bpe.byte_level_decoder import byte_characters
-from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES
+from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES
 
 MAX_TOKEN_BYTES = 1 << 10
 """Published vocabularies have tokens of up to 128 bytes; the limit bounds `_merges`, which tries every split of a token."""

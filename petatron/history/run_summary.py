@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from petatron.config.show import format_value
-from petatron.history.curves import x_values
+from petatron.config.format_config import format_value
 from petatron.history.draw.axes import compact, x_text
+from petatron.history.metric_curves import x_values
 from petatron.history.run_folder import RecordedRun
 
 

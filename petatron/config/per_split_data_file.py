@@ -7,7 +7,7 @@ from pathlib import Path
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import read_limited_bytes
-from petatron.config.flags.parse import SPLIT_DATA_FLAG
+from petatron.config.flags.parse_command_line import SPLIT_DATA_FLAG
 from petatron.config.schema.fields import fields_by_name
 from petatron.config.value_origins import Setting, ValueOrigin
 

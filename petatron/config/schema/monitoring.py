@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, UsedWhen, settings_section, used_with
 from petatron.config.schema.numeric_bounds import IterationCount, SmallCount
+from petatron.config.schema.setting_metadata import Feature, UsedWhen, settings_section, used_with
 
 _FilePath = Annotated[str, "path"]
 _PROFILES = used_with("log.profile")

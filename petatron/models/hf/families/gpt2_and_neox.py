@@ -12,7 +12,7 @@ from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import PLAIN, activation, dropouts, heads, tied_embeddings
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import QKV
+from petatron.models.hf.shared_tensor_names import QKV
 from petatron.models.model_spec import ModelSpec
 
 _SIZES = {"num_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head", "vocab_size": "vocab_size"}

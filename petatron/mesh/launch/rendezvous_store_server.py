@@ -24,8 +24,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from petatron.mesh.launch.sealed_channel import IDENTITY_BYTES, ChannelError, ServerChannel
-from petatron.mesh.launch.store_table import StoreTable
+from petatron.mesh.launch.encrypted_channel import IDENTITY_BYTES, ChannelError, ServerChannel
+from petatron.mesh.launch.rendezvous_store_table import StoreTable
 
 _BACKLOG = 4096
 _HANDSHAKE_S = 10.0
@@ -33,7 +33,9 @@ _MAX_UNPROVEN = 512
 _ACCEPT_AT_ONCE = 256
 _PARENT_POLL_S = 1.0
 _READ_BYTES = 1 << 18
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from petatron.mesh.launch.store_server import main; main()"
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from petatron.mesh.launch.rendezvous_store_server import main; main()"
+)
 
 
 def bind_listener(host: str, port: int) -> socket.socket:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from petatron.base.errors import Problem
 from petatron.bench.peers import OWN_BF16, BenchSpec
-from petatron.bench.peers.ours import PetatronContender
+from petatron.bench.peers.petatron_step import PetatronContender
 from petatron.config import RunConfig
 from petatron.config.schema.fields import fields_by_name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from petatron.base.terminal_escape import printable
-from petatron.config.load import RawLoadedConfig
+from petatron.config.read_config_sources import RawLoadedConfig
 from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, flatten_config, sections
 from petatron.config.schema.run import RawRunConfig
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from petatron.checkpoint.state import Chunk
 
-_PRELOADED = ["torch", "petatron.bench.loading.load_process", "petatron.checkpoint.manager"]
+_PRELOADED = ["torch", "petatron.bench.loading.time_checkpoint_load", "petatron.checkpoint.manager"]
 _READ_BYTES = 8 << 20
 _ATTEMPTS = 5
 _WAIT_S = 0.05  # for reads ahead that are on their way

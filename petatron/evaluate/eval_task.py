@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from petatron.evaluate.confidence_interval import Estimate
-from petatron.evaluate.score import OnProgress, SequenceScore, score_sequences
+from petatron.evaluate.score_sequences import OnProgress, SequenceScore, score_sequences
 from petatron.parallel.parallel_model import ParallelModel
 
 BITS_PER_NAT = 1 / math.log(2)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from petatron.base.device import DeviceInfo
-from petatron.bench.measure.units import format_si
+from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.peers import BenchSpec
 from petatron.estimate.flops import model_flops_per_token
 from petatron.estimate.state_bytes import state_bytes

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
-from petatron.mesh.launch.sealed_channel import ChannelError
+from petatron.mesh.launch.encrypted_channel import ChannelError
 
 IDENTIFIER_BYTES = 16
 _LENGTH = struct.Struct(">I")

@@ -1,8 +1,8 @@
 """The rendezvous store as torch sees it: a `torch.distributed.Store` whose operations pass through sealed channels.
 
-torch's own TCPStore takes whoever reaches its port, and lists all keys. This one talks to `store_server.py`, which answers only who knows
-the secret. gloo and NCCL call it from C++ through torch's bindings, also from threads of their own, so each request takes a connection
-from a pool: one that waits for a key blocks nobody else.
+torch's own TCPStore takes whoever reaches its port, and lists all keys. This one talks to `rendezvous_store_server.py`, which answers only
+who knows the secret. gloo and NCCL call it from C++ through torch's bindings, also from threads of their own, so each request takes a
+connection from a pool: one that waits for a key blocks nobody else.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from petatron.base.errors import LaunchError
-from petatron.mesh.launch.sealed_channel import ChannelError, ClientChannel
-from petatron.mesh.launch.store_table import IDENTIFIER_BYTES, Operation, decode_fields, encode_request
+from petatron.mesh.launch.encrypted_channel import ChannelError, ClientChannel
+from petatron.mesh.launch.rendezvous_store_table import IDENTIFIER_BYTES, Operation, decode_fields, encode_request
 
 _HANDSHAKE_S = 10.0
 _RECONNECT_S = 5.0
@@ -98,7 +98,7 @@ class StoreStatus:
     """The address of this process as the server sees it."""
 
 
-class SealedStore(dist.Store):
+class RendezvousStoreClient(dist.Store):
     """Keys and values of all ranks, for those who know the secret."""
 
     def __init__(
@@ -225,7 +225,7 @@ class SealedStore(dist.Store):
         """Whether `append`, `multi_get` and `multi_set` exist."""
         return True
 
-    def clone(self) -> SealedStore:
+    def clone(self) -> RendezvousStoreClient:
         """Returns a store that another thread may use; threads do not block each other here."""
         return self
 

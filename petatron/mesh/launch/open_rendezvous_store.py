@@ -1,9 +1,9 @@
 """Opens the store through which the ranks of a launch meet, in one of three places.
 
 Ranks that our launcher starts on one machine share a file in its private folder (`RankEnvironment.store_file`). All others share the
-store that a server beside rank 0 holds (`store_server.py`), which answers only who knows the secret of the run: at the master address
-and port, or, where torchrun's agent has its own store there, at a free port that rank 0 publishes in that store. What else is in torchrun's
-store is nothing that we rely on: whoever writes another port there leads ranks to a server that cannot prove itself.
+store that a server beside rank 0 holds (`rendezvous_store_server.py`), which answers only who knows the secret of the run: at the master
+address and port, or, where torchrun's agent has its own store there, at a free port that rank 0 publishes in that store. What else is in
+torchrun's store is nothing that we rely on: whoever writes another port there leads ranks to a server that cannot prove itself.
 
 The server listens where it is needed: on the loopback interface where all ranks are on one machine, at the master address where that is
 an address of this machine, and on all interfaces where it is a name, which other machines may resolve differently.
@@ -28,7 +28,8 @@ from petatron.base.errors import LaunchError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import is_private_folder
 from petatron.mesh.launch.environment import STORE_FILE, RankEnvironment, joined_store_from_env
-from petatron.mesh.launch.sealed_store import SealedStore
+from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
+from petatron.mesh.launch.rendezvous_store_server import StoreServerProcess, bind_listener, own_identity
 from petatron.mesh.launch.shared_secret import (
     SECRET_VARIABLE,
     find_secret_folder,
@@ -36,7 +37,6 @@ from petatron.mesh.launch.shared_secret import (
     wait_for_secret,
     write_secret,
 )
-from petatron.mesh.launch.store_server import StoreServerProcess, bind_listener, own_identity
 
 _log = get_logger(__name__)
 _LOOPBACK = "127.0.0.1"
@@ -59,7 +59,7 @@ def open_store(environment: RankEnvironment, timeout: timedelta) -> dist.Store:
         store = _open_server(environment, agent, secret)
     else:
         identity = joined_store_from_env(environment)
-        store = SealedStore(_locator(environment, agent, timeout), secret, timeout, identity=identity)
+        store = RendezvousStoreClient(_locator(environment, agent, timeout), secret, timeout, identity=identity)
     store.set_timeout(timeout)
     return store
 
@@ -142,7 +142,9 @@ def _published_port(agent: dist.Store) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and 0 < int(text) < 65_536 else None
 
 
-def _open_server(environment: RankEnvironment, agent: dist.Store | None, secret: Callable[[], str]) -> SealedStore:
+def _open_server(
+    environment: RankEnvironment, agent: dist.Store | None, secret: Callable[[], str]
+) -> RendezvousStoreClient:
     """On rank 0: starts the server, unless this process has started it before; it ends with this process, or with the store."""
     published = None if agent is None else _published_port(agent)
     if published is not None and (store := _own_store(environment, published, secret)) is not None:
@@ -171,21 +173,23 @@ def _open_server(environment: RankEnvironment, agent: dist.Store | None, secret:
 
 def _start_server(
     listener: socket.socket, host: str, agent: dist.Store | None, secret: Callable[[], str]
-) -> SealedStore:
+) -> RendezvousStoreClient:
     port = listener.getsockname()[1]
     server = StoreServerProcess(listener, secret())
-    store = SealedStore(lambda: (host or _LOOPBACK, port), secret, _SERVER_START_TIMEOUT)
+    store = RendezvousStoreClient(lambda: (host or _LOOPBACK, port), secret, _SERVER_START_TIMEOUT)
     weakref.finalize(store, server.close)
     if agent is not None:
         agent.set(_PORT_KEY, str(port))
     return store
 
 
-def _own_store(environment: RankEnvironment, port: int, secret: Callable[[], str]) -> SealedStore | None:
+def _own_store(environment: RankEnvironment, port: int, secret: Callable[[], str]) -> RendezvousStoreClient | None:
     """Returns the store of the server at this port, if this process has started it."""
     for host in dict.fromkeys((_bind_host(environment) or _LOOPBACK, _LOOPBACK)):
         try:
-            return SealedStore(lambda host=host: (host, port), secret, _OWN_SERVER_TIMEOUT, identity=own_identity())
+            return RendezvousStoreClient(
+                lambda host=host: (host, port), secret, _OWN_SERVER_TIMEOUT, identity=own_identity()
+            )
         except dist.DistError:
             continue
     return None

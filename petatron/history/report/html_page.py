@@ -16,15 +16,15 @@ from typing import Any
 from petatron.base.terminal_escape import printable_lines
 from petatron.base.version import __version__
 from petatron.config.schema.default_objective_names import LM_LOSS
-from petatron.history.curves import METRICS, Panel, build_panels
 from petatron.history.draw.axes import compact, x_text
 from petatron.history.draw.svg import html_text, panel_svg
 from petatron.history.draw.theme import THEMES
+from petatron.history.metric_curves import METRICS, Panel, build_panels
 from petatron.history.metrics_file import Evaluation, TaskMetrics
-from petatron.history.report.style import report_script, report_style
+from petatron.history.report.html_style import report_script, report_style
 from petatron.history.run_folder import RecordedRun
 from petatron.history.run_settings import SettingWithOrigin
-from petatron.history.summary import summarize_run, summary_texts
+from petatron.history.run_summary import summarize_run, summary_texts
 
 _METRICS = ("loss", "valid", "lr", "grad-norm", "throughput", "memory", "mfu")
 _SMOOTHED_FROM = 200

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.bench.ops.cases import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
+from petatron.bench.ops.kernel_case import CHECKED_ROWS, EPSILON, BenchContext, KernelCase, MicroBatchShape, Outputs
 from petatron.bench.ops.latent_decode import latent_decode_cases
-from petatron.bench.ops.qkv_split import qkv_split_cases
 from petatron.bench.ops.recurrences import channel_delta_cases, delta_cases, scan_cases
 from petatron.bench.ops.recurrent_decode import recurrent_decode_cases
+from petatron.bench.ops.split_qkv_norm_rope import qkv_split_cases
 from petatron.kernels import activation, norm
 from petatron.kernels.cpu_matmul import matmul
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, dequantize

@@ -21,8 +21,15 @@ from petatron.config.declared_rules import unused_flag_notices, unused_settings
 from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
 from petatron.config.flags.megatron_semantics import dependent_defaults
-from petatron.config.flags.parse import FROM_FLAG, ParsedFlags, parse_flags
-from petatron.config.imports import IMPORTS_PATH, NamedImport, absolute_import, import_modules, module_file_name
+from petatron.config.flags.parse_command_line import FROM_FLAG, ParsedFlags, parse_flags
+from petatron.config.import_user_modules import (
+    IMPORTS_PATH,
+    NamedImport,
+    absolute_import,
+    import_modules,
+    module_file_name,
+)
+from petatron.config.per_split_data_file import read_split_data
 from petatron.config.presets import preset_names, read_preset
 from petatron.config.schema.fields import (
     FieldValue,
@@ -45,7 +52,6 @@ from petatron.config.settings_from_checkpoint import (
     unknown_settings,
     weights_folder,
 )
-from petatron.config.split_data_file import read_split_data
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 
