@@ -358,7 +358,7 @@ WRITES_BY_NAME = {
     FILES: "the rule itself",
     "petatron/base/check_output_file.py": "a file that the user names",
     "petatron/pretrained/settings_as_config_file.py": "in a temporary folder of its own",
-    "petatron/verify/trace.py": "in a folder that `petatron verify` made for it",
+    "petatron/verify/record_trace.py": "in a folder that `petatron verify` made for it",
     "petatron/data/bpe/train_bpe.py": "a file that the user names",
     "petatron/schedule/measured_timeline.py": "a file that the user names",
 }

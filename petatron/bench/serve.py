@@ -46,7 +46,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.pretrained.folder_kind import find_model
 from petatron.serve.open_engine import model_settings, open_engine
-from petatron.train.own_loop import save_checkpoint
+from petatron.train.custom_loop import save_checkpoint
 
 ENGINE, STREAMED, PLAIN = "engine alone", "HTTP, streamed", "HTTP, plain"
 _PAGE_SIZE, _OUTSIDE_VOCAB = 16, 128

@@ -51,7 +51,7 @@ from petatron.infer.step.step_result import (
 from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.validate.layer_abilities import check_generation
+from petatron.validate.layer_capabilities import check_generation
 
 _PREPARING_S = 0.02
 

@@ -88,7 +88,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     """Makes attention's spec.
 
     Factors on its input and on keys become one on scores and one on the output: what stands between is refused
-    (`validate/layers.py`).
+    (`validate/layer_kinds.py`).
     """
     head_dim, factor = config.kv_channels, config.attention_in_multiplier
     scores = factor * factor * config.key_multiplier

@@ -15,8 +15,8 @@ from petatron.config.per_split_data_file import UNREADABLE
 from petatron.config.read_config_sources import RawLoadedConfig
 from petatron.config.schema.fields import FieldValue, fields_by_name, fields_by_path, flag_name
 from petatron.config.value_origins import Setting
-from petatron.port.flag_answers import AnsweredFlags, FlagAnswer, answer_flags, spelled, unquoted
 from petatron.port.launch_command import TrainingLaunch, implied_flags, script_problem
+from petatron.port.port_flags import PortedFlag, PortedFlags, port_flags, spelled, unquoted
 from petatron.port.ported_yaml import ported_yaml
 from petatron.port.read_script import (
     MissingVariable,
@@ -41,7 +41,7 @@ class PortedRun:
     """What a script becomes. `problems` are of the settings together, `absent_files` only of this machine."""
 
     script: ScriptFile
-    flags: AnsweredFlags
+    flags: PortedFlags
     missing: tuple[MissingVariable, ...]
     notes: tuple[ScriptNote, ...]
     problems: tuple[Problem, ...]
@@ -50,7 +50,7 @@ class PortedRun:
     world_size: int | None
 
     @property
-    def settings(self) -> tuple[tuple[Setting, FlagAnswer], ...]:
+    def settings(self) -> tuple[tuple[Setting, PortedFlag], ...]:
         return self.flags.settings
 
     @property
@@ -112,7 +112,7 @@ class PortedRun:
         """Returns the file for `petatron train --config`."""
         return ported_yaml(f"{self.title}; {self.summary}", self.settings, self.groups())
 
-    def _made_by(self, answer: FlagAnswer) -> str:
+    def _made_by(self, answer: PortedFlag) -> str:
         made = [setting for setting, maker in self.settings if maker == answer]
         return ", ".join(f"{setting.path.partition('.')[2]}: {setting.value}" for setting in made)
 
@@ -136,7 +136,7 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
         for text, plain in zip(launch.flags, typed)
         if text != plain
     ]
-    flags = answer_flags([*implied, *typed], removed)
+    flags = port_flags([*implied, *typed], removed)
     check_options(script, [answer.flag for answer in flags.answers], removed)
     size = world_size or launch.world_size
     loaded, problems, check_notes = _check(flags, size)
@@ -190,7 +190,7 @@ def _names_positions(argv: Sequence[str]) -> bool:
 
 
 def _check(
-    flags: AnsweredFlags, world_size: int | None
+    flags: PortedFlags, world_size: int | None
 ) -> tuple[RawLoadedConfig | None, list[Problem], list[ScriptNote]]:
     """Returns the config, and the problems of all flags together that no flag alone has."""
     argv, notes = [MEGATRON_DEFAULTS_FLAG, *flags.argv], []
@@ -213,12 +213,12 @@ def _check(
     return loaded, [item for item in problems if item not in told and item.where not in unknown], notes
 
 
-def _line(answer: FlagAnswer, text: str, separator: str = "") -> str:
+def _line(answer: PortedFlag, text: str, separator: str = "") -> str:
     line = f" (line {answer.flag.line})" if answer.flag.line else ""
     return f"{answer.text}{line}{separator} {text}".rstrip()
 
 
-def _remedy(answer: FlagAnswer) -> str:
+def _remedy(answer: PortedFlag) -> str:
     return (
         f"{answer.why} Or --without {spelled(answer.flag.text)[2:]}"
         if answer.flag.text.startswith("--")

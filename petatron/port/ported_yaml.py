@@ -9,13 +9,13 @@ from petatron.base.terminal_escape import printable
 from petatron.config.schema.fields import all_fields, sections
 from petatron.config.value_origins import Setting
 from petatron.config.yaml_file import yaml_value
-from petatron.port.flag_answers import FlagAnswer
+from petatron.port.port_flags import PortedFlag
 
 _TITLE = "# Written by petatron port, checksum "
 _MAX_COMMENT = 500
 
 
-def settings_yaml(settings: Iterable[tuple[Setting, FlagAnswer | None]]) -> str:
+def settings_yaml(settings: Iterable[tuple[Setting, PortedFlag | None]]) -> str:
     """Returns settings by section in the order of the schema."""
     by_path = {setting.path: (setting, answer) for setting, answer in settings}
     lines: list[str] = []
@@ -32,7 +32,7 @@ def settings_yaml(settings: Iterable[tuple[Setting, FlagAnswer | None]]) -> str:
 
 def ported_yaml(
     title: str,
-    settings: Iterable[tuple[Setting, FlagAnswer | None]],
+    settings: Iterable[tuple[Setting, PortedFlag | None]],
     comments: Sequence[tuple[str, Sequence[str]]],
 ) -> str:
     """Returns the whole file; `comments` are groups of lines, each with its heading."""
@@ -58,7 +58,7 @@ def _comment_lines(comments: Sequence[tuple[str, Sequence[str]]]) -> Iterator[st
             yield ""
 
 
-def _origin(answer: FlagAnswer) -> str:
+def _origin(answer: PortedFlag) -> str:
     line = f" (line {answer.flag.line})" if answer.flag.line else ""
     return f"{answer.text}{line}" + (f": {answer.why}" if answer.why else "")
 

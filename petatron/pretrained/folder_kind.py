@@ -22,7 +22,7 @@ from petatron.checkpoint.files.step_list import (
     resolve_step,
     step_name,
 )
-from petatron.checkpoint.load.averaged_weights import read_manifest_with_weights
+from petatron.checkpoint.load.weights_from_average import read_manifest_with_weights
 from petatron.config import CheckpointConfig
 from petatron.pretrained.hub import local_model
 

@@ -34,7 +34,7 @@ from petatron.parallel.router_statistics import RouterStatistics
 from petatron.pretrained.saveable_model import Model
 from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
 from petatron.sharding.shard_spec import Placement
-from petatron.validate.layer_abilities import check_training
+from petatron.validate.layer_capabilities import check_training
 
 
 class HasConfig(Protocol):

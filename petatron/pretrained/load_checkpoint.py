@@ -1,4 +1,4 @@
-"""Loads the components of a run's state (`saved_model_state.py`) from a checkpoint, a Hugging Face folder or Megatron's files."""
+"""Loads the components of a run's state (`checkpoint_components.py`) from a checkpoint, a Hugging Face folder or Megatron's files."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.format_text import abbreviate_names
 from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.chunk import Chunk, folder_tensor_name
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest
 from petatron.checkpoint.files.step_list import check_steps_not_lost
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder, folder_manifest
-from petatron.checkpoint.load.averaged_weights import read_manifest_with_weights
+from petatron.checkpoint.load.weights_from_average import read_manifest_with_weights
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.run_on_all_ranks import AllRanks
-from petatron.checkpoint.state import Chunk, folder_tensor_name
-from petatron.checkpoint.stateful import EMPTY_DOCUMENT, ComponentLoad, Stateful
+from petatron.checkpoint.stateful_components import EMPTY_DOCUMENT, ComponentLoad, Stateful
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.checkpoint_components import model_components
 from petatron.pretrained.folder_kind import has_steps, is_megatron_folder, weights_kind_problems
 from petatron.pretrained.model_reader import open_model_reader
-from petatron.pretrained.saved_model_state import model_components
 
 LOOP_METADATA = "loop"
 """In the metadata of a run: what a custom loop gave to `save_checkpoint`."""

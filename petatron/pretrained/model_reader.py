@@ -24,15 +24,15 @@ from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Pr
 from petatron.base.format_text import abbreviate_names
 from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.chunk import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder, folder_manifest, model_folder_error
-from petatron.checkpoint.load import box_reads
-from petatron.checkpoint.load.averaged_weights import read_manifest_with_weights
-from petatron.checkpoint.load.box_directory import BoxDirectory, wants_full_precision
+from petatron.checkpoint.load import reshard_reads
+from petatron.checkpoint.load.stored_box_lookup import StoredBoxLookup, wants_full_precision
+from petatron.checkpoint.load.weights_from_average import read_manifest_with_weights
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
-from petatron.checkpoint.state import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
 from petatron.models.hf import folder_shapes
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
@@ -40,7 +40,7 @@ from petatron.models.registry import model_spec
 from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights, weights_kind_problems
 from petatron.pretrained.open_step import open_step, stored_mup
 from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
-from petatron.pretrained.training_state import (
+from petatron.pretrained.stored_training_state import (
     TrainingState,
     has_training_state,
     manifest_training_state,
@@ -167,15 +167,15 @@ def _manifest_reader(
     sections: Mapping[str, Mapping[str, Any]],
     spec: ModelSpec,
 ) -> ModelReader:
-    directory = BoxDirectory.from_tensors(path, manifest.tensors)
+    directory = StoredBoxLookup.from_tensors(path, manifest.tensors)
 
     def fill(chunks: Sequence[Chunk]) -> None:
         lookups = [
             directory.lookup(chunk.key, chunk.box, full_precision=wants_full_precision(chunk))[:2] for chunk in chunks
         ]
-        plan = box_reads.plan_reads(path, chunks, lookups, strict=False)
+        plan = reshard_reads.plan_reads(path, chunks, lookups, strict=False)
         assert not plan.missing_keys, f"{plan.missing_keys} were not looked for"
-        box_reads.execute_reads(path, plan, manifest.files)
+        reshard_reads.execute_reads(path, plan, manifest.files)
 
     kept = {key: tensor for key, tensor in manifest.tensors.items() if key.startswith((WEIGHT_PREFIX, ROUTER_PREFIX))}
     return ModelReader(

@@ -14,12 +14,12 @@ from typing import Any
 from petatron.base.errors import CheckpointError
 from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.chunk import WEIGHT_PREFIX
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.required_settings import required
 from petatron.config.settings_from_checkpoint import CheckpointSettings, tokenizer_paths

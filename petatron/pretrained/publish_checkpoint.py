@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.stateful import Stateful, build_document, local_tensors
+from petatron.checkpoint.stateful_components import Stateful, build_document, local_tensors
 from petatron.data.tokenizer import Tokenizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.describe_hf_folder import CompanionFiles, build_hf_folder

@@ -22,10 +22,10 @@ from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.atomic_model_folder import create_tmp_folder, tmp_folder
+from petatron.pretrained.checkpoint_components import model_components
 from petatron.pretrained.describe_hf_folder import CompanionFiles
-from petatron.pretrained.new_folder import create_tmp_folder, tmp_folder
 from petatron.pretrained.publish_checkpoint import publish_checkpoint
-from petatron.pretrained.saved_model_state import model_components
 from petatron.schedule.actions import TimedAction
 
 _log = get_logger(__name__)

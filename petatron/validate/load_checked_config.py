@@ -27,10 +27,10 @@ from petatron.validate.batch_size import check_batch_size
 from petatron.validate.cuda_graphs import check_cuda_graphs
 from petatron.validate.data_and_output_settings import check_files
 from petatron.validate.fp8 import check_fp8
-from petatron.validate.layers import check_hybrid, check_recurrent_layers
+from petatron.validate.layer_kinds import check_hybrid, check_recurrent_layers
 from petatron.validate.layout import check_data_parallel, check_layout, check_pipeline
 from petatron.validate.lr_schedule import check_lr_schedule
-from petatron.validate.model import check_model
+from petatron.validate.model_shape import check_model
 from petatron.validate.moe import check_moe, check_moe_overlap, router_cannot_learn
 from petatron.validate.mup import check_mup, mup_notices
 from petatron.validate.optimizer import check_optimizer, check_optimizer_offload

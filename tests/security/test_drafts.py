@@ -27,7 +27,7 @@ from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.run_training import run_training
 from petatron.train.state.check_run_dirs import lock_save_dir
-from petatron.verify.matrix_run import record_failure
+from petatron.verify.run_proof_matrix import record_failure
 from tests.longform import diagonal
 
 WORDS = "what others keep here"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from petatron.checkpoint.state import Chunk
+    from petatron.checkpoint.chunk import Chunk
 
 _PRELOADED = ["torch", "petatron.bench.loading.time_checkpoint_load", "petatron.checkpoint.manager"]
 _READ_BYTES = 8 << 20
@@ -104,7 +104,7 @@ def measure_load(
 def _load_when_told(pipe: Connection, files: LoadFiles, loader: str, cold: bool) -> None:
     import torch
 
-    from petatron.checkpoint.state import Chunk
+    from petatron.checkpoint.chunk import Chunk
 
     load = _loaders(files)[loader]
     chunks = []

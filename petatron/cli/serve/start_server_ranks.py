@@ -76,7 +76,7 @@ def _answer(
     template: str | None,
 ) -> None:
     from petatron.serve.http.app import build_app
-    from petatron.serve.http.follow_run import follow_run
+    from petatron.serve.http.follow_training_run import follow_run
     from petatron.serve.http.server import address_of, build_server
     from petatron.serve.served_model_properties import ModelCard
 

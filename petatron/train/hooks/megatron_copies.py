@@ -18,7 +18,7 @@ from petatron.checkpoint.megatron.arguments import unsupported_by_megatron
 from petatron.checkpoint.megatron.open_checkpoint import iteration_folder
 from petatron.checkpoint.save.async_save import AsyncSaveThread
 from petatron.config.schema.run import RunConfig
-from petatron.pretrained.training_state import has_megatron_state
+from petatron.pretrained.stored_training_state import has_megatron_state
 from petatron.train.hooks.step_hook import StepHook
 
 _log = get_logger(__name__)

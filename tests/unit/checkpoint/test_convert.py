@@ -19,10 +19,10 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
+from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.save import file_plan as file_plans
-from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.data.bpe.train_bpe import train_bpe

@@ -10,14 +10,14 @@ import yaml
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.config.schema.fields import flatten_config
-from petatron.port.flag_answers import answer_flags
 from petatron.port.launch_command import find_launches, scheduler_variables
+from petatron.port.plan_and_toy_settings import toy_yaml
+from petatron.port.port_flags import port_flags
 from petatron.port.ported_run import PortedRun, port_file
 from petatron.port.ported_yaml import is_unchanged
 from petatron.port.read_script import MAX_SCRIPT_BYTES
 from petatron.port.shell_interpreter import interpret
 from petatron.port.shell_values import ShellText
-from petatron.port.small_run import toy_yaml
 from petatron.validate import resolve_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -171,7 +171,7 @@ def test_the_tables_of_flags_are_asked():
         "--learning-rate",
         "1",
     ]
-    answers = answer_flags([ShellText(text, 1) for text in texts], set()).answers
+    answers = port_flags([ShellText(text, 1) for text in texts], set()).answers
     assert [answer.kind for answer in answers] == ["translated", "translated", "translated", "implied", "blocking"]
     assert "Did you mean --lr?" in answers[-1].why
 

@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import TrainError
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.chunk import Chunk
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.pretrained.model_reader import ModelReader, open_model_reader
-from petatron.pretrained.training_state import TrainingState
+from petatron.pretrained.stored_training_state import TrainingState
 from petatron.train.hooks.energy import EnergyMeter
 from petatron.train.hooks.megatron_copies import megatron_copy_problems
 from petatron.train.hooks.memory_hooks import MemoryHistory, UnusedMemory
 from petatron.train.hooks.replica_check import ReplicaCheck
 from petatron.train.hooks.result_validation import ResultValidation
 from petatron.train.hooks.step_hook import StepHook
-from petatron.train.loop import TrainingResult
 from petatron.train.report.log_records import StepMetrics
 from petatron.train.report.metric_writers import tagged_scalars
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainingResult
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 from tests.unit.train.test_loop import Memory, weights

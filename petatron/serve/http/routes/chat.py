@@ -18,7 +18,7 @@ from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.beams import check_beams
+from petatron.serve.http.beam_search import check_beams
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
 from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
@@ -28,8 +28,8 @@ from petatron.serve.http.run_generations import TokenStream
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import RunningUsage, reasoning_tokens_of, usage
 from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
-from petatron.serve.reasoning import AnswerSplitter, ReasoningParser, opens_reasoning
 from petatron.serve.served_model_properties import ModelCard
+from petatron.serve.split_answer_parts import AnswerSplitter, ReasoningParser, opens_reasoning
 from petatron.serve.tool_calls import ToolCallParser
 
 THINKING = "enable_thinking"

@@ -9,7 +9,7 @@ import pytest
 
 from petatron.mesh.launch.environment import SINGLE_PROCESS, Launcher, rank_variables, read_environment
 from petatron.train.report.closing_summary import RunTotals, summary_lines, summary_record
-from petatron.train.report.next_commands import next_commands
+from petatron.train.report.suggested_commands import next_commands
 from petatron.validate import load_config
 from tests.unit.train.report.records import SUMMARY, log_record
 

@@ -11,7 +11,7 @@ from petatron.config.schema.model import REQUIRED_FIELDS, RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.hybrid import has_attention
 from petatron.config.schema.sections.rope import ROTARY_TYPES
-from petatron.validate.layers import check_layer_variants
+from petatron.validate.layer_kinds import check_layer_variants
 
 _LATENT = "--multi-latent-attention"
 

@@ -39,8 +39,8 @@ from petatron.mesh.rank_layout import Layout
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.validate import load_config
 from petatron.verify.compare_traces import TraceComparison
-from petatron.verify.matrix import MATRIX_TOLERANCES, MatrixEntry
-from petatron.verify.trace import Injection, record_steps, write_trace
+from petatron.verify.proof_matrix import MATRIX_TOLERANCES, MatrixEntry
+from petatron.verify.record_trace import Injection, record_steps, write_trace
 from petatron.verify.verify_layouts import compare_recorded_runs, parse_injection, plan_verification
 
 TIMEOUT_MINUTES = 1.5

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import abbreviate_names
+from petatron.checkpoint.chunk import MASTER_PREFIX, WEIGHT_PREFIX
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
-from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX
 
 
 def read_manifest_with_weights(step: Path, kind: str) -> Manifest:

@@ -18,7 +18,7 @@ AnswerKind = Literal["kept", "translated", "typed", "implied", "left out", "miss
 
 
 @dataclass(frozen=True, slots=True)
-class FlagAnswer:
+class PortedFlag:
     """A flag with its values, and what becomes of it; `why` is the reason or the remedy.
 
     fields: paths of the settings that it makes, or would make if its value were known.
@@ -41,11 +41,11 @@ class FlagAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class AnsweredFlags:
+class PortedFlags:
     """All flags of a script in their order, the settings that they make together, and names that count as empty."""
 
-    answers: tuple[FlagAnswer, ...]
-    settings: tuple[tuple[Setting, FlagAnswer], ...]
+    answers: tuple[PortedFlag, ...]
+    settings: tuple[tuple[Setting, PortedFlag], ...]
     empty_names: tuple[ShellText, ...]
 
     @property
@@ -55,7 +55,7 @@ class AnsweredFlags:
             text.text for answer in self.answers if answer.kind != "left out" for text in (answer.flag, *answer.values)
         ]
 
-    def of_kind(self, *kinds: AnswerKind) -> list[FlagAnswer]:
+    def of_kind(self, *kinds: AnswerKind) -> list[PortedFlag]:
         return [answer for answer in self.answers if answer.kind in kinds]
 
 
@@ -64,9 +64,9 @@ def spelled(flag: str) -> str:
     return flag.partition("=")[0].replace("_", "-")
 
 
-def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> AnsweredFlags:
+def port_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> PortedFlags:
     """Answers every flag of a command; `left_out` are the ones that the user does not want."""
-    answers: list[FlagAnswer] = []
+    answers: list[PortedFlag] = []
     empty: list[ShellText] = []
     for flag, values in grouped_flags(texts):
         answer = _answer(flag, values, left_out)
@@ -81,7 +81,7 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
     unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
     marked = [_marked_if_replaced(answer, makers, unused) for answer in answers]
     settings = tuple((setting, makers[path]) for path, setting in last.items())
-    return AnsweredFlags(tuple(marked), settings, tuple(empty))
+    return PortedFlags(tuple(marked), settings, tuple(empty))
 
 
 def unquoted(text: ShellText) -> ShellText:
@@ -101,11 +101,11 @@ def grouped_flags(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[She
     return groups
 
 
-def _answer(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSet[str]) -> FlagAnswer:
+def _answer(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSet[str]) -> PortedFlag:
     if spelled(flag.text) in left_out:
-        return FlagAnswer("left out", flag, values, "left out as asked")
+        return PortedFlag("left out", flag, values, "left out as asked")
     if flag.is_bare and not values:
-        return FlagAnswer("implied", flag, (), "it has no value and counts as empty")
+        return PortedFlag("implied", flag, (), "it has no value and counts as empty")
     missing = any(text.missing for text in (flag, *values))
     if missing:
         solid = tuple(value for value in values if not value.is_bare)
@@ -115,7 +115,7 @@ def _answer(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSe
             parsed = _parsed(flag, values)
             fields = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
             fields += tuple(setting.path for setting in parsed.settings)
-            return FlagAnswer("missing", flag, values, "its value is not known", fields)
+            return PortedFlag("missing", flag, values, "its value is not known", fields)
     return _parsed_answer(flag, values)
 
 
@@ -123,9 +123,9 @@ def _parsed(flag: ShellText, values: Sequence[ShellText]) -> ParsedFlags:
     return parse_flags([flag.text, *(value.text for value in values)])
 
 
-def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> FlagAnswer:
+def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> PortedFlag:
     parsed = _parsed(flag, values)
-    answer = FlagAnswer("kept", flag, values, fields=tuple(setting.path for setting in parsed.settings))
+    answer = PortedFlag("kept", flag, values, fields=tuple(setting.path for setting in parsed.settings))
     if parsed.problems:
         why = " ".join(f"{problem.rule}. {problem.fix}" for problem in parsed.problems)
         doubtful = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
@@ -147,13 +147,13 @@ def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> FlagAnswer
     return replace(answer, kind="translated", why="; ".join(parsed.notices))
 
 
-def _maker(setting: Setting, accepted: Sequence[FlagAnswer]) -> FlagAnswer:
+def _maker(setting: Setting, accepted: Sequence[PortedFlag]) -> PortedFlag:
     """Returns the answer whose flag made a setting: the last one with its spelling, which may make it beside others alone."""
     spelling = [answer for answer in reversed(accepted) if answer.flag.text.partition("=")[0] == setting.origin.detail]
     return next((answer for answer in spelling if setting.path in answer.fields), spelling[0])
 
 
-def _marked_if_replaced(answer: FlagAnswer, makers: dict[str, FlagAnswer], unused: Mapping[str, str]) -> FlagAnswer:
+def _marked_if_replaced(answer: PortedFlag, makers: dict[str, PortedFlag], unused: Mapping[str, str]) -> PortedFlag:
     """A flag whose every setting another one makes, or leaves out, has no effect; one that may be repeated adds to the last."""
     if answer.kind not in ("kept", "translated") or not answer.fields:
         return answer

@@ -19,7 +19,7 @@ from petatron.models.batch import Batch
 from petatron.models.frozen_params import frozen_params
 from petatron.optim.loss_scaler import DynamicLossScaler, compute_dtype
 from petatron.train.build_run import DataLoaders
-from petatron.train.evaluation import evaluation_is_due
+from petatron.train.evaluate_loss import evaluation_is_due
 from petatron.train.hooks.build_hooks import build_instruments
 from petatron.train.report.closing_summary import Activity, RunTotals, forced_end_text
 from petatron.train.report.log_records import (

@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.stateful import Stateful, check_names
+from petatron.checkpoint.stateful_components import Stateful, check_names
 from petatron.config import RunConfig
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.optim.loss_scaler import build_loss_scaler
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.checkpoint_components import model_components
 from petatron.pretrained.launch_and_build_model import HasConfig, config_of
 from petatron.pretrained.load_checkpoint import LOOP_METADATA, has_weights
 from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.pretrained.saveable_model import Model
-from petatron.pretrained.saved_model_state import model_components
 from petatron.train.state.progress_state import DataOrder, DataOrderState, LossScaleState, ProgressState
 from petatron.train.state.run_metadata import TrainProgress, run_settings
 from petatron.train.state.train_state import TrainState

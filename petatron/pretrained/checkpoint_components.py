@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from petatron.checkpoint.chunk import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.checkpoint.inspect.check_weights_copy import warn_of_damaged_model_folder
-from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
-from petatron.checkpoint.stateful import FixedPlace, SavedState, Stateful
+from petatron.checkpoint.stateful_components import FixedPlace, SavedState, Stateful
 from petatron.mesh.rng import RandomStreams
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel

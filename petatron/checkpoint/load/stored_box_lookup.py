@@ -1,12 +1,12 @@
-"""A distributed directory of stored boxes, so that no rank reads every table of a checkpoint.
+"""Looks up the stored boxes of tensors, distributed over the ranks, so that no rank reads every table of a checkpoint.
 
 The tables are divided among the ranks and each is read once; every tensor's boxes are sent to one rank, chosen by a hash of its
-name (`owner_rank`), which stores them in a `BoxDirectory`. Ranks request there the boxes that overlap theirs, and receive with
+name (`owner_rank`), which stores them in a `StoredBoxLookup`. Ranks request there the boxes that overlap theirs, and receive with
 each the table that has its file's digests. So a rank reads its share of the tables and those of the files that it reads anyway.
 The owner knows whether a tensor is described completely, and whether any rank requests it.
 
-All values are JSON's, and nothing here communicates: `table_rows`, `box_requests`, `BoxDirectory.add_rows`,
-`BoxDirectory.answer_requests`.
+All values are JSON's, and nothing here communicates: `table_rows`, `box_requests`, `StoredBoxLookup.add_rows`,
+`StoredBoxLookup.answer_requests`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from petatron.checkpoint.chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor, box_from_json, box_to_json
 from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error
 from petatron.checkpoint.save.save_plan import owner_rank
-from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.sharding.boxes import Box, BoxIndex, tiling_problem
 
 MessageRow = list[Any]
@@ -56,7 +56,7 @@ def box_requests(chunks: Sequence[Chunk], world_size: int) -> dict[int, list[Mes
     return by_owner
 
 
-class BoxDirectory:
+class StoredBoxLookup:
     """Holds all boxes of some tensors of a checkpoint."""
 
     def __init__(self, source: Path) -> None:
@@ -66,7 +66,7 @@ class BoxDirectory:
         self._requested: set[str] = set()
 
     @classmethod
-    def from_tensors(cls, source: Path, tensors: Mapping[str, StoredTensor]) -> BoxDirectory:
+    def from_tensors(cls, source: Path, tensors: Mapping[str, StoredTensor]) -> StoredBoxLookup:
         """Builds the directory of a whole checkpoint, for a single reader."""
         directory = cls(source)
         directory._tensors = {
@@ -151,7 +151,7 @@ class BoxDirectory:
 
 
 def parse_answer(row: MessageRow) -> tuple[int, str, StoredTensor | None, list[int]]:
-    """Parses a row of `BoxDirectory.answer_requests`: chunk index, the tensor that fills it, and the tables of its boxes."""
+    """Parses a row of `StoredBoxLookup.answer_requests`: chunk index, the tensor that fills it, and the tables of its boxes."""
     number, key, shape, dtype, boxes, tables = row
     stored = None if shape is None else StoredTensor(tuple(shape), dtype, tuple(map(box_from_json, boxes)))
     return number, key, stored, tables
