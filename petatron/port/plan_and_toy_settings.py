@@ -35,7 +35,7 @@ def assumed_vocabulary(run: PortedRun) -> int | None:
     values = {setting.path: setting.value for setting, _ in run.settings}
     if values.get("model.vocab_size") is not None:
         return None
-    named = {*values, *(path for answer in run.flags.of_kind("missing") for path in answer.fields)}
+    named = {*values, *(path for ported in run.flags.of_kind("missing") for path in ported.fields)}
     is_gpt2 = values.get("tokenizer.tokenizer_type") == _GPT2_TOKENIZER or "tokenizer.merge_file" in named
     return _GPT2_VOCABULARY if is_gpt2 else _ASSUMED_VOCABULARY
 
@@ -81,9 +81,9 @@ def toy_omissions(run: PortedRun) -> list[str]:
     """Returns the flags that the toy is trained without although they say something about the model or its numerics."""
     unmade = run.flags.of_kind("blocking", "missing")
     return [
-        answer.flag.text.partition("=")[0]
-        for answer in unmade
-        if not answer.fields or any(path.partition(".")[0] in _TOY_SECTIONS for path in answer.fields)
+        ported.flag.text.partition("=")[0]
+        for ported in unmade
+        if not ported.fields or any(path.partition(".")[0] in _TOY_SECTIONS for path in ported.fields)
     ]
 
 

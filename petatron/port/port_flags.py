@@ -1,4 +1,4 @@
-"""What becomes of each flag of a script: `config/flags/` is asked about it alone, and about all of them together."""
+"""Ports the flags of a Megatron script to settings: each flag is parsed alone (`config/flags/`), and all of them together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
 from petatron.port.shell_values import ShellText
 
-AnswerKind = Literal["kept", "translated", "typed", "implied", "left out", "missing", "blocking"]
+PortedKind = Literal["kept", "translated", "typed", "implied", "left out", "missing", "blocking"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PortedFlag:
     fields: paths of the settings that it makes, or would make if its value were known.
     """
 
-    kind: AnswerKind
+    kind: PortedKind
     flag: ShellText
     values: tuple[ShellText, ...]
     why: str = ""
@@ -44,7 +44,7 @@ class PortedFlag:
 class PortedFlags:
     """All flags of a script in their order, the settings that they make together, and names that count as empty."""
 
-    answers: tuple[PortedFlag, ...]
+    all_flags: tuple[PortedFlag, ...]
     settings: tuple[tuple[Setting, PortedFlag], ...]
     empty_names: tuple[ShellText, ...]
 
@@ -52,11 +52,14 @@ class PortedFlags:
     def argv(self) -> list[str]:
         """All flags but those left out, for the rules about them together."""
         return [
-            text.text for answer in self.answers if answer.kind != "left out" for text in (answer.flag, *answer.values)
+            text.text
+            for ported in self.all_flags
+            if ported.kind != "left out"
+            for text in (ported.flag, *ported.values)
         ]
 
-    def of_kind(self, *kinds: AnswerKind) -> list[PortedFlag]:
-        return [answer for answer in self.answers if answer.kind in kinds]
+    def of_kind(self, *kinds: PortedKind) -> list[PortedFlag]:
+        return [ported for ported in self.all_flags if ported.kind in kinds]
 
 
 def spelled(flag: str) -> str:
@@ -65,21 +68,21 @@ def spelled(flag: str) -> str:
 
 
 def port_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> PortedFlags:
-    """Answers every flag of a command; `left_out` are the ones that the user does not want."""
-    answers: list[PortedFlag] = []
+    """Ports every flag of a command; `left_out` are the flags that the user does not want."""
+    all_flags: list[PortedFlag] = []
     empty: list[ShellText] = []
     for flag, values in grouped_flags(texts):
-        answer = _answer(flag, values, left_out)
-        if answer.kind not in ("missing", "blocking", "left out"):
-            empty += [value for value in values if value not in answer.values]
-        answers.append(answer)
-    accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "typed", "implied")]
-    argv = [text.text for answer in accepted for text in (answer.flag, *answer.values)]
+        ported = _port_flag(flag, values, left_out)
+        if ported.kind not in ("missing", "blocking", "left out"):
+            empty += [value for value in values if value not in ported.values]
+        all_flags.append(ported)
+    accepted = [ported for ported in all_flags if ported.kind in ("kept", "translated", "typed", "implied")]
+    argv = [text.text for ported in accepted for text in (ported.flag, *ported.values)]
     together = parse_flags([MEGATRON_DEFAULTS_FLAG, *argv])
     last = {setting.path: setting for setting in together.settings}
     makers = {path: _maker(setting, accepted) for path, setting in last.items()}
     unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
-    marked = [_marked_if_replaced(answer, makers, unused) for answer in answers]
+    marked = [_marked_if_replaced(ported, makers, unused) for ported in all_flags]
     settings = tuple((setting, makers[path]) for path, setting in last.items())
     return PortedFlags(tuple(marked), settings, tuple(empty))
 
@@ -101,7 +104,7 @@ def grouped_flags(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[She
     return groups
 
 
-def _answer(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSet[str]) -> PortedFlag:
+def _port_flag(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSet[str]) -> PortedFlag:
     if spelled(flag.text) in left_out:
         return PortedFlag("left out", flag, values, "left out as asked")
     if flag.is_bare and not values:
@@ -110,56 +113,56 @@ def _answer(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSe
     if missing:
         solid = tuple(value for value in values if not value.is_bare)
         if not any(text.missing for text in (flag, *solid)) and not _parsed(flag, solid).problems:
-            return _parsed_answer(flag, solid)
+            return _port_parsed_flag(flag, solid)
         if spelled(flag.text) in known_flags():
             parsed = _parsed(flag, values)
             fields = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
             fields += tuple(setting.path for setting in parsed.settings)
             return PortedFlag("missing", flag, values, "its value is not known", fields)
-    return _parsed_answer(flag, values)
+    return _port_parsed_flag(flag, values)
 
 
 def _parsed(flag: ShellText, values: Sequence[ShellText]) -> ParsedFlags:
     return parse_flags([flag.text, *(value.text for value in values)])
 
 
-def _parsed_answer(flag: ShellText, values: tuple[ShellText, ...]) -> PortedFlag:
+def _port_parsed_flag(flag: ShellText, values: tuple[ShellText, ...]) -> PortedFlag:
     parsed = _parsed(flag, values)
-    answer = PortedFlag("kept", flag, values, fields=tuple(setting.path for setting in parsed.settings))
+    ported = PortedFlag("kept", flag, values, fields=tuple(setting.path for setting in parsed.settings))
     if parsed.problems:
         why = " ".join(f"{problem.rule}. {problem.fix}" for problem in parsed.problems)
         doubtful = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
-        return replace(answer, kind="blocking", why=why, problems=tuple(parsed.problems), fields=doubtful)
+        return replace(ported, kind="blocking", why=why, problems=tuple(parsed.problems), fields=doubtful)
     if parsed.preset or parsed.files or parsed.from_folder or parsed.toy:
         why = "names another source of settings, which a file cannot do. Type it after `petatron train`."
-        return replace(answer, kind="blocking", why=why)
+        return replace(ported, kind="blocking", why=why)
     if parsed.split_data_file:
-        return replace(answer, kind="typed", why="names a file of lists of data, which a file of settings cannot do")
+        return replace(ported, kind="typed", why="names a file of lists of data, which a file of settings cannot do")
     if not parsed.settings:
         why = "; ".join(flag.reason for flag in parsed.implied)
         is_position = spelled(flag.text) == NO_POSITION_EMBEDDING
-        return replace(answer, kind="implied", why="the type of positions decides" if is_position else why)
+        return replace(ported, kind="implied", why="the type of positions decides" if is_position else why)
     infos = [fields_by_path()[setting.path] for setting in parsed.settings]
     same_name = spelled(flag.text) in [info.flag for info in infos]
     texts = [value.text for value in values] or [flag.text.partition("=")[2]]
     if same_name and all(own_value(info.name, text) is None for info in infos for text in texts) and not parsed.notices:
-        return answer
-    return replace(answer, kind="translated", why="; ".join(parsed.notices))
+        return ported
+    return replace(ported, kind="translated", why="; ".join(parsed.notices))
 
 
 def _maker(setting: Setting, accepted: Sequence[PortedFlag]) -> PortedFlag:
-    """Returns the answer whose flag made a setting: the last one with its spelling, which may make it beside others alone."""
-    spelling = [answer for answer in reversed(accepted) if answer.flag.text.partition("=")[0] == setting.origin.detail]
-    return next((answer for answer in spelling if setting.path in answer.fields), spelling[0])
+    """Returns the flag that makes a setting: of the flags with its spelling, the last one that makes the setting alone."""
+    spelling = [ported for ported in reversed(accepted) if ported.flag.text.partition("=")[0] == setting.origin.detail]
+    return next((ported for ported in spelling if setting.path in ported.fields), spelling[0])
 
 
-def _marked_if_replaced(answer: PortedFlag, makers: dict[str, PortedFlag], unused: Mapping[str, str]) -> PortedFlag:
-    """A flag whose every setting another one makes, or leaves out, has no effect; one that may be repeated adds to the last."""
-    if answer.kind not in ("kept", "translated") or not answer.fields:
-        return answer
-    if makers.keys().isdisjoint(answer.fields):
-        return replace(answer, kind="implied", why=unused.get(answer.flag.text, "other flags leave it out"))
-    others = [makers[path] for path in answer.fields if path in makers and makers[path] is not answer]
-    if len(others) < len(answer.fields) or any("repeatable" in fields_by_path()[path].marks for path in answer.fields):
-        return answer
-    return replace(answer, kind="implied", why=f"{others[0].text} (line {others[0].flag.line}) takes its place")
+def _marked_if_replaced(ported: PortedFlag, makers: dict[str, PortedFlag], unused: Mapping[str, str]) -> PortedFlag:
+    """Marks a flag as implied if other flags make or leave out all its settings; a repeatable flag adds to the last one instead."""
+    if ported.kind not in ("kept", "translated") or not ported.fields:
+        return ported
+    if makers.keys().isdisjoint(ported.fields):
+        return replace(ported, kind="implied", why=unused.get(ported.flag.text, "other flags leave it out"))
+    others = [makers[path] for path in ported.fields if path in makers and makers[path] is not ported]
+    if len(others) < len(ported.fields) or any("repeatable" in fields_by_path()[path].marks for path in ported.fields):
+        return ported
+    return replace(ported, kind="implied", why=f"{others[0].text} (line {others[0].flag.line}) takes its place")
