@@ -1,23 +1,24 @@
-"""Speculative decoding: the depths of multi-token prediction guess the next tokens, and the model verifies them in one step.
+"""Speculative decoding: the MTP depths (multi-token prediction) draft the next tokens, and the model verifies the drafts in one step.
 
-After a step the model's hidden states h of some positions are known, and the token after the last of them. Depth k of position i makes a
-hidden state h^k of that of depth k - 1 and the token k ahead (`layers/mtp.py`), so with m the last position of a sequence
+After a step the model's hidden states h of the step's positions are known, and so is the token after the last position m. Depth k at
+position i takes the hidden state of depth k - 1 there and the token k ahead, and returns h^k (`layers/mtp.py`):
 
     depth 1 at m    takes h_m    and token m + 1, which was just drawn    and predicts token m + 2: the first draft
     depth 2 at m    takes h^1_m  and the first draft                      and predicts token m + 3: the second draft
 
-and so on. Where more drafts are wanted than there are depths, the last one goes on by itself: at position m + 1 it takes its own hidden
-state of m, which stands for what the depth before would have there, and the last draft. A depth attends to the positions before in pages
-of its own, so every step's positions, those of prompts too, pass through all depths. What a depth computed of a draft is computed once
-more when the true token is known: the hidden states of a sequence's last positions are kept for that.
+If more drafts are wanted than there are depths, the last depth continues alone: at position m + 1 it takes its own hidden state of m in
+place of the previous depth's, and the last draft. A depth attends to earlier positions in pages of its own, so the positions of every
+step, also of prompts, run through all depths. What a depth computed from a draft is recomputed once the true token is known; for that the
+hidden states of a sequence's last positions are kept.
 
-The model's next step computes the last token and the drafts after it, as rows of one sequence. Each row draws its token just as without
-drafts (`infer/sampling.py`: a draw is a function of seed, sample and position), and those drawn after drafts that were drawn themselves
-are the answer. So no draft changes a token; it only decides how many come at once. Rows of rejected drafts stay in pages behind the end of
-the sequence, where nothing attends to them, until true ones are stored in their place. A draft is drawn as its token will be, with the
-depth's logits and the same number, so that drafts of sampled answers are right as often as those of greedy ones.
+The model's next step computes the last token and the drafts after it as rows of one sequence. Each row samples its token exactly as
+without drafts (`infer/sampling.py`: a draw is a function of seed, sample and position); tokens are accepted up to the first draft that
+differs from the sampled token. So drafts never change a token, only how many tokens a step yields. Rows of rejected drafts stay in
+pages behind the end of the sequence, where nothing attends to them, until they are overwritten. A draft is sampled from the depth's
+logits with the random number of its token, so drafts of sampled text are accepted as often as those of greedy text.
 
-The last position of a page depends on the token after it, and a shared prefix may have had another one: a draft may be worse for it.
+In a depth's pages the last position of a page depends on the token after it. A shared prefix may have had another one; its draft may then
+be worse.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from petatron.parallel.parallel_model import ParallelModel
 
 @dataclass(slots=True, eq=False)
 class _DraftedSequence:
-    """A sequence of the step before, which goes on.
+    """A sequence of the last step that is not finished.
 
-    start: the first position that passes through the depths. count: how many do, and those of rejected drafts after them, which the
-    next step stores anew: so steps have as many rows each. rows: of the step's hidden states. decodes: as in the step. wanted: the
-    number of drafts.
+    start: the first position that runs through the depths. count: the number of such positions, those of rejected drafts included, which
+    the next step overwrites. rows: the sequence's rows in the step's hidden states. decodes: see `ScheduledTokens`. wanted: the number of
+    drafts.
     """
 
     sequence: RunningSequence
@@ -60,14 +61,14 @@ class _DraftedSequence:
         return self.sequence.computed - self.start - 1
 
     def rows_of_depth(self, depth: int) -> ScheduledTokens:
-        """The positions of the step, each with the token so many ahead, or its draft."""
+        """Returns the positions of the step, each with the token or draft `depth` ahead."""
         known = [*self.sequence.tokens, *self.sequence.drafts]
         begin, end = self.start + depth, self.start + self.count + depth
         tokens = [*known[begin:end], *[0] * (end - max(begin, len(known)))]
         return ScheduledTokens(tokens, self.start, self.sequence.pages, self.decodes, is_long=self.sequence.is_long)
 
     def next_row(self, ahead: int) -> ScheduledTokens:
-        """The position so many after the last of the step, with the last draft."""
+        """Returns the position `ahead` after the step's last, with the last draft."""
         position = self.sequence.computed - 1 + ahead
         return ScheduledTokens(
             self.sequence.drafts[-1:], position, self.sequence.pages, True, is_long=self.sequence.is_long
@@ -75,7 +76,7 @@ class _DraftedSequence:
 
 
 class Drafter:
-    """Drafts the next tokens of all sequences of a step, on every rank alike."""
+    """Drafts the next tokens of all sequences of a step; every rank computes the same drafts."""
 
     def __init__(
         self, model: ParallelModel, steps: ModelSteps, pack: Callable[..., PackedStep], *, num_drafts: int
@@ -89,7 +90,7 @@ class Drafter:
     def draft(
         self, layouts: Sequence[StepLayout], schedulers: Sequence[Scheduler], outputs: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Sets the drafts of every sequence of a step that has run and is applied; those of other replicas are no more than counted."""
+        """Sets the drafts of every sequence after a step; for sequences of other replicas only their number."""
         assert outputs is not None, "the depths are on the only stage"
         replicas = [self._find_sequences(*replica) for replica in zip(layouts, schedulers)]
         if not any(replicas):
@@ -97,7 +98,7 @@ class Drafter:
         drafted_here = replicas[self._replica]
         hidden_TD = self._gather_inputs(drafted_here, outputs[1])
         least = 1
-        if self._shares_experts:  # ranks that share experts exchange as many rows each
+        if self._shares_experts:  # ranks that share experts need equal numbers of rows
             kept = self._num_depths - 1
             least = max(layout.num_tokens + kept * len(layout.scheduled) for layout in layouts)
         for depth in range(1, self._num_depths + 1):
@@ -130,7 +131,7 @@ class Drafter:
         return sorted(continued, key=lambda drafted: (not drafted.decodes, drafted.start > 0))
 
     def _gather_inputs(self, drafted_here: Sequence[_DraftedSequence], hidden_TD: Tensor) -> Tensor:
-        """Returns the hidden states of all positions that pass through the depths, and keeps those that will once more."""
+        """Returns the hidden states of all positions that run through the depths; keeps those that the next step runs again."""
         parts = [hidden_TD[:0]]
         for drafted in drafted_here:
             sequence, rows_RD = drafted.sequence, hidden_TD[drafted.rows]
@@ -161,14 +162,14 @@ class Drafter:
     def _run_depth(
         self, depth: int, packed: PackedStep, hidden_TD: Tensor, drafting: Sequence[_DraftedSequence]
     ) -> Tensor:
-        """Runs a depth, and adds a draft to some sequences; returns the hidden states of its rows."""
+        """Runs a depth, appends a draft to each sequence of `drafting`, and returns the depth's hidden states."""
         padding = packed.rows_3T.shape[1] - hidden_TD.shape[0]
-        logits_RV, found_TD = self._steps.run_depth(depth, packed, F.pad(hidden_TD, (0, 0, 0, padding)))
+        logits_RV, depth_TD = self._steps.run_depth(depth, packed, F.pad(hidden_TD, (0, 0, 0, padding)))
         inputs = [sampled_row(drafted.sequence, drafted.sequence.drafts, logits_RV.device) for drafted in drafting]
         if inputs:
             for drafted, token in zip(drafting, sample_tokens(logits_RV, inputs).tolist(), strict=True):
                 drafted.sequence.drafts.append(token)
-        return found_TD[: hidden_TD.shape[0]]
+        return depth_TD[: hidden_TD.shape[0]]
 
 
 def num_depths(model: ParallelModel) -> int:
