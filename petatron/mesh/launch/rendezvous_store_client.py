@@ -1,8 +1,8 @@
-"""The rendezvous store as torch sees it: a `torch.distributed.Store` whose operations pass through sealed channels.
+"""The client of the rendezvous store: a `torch.distributed.Store` whose requests go through encrypted channels.
 
-torch's own TCPStore takes whoever reaches its port, and lists all keys. This one talks to `rendezvous_store_server.py`, which answers only
-who knows the secret. gloo and NCCL call it from C++ through torch's bindings, also from threads of their own, so each request takes a
-connection from a pool: one that waits for a key blocks nobody else.
+torch's own TCPStore serves whoever reaches its port, and lists all keys. This client talks to `rendezvous_store_server.py`, which serves
+only clients that know the secret. gloo and NCCL call the store from C++ and from several threads, so each request takes a connection from
+a pool: a request that waits for a key blocks no other.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _READ_BYTES = 1 << 18
 
 
 class _Connection:
-    """One connection that has proven itself, and whose server has."""
+    """One connection, after both ends have proven that they know the secret."""
 
     def __init__(self, address: tuple[str, int], secret: str, timeout_s: float) -> None:
         self._socket = socket.create_connection(address, timeout=timeout_s)
         self._channel = ClientChannel(secret)
         try:
             if self._socket.getsockname() == self._socket.getpeername():
-                # Nobody listens yet, and the kernel chose the server's own port for this end: TCP connects a socket with itself. While
-                # it is open, or closed in the usual way a minute ago, rank 0 cannot listen there; so it is closed by a reset.
+                # Nobody listens yet, and the kernel chose the server's port for this end, so TCP connected the socket with itself. The
+                # port would stay in use for a minute after a usual close, and rank 0 could not listen on it: close with a reset.
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,7 +90,7 @@ class _Connection:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """What the server tells about itself."""
+    """The status that the server reports."""
 
     num_refused: int
     last_refused: str
@@ -99,7 +99,7 @@ class StoreStatus:
 
 
 class RendezvousStoreClient(dist.Store):
-    """Keys and values of all ranks, for those who know the secret."""
+    """Reads and writes the keys of all ranks."""
 
     def __init__(
         self,
@@ -109,15 +109,17 @@ class RendezvousStoreClient(dist.Store):
         *,
         identity: bytes | None = None,
     ) -> None:
-        """Connects within `timeout`. `locate` and `secret` return the address of the server and the secret of the run; they are
-        asked again until a server has proven itself, since those of an earlier run may still be there. `identity` names the server where
-        this process has joined a run before: another one is another run's, and no request may reach it."""
+        """Connects within `timeout`.
+
+        locate, secret: return the server's address and the run's secret; called until a server has proven itself, since an earlier run
+        may have left others. identity: the server of the run that this process has joined; a server with another identity is refused.
+        """
         super().__init__()
         self.set_timeout(timeout)
         self._locate, self._ask_secret = locate, secret
         self._proven: tuple[tuple[str, int], str] | None = None
         self.identity: bytes | None = identity
-        """The name of the server; set by the first connection."""
+        """The identity of the server; set by the first connection."""
         self.own_address: str = ""
         """The address from which this process reaches the server."""
         self._lock, self._idle = threading.Lock(), list[_Connection]()
@@ -163,7 +165,7 @@ class RendezvousStoreClient(dist.Store):
             self._idle.append(connection)
 
     def _request(self, operation: Operation, fields: Sequence[bytes], timeout: timedelta | None = None) -> list[bytes]:
-        """Sends a request until it is answered; a broken connection is opened again, and what was counted is not counted twice."""
+        """Sends a request until it is answered, also over new connections; the server executes it once."""
         message = encode_request(operation, os.urandom(IDENTIFIER_BYTES), fields)
         seconds = (timeout or self.timeout).total_seconds()
         deadline = time.monotonic() + seconds

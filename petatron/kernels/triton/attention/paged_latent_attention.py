@@ -1,16 +1,16 @@
-"""Latent attention of one token per sequence over latents and rotary keys in pages, and the storing of new ones.
+"""Decode steps of multi-head latent attention (MLA) over a paged cache of latents and rotary keys; also stores new rows in the pages.
 
-Absorbed keys are one per token for all heads, so a decode step is multi-query attention with keys of C + R and values of C, the same
-latents: each tile of tokens is read once and serves both GEMMs. A program has a block of heads, 16 or more since tensor cores take no
-fewer, and a split of a sequence; its output in latent space, 16 x 512 in float32 and more, stays in registers. Where there are several
-blocks, the programs of one split run side by side and find its tiles in the L2 cache. So a block is as large as registers allow: of a
-rank's 128 heads, blocks of 16 would read every tile eight times from that cache, two blocks of 64 do so twice.
+With the key up-projection absorbed into the queries, all heads share one key per token, so a decode step is multi-query attention with
+keys of width C + R; its values of width C are the same latents, and each tile of tokens is read once for both GEMMs. A program computes a
+block of heads (at least 16, the minimum of tensor cores) for one split of a sequence, and keeps its output in latent space (16 x 512 in
+float32 or more) in registers. The head blocks of one split run side by side and share its tiles in the L2 cache. A block is as large
+as registers allow: with 128 heads on a rank, blocks of 16 would read each tile eight times from L2, two blocks of 64 read it twice.
 
-As in `paged_attention.py`, the number of splits follows from the number of sequences and heads alone, and their lengths from those on the
-device: a CUDA graph replays for any lengths. A split has at least 64 tokens: a partial output of 16 heads has the bytes of 28 tokens, so
-that shorter splits would cost more to merge than to read.
+As in `paged_attention.py`, the number of splits depends only on the numbers of sequences and heads, and their lengths are read on the
+device, so a CUDA graph replays for any lengths. A split has at least 64 tokens: a partial output of 16 heads is as large as 28 tokens, so
+merging shorter splits would cost more than reading them.
 
-Bytes that must be read, DeepSeek-V3 in bf16: 1,152 for each token of a sequence, on every rank.
+Bytes to read for DeepSeek-V3 in bf16: 1,152 per token of a sequence, on every rank.
 
 T tokens, N sequences, H heads of this rank, C width of the latent, R of the rotary key, P pages of a sequence.
 """
@@ -40,9 +40,9 @@ from petatron.kernels.triton.pdl import device_capability, pdl_options_for, pdl_
 
 
 class _Blocking(NamedTuple):
-    """How a program is cut: its heads, the tokens that it reads at once, and its warps and stages.
+    """The block sizes of a program: its heads, the tokens of a tile, its warps and pipeline stages.
 
-    A tile is prefetched while the one before is used, by copies into a second buffer or by another program of the multiprocessor; one
+    A tile is prefetched while the last one is in use, into a second buffer or by another program on the multiprocessor; there is one
     stage more than usual, since the page table is loaded before the tile.
     """
 
@@ -62,9 +62,9 @@ _FLOAT32 = _Blocking(16, 16, 8, 2)
 _HOPPER = 9
 
 _MIN_SPLIT_TOKENS = 64
-"""Of a split."""
+"""The minimum length of a split."""
 _MAX_LATENT_DIM = 512
-"""Of latents: an accumulator that is wider does not fit into registers."""
+"""The widest latents: a wider accumulator does not fit into registers."""
 _MERGED_COLUMNS = 128
 
 
@@ -91,7 +91,7 @@ def _store_rows(
 
 
 def store_latents(pages: LatentPages, latent_TC: Tensor, rope_key_TR: Tensor, page_rows_T: Tensor) -> None:
-    """Writes the rows of every token to its slot, latents and rotary keys in one launch."""
+    """Writes every token's latent and rotary key to its row in the pages, in one launch."""
     latent, rope_key = (x if x.stride(-1) == 1 else x.contiguous() for x in (latent_TC, rope_key_TR))
     tokens, width = latent.shape
     rotary = rope_key.shape[1]
@@ -158,13 +158,13 @@ def _decode_split(
     else:
         place = (n * SPLITS + split) * NUM_HEADS + head
         tl.store(lse + place, log_sum_exp(top, total), mask=there)
-        if begin < end:  # the merge reads no partial output without weight
+        if begin < end:  # the merge skips partial outputs of empty splits
             tl.store(partial + place[:, None] * LATENT + column[None, :], out, mask=valid)
 
 
 @triton.jit
 def _rows(tensor, at, there, column, WIDTH: tl.constexpr):
-    """Returns rows of a tensor that begin at some elements, zeros where they are not there and after their width."""
+    """Loads the rows that begin at elements `at`; zero for masked rows and beyond `WIDTH`."""
     mask = there[:, None] & (column[None, :] < WIDTH)
     return tl.load(tensor + at[:, None] + column[None, :], mask=mask, other=0.0)
 
@@ -178,7 +178,7 @@ def decode_latents(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """See the reference, which also takes wider latents than are here."""
+    """See the reference, which also computes wider latents."""
     count, heads, width = q_NHC.shape
     if width > _MAX_LATENT_DIM:
         return reference.decode_latents(q_NHC, q_rope_NHR, pages, batch, scale=scale, window=window)
@@ -218,7 +218,7 @@ def decode_latents(
 
 
 def _blocking(q_NHC: Tensor) -> _Blocking:
-    """Returns how programs are cut for these queries."""
+    """Returns the block sizes for these queries."""
     if q_NHC.itemsize > 2:
         return _FLOAT32
     heads, hopper = q_NHC.shape[1], q_NHC.is_cuda and device_capability(q_NHC.get_device())[0] == _HOPPER
