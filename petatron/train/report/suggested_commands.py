@@ -1,6 +1,6 @@
-"""What to do after a run: commands with the run's own paths.
+"""The commands that the end of a run suggests: resume, generate, export, plot, with the run's own paths.
 
-A subcommand that is added to the command line gets its line in `next_commands`; those that this installation does not have are left out.
+A new subcommand gets a line in `suggested_commands`; subcommands that this installation lacks are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from petatron.models.hf import matching_family
 from petatron.models.registry import model_spec
 
 
-def next_commands(
+def suggested_commands(
     run: RunConfig,
     *,
     subcommands: Collection[str],
@@ -25,10 +25,7 @@ def next_commands(
     saved: bool,
     environment: RankEnvironment = SINGLE_PROCESS,
 ) -> list[tuple[str, str]]:
-    """Returns commands, each with its purpose, that work as they are printed.
-
-    `saved` tells whether there is a checkpoint; `environment` is that of rank 0.
-    """
+    """Returns complete commands, each with its purpose. saved: there is a checkpoint. environment: of rank 0."""
     folder = run.checkpoint.save if saved else None
     resume: list[tuple[str, str]] = []
     commands: list[tuple[str, str]] = []
@@ -52,7 +49,7 @@ def next_commands(
 
 
 def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
-    """Only a model that knows text, and whose layers can generate, can be asked for some."""
+    """Returns commands that generate text, if the model is a decoder with a text tokenizer."""
     kind = run.tokenizer.tokenizer_type
     if run.model.model_type != "decoder" or kind is None or kind == "NullTokenizer":
         return []
@@ -64,7 +61,7 @@ def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
 
 
 def _resume_arguments(run: RunConfig, folder: str, log_dir: Path, train_iters: int | None) -> list[str]:
-    """Restarts from the saved settings; a run that is complete is made twice as long."""
+    """Returns arguments that resume from the saved settings; a complete run (`train_iters` given) trains twice as long."""
     arguments = ["train", str(log_dir / "config.yaml"), "--load", folder]
     if train_iters is not None and run.train.train_samples is not None:
         arguments += ["--train-samples", str(2 * run.train.train_samples), "--override-opt-param-scheduler"]
@@ -74,7 +71,7 @@ def _resume_arguments(run: RunConfig, folder: str, log_dir: Path, train_iters: i
 
 
 def _start_command(arguments: Sequence[str], environment: RankEnvironment) -> str:
-    """Returns the command line that starts the same number of ranks in the same way, on the machine of rank 0."""
+    """Returns the command line that starts as many ranks with the same launcher, on the machine of rank 0."""
     local, nodes = environment.local_world_size, _num_nodes(environment)
     sizes = [f"--nproc-per-node={local}"]
     if nodes > 1:
