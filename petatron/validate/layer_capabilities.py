@@ -1,4 +1,4 @@
-"""Rules that ask the layers of a model, once its spec is there: also those of kinds that the package does not know."""
+"""Checks that the layers of a built model spec support the run; works for layer kinds defined outside the package too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from petatron.models.model_spec import ModelSpec
 
 
 def check_training(run: RunConfig, spec: ModelSpec) -> None:
-    """Raises `ConfigError` if the layers of a model cannot do what the run asks for."""
+    """Raises `ConfigError` if some layer does not support a setting of the run."""
     problems: list[Problem] = []
     branches = _branches(spec)
     if run.parallel.context_parallel_size > 1 and spec.sequence_sharding == "whole":

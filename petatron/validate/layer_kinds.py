@@ -1,4 +1,4 @@
-"""Rules about kinds of layers: variants and what cannot be combined, layer patterns, recurrent states and their layouts."""
+"""Rules about layer kinds: which variants combine, layer patterns, and layouts of recurrent layers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _input_factors(model: RawModelConfig) -> Iterator[Problem]:
-    """Factors on attention's input and keys are applied to scores and output, which is the same if nothing in between says otherwise."""
+    """Refuses what makes factors on attention's input and keys differ from factors on its scores and output, where they are applied."""
     on_heads = {
         "--qk-layernorm": model.qk_layernorm,
         "--qk-l2-norm": model.qk_l2_norm,
@@ -120,7 +120,7 @@ def _input_factors(model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _alibi(model: RawModelConfig) -> Iterator[Problem]:
-    """Biases of scores are there before what else changes them, and are exact in half precision up to a position."""
+    """Checks ALiBi: its biases come before other changes of scores, and are exact in half precision up to some position."""
     where = "--position-embedding-type"
     longest = model.max_position_embeddings or model.seq_length
     if longest > MAX_ALIBI_POSITIONS:
@@ -176,7 +176,7 @@ def _delta_layers(model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _ratios_of_pattern(model: RawModelConfig, pattern: str) -> Iterator[Problem]:
-    """Ratios beside a pattern must be those of the pattern."""
+    """Checks that ratios given beside a layer pattern agree with it."""
     for flag, ratio, symbol, kind in (
         ("--hybrid-attention-ratio", model.hybrid_attention_ratio, ATTENTION, "attention"),
         ("--hybrid-mlp-ratio", model.hybrid_mlp_ratio, MLP, "MLPs"),
@@ -207,7 +207,7 @@ def _symbols(pattern: str, model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _depth_symbols(model: RawModelConfig) -> Iterator[Problem]:
-    """Yields what is wrong with the layers of a hybrid's depths of multi-token prediction."""
+    """Yields problems of the MTP depths in a hybrid layer pattern."""
     if not model.mtp_num_layers:
         return
     if model.mtp_hybrid_override_pattern is None:
@@ -239,7 +239,7 @@ def _experts(config: RawRunConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentKind:
-    """A kind of layer: its settings, those that count its heads and the groups (or key heads) they share, and its convolution's width."""
+    """A recurrent layer kind: the settings that count its heads and groups (or key heads), and its convolution's width."""
 
     settings: type
     heads: str
@@ -279,10 +279,10 @@ def _delta_sizes(model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _layout(config: RawRunConfig, kind: RecurrentKind) -> Iterator[Problem]:
-    """Yields layouts that do not share layers with a recurrent state evenly.
+    """Yields layouts that do not divide recurrent layers evenly.
 
-    Tensor-parallel ranks have equally many heads, and whole groups (or key heads) or equal parts of one. The convolution of a
-    context-parallel rank takes its halo from one other rank only.
+    Tensor-parallel ranks have equal numbers of heads, and whole groups (or key heads) or equal parts of one. A context-parallel rank
+    takes the halo of its convolution from one neighbor only.
     """
     parallel, length, heads, groups = config.parallel, config.model.seq_length, kind.heads, kind.groups
     halo_tokens = kind.conv_width(config.model) - 1

@@ -17,7 +17,7 @@ def check_lr_schedule(config: RawRunConfig, *, require_training: bool) -> Iterat
 
 
 def _schedule_units(config: RawRunConfig) -> Iterator[Problem]:
-    """A run counts in iterations or in samples; its schedule must count in the same."""
+    """Checks that the schedule counts in the unit of the run, iterations or samples."""
     train, schedule = config.train, config.schedule
     for unit, other in (("iters", "samples"), ("samples", "iters")):
         if getattr(train, f"train_{unit}") is None or getattr(train, f"train_{other}") is not None:

@@ -1,4 +1,4 @@
-"""Rules about the shape of the model alone."""
+"""Rules about the shape of the model: sizes, heads, positions, rope, MTP."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _heads(model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _latent_attention(model: RawModelConfig) -> Iterator[Problem]:
-    """Rules of the positions of `--multi-latent-attention`."""
+    """Checks the positions of `--multi-latent-attention`."""
     positions, rotary = model.position_embedding_type, model.qk_pos_emb_head_dim
     if positions not in (*ROTARY_TYPES, "none"):
         rule = f"rotates a part of each head, but --position-embedding-type is {positions}"

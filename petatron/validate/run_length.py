@@ -19,7 +19,7 @@ def check_run_length(config: RawRunConfig, *, require_training: bool) -> Iterato
 
 
 def _first_batch(config: RawRunConfig) -> Iterator[Problem]:
-    """Only whole batches are trained on, so a run must have at least its first."""
+    """Checks that `--train-samples` contain at least the first batch; only whole batches are trained on."""
     train = config.train
     samples, batch, ramp = train.train_samples, train.global_batch_size, train.rampup_batch_size
     if samples is None or samples < 1 or batch is None or train.train_iters is not None:
