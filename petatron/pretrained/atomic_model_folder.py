@@ -1,4 +1,4 @@
-"""A new model's folder: written under a temporary name, so that a folder that exists is complete."""
+"""Writes a new model folder under a temporary name and renames it, so that an existing folder is complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from petatron.checkpoint.files import step_list
 
 
 def check_not_inside_step(path: Path, display_name: str) -> None:
-    """Raises for a path inside a checkpoint, which would no longer be what was saved."""
+    """Raises for a path inside a checkpoint, which must stay as it was saved."""
     resolved = path.resolve()
     for folder in (resolved, *resolved.parents):
         if _is_step_folder(folder):
@@ -26,9 +26,9 @@ def tmp_folder(target: Path) -> Path:
 
 
 def create_tmp_folder(target: Path, *, overwrite: bool = False) -> Path:
-    """Creates the temporary folder of a conversion exclusively.
+    """Creates the temporary folder of a conversion; raises if it exists.
 
-    The target may exist only as an empty folder, or, to be overwritten, as one with a config.json.
+    The target must not exist, be empty or, if it may be overwritten, have a config.json.
     """
     check_not_inside_step(target, str(target))
     is_model = overwrite and target.is_dir() and (target / "config.json").is_file()
@@ -50,7 +50,7 @@ def create_tmp_folder(target: Path, *, overwrite: bool = False) -> Path:
 
 
 def _is_step_folder(folder: Path) -> bool:
-    """Many programs have a manifest.json; ours has its format name in the first bytes."""
+    """Whether the folder has a manifest.json of ours, with the format's name in its first bytes."""
     try:
         with open_regular_file(folder / step_list.MANIFEST_FILE) as file:
             return b'"petatron checkpoint"' in file.read(64)

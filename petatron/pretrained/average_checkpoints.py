@@ -27,11 +27,10 @@ def last_steps(folder: Path, count: int, *, before: int | None = None) -> list[i
 
 
 def average_checkpoints(sources: Sequence[ModelReader]) -> ModelReader:
-    """Returns the mean of models of one architecture (stochastic weight averaging, Izmailov et al. 2018) as one; all else is the last's.
+    """Returns a reader of the mean of several models' weights (stochastic weight averaging, Izmailov et al. 2018).
 
-    Values are read where a conversion asks for them, in float64 (from master weights, where there are any), and summed in that precision:
-    the mean is exact to its rounding, and needs two boxes of memory besides the one that is filled. Expert biases, which are no weights,
-    are those of the last step.
+    Weights are read on demand, from master weights if there are any, and averaged in float64; this needs two boxes of memory besides the
+    filled one. Settings, expert biases and other files are those of the last model.
     """
     last = sources[-1]
     for source in sources:
@@ -52,4 +51,4 @@ def average_checkpoints(sources: Sequence[ModelReader]) -> ModelReader:
                 total += values
             chunk.tensor.copy_(total.div_(len(sources)))
 
-    return replace(last, fill=fill, open_training=None)  # no optimizer has been at the mean
+    return replace(last, fill=fill, open_training=None)  # no optimizer state belongs to the mean

@@ -1,8 +1,7 @@
 """The state of a model and its optimizer, as components that a checkpoint saves and restores.
 
-Weights are saved in the model's precision (as a Hugging Face folder) and, where they are separate, as master weights; these and the moments
-are saved by logical tensor, the same for every layout. RNG states and the amax histories of FP8 delayed scaling belong to a rank, so they
-are restored only in the layout that saved them.
+Weights are saved in the model's precision (as a Hugging Face folder), master weights and moments by logical tensor, for any layout. RNG
+states and the amax histories of FP8 delayed scaling belong to a rank, so they are restored only in the layout that saved them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def model_components(
     moments: bool = True,
     random_states: bool = True,
 ) -> list[Stateful]:
-    """Returns the components of a model and its optimizer. Without `moments` the optimizer only takes the weights of a load."""
+    """Returns the components of a model and its optimizer. Without `moments` a load fills only the optimizer's master weights."""
     trains = optimizer is not None and moments
     components: list[Stateful] = [WeightState(model, optimizer, save_master=trains)]
     if optimizer is not None and moments:
@@ -43,7 +42,7 @@ def model_components(
 
 
 class WeightState(FixedPlace):
-    """The weights; an optimizer's master weights are loaded in their place, and the model's follow from them. Frozen ones have none."""
+    """The weights. With an optimizer, its master weights are loaded and the model's weights cast from them, but for frozen ones."""
 
     name, title, required = "weights", "weights", True
     fixed_kinds = (_WEIGHT, _MASTER)
@@ -84,7 +83,7 @@ class WeightState(FixedPlace):
 
 
 class MomentState(FixedPlace):
-    """The moments of the optimizer, and how many updates it has made."""
+    """The moments of the optimizer, and its number of updates."""
 
     name, title, required, trained_only = "optimizer", "optimizer state", True, True
     path = ("optimizer",)
@@ -108,7 +107,7 @@ class MomentState(FixedPlace):
         self._optimizer.reset_moments(saved.unfrozen)
 
     def start_anew(self, reason: str) -> None:
-        """The flag that leaves them says so."""
+        """Says nothing: the user typed the flag that leaves the moments out."""
 
     def refusal(self, folder: str) -> str:
         return (

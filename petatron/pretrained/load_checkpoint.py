@@ -48,11 +48,10 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """Fills the model (and the optimizer) from a folder's checkpoint, whatever layout saved it, and returns its metadata.
 
-    It is what `save_checkpoint` was given, or everything that a training run recorded; None when the folder contains no
-    checkpoint. `step` None means the newest. Without `moments` the optimizer loads the
-    weights alone; then `folder` may also be a Hugging Face model folder. With `fallback` a damaged step is replaced by the
-    newest sound one before it. `components` are state of your own to restore (`petatron.Stateful`). `weights` is a kind of state to
-    read in the place of the weights: `ema`, their average.
+    The metadata is what `save_checkpoint` got, or what a training run recorded; None if the folder has no checkpoint. `step` None means
+    the newest. Without `moments` the optimizer loads only the weights, and `folder` may also be a Hugging Face model folder. With
+    `fallback` a damaged step is replaced by the newest sound step before it. `components` are custom state to restore
+    (`petatron.Stateful`). `weights="ema"` loads the average of the weights.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -67,8 +66,8 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """What a load tells: the document of the checkpoint's manifest, what a user should know of components that were not restored or
-    changed, and whether the checkpoint has a signature.
+    """The result of a load: the manifest's document, notes about components that were changed or not restored, and whether the checkpoint
+    is signed.
     """
 
     document: Mapping[str, Any]
@@ -77,7 +76,7 @@ class LoadedState:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The metadata of the run, or of the program, that saved it."""
+        """The metadata of the run or program that saved the checkpoint."""
         return dict(self.document[METADATA_KEY])
 
     @property
@@ -97,11 +96,11 @@ def load_state(
     check_metadata: Callable[[Mapping[str, Any]], None] | None = None,
     weights: str | None = None,
 ) -> LoadedState | None:
-    """Restores components from a folder's checkpoint; None when it contains none.
+    """Restores components from a folder's checkpoint; returns None if it contains none.
 
-    strict: the checkpoint may have nothing that no component uses, but optional components. skipped: components that a flag excludes, by
-    name, with that flag. check_metadata: sees the metadata before anything is changed, and may raise. weights: the kind of state that is
-    read in the place of the weights.
+    strict: raises if the checkpoint has state that no component uses, unless it is optional. skipped: components that a flag excludes, by
+    name, with the flag. check_metadata: is called before anything is changed, and may raise. weights: the kind of state to load in place
+    of the weights.
     """
     path, mesh = Path(folder), model.mesh
     manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
@@ -154,7 +153,7 @@ def load_state(
 
 
 def _load_megatron(path: Path, load: ComponentLoad, mesh: ParallelMesh) -> LoadedState:
-    """Fills the weights from what Megatron-LM saved; every rank reads tensor by tensor, and copies its boxes."""
+    """Fills the weights from a Megatron checkpoint; every rank reads tensor by tensor, and copies its shards."""
     ranks = AllRanks(mesh.control, default_failure=f"the Megatron checkpoint in {path} could not be read")
 
     def fill() -> None:
@@ -174,7 +173,7 @@ def _load_megatron(path: Path, load: ComponentLoad, mesh: ParallelMesh) -> Loade
 
 
 def has_weights(folder: str, mesh: ParallelMesh) -> bool:
-    """Whether a load of this folder would fill a model; every rank calls it, and all return what rank 0 sees.
+    """Whether this folder has weights to load; every rank calls it and returns what rank 0 finds.
 
     A load fills every weight or raises, so a model that is loaded right away needs no initial weights.
 
@@ -188,7 +187,7 @@ def has_weights(folder: str, mesh: ParallelMesh) -> bool:
 
 
 def _loadable_kind(path: Path) -> Literal["checkpoint", "model", "megatron"] | None:
-    """Returns what a folder contains to load, as this rank sees it."""
+    """Returns what this rank can load from a folder."""
     if has_steps(path):
         return "checkpoint"
     if is_hf_folder(path):

@@ -1,12 +1,11 @@
-"""Opens a model on disk in any of three formats: its config, and its logical tensors on demand.
+"""Opens a model on disk in any of three formats: reads its config at once, and its logical tensors on demand.
 
     petatron      a folder of steps, one step, or the `model/` of one
     huggingface   config.json and safetensors
-    megatron      what Megatron-LM saved, see docs/megatron-checkpoints.md
+    megatron      a checkpoint of Megatron-LM, see docs/megatron-checkpoints.md
 
-Opening reads headers only, checks every name and shape, and reports all problems at once. Values are read by `ModelReader.fill`
-into boxes of logical tensors in the caller's memory; in addition the first two formats need a few blocks of 8 MiB, the third one
-whole logical tensor.
+Opening reads headers only, checks every name and shape, and reports all problems at once. `ModelReader.fill` reads values into boxes of
+logical tensors in the caller's memory. It needs a few blocks of 8 MiB for the first two formats, one whole logical tensor for the third.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class ModelReader:
     """An opened model.
 
     config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: files
-    copied along with it, its tokenizer's above all. shapes, dtypes: of every tensor, by key: weights and router state. fill: reads
-    chunks with such keys. other_state: names what it has besides. open_training: opens the state of its run, and raises if a conversion
-    cannot take that along; None if there is none. tokenizer: settings of the one that a Megatron checkpoint's arguments name.
+    to copy along, such as the tokenizer's. shapes, dtypes: of every tensor of weights and router state, by key. fill: reads chunks with
+    such keys. other_state: names of other state. open_training: opens the training state, and raises if it cannot be converted; None if
+    there is none. tokenizer: tokenizer settings in a Megatron checkpoint's arguments.
     """
 
     format: ModelFormat
@@ -85,8 +84,8 @@ def open_model_reader(
 ) -> ModelReader:
     """Opens a model for reading; the format is detected if it is not given.
 
-    `step` selects among several. `vocab_size` is for Megatron's format, which may know its vocabulary only with its padding. `weights`
-    is a kind of state that a checkpoint of ours has, to read in place of the model's weights: an average.
+    `step` selects a step of a run. `vocab_size` is for Megatron checkpoints, which may record only the padded size. `weights` is a kind
+    of state to read in place of the weights, such as `ema`.
     """
     model_kind = model_format or detect_format(path)
     problems: list[Problem] = []
@@ -197,7 +196,7 @@ def _open_megatron(path: Path, vocab_size: int | None) -> ModelReader:
     values, spec = _resolve_spec(checkpoint.model, checkpoint.moe)
     opener = checkpoint.open_training
     keys = {folder_tensor_key(name): tensor for name, tensor in checkpoint.tensors.items()}
-    # The experts of a layer are parts of one tensor, and requested one after the other.
+    # The experts of a layer are parts of one tensor, and are read one after another.
     last: dict[str, Tensor] = {}
 
     def fill(chunks: Sequence[Chunk]) -> None:

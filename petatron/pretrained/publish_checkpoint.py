@@ -22,7 +22,7 @@ def publish_checkpoint(
     tokenizer: Tokenizer | CompanionFiles | None,
     wait: bool = True,
 ) -> None:
-    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it. No load restores the metadata."""
+    """Publishes a checkpoint through a manager, which may save asynchronously; every rank calls it. `metadata` is only recorded."""
     groups = sorted(model.param_groups, key=lambda group: not group.spec.trainable)
     # The storage dtype of the weights: fully sharded ones are fp32, since they are the master weights, unless frozen.
     dtype = next((weight.dtype for group in groups for weight in group.weights()), model.dtype)

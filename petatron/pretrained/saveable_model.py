@@ -1,4 +1,4 @@
-"""A model on its mesh that can also be saved as a Hugging Face folder."""
+"""`Model`: this rank's part of a model on its mesh, which can be saved as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StartFolder:
-    """Where the first weights of a run are, and by which flag."""
+    """The folder with the first weights of a run, and the flag that names it."""
 
     flag: Literal["--load", "--pretrained-checkpoint"]
     folder: str
 
     def resumes(self, config: CheckpointConfig) -> bool:
-        """Whether the run continues the one that saved the weights, with all of its state."""
+        """Whether the run resumes with all state of the run that saved the weights."""
         return self.flag == "--load" and not config.finetune
 
 
@@ -62,7 +62,7 @@ class Model(ParallelModel):
     start_folder: StartFolder | None = None
     """Where `build_model` loaded its weights from."""
     unrestored_notice: str | None = None
-    """What to tell a loop that trains without the other state of the checkpoint; None once it is restored or told."""
+    """A warning for a loop that trains without restoring the checkpoint's other state; None once it is restored or warned."""
 
     def train_step(
         self,
@@ -71,14 +71,14 @@ class Model(ParallelModel):
         loss_scale: float = 1.0,
         timeline: Callable[[list[TimedAction]], None] | None = None,
     ) -> Tensor:
-        """As `ParallelModel.train_step`; says once that `petatron.restore` was forgotten."""
+        """Like `ParallelModel.train_step`; warns once if `petatron.restore` was forgotten."""
         if self.unrestored_notice is not None:
             _log.warning("%s", self.unrestored_notice)
             self.unrestored_notice = None
         return super().train_step(batches, loss_scale=loss_scale, timeline=timeline)
 
     def saved_companions(self) -> Tokenizer | CompanionFiles | None:
-        """Returns the tokenizer, or the files, that a checkpoint keeps beside the weights so that the model generates."""
+        """Returns the tokenizer, or its files, that a checkpoint stores next to the weights."""
         if self.run_tokenizer is None and self.run is not None and self.run.tokenizer.tokenizer_type is not None:
             self.run_tokenizer = build_tokenizer(self.run.tokenizer, vocab_size=self.run.model.vocab_size)
         return self.run_tokenizer if self.run_tokenizer is not None else self.companion_files

@@ -1,7 +1,7 @@
-"""What a model on disk has besides its weights: the state of its optimizer, its schedule, how far its run is.
+"""The training state of a model on disk: optimizer state, schedule and progress of its run.
 
-A run of ours and a Megatron run have the same: Adam's moments, master weights where the model has 16 bits, settings of the same names. So
-a conversion between the two takes it along, and the run goes on in the other program.
+Our runs and Megatron's have the same state: Adam's moments, master weights for 16-bit models, settings of the same names. So a conversion
+between the two includes it, and the run continues in the other program.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _REMEDY = "Convert the weights alone with --no-optim"
 class TrainingState:
     """The state of a run besides its weights.
 
-    shapes: of its tensors by key, all of float32: `exp_avg/NAME`, `exp_avg_sq/NAME`, and `master/NAME` where weights have 16 bits.
-    fill: reads chunks with such keys. settings: model, schedule and config of the run, progress and loss_scale: all as checkpoints of ours
-    record them. given: the settings that a config file needs to continue the run, by section.
+    shapes: of its float32 tensors by key: `exp_avg/NAME`, `exp_avg_sq/NAME`, and `master/NAME` for 16-bit weights. fill: reads chunks with
+    such keys. settings, progress, loss_scale: as our checkpoints record them. given: the settings that a config file needs to continue
+    the run, by section.
     """
 
     shapes: Mapping[str, Shape]
@@ -54,17 +54,17 @@ class TrainingState:
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
-        """How the run trains: the sections of its config that Megatron has arguments for."""
+        """The sections of the run's config that Megatron has arguments for."""
         return {section: self.settings["config"][section] for section in _SECTIONS}
 
     def document(self, converted_from: str) -> dict[str, Any]:
-        """Returns what the manifest of a checkpoint of ours records, so that a run resumes from it."""
+        """Returns the manifest document from which a run of ours resumes."""
         metadata = {
             **self.settings,
             "converted_from": converted_from,
             "progress": dict(self.progress),
             "scaler": dict(self.loss_scale),
-            "data": None,  # the order of another program's data is its own
+            "data": None,  # another program has its own data order
         }
         return {"optimizer": {"updates": float(self.updates)}, METADATA_KEY: metadata}
 
@@ -72,7 +72,7 @@ class TrainingState:
 def megatron_training_state(
     training: MegatronTraining, model_sections: Mapping[str, Mapping[str, Any]]
 ) -> TrainingState:
-    """Returns the state of a Megatron run, whose settings are checked like those of a config file."""
+    """Returns the training state of a Megatron checkpoint; its settings are checked like a config file's."""
     tensors = {f"{kind}/{name}": tensor for kind, named in training.tensors.items() for name, tensor in named.items()}
     last: dict[str, Tensor] = {}
 
@@ -102,14 +102,14 @@ def megatron_training_state(
 
 
 def has_megatron_state(optimizer: object) -> bool:
-    """Returns whether Megatron's files have a place for the state of `--optimizer NAME`."""
+    """Whether Megatron's files can store the state of `--optimizer NAME`."""
     return optimizer == "adam"
 
 
 def manifest_training_state(
     step: Path, manifest: Manifest, names: Sequence[str], fill: Callable[[Sequence[Chunk]], None]
 ) -> TrainingState:
-    """Returns the state in a checkpoint of ours; names: of the weights. Raises for that of optimizers that Megatron does not have."""
+    """Returns the training state of our checkpoint (`names`: of the weights); raises for optimizers that Megatron lacks."""
     with reading_untrusted(step / step_folder.MANIFEST_FILE, step_folder.damaged_error):
         metadata, scalars = run_metadata(manifest), manifest.metadata.get("optimizer")
         sections = run_config(metadata)
@@ -139,7 +139,7 @@ def manifest_training_state(
 
 
 def has_training_state(manifest: Manifest) -> bool:
-    """Whether a training run saved a checkpoint with the state of its optimizer."""
+    """Whether a checkpoint has optimizer state of a training run."""
     return is_run_metadata(run_metadata(manifest)) and manifest.metadata.get("optimizer") is not None
 
 
@@ -157,7 +157,7 @@ def state_besides_weights(manifest: Manifest) -> Iterator[str]:
 def fetch_float32(
     state: TrainingState, weights: Callable[[Sequence[Chunk]], None], kind: str, name: str, shape: Shape
 ) -> Tensor:
-    """Returns a whole tensor of a run's state; weights that are their own master weights are read by `weights`."""
+    """Returns a whole tensor of training state; a float32 weight, which is its own master weight, is read with `weights`."""
     tensor, start = torch.empty(shape, dtype=torch.float32), (0,) * len(shape)
     key = f"{kind}/{name}"
     if key in state.shapes:
