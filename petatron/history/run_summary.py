@@ -109,7 +109,7 @@ class Difference:
 
 
 def setting_differences(first: RecordedRun, second: RecordedRun) -> list[Difference]:
-    """Returns the settings that differ; where files and folders of a run are is told too, since it may be another dataset."""
+    """Returns the settings that differ, paths included, since they may name another dataset."""
     differences: list[Difference] = []
     for path in dict.fromkeys((*first.settings.values, *second.settings.values)):
         a, b = first.settings.values.get(path), second.settings.values.get(path)
@@ -149,7 +149,7 @@ def common_step_losses(runs: Sequence[RecordedRun]) -> tuple[int, list[float]] |
 
 
 def summary_values(run: RecordedRun) -> dict[str, Any]:
-    """Returns a run as JSON can hold it."""
+    """Returns a run as JSON values."""
     values = asdict(summarize_run(run))
     return {
         "run": str(run.folder), "label": run.label, **values, "state_reason": run.state_reason, "layout": run.layout,

@@ -5,8 +5,8 @@ the sum of their squares and r = (s / N + eps)^(-1/2):
 
     y = x r w        dx = r w dy - x r^3 / N sum(w dy x)        dw = sum over tokens of x r dy
 
-The two sums over channels are all-reduced, one number per token each. A kv head that several ranks share is counted by each of them,
-so both sums are divided by how many they are; its gradient is then a partial sum on each, as everything of a shared head is.
+The two sums over channels are all-reduced, one number per token each. Several ranks that share a kv head all count it, so both
+sums are divided by the number of these ranks; its gradient is a partial sum on each, like all gradients of a shared head.
 
 S sequence, B batch, H heads of this rank, E head dim.
 """

@@ -1,12 +1,11 @@
 """Looks up the stored boxes of tensors, distributed over the ranks, so that no rank reads every table of a checkpoint.
 
 The tables are divided among the ranks and each is read once; every tensor's boxes are sent to one rank, chosen by a hash of its
-name (`owner_rank`), which stores them in a `StoredBoxLookup`. Ranks request there the boxes that overlap theirs, and receive with
-each the table that has its file's digests. So a rank reads its share of the tables and those of the files that it reads anyway.
+name (`owner_rank`), which holds them in a `StoredBoxLookup`. There other ranks request the boxes that overlap theirs, and receive each
+with the table that has its file's digests. So a rank reads its share of the tables and those of the files that it reads anyway.
 The owner knows whether a tensor is described completely, and whether any rank requests it.
 
-All values are JSON's, and nothing here communicates: `table_rows`, `box_requests`, `StoredBoxLookup.add_rows`,
-`StoredBoxLookup.answer_requests`.
+All messages are JSON values, and the caller sends them.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class StoredBoxLookup:
 
     @classmethod
     def from_tensors(cls, source: Path, tensors: Mapping[str, StoredTensor]) -> StoredBoxLookup:
-        """Builds the directory of a whole checkpoint, for a single reader."""
+        """Builds the lookup of a whole checkpoint, for a single reader."""
         directory = cls(source)
         directory._tensors = {
             key: (stored.shape, stored.dtype, list(stored.boxes), [0] * len(stored.boxes))
@@ -136,7 +135,7 @@ class StoredBoxLookup:
         return rows
 
     def requested_kinds(self) -> list[str]:
-        """Returns the kinds of state that were requested from this directory."""
+        """Returns the kinds of state that ranks requested."""
         return sorted({key.partition("/")[0] for key in self._requested})
 
     def unexpected_keys(self, may_ignore_key: Callable[[str], bool]) -> list[str]:

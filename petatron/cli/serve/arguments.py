@@ -1,4 +1,4 @@
-"""The flags of `petatron serve`, and what they say."""
+"""The flags of `petatron serve`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A decoder of Petatron as a model of transformers: `from_pretrained`, `generate`, labels, gradients, `save_pretrained`.
 
-It is the decoder that trains, on one device, with weights that autograd knows. A batch is packed before it (`packed_inputs.py`), so padding
-costs nothing and changes nothing; a step of `generate` reads and writes pages, as a step of the engine does (`generation_cache.py`).
+It wraps the decoder that trains, on one device. A batch is packed first (`packed_inputs.py`), so padding costs nothing and has no effect;
+a step of `generate` reads and writes pages like a step of the engine (`generation_cache.py`).
 
 B sequences, S columns, T tokens, V vocabulary.
 """
@@ -53,7 +53,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
 
     def __init__(self, config: PetatronConfig) -> None:
-        """The weights are drawn as those of a new run are, by torch's generator."""
+        """Draws weights as a new run does, with a seed from torch's generator."""
         self._build(config)
         draw_weights(self.decoder, self.spec, seed=int(torch.randint(_MAX_SEED, ())))
 
@@ -132,7 +132,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def generation_states(self) -> list[tuple[int, GenerationState]] | None:
-        """What layers keep while text is generated, each with the layer's index; None if one cannot generate step by step."""
+        """Returns the generation states of layers by layer index; None if a layer cannot generate step by step."""
         layers = [layer for layer in enumerate(self.spec.layers) if not isinstance(layer[1], MtpLayerSpec)]
         branches = [(index, branch) for index, layer in layers for branch in layer.branches]
         if not all(branch.can_generate for _, branch in branches):

@@ -1,4 +1,4 @@
-"""The app: routes, their place in the OpenAPI schema, and errors of the framework as error objects."""
+"""Builds the FastAPI app: routes, OpenAPI schema, and the framework's errors as error objects."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def build_app(
     *,
     background: Callable[[ServerState], AsyncIterator[None]] | None = None,
 ) -> FastAPI:
-    """Builds the app of an engine, which it drives, and closes at its end. background: what runs beside it, from start to end."""
+    """Builds the app, which drives the engine and closes it at the end. background: a task that runs as long as the app."""
     metrics, limits = ServerMetrics(), options.limits
     thread = EngineThread(engine, max_open=limits.max_open, on_finish=metrics.observe)
     isolation = Isolation(
@@ -127,7 +127,7 @@ def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Routes read their bodies themselves, so the framework cannot know them."""
+    """Adds request bodies to the OpenAPI schema; routes read them themselves, so the framework does not know them."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -142,7 +142,7 @@ def _describe_bodies(app: FastAPI) -> None:
 
 
 async def _answer_framework_error(request: Request, error: HTTPException) -> Response:
-    """An address or method that does not exist."""
+    """Answers a request for an unknown path or method."""
     texts = {404: "There is nothing at this address.", 405: f"{request.method} is not allowed here."}
     response = ApiError(error.status_code, texts.get(error.status_code, "The request cannot be read.")).response()
     allowed = (error.headers or {}).get("Allow")

@@ -1,4 +1,4 @@
-"""Keeps a server at the newest sound step of the training run that it began with."""
+"""Follows a training run: the server reloads the newest valid step of the run that it began with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def follow_run(
     *,
     interval_s: float = DEFAULT_INTERVAL_S,
 ) -> Callable[[ServerState], AsyncIterator[None]]:
-    """Returns what `build_app` runs beside the server. describe: the card of the engine, after a reload."""
+    """Returns the background task for `build_app`. describe: returns the engine's model card after a reload."""
 
     async def watch(state: ServerState) -> None:
         rejected: set[int] = set()
@@ -79,10 +79,10 @@ def follow_run(
 def newest_sound_step(
     folder: Path, *, after: int, rejected: set[int], served_properties: Mapping[str, Any] | None = None
 ) -> tuple[int, Path] | None:
-    """Returns the newest step after one whose files are what was saved, and whose manifest fits them; None if there is none.
+    """Returns the newest valid step after one, or None.
 
-    `served_properties` are those of the step that is served: a step of another model or run does not follow it. Steps that are refused are
-    reported once and added to `rejected`.
+    served_properties: of the served step; steps of another model or run are rejected. rejected: steps that were refused and reported
+    already.
     """
     for step, path in sorted(list_steps(folder).items(), reverse=True):
         if step <= after or step in rejected:
@@ -96,7 +96,7 @@ def newest_sound_step(
 
 
 def step_properties(folder: Path, step: int | None) -> Mapping[str, Any]:
-    """Returns what a step's manifest says of its run; nothing where it cannot be read, or is gone."""
+    """Returns what a step's manifest says of its run; empty if it cannot be read."""
     path = list_steps(folder).get(step) if step is not None else None
     try:
         return {} if path is None else run_metadata(read_manifest_head(path))
