@@ -22,8 +22,8 @@ from petatron.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from petatron.base.errors import ConfigError, DataError, PetatronError
-    from petatron.checkpoint.state import Chunk
-    from petatron.checkpoint.stateful import SavedState, Stateful
+    from petatron.checkpoint.chunk import Chunk
+    from petatron.checkpoint.stateful_components import SavedState, Stateful
     from petatron.config import RunConfig
     from petatron.data.batch_loader import stack_arrays
     from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, RecordSource, register_dataset
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from petatron.optim.build_update_rules import register_optimizer
     from petatron.optim.mixed_precision import MasterOptimizer
     from petatron.pretrained.from_pretrained import from_pretrained
-    from petatron.pretrained.save_and_load import load_checkpoint
+    from petatron.pretrained.load_checkpoint import load_checkpoint
     from petatron.pretrained.saveable_model import Model
     from petatron.train.build_run import build_loader, build_model, build_optimizer, launch
-    from petatron.train.own_loop import restore, save_checkpoint
+    from petatron.train.custom_loop import restore, save_checkpoint
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
     from petatron.train.state.optional_components import register_component
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AlternativeWeights": "petatron.train.state.progress_state",
     "Batch": "petatron.models.batch",
-    "Chunk": "petatron.checkpoint.state",
+    "Chunk": "petatron.checkpoint.chunk",
     "ConfigError": "petatron.base.errors",
     "DataError": "petatron.base.errors",
     "MasterOptimizer": "petatron.optim.mixed_precision",
@@ -62,8 +62,8 @@ _HOMES = {
     "PetatronError": "petatron.base.errors",
     "Run": "petatron.train.python_run",
     "RunConfig": "petatron.config",
-    "SavedState": "petatron.checkpoint.stateful",
-    "Stateful": "petatron.checkpoint.stateful",
+    "SavedState": "petatron.checkpoint.stateful_components",
+    "Stateful": "petatron.checkpoint.stateful_components",
     "TrainState": "petatron.train.state.train_state",
     "build_loader": "petatron.train.build_run",
     "build_model": "petatron.train.build_run",
@@ -73,7 +73,7 @@ _HOMES = {
     "generate": "petatron.infer.generate",
     "launch": "petatron.train.build_run",
     "load": "petatron.train.python_run",
-    "load_checkpoint": "petatron.pretrained.save_and_load",
+    "load_checkpoint": "petatron.pretrained.load_checkpoint",
     "load_config": "petatron.validate",
     "DataSource": "petatron.data.dataset_kinds",
     "DatasetKind": "petatron.data.dataset_kinds",
@@ -89,8 +89,8 @@ _HOMES = {
     "register_model": "petatron.models.registry",
     "register_objective": "petatron.models.objective",
     "register_optimizer": "petatron.optim.build_update_rules",
-    "restore": "petatron.train.own_loop",
-    "save_checkpoint": "petatron.train.own_loop",
+    "restore": "petatron.train.custom_loop",
+    "save_checkpoint": "petatron.train.custom_loop",
     "stack_arrays": "petatron.data.batch_loader",
     "run_training": "petatron.train.run_training",
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.chunk import Chunk
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.saved_model_state import model_components
+from petatron.pretrained.checkpoint_components import model_components
 
 
 def checkpoint_chunks(model: ParallelModel, optimizer: MixedPrecisionOptimizer | None) -> Iterator[Chunk]:

@@ -38,9 +38,9 @@ _POLL_S = 1.0
 PRELOADED = [
     "torch",
     "torch._dynamo",
-    "petatron.train.loop",
+    "petatron.train.training_loop",
     "petatron.parallel.data.fsdp",
-    "petatron.verify.trace",
+    "petatron.verify.record_trace",
     "pytest",
     "hypothesis.strategies",
     "tests.parity.harness",

@@ -296,7 +296,7 @@ def test_no_room_imports_a_constant_from_a_rule():
 
 PICKLES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 UNPICKLING = {
-    "petatron/bench/loading/load_process.py": "measures torch.load on a file that it wrote itself",
+    "petatron/bench/loading/time_checkpoint_load.py": "measures torch.load on a file that it wrote itself",
 }
 
 
@@ -349,7 +349,7 @@ def test_ranks_send_each_other_no_pickles():
 FILES = "petatron/base/safe_files.py"
 ASKS_WHO_IT_IS = {
     "petatron/mesh/launch/local_launcher.py": "so that ranks can notice that their launcher is gone",
-    "petatron/mesh/launch/store_server.py": "so that the server can notice that rank 0 is gone",
+    "petatron/mesh/launch/rendezvous_store_server.py": "so that the server can notice that rank 0 is gone",
     "petatron/mesh/launch/environment.py": "so that a rank tells what it has joined from what its parent has",
 }
 REMOVES_TREES = ("rmtree", "rmdir", "removedirs")
@@ -358,7 +358,7 @@ WRITES_BY_NAME = {
     FILES: "the rule itself",
     "petatron/base/check_output_file.py": "a file that the user names",
     "petatron/pretrained/settings_as_config_file.py": "in a temporary folder of its own",
-    "petatron/verify/trace.py": "in a folder that `petatron verify` made for it",
+    "petatron/verify/record_trace.py": "in a folder that `petatron verify` made for it",
     "petatron/data/bpe/train_bpe.py": "a file that the user names",
     "petatron/schedule/measured_timeline.py": "a file that the user names",
 }

@@ -1,9 +1,8 @@
-"""Autograd functions that cost the host little: a layer has six, and a small model's step is as long as Python needs for it.
+"""Autograd functions with little host overhead: a layer runs six, and Python's time is the step time of a small model.
 
-`torch.autograd.Function.apply` looks through its arguments for the wrappers of functorch's transforms, a node looks up at every call
-whether its function has a `backward` or a `vjp`, and `once_differentiable` enters and leaves a context in every backward pass. None of
-it is of use here: no op of ours has rules for those transforms, all have a `backward`, and a backward pass that builds no graph runs
-without gradients anyway.
+`torch.autograd.Function.apply` searches its arguments for functorch wrappers, each backward call looks up whether the function has a
+`backward` or a `vjp`, and `once_differentiable` enters and leaves a context. `AutogradOp` skips all three: our ops have no functorch
+rules, all have a `backward`, and a backward that builds no graph runs without gradients anyway.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from torch.autograd.function import FunctionMeta, once_differentiable
 
 
 class _DirectBackward(FunctionMeta):
-    """Makes the node of an autograd function, the class that `FunctionMeta` adds to it, call its backward directly."""
+    """Makes the autograd node of a function (the class that `FunctionMeta` creates) call `backward` directly."""
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:  # pyright: ignore[reportSelfClsParameterName]
         super().__init__(name, bases, attributes)
-        if hasattr(cls, "_backward_cls"):  # an internal of PyTorch; without it nodes are slower, and the same
+        if hasattr(cls, "_backward_cls"):  # a PyTorch internal; without it nodes are only slower
             cls._backward_cls.apply = cls.backward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AutogradOp(torch.autograd.Function, metaclass=_DirectBackward):
-    """An autograd function outside of functorch's transforms."""
+    """An autograd function that functorch transforms do not support."""
 
-    apply = vars(torch._C._FunctionBase)["apply"]  # what `Function.apply` calls in the end
+    apply = vars(torch._C._FunctionBase)["apply"]  # what `Function.apply` calls after its checks
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a backward that cannot be differentiated itself, as `once_differentiable` does; free where nobody could try."""
+    """Forbids a second derivative, as `once_differentiable` does, at no cost where no graph is built."""
     marked = once_differentiable(backward)
 
     @wraps(backward)
@@ -44,10 +43,10 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SavedInputsOp(AutogradOp):
-    """A kernel and its derivative: the inputs are saved, and the derivative recomputes the rest.
+    """Runs a kernel and saves only its inputs; the derivative recomputes the rest.
 
-    Called with the kernel, its derivative and the inputs. The derivative takes the gradient of the output before the inputs, and returns
-    the gradients of the first of them; an input after those has none.
+    `apply` takes the kernel, its derivative and the inputs. The derivative takes the output's gradient and the inputs, and returns the
+    gradients of the leading inputs; the other inputs have none.
     """
 
     @staticmethod

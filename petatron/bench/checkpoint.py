@@ -3,7 +3,7 @@
 The state is that of a model trained in bf16 with Adam: bf16 weights, fp32 master weights and two fp32 moments, in the shapes
 of a decoder, on one rank. Ours is durable, checked and atomic when a save returns, so its counterpart is torch.save followed by
 fsync; torch.save alone is shown too. Loads are timed with the files dropped from the page cache (where the system allows it) and
-with all of them in it, each in a process of its own (`loading/load_process.py`). Ours checks digests and fills existing tensors;
+with all of them in it, each in a process of its own (`loading/time_checkpoint_load.py`). Ours checks digests and fills existing tensors;
 torch.load checks nothing and allocates new ones. What it takes with a copy into existing ones, and with equal digests, is shown too.
 Every round runs everything once, in both orders by turns, and the median of the rounds' ratios counts, with their spread and the CPU
 time of both sides. `--busy-processes` keeps the machine busy meanwhile. Extra memory is the growth of the process's peak.
@@ -32,8 +32,8 @@ from petatron.base.log import get_logger
 from petatron.base.safe_files import remove_tree
 from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
-from petatron.bench.loading.busy_processes import BusyProcesses
-from petatron.bench.loading.load_process import (
+from petatron.bench.loading.keep_cpus_busy import BusyProcesses
+from petatron.bench.loading.time_checkpoint_load import (
     COMPARED_LOADERS,
     LOADERS,
     SAME_LAYOUT_KEY,
@@ -43,8 +43,8 @@ from petatron.bench.loading.load_process import (
 )
 from petatron.bench.measure.check_arguments import positive_problems
 from petatron.bench.measure.timing import alternating_orders
+from petatron.checkpoint.chunk import Chunk, ModelFolder
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk, ModelFolder
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 

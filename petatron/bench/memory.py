@@ -23,7 +23,7 @@ from petatron.bench.measure.peak_memory_breakdown import snapshot_step
 from petatron.bench.measure.timing import allocated_bytes, free_cached_memory, peak_allocated_bytes, synchronize
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_workload import bench_spec, make_batches
-from petatron.bench.peers.ours import PetatronContender
+from petatron.bench.peers.petatron_step import PetatronContender
 from petatron.estimate.memory.forecast import largest_forecast, recompute_plans, state_bytes_per_rank
 
 _TOLERANCE = 0.03

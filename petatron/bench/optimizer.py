@@ -32,9 +32,9 @@ from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.checkpoint import model_shapes
 from petatron.bench.measure.check_arguments import resolve_device
+from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.measure.machine import choice_row, device_name
 from petatron.bench.measure.timing import large_copy, mean_ms, run_rounds
-from petatron.bench.measure.units import format_si
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.registry import KernelChoice, KernelContext, choose_kernel
@@ -47,13 +47,13 @@ from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 
 _DEFAULTS = {"cuda": 1.24e9, "cpu": 4e6}
-_STEPS_PER_ROUND = 4  # of each per round
+_STEPS_PER_ROUND = 4  # steps of each contender in a round
 _LEARNING_RATE = 1e-4
 _log = get_logger(__name__)
 
 
 def run(args: argparse.Namespace) -> BenchResult:
-    """All rounds, and what they say."""
+    """Runs all rounds and returns the result."""
     problems = count_problems("optimizer", args)
     if args.parameters is not None and not 1e4 <= args.parameters < 1e12:
         rule = "is not between 1e4, which takes long enough to time, and 1e12"
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class _Bench:
-    """The contenders by name, and what they work on."""
+    """The contenders by name, and the buffers they update."""
 
     device: torch.device
     num_parameters: int
@@ -114,7 +114,7 @@ class _Bench:
         return mean_ms(step, self.device, calls=_STEPS_PER_ROUND, head_start=False)
 
     def result(self, times: Mapping[str, Sequence[float]]) -> BenchResult:
-        """Returns what the milliseconds of all rounds say."""
+        """Returns the result, from the milliseconds of all rounds."""
         medians = {name: statistics.median(values) for name, values in times.items()}
         speeds = {name: size / medians[name] / 1e9 for name, size in self.moved_bytes.items()}  # bytes per ms in TB/s
         said = {name: format_si(speed * 1e12, "B/s") for name, speed in speeds.items()}
@@ -171,7 +171,7 @@ def _flat_groups(num_parameters: int, device: torch.device, grads_dtype: str) ->
 
 
 def _torch_step(optimizer: MixedPrecisionOptimizer, groups: Sequence[FlatParamGroup]) -> Callable[[], None]:
-    """Returns the same update by torch, on the very same memory."""
+    """Returns the same update by torch, on the same memory."""
     parameters: dict[str, nn.Parameter] = {}
     for _, shard, view in optimizer.master_weights():
         parameters[shard.name] = nn.Parameter(view, requires_grad=True)

@@ -1,4 +1,4 @@
-"""`petatron bench serve`: what HTTP costs, in tokens per second and in time to the first token.
+"""`petatron bench serve`: the cost of HTTP in tokens per second and time to the first token.
 
 The same requests (random ids, greedy, answers of several lengths) go to an engine in this process and, over loopback, to `petatron
 serve` with its own processes; both have the same pages and batch, and no prefix cache, so that repeated rounds compute everything again.
@@ -46,7 +46,7 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.pretrained.folder_kind import find_model
 from petatron.serve.open_engine import model_settings, open_engine
-from petatron.train.own_loop import save_checkpoint
+from petatron.train.custom_loop import save_checkpoint
 
 ENGINE, STREAMED, PLAIN = "engine alone", "HTTP, streamed", "HTTP, plain"
 _PAGE_SIZE, _OUTSIDE_VOCAB = 16, 128
@@ -71,7 +71,7 @@ class FirstTokenTimes:
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> BenchResult:
-    """Measures a running server, or one that it starts on the model of the flags beside the engine alone."""
+    """Measures a running server; or the engine alone and a server, on the model that the flags name."""
     raise_problems(_problems(args, flags))
     if args.url:
         return _result(args, _measure(args, args.url, vocab_size=_OUTSIDE_VOCAB, engine=None))
@@ -103,7 +103,7 @@ def _problems(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[Proble
 
 
 def _checkpoint(flags: Sequence[str], scratch: Path) -> tuple[Path, list[str]]:
-    """Returns the checkpoint that the flags name, or one of random weights, and the flags that it is served with."""
+    """Returns the named checkpoint, or one of random weights, and the flags to serve it with."""
     if list(flags[:1]) == ["--preset"] and Path(flags[1]).is_dir():
         return Path(flags[1]), list(flags[2:])
     if list(flags[:1]) == ["--preset"] and len(Path(flags[1]).parts) > 1:
@@ -125,7 +125,7 @@ def save_random_checkpoint(spec: BenchSpec, folder: Path) -> None:
 
 
 def word_tokenizer(vocab_size: int, path: Path) -> HuggingFaceTokenizer:
-    """Returns a tokenizer each of whose ids is a word of text: every token that is streamed becomes an event."""
+    """Returns a tokenizer whose ids are whole words, so that every streamed token is an event."""
     fast = FastTokenizer(models.BPE(vocab={f"Ġw{number}": number for number in range(vocab_size)}, merges=[]))
     fast.decoder = decoders.ByteLevel()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def _engine_seconds(engine: Engine, requests: Sequence[BenchRequest]) -> float:
 async def _first_tokens(
     args: argparse.Namespace, clients: HttpClients, requests: Sequence[BenchRequest], *, half_rate_per_s: float
 ) -> FirstTokenTimes:
-    """Half of the unloaded requests come before the load and half after it: the machine may not be the same all the time."""
+    """Measures half of the unloaded requests before the load and half after it, since the machine's speed may drift."""
     wanted = [requests[number % len(requests)] for number in range(args.first_tokens)]
     half = -(-len(wanted) // 2)
     _, before = await clients.ask_all(wanted[:half], clients=1, stream=True)
@@ -254,7 +254,7 @@ def _api_key(args: argparse.Namespace) -> str | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that so many per cent do not exceed.
+    """Returns the smallest value that `percent` of the values do not exceed.
 
     >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile([3.0, 1.0, 2.0, 4.0], 95)
     (2.0, 4.0)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from petatron.checkpoint.chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk, ModelFolder
 from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, StoredFile
 from petatron.checkpoint.files.manifest import (
     RankTable,
@@ -32,11 +33,16 @@ from petatron.checkpoint.files.manifest import (
     table_to_json,
 )
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER, rank_file_path, table_path
-from petatron.checkpoint.load.box_directory import BoxDirectory, MessageRow, box_requests, parse_answer, table_rows
-from petatron.checkpoint.load.box_reads import plan_reads
+from petatron.checkpoint.load.reshard_reads import plan_reads
+from petatron.checkpoint.load.stored_box_lookup import (
+    MessageRow,
+    StoredBoxLookup,
+    box_requests,
+    parse_answer,
+    table_rows,
+)
 from petatron.checkpoint.save.file_plan import WeightSpec, file_table_entries, plan_files
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanner, owner_rank, save_plan_key
-from petatron.checkpoint.state import MASTER_PREFIX, WEIGHT_PREFIX, Chunk, ModelFolder
 from petatron.config import RunConfig
 from petatron.mesh.rank_layout import Layout
 from petatron.models.hf.folder_entries import folder_entries
@@ -129,7 +135,7 @@ def _plan_load(world: _SimulatedWorld, mine: Sequence[Chunk], content: bytes, ti
 
     def answer(text: str) -> str:
         rows, asks = json.loads(text)
-        directory = BoxDirectory(Path())
+        directory = StoredBoxLookup(Path())
         directory.add_rows(rows)
         answers = [directory.answer_requests(asked) for asked in asks]
         assert not directory.unexpected_keys(lambda kind: False), "every tensor is asked for"

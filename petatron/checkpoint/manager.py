@@ -25,12 +25,13 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
+from petatron.checkpoint.chunk import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.manifest import Manifest, TableFile
 from petatron.checkpoint.files.signature import SIGNATURE_FILE, SignFunction
 from petatron.checkpoint.files.step_list import DamagedCheckpointError
-from petatron.checkpoint.load import box_reads
+from petatron.checkpoint.load import reshard_reads
 from petatron.checkpoint.load.rank_reader import RankReader
 from petatron.checkpoint.run_on_all_ranks import AllRanks, LocalResult
 from petatron.checkpoint.save import plan_weight_transfers
@@ -45,7 +46,6 @@ from petatron.checkpoint.save.rank_writer import (
 )
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanKey, SavePlanner, save_plan_key
 from petatron.checkpoint.sparse_all_to_all import exchange_messages
-from petatron.checkpoint.state import Chunk, LoadedCheckpoint, ModelFolder
 from petatron.mesh.collectives import all_gather, all_reduce, recursive_doubling_max
 from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.mesh import Axis
@@ -294,14 +294,14 @@ class CheckpointManager:
         self.drain()
 
         def fill(source: Path) -> LoadedCheckpoint:
-            """Rank 0 reads the manifest, and the ranks share its tables (`load/box_directory.py`)."""
+            """Rank 0 reads the manifest, and the ranks share its tables (`load/stored_box_lookup.py`)."""
             reader = RankReader(source, self._control_axis, self._ranks)
             head = reader.read_manifest(partial(read_manifest, source))
             selected = self._ranks.run(lambda: chunks(head.metadata) if callable(chunks) else chunks)
             plan = reader.plan_reads(
                 selected, strict=strict, may_ignore_key=may_ignore_key, check_all_files=check_all_files
             )
-            self._ranks.run(lambda: box_reads.execute_reads(source, plan, reader.files))
+            self._ranks.run(lambda: reshard_reads.execute_reads(source, plan, reader.files))
             local = self._ranks.run(lambda: reader.read_local() if head.layout == same_layout_key else None)
             is_signed = os.path.lexists(source / SIGNATURE_FILE)
             return LoadedCheckpoint(head.step, dict(head.metadata), local, plan.missing_keys, is_signed, source)

@@ -21,7 +21,7 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.megatron_convert import from_megatron_flags, is_megatron_command
-from petatron.cli.subcommands.progress import StderrProgress
+from petatron.cli.subcommands.stderr_progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.checkpoint.inspect.diff_checkpoints import CheckpointDiff

@@ -17,7 +17,7 @@ from petatron.cli import bench, runs
 from petatron.cli.subcommands import lm_eval_starter
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.megatron_table import megatron_flags as megatron_table
-from petatron.config.flags.parse import FILE_FLAG, PRESET_FLAG, known_flags
+from petatron.config.flags.parse_command_line import FILE_FLAG, PRESET_FLAG, known_flags
 from petatron.config.presets import preset_names
 from petatron.config.schema.fields import FieldInfo, fields_by_name
 

@@ -12,10 +12,10 @@ from petatron.base.format_text import count_with_noun
 from petatron.cli.train import read_settings_alone
 from petatron.config.flags.megatron_page import megatron_page
 from petatron.config.flags.reference_page import reference_page
-from petatron.config.load import ConfigSources, RawLoadedConfig
+from petatron.config.format_config import format_config, format_config_diff
 from petatron.config.presets import preset_names, preset_summary
+from petatron.config.read_config_sources import ConfigSources, RawLoadedConfig
 from petatron.config.schema.fields import closest_matches, join_with_or
-from petatron.config.show import format_config, format_config_diff
 from petatron.config.yaml_file import dump_yaml, read_yaml_file
 from petatron.validate import resolve_config
 from petatron.validate.load_checked_config import without_problems

@@ -16,7 +16,7 @@ from petatron.base.format_text import count_with_noun
 from petatron.base.log import configure_logging
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.cli.subcommands.progress import progress_bar
+from petatron.cli.subcommands.stderr_progress import progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
 from petatron.validate.preflight import parquet_problem
 
@@ -195,7 +195,7 @@ def _dataset_summary(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
 def _split_text(dataset: IndexedDataset) -> str:
     """Describes what `--split` gives each split by default, which of a small dataset may be one document, or none."""
     from petatron.config.schema.training import DataConfig
-    from petatron.data.split_units import split_units
+    from petatron.data.train_valid_test_split import split_units
 
     split = DataConfig().split
     ranges = zip(("train", "validation", "test"), split_units(split, dataset.num_sequences))

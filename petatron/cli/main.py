@@ -16,7 +16,7 @@ from types import ModuleType
 from petatron.base.errors import ConfigError, PetatronError
 from petatron.base.terminal_escape import escaped_output, escaped_stream
 from petatron.base.version import __version__
-from petatron.config.imports import import_typed, split_imports
+from petatron.config.import_user_modules import import_typed, split_imports
 from petatron.mesh.launch.environment import imports_from_env
 
 SUBCOMMANDS: Mapping[str, str] = {

@@ -12,11 +12,11 @@ from petatron.base.errors import Problem, RunFolderError, raise_problems
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable, raw_stream
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.history.curves import DEFAULT_METRICS, MAX_RUNS, METRICS, X_AXES, build_panels, check_metrics
 from petatron.history.draw.png import figure_png
 from petatron.history.draw.svg import figure_svg
 from petatron.history.draw.terminal import MIN_WIDTH, can_color, print_panels
 from petatron.history.draw.theme import THEMES
+from petatron.history.metric_curves import DEFAULT_METRICS, MAX_RUNS, METRICS, X_AXES, build_panels, check_metrics
 from petatron.history.run_folder import RecordedRun, open_runs
 
 _SUFFIXES = (".svg", ".png")

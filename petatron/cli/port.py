@@ -14,11 +14,11 @@ from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import ConfigError, PetatronError, Problem, raise_problems
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.port.plan_and_toy_settings import assumed_vocabulary, planned_yaml, toy_flags, toy_omissions, toy_yaml
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
 from petatron.port.ported_run import PortedRun, port_script
 from petatron.port.ported_yaml import is_unchanged
 from petatron.port.read_script import read_script
-from petatron.port.small_run import assumed_vocabulary, planned_yaml, toy_flags, toy_omissions, toy_yaml
 from petatron.validate import resolve_config, without_problems
 
 _BLOCKED = 1

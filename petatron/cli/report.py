@@ -8,7 +8,7 @@ from pathlib import Path
 
 from petatron.cli.plot import write_result
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.history.report.page import report_html
+from petatron.history.report.html_page import report_html
 from petatron.history.run_folder import open_runs
 
 _REPORT_FILE = "report.html"

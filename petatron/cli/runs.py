@@ -16,7 +16,7 @@ from petatron.base.terminal_escape import printable
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.history.draw.axes import compact
 from petatron.history.run_folder import RecordedRun, find_run_folders, open_run, open_runs
-from petatron.history.summary import (
+from petatron.history.run_summary import (
     Difference,
     result_differences,
     setting_differences,

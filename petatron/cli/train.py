@@ -9,7 +9,7 @@ from petatron.base.errors import Problem
 from petatron.cli.subcommands.run_on_ranks import start_ranks
 from petatron.config import CheckpointConfig, LoadedConfig
 from petatron.config.flags.help_text import flag_help
-from petatron.config.imports import IMPORT_FLAG
+from petatron.config.import_user_modules import IMPORT_FLAG
 from petatron.config.settings_from_checkpoint import CheckpointSettings
 from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.mesh.launch.rank_exit import run_rank_main

@@ -1,7 +1,7 @@
 """Configuration: one typed schema, read from flags, YAML and presets, derived, and explained; `petatron.validate` checks it."""
 
-from petatron.config.load import LoadedConfig, RawLoadedConfig, with_vocab_size
 from petatron.config.presets import preset_names
+from petatron.config.read_config_sources import LoadedConfig, RawLoadedConfig, with_vocab_size
 from petatron.config.schema.data_blend import parse_blend, parse_split
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.parallel import ParallelConfig, PrecisionConfig, RawParallelConfig

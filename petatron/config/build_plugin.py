@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.imports import IMPORT_FLAG, import_installed_plugins
+from petatron.config.import_user_modules import IMPORT_FLAG, import_installed_plugins
 from petatron.config.parse_name_value import parse_named_settings
 from petatron.config.schema.fields import closest_matches
 

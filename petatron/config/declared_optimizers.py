@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.imports import IMPORT_FLAG, import_installed_plugins
+from petatron.config.import_user_modules import IMPORT_FLAG, import_installed_plugins
 from petatron.config.schema.fields import closest_matches, join_with_or
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_FLAG, UpdateRuleSpec
 from petatron.config.schema.training import BUILT_IN_RULES, OptimizerConfig

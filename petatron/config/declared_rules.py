@@ -1,5 +1,5 @@
 """Rules that the schema declares: bounds of numbers, conflicts, and valid settings that have no effect in combination, which are reported
-so that no flag is ignored silently (`config/schema/metadata.py`). And the texts about numbers that all rules share.
+so that no flag is ignored silently (`config/schema/setting_metadata.py`). And the texts about numbers that all rules share.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from petatron.base.errors import Problem
 from petatron.config.declared_optimizers import unused_optimizer_settings
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name, join_with_or
-from petatron.config.schema.metadata import NotWith
 from petatron.config.schema.model_identity import MODEL_SECTIONS
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.setting_metadata import NotWith
 from petatron.config.value_origins import ValueOrigin
 
 _MOST_DIVISORS = 12

@@ -36,7 +36,7 @@ from petatron.config.schema.sections.hybrid import (
 )
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.mup import mup_multipliers, relative_width
-from petatron.config.schema.sections.tokenizer_files import implied_tokenizer_type
+from petatron.config.schema.sections.tokenizer_options import infer_tokenizer_type
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
 
@@ -298,7 +298,7 @@ def _derive_data_parallel(values: _DerivedValues) -> None:
 
 def _derive_files(values: _DerivedValues) -> None:
     names = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
-    implied = implied_tokenizer_type(**{name: values[name] for name in names})
+    implied = infer_tokenizer_type(**{name: values[name] for name in names})
     if implied is not None:
         values.fill("tokenizer_type", *implied)
     elif values["mock_data"]:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from petatron.config.imports import IMPORTS_PATH, absolute_import
-from petatron.config.load import LoadedConfig
+from petatron.config.import_user_modules import IMPORTS_PATH, absolute_import
+from petatron.config.read_config_sources import LoadedConfig
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, read_blend_file
 from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig

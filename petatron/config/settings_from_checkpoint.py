@@ -21,7 +21,7 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.model_folder_names import is_hf_folder
-from petatron.config.flags.parse import FROM_FLAG
+from petatron.config.flags.parse_command_line import FROM_FLAG
 from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path
 from petatron.config.schema.model import REQUIRED_FIELDS
 from petatron.config.schema.model_identity import MODEL_SECTIONS, identity_differences, is_identity_field

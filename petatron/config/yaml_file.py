@@ -19,7 +19,7 @@ from typing import Any, Literal
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
-from petatron.config.flags.foreign_names import (
+from petatron.config.flags.flag_names_of_other_trainers import (
     absent_feature,
     alternative,
     suggested_flags,
@@ -27,7 +27,7 @@ from petatron.config.flags.foreign_names import (
     without_section,
 )
 from petatron.config.flags.megatron_flags import ALIASES, FORMER_SECTIONS, SECTION_ALIASES, UNSUPPORTED_VALUES
-from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, check_supported, value_problem
+from petatron.config.flags.parse_command_line import FILE_FLAG, FROM_FLAG, PRESET_FLAG, check_supported, value_problem
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,

@@ -10,7 +10,7 @@ in another layout continues with exactly the samples not yet seen. The loader ty
 `single` uses sample g of the dataset, in the dataset's order, once; `cyclic` uses position g mod n of a shuffle of all
 n samples drawn from (seed, g div n), so an epoch may end inside a batch, and no sample is dropped or depends on layout.
 
-How samples become a batch is the model's: its `Collate` function pads, masks and names the arrays. That of text is `make_batch`.
+The model's `Collate` function makes a batch of samples: it pads, masks and names the arrays. For text it is `make_batch`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LoaderOptions:
     reset_attention_mask: bool = False
     pin_memory: bool = False
     seq_length: int | None = None
-    """With `vocab_size`, what samples of token ids are checked against; None: not checked."""
+    """Samples of token ids are checked against this and `vocab_size`; None: not checked."""
     vocab_size: int | None = None
 
     @property

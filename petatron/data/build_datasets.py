@@ -1,6 +1,6 @@
-"""Builds the datasets of a run from its configuration, and reports every problem of the data before training starts.
+"""Builds the training, validation and test datasets of a run, and reports every problem of the data before training starts.
 
-It knows no kind of dataset: what a source is and how its samples are made is the kind's (`dataset_kinds.py`).
+A `DatasetKind` (`dataset_kinds.py`) opens the sources and makes their samples; nothing here depends on the kind.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from petatron.data.dataset_kinds import (
     dataset_kind,
 )
 from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
-from petatron.data.split_units import split_units
 from petatron.data.tokenizer import Tokenizer
+from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
 
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -47,13 +47,13 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
 @dataclass(frozen=True, slots=True)
 class SplitDatasets:
-    """One dataset per split, and per validation set by its name (None: it has none); none where no samples are required."""
+    """The datasets of the splits; validation sets by name (None: the only set). A split without samples has no dataset."""
 
     train: SampleDataset | None
     test: SampleDataset | None
     valid_sets: Mapping[str | None, SampleDataset] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    """What makes the data too small for the run, a line each; they have been logged."""
+    """Warnings that the data is too small for the run; they are logged already."""
 
     @property
     def valid(self) -> SampleDataset | None:
@@ -63,7 +63,7 @@ class SplitDatasets:
 
 @dataclass(frozen=True, slots=True)
 class _WantedSet:
-    """A training, validation or test set: what is requested of it, and its blend; None for made-up data."""
+    """A training, validation or test set that the run needs: the request, and the blend of sources (None for mock data)."""
 
     request: DatasetRequest
     blend: WeightedPrefixes | None
@@ -71,13 +71,13 @@ class _WantedSet:
 
     @property
     def title(self) -> str:
-        """The split in messages, with the name of a validation set."""
+        """The split as messages name it, with the name of a validation set."""
         return self.request.split if self.name is None else f"{self.request.split} ({self.name})"
 
 
 @dataclass(frozen=True, slots=True)
 class _SplitSource:
-    """Units of one source that belong to one split, and their share of the blend."""
+    """The units of one source that belong to one split, and the source's weight in the blend."""
 
     source: DataSource
     units: range
@@ -98,7 +98,7 @@ def chosen_kind(config: RunConfig) -> DatasetKind:
 def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> SplitDatasets:
     """Builds datasets with the given numbers of training, validation and test samples.
 
-    Every rank may call this; on a shared file system let one rank call it first, so that the others find its cache.
+    Every rank calls this; on a shared file system one rank should call it first, so that the others find its cached indices.
     """
     kind = chosen_kind(config)
     requests = [
@@ -133,7 +133,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
 
 
 def vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int | None:
-    """Returns the number of token ids that data may have; None where nothing says it."""
+    """Returns the number of valid token ids; None if neither the config nor a tokenizer says it."""
     if config.model.vocab_size is None and tokenizer is not None:
         return tokenizer.vocab_size
     return config.model.vocab_size
@@ -172,7 +172,7 @@ def _wanted_sets(data: DataConfig, requests: Sequence[DatasetRequest]) -> list[_
 
 
 def _named_sets(paths: Sequence[str], flag: str) -> Mapping[str | None, Sequence[str]]:
-    """Returns the words of each validation set by its name; other flags have one set, without a name."""
+    """Returns the paths of each validation set by its name; other flags have one unnamed set."""
     if flag != "--valid-data-path":
         return {None: paths}
     try:
@@ -183,7 +183,7 @@ def _named_sets(paths: Sequence[str], flag: str) -> Mapping[str | None, Sequence
 
 
 def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet]) -> dict[str, DataSource]:
-    """Opens each source once, and reports all that are missing, damaged or made for another vocabulary together."""
+    """Opens each source once; raises one error for all sources that are missing, damaged or made for another vocabulary."""
     sources: dict[str, DataSource] = {}
     problems: dict[str, str] = {}
     for wanted_set in wanted:
@@ -203,10 +203,10 @@ def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet]) -> dict[str, Data
 def _split_sources(
     config: RunConfig, wanted: Sequence[_WantedSet], sources: Mapping[str, DataSource]
 ) -> list[list[_SplitSource]]:
-    """Returns the units of each source for each set; a split with its own blend uses all of them.
+    """Returns the units of each source for each set; a split with a blend of its own uses all units.
 
-    Training needs every source it names, and so does validation when --eval-interval requests it. The default split of a small
-    dataset may leave nothing for the others; then there is a warning and no such evaluation.
+    A source without units for training, or for validation with --eval-interval, is an error. For other splits, which the default
+    --split of a small dataset may leave empty, it is a warning, and the split is not evaluated.
     """
     data = config.data
     uses_all_units = _has_blend_per_split(data)
@@ -248,7 +248,7 @@ def _has_blend_per_split(data: DataConfig) -> bool:
 def _build_set(
     config: RunConfig, kind: DatasetKind, wanted: _WantedSet, sources: list[_SplitSource], warnings: list[str]
 ) -> SampleDataset | None:
-    """Builds one set from its sources, and appends what makes them too small for the run."""
+    """Builds one set from its sources, and appends to `warnings` if they are too small for the run."""
     if not sources:
         return None
     cache = _cache_folder(config.data, sources[0].source.name)
@@ -256,10 +256,10 @@ def _build_set(
     sizes = [part.size for part in sources]
     per_epoch = [part.source.samples_per_epoch(part.units, request) for part in sources]
     weights = [part.weight for part in sources if part.weight is not None]
-    # Without weights, one epoch of everything if that is enough; if not, further epochs in proportion to size. Enough for validation is one
-    # evaluation: Megatron has no second epoch here, and starts over.
+    # Without weights: one epoch of every source if that is enough, else more epochs in proportion to size. One evaluation is enough for
+    # validation: Megatron starts over here instead of a second epoch.
     fewest = config.train.eval_iters * config.train.global_batch_size if request.split == "valid" else count
-    if request.split == "valid" and config.train.full_validation:  # one epoch of each, which weights cannot change
+    if request.split == "valid" and config.train.full_validation:  # one epoch of each source; weights have no effect
         weights, fewest, count = [], 0, sum(per_epoch)
     once = not weights and min(fewest, count) <= sum(per_epoch)
     shares = normalize_once(weights) if weights else [float(size) for size in sizes]
@@ -304,9 +304,9 @@ def _size_warnings(
 
 
 def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
-    """Returns the cache folder of sample indices: the user's, else (also when the config derives it) one next to the data.
+    """Returns the cache folder of sample indices: the user's, else `cache` next to the data.
 
-    The data may have come from others, and a link in place of the latter would make files appear where they choose.
+    None if the default folder is a link: whoever made the data could choose where files are written.
     """
     default_folder = Path(prefix).parent / "cache"
     folder = Path(data.data_cache_path) if data.data_cache_path else default_folder

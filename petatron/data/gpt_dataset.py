@@ -29,7 +29,7 @@ from petatron.data.document_sample_shuffle_index import (
 )
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.size_warnings import size_warnings
+from petatron.data.small_dataset_warnings import size_warnings
 
 # Token ids are checked on this many ranges of this many tokens, spread over each file.
 CHECKED_SEQUENCES = 64

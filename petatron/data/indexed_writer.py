@@ -189,7 +189,7 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> Indexe
         prefix: [path for path in (idx_path(prefix), bin_path(prefix)) if not path.exists()] for prefix in prefixes
     }
     incomplete = [str(path) for paths in missing.values() for path in paths]
-    if sum(map(bool, missing.values())) > 1:  # of a single one, the dataset itself has more to say
+    if sum(map(bool, missing.values())) > 1:  # the error of a single dataset says more
         raise DataError(
             f"These datasets cannot be merged: {', '.join(incomplete)} do not exist. Give prefixes of complete .bin/.idx pairs."
         )

@@ -17,11 +17,11 @@ from petatron.base.companion_files import find_companion_files, read_companion_f
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import is_count, read_limited_json, reading_untrusted
 from petatron.data.data_file_error import data_file_error
-from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES, tokenizer_config
 from petatron.data.sentencepiece_model.exact_bpe import vocabulary_as_json
 from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
 from petatron.data.sentencepiece_model.piece_decoder import PieceDecoder
 from petatron.data.sentencepiece_model.piece_encoder import ExactBpeEncoder, build_piece_encoder
+from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES, tokenizer_config
 
 MODEL_FILE = "tokenizer.model"
 OPTIONS_KEY = "petatron"

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from petatron.base.errors import DataError
-from petatron.config.schema.sections.tokenizer_files import (
+from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
     DEFAULT_SPECIAL_TOKENS,
     DEFAULT_TIKTOKEN_SIZE,
     special_token_problem,
 )
-from petatron.data.bpe.token_ranks import build_byte_level_bpe, read_token_ranks
-from petatron.data.library_tokenizer import LibraryTokenizer, tokenizer_config
+from petatron.data.bpe.tiktoken_vocabulary import build_byte_level_bpe, read_token_ranks
+from petatron.data.tokenizers_library import LibraryTokenizer, tokenizer_config
 
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]"
 _WHITE_SPACE = r"\s+(?!\S)|\s+"

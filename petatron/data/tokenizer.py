@@ -23,16 +23,15 @@ from petatron.base.companion_files import find_companion_files, read_companion_f
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
-from petatron.config.schema.sections.tokenizer_files import (
+from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
     DEFAULT_SPECIAL_TOKENS,
     TokenizerType,
-    implied_tokenizer_type,
+    infer_tokenizer_type,
 )
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters
 from petatron.data.data_file_error import data_file_error
-from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
 from petatron.data.sentencepiece_tokenizer import (
     MODEL_FILE,
     SentencePieceOptions,
@@ -40,6 +39,7 @@ from petatron.data.sentencepiece_tokenizer import (
     stored_options,
 )
 from petatron.data.tiktoken_tokenizer import TikTokenizer
+from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_UNUSED_IDS = 1 << 16
@@ -237,7 +237,7 @@ def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -
 
 
 def _implied_type(config: TokenizerConfig) -> TokenizerType | None:
-    implied = implied_tokenizer_type(
+    implied = infer_tokenizer_type(
         tokenizer_model=config.tokenizer_model,
         vocab_file=config.vocab_file or config.merge_file,  # one alone is told to lack the other
         merge_file=config.merge_file or config.vocab_file,

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchSpec
+from petatron.layers.spec.branch_spec import FULL, BranchSpec
 from petatron.layers.transformer_layer import LayerSpec
 
 

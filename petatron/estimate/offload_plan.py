@@ -22,7 +22,7 @@ from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import layer_bytes, region_bytes
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL
+from petatron.layers.spec.branch_spec import FULL
 from petatron.layers.transformer_layer import LayerSpec
 
 IN_TRANSIT = 1

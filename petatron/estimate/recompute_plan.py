@@ -24,7 +24,7 @@ from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.activation_bytes import layer_bytes, layer_input_bytes, regathered_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL
+from petatron.layers.spec.branch_spec import FULL
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams
 from petatron.models.model_spec import ModelSpec

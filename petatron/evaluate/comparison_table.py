@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from petatron.base.format_text import align_columns
 from petatron.evaluate.confidence_interval import Estimate
-from petatron.evaluate.task import TaskResult
+from petatron.evaluate.eval_task import TaskResult
 
 
 def format_estimate(estimate: Estimate) -> str:

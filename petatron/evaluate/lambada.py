@@ -12,9 +12,9 @@ from petatron.base.format_text import count_with_noun
 from petatron.data.prompt.prompt_encoder import with_bos
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate, perplexity, ratio_estimate
+from petatron.evaluate.eval_task import ContextLimits, EvalTask, truncate_left
 from petatron.evaluate.examples_file import ExampleError, read_examples, text_field
-from petatron.evaluate.score import SequenceScore
-from petatron.evaluate.task import ContextLimits, EvalTask, truncate_left
+from petatron.evaluate.score_sequences import SequenceScore
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from petatron.base.format_text import count_with_noun
 from petatron.data.prompt.prompt_encoder import document_start
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, perplexity, ratio_estimate
+from petatron.evaluate.eval_task import BITS_PER_NAT, ContextLimits, EvalTask
 from petatron.evaluate.examples_file import is_json_lines, read_examples, read_text, text_field
-from petatron.evaluate.score import SequenceScore
-from petatron.evaluate.task import BITS_PER_NAT, ContextLimits, EvalTask
+from petatron.evaluate.score_sequences import SequenceScore
 
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 

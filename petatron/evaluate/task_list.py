@@ -26,11 +26,11 @@ from petatron.config.yaml_limits import limited_loader
 from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate import multiple_choice
+from petatron.evaluate.eval_task import ContextLimits, EvalTask
 from petatron.evaluate.lambada import read_lambada
 from petatron.evaluate.language_modeling import read_text_task, read_wikitext103
 from petatron.evaluate.multiple_choice import FewShot
-from petatron.evaluate.score import max_scored_tokens
-from petatron.evaluate.task import ContextLimits, EvalTask
+from petatron.evaluate.score_sequences import max_scored_tokens
 from petatron.parallel.parallel_model import ParallelModel
 
 WIKITEXT103, LAMBADA, TEXT = "wikitext103", "lambada", "text"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.untrusted_files import read_limited_bytes
+from petatron.config.format_config import format_value
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, fields_by_path
-from petatron.config.show import format_value
 from petatron.config.yaml_file import MAX_YAML_BYTES, read_yaml_text
 
 CONFIG_FILE = "config.yaml"

@@ -29,17 +29,17 @@ import torch
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
-from petatron.infer.constraint import ConstraintCompiler
-from petatron.infer.draft.drafter import Drafter
+from petatron.infer.constrained_decoding import ConstraintCompiler
+from petatron.infer.draft.speculative_decoding import Drafter
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
 from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.step.generation_weights import GenerationWeights
-from petatron.infer.step.layer_states import any_layer_has, choose_cache_size
-from petatron.infer.step.model_steps import ModelSteps, shares_experts
+from petatron.infer.step.kv_cache_and_states import any_layer_has, choose_cache_size
 from petatron.infer.step.packed_step import CacheLocations, ScheduledTokens, StepOutputs, pack_rows
+from petatron.infer.step.run_model_step import ModelSteps, shares_experts
 from petatron.infer.step.step_result import (
     PendingIds,
     StepLayout,
@@ -51,7 +51,7 @@ from petatron.infer.step.step_result import (
 from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.validate.layer_abilities import check_generation
+from petatron.validate.layer_capabilities import check_generation
 
 _PREPARING_S = 0.02
 

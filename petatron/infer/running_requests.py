@@ -8,7 +8,7 @@ from itertools import repeat
 from petatron.base.errors import PetatronError, RequestError
 from petatron.base.log import get_logger
 from petatron.data.tokenizer import Tokenizer
-from petatron.infer.constraint import ConstraintCompiler
+from petatron.infer.constrained_decoding import ConstraintCompiler
 from petatron.infer.engine_outputs import Completion, FinishReason, TokenEvent, TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler

@@ -27,7 +27,7 @@ MAX_SEED, MAX_TOP_K = 2**63 - 1, 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """The text must be a word of a language (`infer/constraint.py`).
+    """The text must be a word of a language (`infer/constrained_decoding.py`).
 
     kind: a JSON schema, a regular expression, any JSON object, or a context-free grammar in Lark's notation, or in that of GBNF and EBNF
     (`root ::= ...`). whitespace: of JSON, a regular expression for what may be between its parts; None: nothing, JSON is compact.

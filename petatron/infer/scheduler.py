@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.fair_share_queue import OwnerQueue, StepTokens
-from petatron.infer.pages import CacheSize, PagePool, SlotPool
+from petatron.infer.kv_cache_pages import CacheSize, PagePool, SlotPool
 from petatron.infer.sequence import AwaitedPrefix, Sequence
 
 MAX_STEP_LOGPROBS = 4096

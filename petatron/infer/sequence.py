@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from petatron.infer.constraint import ConstraintState
+from petatron.infer.constrained_decoding import ConstraintState
 from petatron.infer.engine_outputs import Completion
-from petatron.infer.pages import SCRATCH_SLOT, PrefixRoot
+from petatron.infer.kv_cache_pages import SCRATCH_SLOT, PrefixRoot
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.text_stream import TextStream
 
 
 class AwaitedPrefix(NamedTuple):
-    """The running sequence whose first `computed` tokens are those of one that waits for them."""
+    """A running sequence that computes the first `computed` tokens of a sequence that waits for them."""
 
     sequence: Sequence
     computed: int
@@ -25,11 +25,11 @@ class AwaitedPrefix(NamedTuple):
 class Sequence:
     """A prompt and its continuation so far.
 
-    tokens: of both. computed: so many first tokens have their rows in pages. max_length: tokens at which it ends.
-    slot: of its recurrent states, while it runs. is_long: it is beyond the original context of LongRoPE. restarted: it has run before, and
-    gave its pages back.
-    awaited: what another one computes of its prompt, while it waits for that.
-    drafts: guesses of the tokens after the last (`draft/drafter.py`). draft_inputs: hidden states that the next drafts need again.
+    tokens: of both. computed: the number of leading tokens with rows in pages. max_length: the number of tokens at which it ends.
+    slot: of its recurrent states, while it runs. is_long: it is longer than LongRoPE's original context. restarted: it was preempted
+    and gave its pages back. awaited: the prefix that it waits for while another sequence computes it.
+    drafts: guesses of the tokens after the last (`draft/speculative_decoding.py`). draft_inputs: hidden states that the next drafts need
+    again.
     """
 
     request: int
@@ -49,8 +49,7 @@ class Sequence:
     draft_inputs: Tensor | None = None
 
     def start_again(self) -> None:
-        """Forgets what is computed anew, and so reported anew: pages, and what is known of the prompt; its tokens stay, and
-        with them the state of its constraint."""
+        """Resets what is computed and reported again: pages, and results about the prompt. Tokens and the constraint stay."""
         self.pages, self.computed, self.restarted = [], 0, True
         self.drafts, self.draft_inputs = [], None
         self.completion.prompt_logprobs.clear()
@@ -72,7 +71,7 @@ class Sequence:
 
     @property
     def shareable(self) -> int:
-        """So many first tokens may be found computed: not the last one, and none where predictions of the prompt are reported."""
+        """The number of leading tokens that may come from the prefix cache: not the last; none if prompt predictions are reported."""
         reports_prompt = self.params.prompt_logprobs is not None or self.params.pooling is not None
         return 0 if reports_prompt else len(self.tokens) - 1
 

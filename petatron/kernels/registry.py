@@ -217,17 +217,17 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "expert permutation": _triton_and_reference("moe.permute", as_record=True),
     "packed documents": _triton_and_reference("attention.gather_scatter_rows"),
     "heads of latent attention": _triton_and_reference("attention.latent_heads"),
-    "paged attention": _triton_and_reference("attention.paged"),
-    "paged latent attention": _triton_and_reference("attention.paged_latent"),
+    "paged attention": _triton_and_reference("attention.paged_attention"),
+    "paged latent attention": _triton_and_reference("attention.paged_latent_attention"),
     "GEMM of few rows": _triton_and_reference("few_rows_gemm"),
-    "most likely id": _triton_and_reference("most_likely"),
+    "most likely id": _triton_and_reference("logits_argmax"),
     "FP8 casts and GEMMs": _triton_and_reference(
         "fp8.cast_and_gemm", as_record=True, unsupported_reason=_fp8_unsupported_reason, reference_name="emulation"
     ),
     "MXFP8 casts and GEMMs": (
-        KernelImplementation("hardware", _module("fp8.mx", "BLACKWELL"), _mx_unsupported_reason),
-        KernelImplementation("emulation in bfloat16", _module("fp8.mx", "BFLOAT16"), _bfloat16_unsupported_reason),
-        KernelImplementation("emulation", _module("fp8.mx", "REFERENCE"), _always_supported),
+        KernelImplementation("hardware", _module("fp8.mxfp8", "BLACKWELL"), _mx_unsupported_reason),
+        KernelImplementation("emulation in bfloat16", _module("fp8.mxfp8", "BFLOAT16"), _bfloat16_unsupported_reason),
+        KernelImplementation("emulation", _module("fp8.mxfp8", "REFERENCE"), _always_supported),
     ),
     "FP8 param gather": _triton_and_reference(
         "fp8.param_gather", as_record=True, unsupported_reason=_fp8_unsupported_reason

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.limits import ALIBI_RADIX
-from petatron.layers.comm_slot import TensorRank, TensorSlot
+from petatron.kernels.size_limits import ALIBI_RADIX
+from petatron.layers.parallel_slots import TensorRank, TensorSlot
 
 ALIBI_CHANNELS = 8
 """By which heads become wider."""

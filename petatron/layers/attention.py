@@ -13,8 +13,8 @@ from typing import Literal
 from torch import Tensor, nn
 
 from petatron.kernels import qk_norm_rope, rope
-from petatron.kernels.attention import paged
-from petatron.kernels.attention.paged import KeyValue, PagedAttentionKernels
+from petatron.kernels.attention import paged_attention
+from petatron.kernels.attention.paged_attention import KeyValue, PagedAttentionKernels
 from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
 from petatron.layers.alibi_and_temperature import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
@@ -22,11 +22,18 @@ from petatron.layers.core_attention import AttentionSinks, CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec, NormWeights, ProjectionRMSNorm, RMSNorm
-from petatron.layers.ops import qkv_split
 from petatron.layers.ops.recompute_output import RecomputableOutput
+from petatron.layers.ops.split_qkv_norm_rope import (
+    QKNormRopeKernels,
+    QKNorms,
+    RopeKernels,
+    merge_heads,
+    split_qkv_norm_rope,
+    split_qkv_rope,
+)
 from petatron.layers.rope import pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, SoftmaxAttentionSpec
+from petatron.layers.spec.branch_spec import BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_rows import is_batch_first
@@ -81,7 +88,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
     def decode_is_capturable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What the kernels of pages lack is computed in plain PyTorch, which reads lengths."""
         ruled = self.softcap is not None or self.sinks is not None or self.alibi
-        return paged.VISIBILITY.includes(self.visibility, score_rules=ruled)
+        return paged_attention.VISIBILITY.includes(self.visibility, score_rules=ruled)
 
     @property
     def needs_positions(self) -> bool:
@@ -255,9 +262,9 @@ class Attention(BranchModule):
         self.query_factor = None if scale is None else scale * math.sqrt(spec.head_dim)
         self.core = CoreAttention(dropout=spec.dropout, softcap=spec.softcap)
         self.alibi = AlibiBias(spec.num_heads) if spec.alibi else None
-        self.kernels: qkv_split.RopeKernels = rope
-        self.qk_norm_rope_kernels: qkv_split.QKNormRopeKernels = qk_norm_rope
-        self.paged_kernels: PagedAttentionKernels = paged
+        self.kernels: RopeKernels = rope
+        self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
+        self.paged_kernels: PagedAttentionKernels = paged_attention
         self.out = Linear(q_width, (spec.hidden_size,), bias=spec.out_bias)
 
     def kernel_slots(self) -> Mapping[str, str]:
@@ -275,7 +282,7 @@ class Attention(BranchModule):
         (qkv, gate), rows = self._project(x_SBD), context.token_rows
         y_SBHE = self._attend(qkv, context)
         if rows is not None and gate is None and is_batch_first(y_SBHE) == rows.batch_first:
-            return self.out(qkv_split.merge_heads(y_SBHE, rows))
+            return self.out(merge_heads(y_SBHE, rows))
         y_SBD = y_SBHE.flatten(-2)
         if gate is not None:
             y_SBD = y_SBD * (gate if rows is None else rows.unflatten(gate)).sigmoid()
@@ -312,7 +319,7 @@ class Attention(BranchModule):
         rules = ScoreRules.of(self.spec.softcap, None if self.spec.sinks is None else self._sinks_H(q), None)
         if rules is None and self.spec.alibi:
             rules = NO_RULES  # fused kernels take no keys wider than values
-        return paged.paged_attention(
+        return paged_attention.paged_attention(
             q.squeeze(1),
             KeyValue(k.squeeze(1), v.squeeze(1)),
             KeyValue(pages["key"], pages["value"]),
@@ -339,15 +346,13 @@ class Attention(BranchModule):
         cos_sin = None if self.rope is None else context.rope_cos_sin[self.rope]
         fused = not self.spec.rope_interleaved
         if cos_sin is not None and self.q_norm is None and fused:
-            return qkv_split.split_qkv_rope(
+            return split_qkv_rope(
                 qkv, cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels, rows=context.token_rows
             )
         qkv = qkv if context.token_rows is None else context.token_rows.unflatten(qkv)
         if cos_sin is not None and self.qk_rms_norms is not None and fused:
             sizes = {"num_heads": heads, "num_kv_heads": groups}
-            return qkv_split.split_qkv_norm_rope(
-                qkv, cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels
-            )
+            return split_qkv_norm_rope(qkv, cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels)
         q, k, v = split_qkv(qkv, num_heads=heads, num_kv_heads=groups)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -358,7 +363,7 @@ class Attention(BranchModule):
         return q, k, v
 
     @property
-    def qk_rms_norms(self) -> qkv_split.QKNorms | None:
+    def qk_rms_norms(self) -> QKNorms | None:
         """Returns q-norm and k-norm if both are RMSNorm, which one kernel fuses with rope; else None."""
         both = isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)
         return (self.q_norm, self.k_norm) if both else None

@@ -14,7 +14,7 @@ from petatron.kernels.attention import attention, gather_scatter_rows
 from petatron.kernels.attention.packed_document_attention import PackingKernels
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
-from petatron.layers.comm_slot import ContextSlot
+from petatron.layers.parallel_slots import ContextSlot
 
 AttentionOp = Callable[..., Tensor]
 """Attention over sequences that are whole, or that context-parallel ranks share; called as `kernels/attention`'s `attention` is."""

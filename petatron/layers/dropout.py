@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from petatron.layers.comm_slot import TensorSlot
+from petatron.layers.parallel_slots import TensorSlot
 
 
 class Dropout(nn.Module):

@@ -26,12 +26,12 @@ class ForwardContext:
     documents: document boundaries of the *whole* sequence, on every context-parallel rank, which attention must not cross;
         None when a row is one document.
     aux_loss_scale: the factor on a layer's own loss (load balancing, z-loss) before its gradient is added; None without gradients.
-    tensors: others that layers of a kind share, by name: an encoder's output, for one.
+    tensors: tensors that several layers read, by name, such as an encoder's output.
     router_statistics: one vector per layer index, summed over micro-batches and ranks later. Recompute in backward writes
-        the same values again. A layer's own loss, which is no router's, has its name and the layer index as its key (`LayerLoss`).
-    generation: the step of generation that this pass is, with what layers keep of the tokens before; None: a whole sequence. The
-        activations of a step are rows [T, D], the packed tokens of all sequences, and not [S, B, D].
-    positions: those of this rank's tokens, [S] or [B, S]; None where no layer needs them.
+        the same values again. Losses of layers other than routers have a name and the layer index as key (`LayerLoss`).
+    generation: the generation step that this pass runs, with the pages and states of layers; None: whole sequences. Activations of a
+        step are rows [T, D], the packed tokens of all sequences, instead of [S, B, D].
+    positions: of this rank's tokens, [S] or [B, S]; None if no layer needs them.
     token_rows: how activations are flattened to rows [R, D], if they are: between layers that all take rows (`BranchModule.takes_rows`).
     """
 

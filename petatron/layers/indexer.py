@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from petatron.base.autograd_op import AutogradOp
 from petatron.kernels.attention.indexer_loss import IndexVectors
-from petatron.kernels.attention.sparse_latent import hadamard_rotation
+from petatron.kernels.attention.sparse_latent_attention import hadamard_rotation
 from petatron.kernels.rope import apply_rope
-from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec
 from petatron.layers.ops.recompute_output import RecomputableOutput
+from petatron.layers.parallel_slots import CommSlot, TensorSlot, identity
 from petatron.layers.rope import pairs_apart
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.ops.linear_op import local_linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
+from petatron.layers.parallel_slots import TensorSlot
 
 LinearOp = Callable[[Tensor | RecomputableOutput, Tensor], Tensor]
 """(x, weight) to x W^T: the slot for tensor parallelism, FP8 and the weight-gradient target."""

@@ -30,18 +30,18 @@ from torch import Tensor, nn
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import latent_heads as reference_heads
-from petatron.kernels.attention import paged_latent
-from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
+from petatron.kernels.attention import paged_latent_attention
+from petatron.kernels.attention.paged_latent_attention import LatentPages, LatentUpProjection, PagedLatentKernels
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.qk_norm_rope import TensorPair
-from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
 from petatron.layers.linear import Linear
 from petatron.layers.norm import Norm, NormSpec
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
+from petatron.layers.parallel_slots import CommSlot, TensorSlot, identity
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BranchModule, SoftmaxAttentionSpec
+from petatron.layers.spec.branch_spec import FULL, BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.sharding.shard_spec import Section, Shard
@@ -81,7 +81,9 @@ class MlaSpec(SoftmaxAttentionSpec):
         return (0.1 * self.rope.mscale_all_dim * math.log(self.rope.scaling_factor) + 1.0) ** 2
 
     def __post_init__(self) -> None:
-        assert paged_latent.VISIBILITY.includes(self.visibility), "latent attention is causal, with or without a window"
+        assert paged_latent_attention.VISIBILITY.includes(self.visibility), (
+            "latent attention is causal, with or without a window"
+        )
 
     @property
     def prompt_is_capturable(self) -> bool:
@@ -200,7 +202,7 @@ class MultiLatentAttention(BranchModule):
         self.rotary_key_comm: CommSlot = identity
         self.head_kernels: LatentHeadKernels = reference_heads
         self.core = CoreAttention(dropout=spec.dropout)
-        self.latent_kernels: PagedLatentKernels = paged_latent
+        self.latent_kernels: PagedLatentKernels = paged_latent_attention
         self.out = Linear(heads * spec.v_dim, (hidden,), bias=spec.out_bias)
 
     def kernel_slots(self) -> Mapping[str, str]:
@@ -254,7 +256,7 @@ class MultiLatentAttention(BranchModule):
         """Attends through the pages of this layer to the tokens before; of them only latent and rotary key are known."""
         spec, pages = self.spec, step.pages[self.layer_index]
         latent_TC, rope_key_TR = self._whole_latents(*self._latents(x_TD), cos_sin)
-        return paged_latent.paged_latent_attention(
+        return paged_latent_attention.paged_latent_attention(
             self._query_heads(self._query_latent(x_TD), cos_sin).squeeze(1),
             latent_TC,
             rope_key_TR,

@@ -22,7 +22,7 @@ from petatron.layers.ops.recompute_output import (
     Tensors,
 )
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
+from petatron.layers.spec.branch_spec import ELEMENTWISE_FLOPS, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.token_rows import from_rows, rows_in_memory_order, to_rows
 from petatron.sharding.shard_spec import Shard

@@ -5,8 +5,8 @@ the sum of their squares and r = (s / N + eps)^(-1/2):
 
     y = x r w        dx = r w dy - x r^3 / N sum(w dy x)        dw = sum over tokens of x r dy
 
-The two sums over channels are all-reduced, one number per token each. A kv head that several ranks share is counted by each of them,
-so both sums are divided by how many they are; its gradient is then a partial sum on each, as everything of a shared head is.
+The two sums over channels are all-reduced, one number per token each. Several ranks that share a kv head all count it, so both
+sums are divided by the number of these ranks; its gradient is a partial sum on each, like all gradients of a shared head.
 
 S sequence, B batch, H heads of this rank, E head dim.
 """
@@ -26,7 +26,6 @@ from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels import norm as reference
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.fp8.amax import attach_amax, new_amax
-from petatron.layers.comm_slot import CommSlot, TensorRank, TensorSlot, identity
 from petatron.layers.ops.linear_op import WeightGradTarget
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
@@ -36,6 +35,7 @@ from petatron.layers.ops.recompute_output import (
     Tensors,
     apply_recomputable,
 )
+from petatron.layers.parallel_slots import CommSlot, TensorRank, TensorSlot, identity
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_rows import from_rows, rows_in_memory_order, to_rows

@@ -1,7 +1,7 @@
 """Sparse latent attention (DeepSeek-V3.2's sparse attention): latent attention of each query to the tokens that an indexer selects.
 
 Same as `mla.py` except for top-k token selection. A sequence with at most K tokens runs the attention of `mla.py`, since every token is
-selected. A longer one runs absorbed MLA (`kernels/attention/sparse_latent.py`): a query gathers latents, which all heads share.
+selected. A longer one runs absorbed MLA (`kernels/attention/sparse_latent_attention.py`): a query gathers latents, which all heads share.
 
 The indexer's loss compares its scores with the attention weights, summed over all heads: the sums of each rank's heads are all-reduced
 over TP. Every TP rank then has the same loss, and attaches 1/TP of it, since the gradients of the gathered indexer vectors are summed over
@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention.indexer_loss import AttentionTarget, IndexVectors, indexer_loss
-from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection
-from petatron.kernels.attention.paged_sparse_latent import (
+from petatron.kernels.attention.paged_latent_attention import LatentPages, LatentUpProjection
+from petatron.kernels.attention.paged_sparse_latent_attention import (
     SparseLatentPages,
     TopkSelection,
     paged_sparse_latent_attention,
 )
-from petatron.kernels.attention.sparse_latent import (
+from petatron.kernels.attention.sparse_latent_attention import (
     index_scores,
     row_blocks,
     sparse_latent_attention,
@@ -35,7 +35,12 @@ from petatron.kernels.attention.sparse_latent import (
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.attention.visible_key_intervals import VisibleKeys
 from petatron.kernels.compute_dtype import to_compute_dtype
-from petatron.layers.comm_slot import (
+from petatron.layers.forward_context import ForwardContext, RopeCosSin
+from petatron.layers.indexer import Indexer, IndexerSpec
+from petatron.layers.mla import MlaSpec, MultiLatentAttention
+from petatron.layers.moe.load_balancing import attach_aux_loss
+from petatron.layers.ops.recompute_output import RecomputableOutput
+from petatron.layers.parallel_slots import (
     CommSlot,
     ContextSlot,
     KeysOfAllRanks,
@@ -44,11 +49,6 @@ from petatron.layers.comm_slot import (
     TensorSlot,
     identity,
 )
-from petatron.layers.forward_context import ForwardContext, RopeCosSin
-from petatron.layers.indexer import Indexer, IndexerSpec
-from petatron.layers.mla import MlaSpec, MultiLatentAttention
-from petatron.layers.moe.load_balancing import attach_aux_loss
-from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix

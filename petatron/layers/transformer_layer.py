@@ -14,7 +14,7 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.norm import Norm, NormSpec
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.branch_spec import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
 
 NormPlacement = Literal["pre", "post", "both", "output", "stream"]

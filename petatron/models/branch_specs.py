@@ -25,7 +25,7 @@ from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec
 from petatron.layers.sparse_mla import SparseMlaSpec
-from petatron.layers.spec.branch import BranchSpec, residual_std
+from petatron.layers.spec.branch_spec import BranchSpec, residual_std
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
 from petatron.layers.ssm.lightning_attention import LightningSpec
@@ -88,7 +88,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
     """Makes attention's spec.
 
     Factors on its input and on keys become one on scores and one on the output: what stands between is refused
-    (`validate/layers.py`).
+    (`validate/layer_kinds.py`).
     """
     head_dim, factor = config.kv_channels, config.attention_in_multiplier
     scores = factor * factor * config.key_multiplier

@@ -1,4 +1,4 @@
-"""One decoder for the GPT and LLaMA families, or one pipeline stage of it. S sequence, B batch, D hidden."""
+"""The decoder model (GPT, LLaMA and relatives), whole or one pipeline stage of it. S sequence, B batch, D hidden."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
 
 HIDDEN = "hidden"
-"""The tensor between two stages."""
+"""The name of the tensor between two pipeline stages."""
 
 TOKEN_LOSSES, GREEDY_TARGETS = "token_losses", "greedy_targets"
-"""Outputs for evaluation, of a batch with labels."""
+"""Names of outputs for evaluation; the batch needs labels."""
 
 
 def mtp_loss(depth: int) -> str:
@@ -42,7 +42,7 @@ def mtp_loss(depth: int) -> str:
 
 
 class DecoderParts(Protocol):
-    """What a decoder is built of; `DecoderSpec` has it and says how settings lead to it."""
+    """The attributes of a spec that `Decoder` is built from; `DecoderSpec` has them."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -71,7 +71,7 @@ class DecoderParts(Protocol):
 
 
 class Decoder(StageModule):
-    """Embedding, layers, final norm, output head; or one pipeline stage of that: some layers, and the ends it has."""
+    """Embedding, layers, final norm and output head; or the part of these that one pipeline stage has."""
 
     def __init__(self, spec: DecoderParts, stage: PipelineStage) -> None:
         super().__init__()
@@ -122,11 +122,12 @@ class Decoder(StageModule):
         loss_weights: Mapping[str, Tensor] | None = None,
         collect: Collection[str] = (),
     ) -> StageOutput:
-        """Runs the stage as `StageModule` says. Knowing the loss weights beforehand saves a GEMM.
+        """Runs the stage (see `StageModule`). With `loss_weights`, the output head saves a GEMM.
 
         The last stage computes the loss if the batch has labels and nothing is collected. It can collect "logits" [B, S, vocabulary] and
-        "hidden_states" [B, S, hidden], the input of the output head: of this rank's part of the sequence, and else whole on every rank;
-        with labels also "token_losses" [B, S] and "greedy_targets" [B, S], whether a label is the most likely id.
+        "hidden_states" [B, S, hidden], the input of the output head: of this rank's context-parallel
+        part of the sequence, gathered over tensor-parallel ranks. With labels it also collects "token_losses" [B, S] and
+        "greedy_targets" [B, S], whether a label is the most likely id.
         """
         statistics = {} if router_statistics is None else router_statistics
         x_SBD, ahead = self._stage_input(batch, inputs)
@@ -150,11 +151,11 @@ class Decoder(StageModule):
         return StageOutput({}, losses, collected)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Returns logits [B, S, vocabulary], whole on every rank; needs embedding and head on one stage."""
+        """Returns logits [B, S, vocabulary], gathered on every rank; needs a model on one stage."""
         return self._logits(self.hidden_states(Batch(tokens_BS, positions=positions)))
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """Returns the output head's input [S, B, hidden], this rank's part of it; needs embedding and head on one stage."""
+        """Returns this rank's part of the output head's input [S, B, hidden]; needs a model on one stage."""
         assert self.embedding is not None and self.norm is not None
         x_SBD = self._embed(batch.tokens, self._positions(batch))
         return self.norm(self.run_layers(self._main_layers(), x_SBD, self._context(batch, x_SBD)))
@@ -164,7 +165,7 @@ class Decoder(StageModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         batch = Batch(tokens_T.unsqueeze(0), positions=positions_T)
         if self.embedding is not None:
-            # The packed tokens of a generation step are rows [T, D] from here on: there is no batch to tell apart.
+            # From here on the packed tokens of a generation step are rows [T, D], without a batch dimension.
             x_SBD = self._embed(batch.tokens, positions_T).squeeze(1)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"
         context = self._context(batch, x_SBD, {}, None, {}, generation=step)
@@ -184,9 +185,9 @@ class Decoder(StageModule):
         *,
         depth: int,
     ) -> tuple[Tensor, Tensor]:
-        """Runs one depth of multi-token prediction on packed rows: a position's hidden state of the depth before, and a token ahead.
+        """Runs one MTP depth on packed rows: for each position, the hidden state of the previous depth and a token ahead.
 
-        Returns logits of some rows and the depth's hidden states of all, as `generation_step` does; needs all on one stage.
+        Returns logits of the rows `rows_R` and the hidden states of all rows, like `generation_step`; needs a model on one stage.
         """
         assert self.embedding is not None and self.head is not None
         ahead_TD = self._embed(tokens_T.unsqueeze(0), positions_T).squeeze(1)
@@ -217,7 +218,7 @@ class Decoder(StageModule):
         *,
         depths: int,
     ) -> dict[str, Tensor]:
-        """Returns the token losses of the next token and of further ones; the head is used once, for all of them."""
+        """Returns the token losses of the next token and of the MTP depths; the output head runs once for all of them."""
         assert self.head is not None
         hidden, labels = [x_SBD], [batch.labels]
         for depth in range(1, 1 + depths):
@@ -234,20 +235,20 @@ class Decoder(StageModule):
         return dict(zip(names, losses.chunk(len(names), dim=1), strict=True)) if depths else {LM_LOSS: losses}
 
     def _main_layers(self) -> list[nn.Module]:
-        """Returns the layers without the depths of multi-token prediction."""
+        """Returns the layers without those of the MTP depths."""
         layers = list(self.layers.values())
         return layers[: len(layers) - self._num_depth_layers]
 
     def _depth_layers(self, depth: int) -> list[nn.Module]:
-        """Returns the layers of one depth, which all depths share if there are those of one alone."""
+        """Returns the layers of one MTP depth; with `mtp_use_repeated_layer` all depths share them."""
         layers, count = list(self.layers.values()), layers_per_depth(self.config)
         first = len(layers) - self._num_depth_layers
         first += 0 if self.config.mtp_use_repeated_layer else count * (depth - 1)
         return layers[first : first + count]
 
     def _run_depth(self, depth: int, x_SBD: Tensor, ahead_SBD: Tensor, context: ForwardContext) -> Tensor:
-        """Runs a depth on hidden states of the depth before and embeddings of tokens ahead."""
-        # Layers that run again would overwrite their own statistics; recompute writes the same once more.
+        """Runs an MTP depth on the hidden states of the previous depth and the embeddings of tokens ahead."""
+        # A repeated layer would overwrite its router statistics, and recompute writes them twice: collect per depth, then add.
         statistics: dict[int, Tensor] = {}
         tensors = {**context.tensors, EMBEDDING_AHEAD: ahead_SBD}
         context_of_depth = replace(context, tensors=tensors, router_statistics=statistics)
@@ -258,13 +259,13 @@ class Decoder(StageModule):
         return x_SBD
 
     def _pages_of_depth(self, step: GenerationStep, depth: int) -> Mapping[int, Pages]:
-        """Returns the pages of a step, with those of one depth in place of those of the layers that all depths share."""
+        """Returns the pages of a step, in which the shared layers have the pages of one depth."""
         count, first = layers_per_depth(self.config), self.config.num_layers
         moved = {index: step.pages.get(index + count * (depth - 1)) for index in range(first, first + count)}
         return {**step.pages, **{index: pages for index, pages in moved.items() if pages is not None}}
 
     def _stage_input(self, batch: Batch, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the activations before the first layer, and the embeddings of tokens ahead by name."""
+        """Returns the input of the first layer, and the embeddings of tokens ahead by name."""
         names = [embedding_name(depth) for depth in range(1, 1 + (self.config.mtp_num_layers or 0))]
         if self.embedding is None:
             return inputs[HIDDEN], {name: inputs[name] for name in names}
@@ -272,7 +273,7 @@ class Decoder(StageModule):
             return self._embed(batch.tokens, self._positions(batch)), {}
         tokens = torch.cat([batch.tokens, *(batch[tokens_name(1 + k)] for k in range(len(names)))])
         x_SBD, *ahead = self._embed(tokens, self._positions(batch)).chunk(1 + len(names), dim=1)
-        # Each has memory of its own: one part of the lookup would keep all of it for backward.
+        # Each gets its own memory: a view would keep the whole lookup alive for backward.
         return x_SBD.clone(), {name: x.contiguous() for name, x in zip(names, ahead, strict=True)}
 
     def _positions(self, batch: Batch) -> Tensor:
@@ -320,6 +321,6 @@ class Decoder(StageModule):
 
 
 def _losses_of_logits(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Returns token losses [B, S] of whole logits, in float32 or wider."""
+    """Returns token losses [B, S] in at least float32."""
     wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), labels_BS.flatten(), reduction="none").view(labels_BS.shape)

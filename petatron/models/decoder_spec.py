@@ -31,7 +31,7 @@ from petatron.layers.mtp import depth_layers, embedding_name
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchSpec
+from petatron.layers.spec.branch_spec import BranchSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models import branch_specs

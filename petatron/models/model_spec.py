@@ -20,7 +20,7 @@ from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.sections.mup import relative_width
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import SequenceSharding
+from petatron.layers.spec.branch_spec import SequenceSharding
 from petatron.layers.spec.param_spec import ParamSpec, widen_layer, widen_outer, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.batch import Batch

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.imports import IMPORT_FLAG, import_installed_plugins
+from petatron.config.import_user_modules import IMPORT_FLAG, import_installed_plugins
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.run import RunConfig
 from petatron.models.decoder_spec import decoder_spec

@@ -1,22 +1,21 @@
-"""Swaps optimizer state that is stored in host memory or on disk to the device and back, one segment after the other.
+"""Swaps offloaded optimizer state, stored in host memory or on disk, to the device for each update, one segment after another.
 
-There are two ways to update offloaded state. The CPU could update it in place: gradients are copied down (4 bytes per parameter) and
-weights up (2). Or the state itself is copied up and down (12 bytes each way with float32 moments, 8 with bfloat16 ones) and the
-device updates it. The first moves less over PCIe, but a CPU then reads and writes 30 bytes per parameter in its own
-memory, which on 16 cores takes as long as PCIe takes for 12; ranks of one machine share those cores; the host has to wait for
-the gradient norm; and results are those of another kernel. Here state goes to the device: 12 bytes at 50 GB/s are 0.24 s per
-billion parameters, both directions at the same time, and the result is that of an optimizer without offload, bit for bit.
+Offloaded state could also be updated by the CPU: gradients are copied to the host (4 bytes per parameter) and weights back (2). Swapping
+copies the state itself (12 bytes each way with float32 moments, 8 with bfloat16 ones), and the device updates it. The CPU update moves less
+over PCIe, but reads and writes 30 bytes per parameter in host memory, which takes 16 cores as long as PCIe takes for 12; the ranks of a
+machine share those cores; the host must wait for the gradient norm; and another kernel rounds differently. Swapping takes 0.24 s per
+billion parameters (12 bytes at 50 GB/s, both directions at once), and the result equals that without offload, bit for bit.
 
-Three buffers on the device are used in rotation. While the update works on one, the next is being filled and the last one written back:
+Three device buffers rotate. While the update works on one, the next is filled and the last is written back:
 
     copy in   | copy 2 | copy 3 | copy 4 |
     compute            | work 2 | work 3 | ...
     copy out                    | copy 2 | copy 3 | ...
 
-Each line is a stream: its work runs in order. Events order work across streams. A buffer is filled after it was written back,
-updated after it was filled, and written back after the update; a step reads host memory after the step before has written it.
+Each line is a CUDA stream, whose work runs in order; events order work across streams. A buffer is filled after its last write-back,
+updated after it is filled, and written back after the update. A step reads host memory after the last step has written it.
 
-State on disk is staged in page-locked memory, which two threads fill from the file and write back to it.
+State on disk is staged in page-locked memory, which one thread fills from the file and another writes back.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NUM_BUFFERS = 3
 
 
 class SwapStream:
-    """A CUDA stream, whose work runs in the order it was queued; None means the current one."""
+    """A CUDA stream; None means the current one."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._device = device
@@ -69,14 +68,14 @@ class SwapStreams:
 
 @dataclass(frozen=True, slots=True)
 class SwapTask:
-    """Stored state, and the work to do while it is on the device; the work gets tensors of the same shapes."""
+    """Stored state of a segment, and the update that gets the state on the device."""
 
     state: tuple[Tensor, ...]
     update: Callable[[tuple[Tensor, ...]], None]
 
 
 class PinnedStaging:
-    """Host memory that the device copies state from and to: the page-locked memory in which state is stored."""
+    """Copies state directly from and to the page-locked host memory that stores it."""
 
     def __init__(self) -> None:
         self._tasks: Sequence[SwapTask] = ()
@@ -89,14 +88,14 @@ class PinnedStaging:
         return self._tasks[index].state
 
     def swapped_out(self, index: int, event: torch.cuda.Event) -> None:
-        """Called once per task: after the event, the memory that was fetched holds the new state."""
+        """Is called once per task: after the event, the fetched memory holds the new state."""
 
     def synchronize(self) -> None:
         """Waits until all new state is in its storage."""
 
 
 class DiskStaging(PinnedStaging):
-    """State is stored in a mapped file; one thread prefetches it into page-locked memory, another writes it back."""
+    """Stages state of a mapped file: one thread prefetches it into page-locked memory, another writes it back."""
 
     def __init__(
         self, dtypes: Sequence[torch.dtype], length: int, *, pinned: bool, num_buffers: int = NUM_BUFFERS
@@ -177,7 +176,7 @@ class StateSwapper:
         self._last_event: torch.cuda.Event | None = None
 
     def run(self, tasks: Sequence[SwapTask]) -> None:
-        """Queues all tasks. Returns before they are done (from disk: before the last few are)."""
+        """Queues all tasks, and returns before they are done (for state on disk, before the last few are)."""
         inward, compute, outward = self._streams.swap_in, self._streams.compute, self._streams.swap_out
         # Earlier kernels may still use the memory that became the buffers, and the last run may still write back.
         inward.wait(compute.record())

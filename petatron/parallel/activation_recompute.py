@@ -39,7 +39,7 @@ from petatron.estimate.recompute_plan import ModuleSet, RecomputePlan
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput, RecomputeHandle
-from petatron.layers.spec.branch import FULL
+from petatron.layers.spec.branch_spec import FULL
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.mesh.rng import RandomStreams
 from petatron.models.stage_module import LayerRunner, StageModule, run_layers_sequentially

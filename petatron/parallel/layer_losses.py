@@ -1,6 +1,6 @@
-"""Losses that layers compute of themselves besides those of experts: their means over a step, for the log.
+"""Losses that layers other than experts compute: their means over a step, for the log.
 
-A rank has shares of them, as it has of every loss that a layer attaches: shares of all ranks and micro-batches add up.
+A rank has a share of each loss; the shares of all ranks and micro-batches add up.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class ParallelModel:
         self.gradient_reducer.start_step(num_micro_batches)
 
     def _undo_point(self) -> Callable[[], None]:
-        """Returns a function that undoes what the host notes from now on, of a step that the device does not run."""
+        """Returns a function that restores the host's bookkeeping after a step that is captured and not run."""
         undo_fp8 = self.fp8_gemms.undo_point()
 
         def undo() -> None:

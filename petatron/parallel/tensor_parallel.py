@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: shards each layer's weights, and fills the slots that its modules declare (`layers/comm_slot.py`).
+"""Tensor and sequence parallelism: shards each layer's weights, and fills the slots that its modules declare (`layers/parallel_slots.py`).
 
 What a layer needs follows from the `Shard` of its weight. A linear sharded along its output (column) needs the whole
 input on every rank and nothing after it; one sharded along its input (row) needs its partial outputs summed. So attention and MLP
@@ -36,9 +36,9 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.linear_gemms import ChunkedGemm, Gemm, Tensors
-from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradTarget
 from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
+from petatron.layers.parallel_slots import TensorSlot
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.token_rows import from_rows, is_batch_first, to_rows
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard

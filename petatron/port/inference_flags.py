@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.flags.parse import parse_flags
+from petatron.config.flags.parse_command_line import parse_flags
 from petatron.config.schema.fields import fields_by_path
 
 RENAMED = {

@@ -1,4 +1,4 @@
-"""The command that trains: its launcher with nodes and ranks, the training script, and the flags."""
+"""Finds the command of a script that trains: its launcher with nodes and ranks, the training script, the flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINING_SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "pretrain_mamba.py": ("--is-hybrid-model",),
     "pretrain_hybrid.py": ("--is-hybrid-model",),
 }
-"""Training scripts whose models are here, with the flags that each implies."""
+"""Megatron's training scripts whose models we have, with the flags that each implies."""
 _OTHER_PROGRAMS: Mapping[str, str] = {
     "preprocess_data.py": "prepares data: use `petatron data preprocess`",
     "merge_datasets.py": "merges data: use `petatron data merge`",
@@ -31,7 +31,7 @@ _OTHER_PROGRAMS: Mapping[str, str] = {
     "msdp/main.py": "prompts a model for dialogues and scores them, which is not in this version",
     "train_rl.py": "trains by reinforcement learning, which is not in this version",
 }
-"""Other programs of Megatron's, and what to use for them."""
+"""Megatron's other programs, and what to use instead."""
 
 INFERENCE_SCRIPTS: Mapping[str, Literal["generate", "serve"]] = {
     **dict.fromkeys(("gpt_static_inference.py", "gpt_dynamic_inference.py", "offline_inference.py"), "generate"),
@@ -40,7 +40,7 @@ INFERENCE_SCRIPTS: Mapping[str, Literal["generate", "serve"]] = {
     **dict.fromkeys(("run_hybrid_text_generation_server.py", "run_dynamic_text_generation_server.py"), "serve"),
     "launch_inference_server.py": "serve",
 }
-"""Scripts that answer prompts, and the subcommand that does here."""
+"""Megatron's inference scripts, and our subcommand for each."""
 
 _LAUNCHERS = ("torchrun", "srun", "sbatch", "mpirun", "mpiexec", "deepspeed", "python", "python3", "accelerate")
 _SBATCH = re.compile(r"^#SBATCH\s+(.+)$", re.M)
@@ -51,7 +51,7 @@ _GPUS_PER_NODE = ("gpus-per-node", "gres")
 
 @dataclass(frozen=True, slots=True)
 class TrainingLaunch:
-    """How a training script is started. Counts are None where the script does not tell; `unknown_counts` names what it would take."""
+    """How a training script is started. Counts are None if unknown; `unknown_counts` names the variables that would tell."""
 
     line: int
     launcher: str
@@ -162,7 +162,7 @@ def _script_at(texts: Sequence[str], index: int) -> str:
 
 
 def _counts(arguments: Sequence[ShellText]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Returns the counts of a launcher's flags, and the names that others of them need a value for."""
+    """Returns the counts in a launcher's flags, and the variables without a value that other counts need."""
     counts: dict[str, int] = {}
     unknown: dict[str, tuple[str, ...]] = {}
     names = {*_NODES, *_RANKS_PER_NODE, *_RANKS, *_GPUS_PER_NODE}

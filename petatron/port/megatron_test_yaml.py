@@ -12,8 +12,8 @@ from petatron.base.errors import DataError
 from petatron.config.flags.megatron_flags import ALIASES
 from petatron.config.schema.fields import fields_by_name
 from petatron.config.yaml_limits import limited_loader
-from petatron.port.flag_answers import spelled
 from petatron.port.launch_command import TrainingLaunch
+from petatron.port.port_flags import spelled
 from petatron.port.shell_interpreter import ScriptNote
 from petatron.port.shell_lexer import word_of
 from petatron.port.shell_values import ShellText, ShellVariables
@@ -71,7 +71,7 @@ def _other_key_note(name: str, node: Any) -> ScriptNote:
 
 
 def _flag(key: Any, node: Any, variables: ShellVariables) -> list[ShellText]:
-    """Returns a flag with its values as Megatron's runner makes words of them: `true` is a flag alone, brackets hold several values,
+    """Returns a flag with its values, split as Megatron's runner does: `true` is a flag alone, brackets hold several values,
     and everything is unquoted twice. Blanks without brackets separate the values of a flag that takes several."""
     line = key.start_mark.line + 1
     flag = ShellText(str(key.value), line)

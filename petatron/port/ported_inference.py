@@ -1,6 +1,6 @@
-"""A Megatron script that answers prompts as a command of ours: `petatron generate` or `petatron serve`, and everything that blocks.
+"""Ports a Megatron inference script to a command of ours, `petatron generate` or `petatron serve`, and lists every blocking flag.
 
-The checkpoint says the model, so flags that describe it are not needed; those of layout, precision and sampling become ours.
+The checkpoint describes the model, so only flags of layout, precision and sampling become ours.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from petatron.base.errors import Problem
-from petatron.port.flag_answers import grouped_flags, spelled, unquoted
 from petatron.port.inference_flags import COORDINATOR, InferenceArguments, read_arguments, sampling_flags, serve_flags
 from petatron.port.launch_command import INFERENCE_SCRIPTS
+from petatron.port.port_flags import grouped_flags, spelled, unquoted
 from petatron.port.read_script import MissingVariable, ScriptFile, check_options, missing_variables, note_line
 from petatron.port.shell_values import ShellText
 
@@ -87,7 +87,7 @@ def port_inference(
 
 
 def _without_empty(flag: ShellText, values: Sequence[ShellText]) -> _FlagGroup:
-    """Returns a flag without names that have no value and stand alone: they count as empty, as in a shell, behind another value."""
+    """Returns a flag without values that are variables of unknown content, if it has other values: they count as empty."""
     solid = tuple(value for value in values if not value.is_bare)
     return flag, solid or tuple(values)
 

@@ -10,13 +10,13 @@ from petatron.base.errors import PetatronError, Problem
 from petatron.base.format_text import count_with_noun
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, MEGATRON_DEFAULTS_FLAG
 from petatron.config.flags.megatron_semantics import dependent_defaults
-from petatron.config.flags.parse import SPLIT_DATA_FLAG, parse_flags
-from petatron.config.load import RawLoadedConfig
+from petatron.config.flags.parse_command_line import SPLIT_DATA_FLAG, parse_flags
+from petatron.config.per_split_data_file import UNREADABLE
+from petatron.config.read_config_sources import RawLoadedConfig
 from petatron.config.schema.fields import FieldValue, fields_by_name, fields_by_path, flag_name
-from petatron.config.split_data_file import UNREADABLE
 from petatron.config.value_origins import Setting
-from petatron.port.flag_answers import AnsweredFlags, FlagAnswer, answer_flags, spelled, unquoted
 from petatron.port.launch_command import TrainingLaunch, implied_flags, script_problem
+from petatron.port.port_flags import PortedFlag, PortedFlags, port_flags, spelled, unquoted
 from petatron.port.ported_yaml import ported_yaml
 from petatron.port.read_script import (
     MissingVariable,
@@ -41,7 +41,7 @@ class PortedRun:
     """What a script becomes. `problems` are of the settings together, `absent_files` only of this machine."""
 
     script: ScriptFile
-    flags: AnsweredFlags
+    flags: PortedFlags
     missing: tuple[MissingVariable, ...]
     notes: tuple[ScriptNote, ...]
     problems: tuple[Problem, ...]
@@ -50,7 +50,7 @@ class PortedRun:
     world_size: int | None
 
     @property
-    def settings(self) -> tuple[tuple[Setting, FlagAnswer], ...]:
+    def settings(self) -> tuple[tuple[Setting, PortedFlag], ...]:
         return self.flags.settings
 
     @property
@@ -70,7 +70,7 @@ class PortedRun:
     def typed_flags(self) -> list[str]:
         """The flags that start the run beside its file."""
         return [
-            text.text for answer in self.flags.of_kind("typed") for text in (answer.flag, *answer.values) if text.text
+            text.text for ported in self.flags.of_kind("typed") for text in (ported.flag, *ported.values) if text.text
         ]
 
     @property
@@ -84,13 +84,13 @@ class PortedRun:
             f"{len(self.flags.of_kind('missing'))} without a value",
             f"{len(self.flags.of_kind('blocking'))} blocking",
         ]
-        return f"{count_with_noun(len(self.flags.answers), 'flag')}: {', '.join(counts)}"
+        return f"{count_with_noun(len(self.flags.all_flags), 'flag')}: {', '.join(counts)}"
 
     def groups(self) -> list[tuple[str, list[str]]]:
         """Everything besides the settings, as headings with lines."""
         blocking = [f"{self.launch.script} {self.script_problem}"] if self.script_problem else []
-        blocking += [_line(answer, _remedy(answer)) for answer in self.flags.of_kind("blocking")]
-        translated = [_line(answer, f"is {self._made_by(answer)}") for answer in self.flags.of_kind("translated")]
+        blocking += [_line(ported, _remedy(ported)) for ported in self.flags.of_kind("blocking")]
+        translated = [_line(ported, f"is {self._made_by(ported)}") for ported in self.flags.of_kind("translated")]
         empty = dict.fromkeys(name for text in self.flags.empty_names for name in text.missing)
         notes = [ScriptNote(0, f"{name} has no value and counts as empty: --set {name}=VALUE") for name in empty]
         return [
@@ -100,10 +100,10 @@ class PortedRun:
             ("Translated", translated),
             (
                 "To type after `petatron train`",
-                [_line(answer, answer.why, ":") for answer in self.flags.of_kind("typed")],
+                [_line(ported, ported.why, ":") for ported in self.flags.of_kind("typed")],
             ),
-            ("Dropped as implied", [_line(answer, answer.why, ":") for answer in self.flags.of_kind("implied")]),
-            ("Left out as asked", [_line(answer, "") for answer in self.flags.of_kind("left out")]),
+            ("Dropped as implied", [_line(ported, ported.why, ":") for ported in self.flags.of_kind("implied")]),
+            ("Left out as asked", [_line(ported, "") for ported in self.flags.of_kind("left out")]),
             ("Not evaluated, or not as written", [note_line(note) for note in (*self.notes, *notes)]),
             ("Not on this machine, which does not block", [str(problem) for problem in self.absent_files]),
         ]
@@ -112,8 +112,8 @@ class PortedRun:
         """Returns the file for `petatron train --config`."""
         return ported_yaml(f"{self.title}; {self.summary}", self.settings, self.groups())
 
-    def _made_by(self, answer: FlagAnswer) -> str:
-        made = [setting for setting, maker in self.settings if maker == answer]
+    def _made_by(self, ported: PortedFlag) -> str:
+        made = [setting for setting, maker in self.settings if maker == ported]
         return ", ".join(f"{setting.path.partition('.')[2]}: {setting.value}" for setting in made)
 
 
@@ -136,11 +136,11 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
         for text, plain in zip(launch.flags, typed)
         if text != plain
     ]
-    flags = answer_flags([*implied, *typed], removed)
-    check_options(script, [answer.flag for answer in flags.answers], removed)
+    flags = port_flags([*implied, *typed], removed)
+    check_options(script, [ported.flag for ported in flags.all_flags], removed)
     size = world_size or launch.world_size
     loaded, problems, check_notes = _check(flags, size)
-    users = [(answer.flag.text.partition("=")[0], answer.missing) for answer in flags.of_kind("missing")]
+    users = [(ported.flag.text.partition("=")[0], ported.missing) for ported in flags.of_kind("missing")]
     missing = missing_variables(script, users)
     unknown = [name for name in launch.unknown_counts if name not in {variable.name for variable in missing}]
     if unknown:
@@ -190,7 +190,7 @@ def _names_positions(argv: Sequence[str]) -> bool:
 
 
 def _check(
-    flags: AnsweredFlags, world_size: int | None
+    flags: PortedFlags, world_size: int | None
 ) -> tuple[RawLoadedConfig | None, list[Problem], list[ScriptNote]]:
     """Returns the config, and the problems of all flags together that no flag alone has."""
     argv, notes = [MEGATRON_DEFAULTS_FLAG, *flags.argv], []
@@ -208,19 +208,19 @@ def _check(
             ScriptNote(0, f"{_CHECKPOINT_ARGS} is applied when the run starts; the flags are checked without it")
         )
         loaded, problems = resolve_config(rest, world_size=world_size)
-    told = [problem for answer in flags.answers for problem in answer.problems]
-    unknown = {answer.flag.text.partition("=")[0] for answer in flags.of_kind("missing")}
+    told = [problem for ported in flags.all_flags for problem in ported.problems]
+    unknown = {ported.flag.text.partition("=")[0] for ported in flags.of_kind("missing")}
     return loaded, [item for item in problems if item not in told and item.where not in unknown], notes
 
 
-def _line(answer: FlagAnswer, text: str, separator: str = "") -> str:
-    line = f" (line {answer.flag.line})" if answer.flag.line else ""
-    return f"{answer.text}{line}{separator} {text}".rstrip()
+def _line(ported: PortedFlag, text: str, separator: str = "") -> str:
+    line = f" (line {ported.flag.line})" if ported.flag.line else ""
+    return f"{ported.text}{line}{separator} {text}".rstrip()
 
 
-def _remedy(answer: FlagAnswer) -> str:
+def _remedy(ported: PortedFlag) -> str:
     return (
-        f"{answer.why} Or --without {spelled(answer.flag.text)[2:]}"
-        if answer.flag.text.startswith("--")
-        else answer.why
+        f"{ported.why} Or --without {spelled(ported.flag.text)[2:]}"
+        if ported.flag.text.startswith("--")
+        else ported.why
     )

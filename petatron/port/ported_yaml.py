@@ -9,30 +9,30 @@ from petatron.base.terminal_escape import printable
 from petatron.config.schema.fields import all_fields, sections
 from petatron.config.value_origins import Setting
 from petatron.config.yaml_file import yaml_value
-from petatron.port.flag_answers import FlagAnswer
+from petatron.port.port_flags import PortedFlag
 
 _TITLE = "# Written by petatron port, checksum "
 _MAX_COMMENT = 500
 
 
-def settings_yaml(settings: Iterable[tuple[Setting, FlagAnswer | None]]) -> str:
+def settings_yaml(settings: Iterable[tuple[Setting, PortedFlag | None]]) -> str:
     """Returns settings by section in the order of the schema."""
-    by_path = {setting.path: (setting, answer) for setting, answer in settings}
+    by_path = {setting.path: (setting, ported) for setting, ported in settings}
     lines: list[str] = []
     for section in sections():
         rows = [by_path[info.path] for info in all_fields() if info.section == section and info.path in by_path]
         if not rows:
             continue
         lines += [f"{section}:"] if not lines else ["", f"{section}:"]
-        for setting, answer in rows:
+        for setting, ported in rows:
             text = f"  {setting.path.partition('.')[2]}: {yaml_value(setting.value)}"
-            lines.append(text if answer is None else f"{text}  # {_comment(_origin(answer))}")
+            lines.append(text if ported is None else f"{text}  # {_comment(_origin(ported))}")
     return "\n".join([*lines, ""])
 
 
 def ported_yaml(
     title: str,
-    settings: Iterable[tuple[Setting, FlagAnswer | None]],
+    settings: Iterable[tuple[Setting, PortedFlag | None]],
     comments: Sequence[tuple[str, Sequence[str]]],
 ) -> str:
     """Returns the whole file; `comments` are groups of lines, each with its heading."""
@@ -58,9 +58,9 @@ def _comment_lines(comments: Sequence[tuple[str, Sequence[str]]]) -> Iterator[st
             yield ""
 
 
-def _origin(answer: FlagAnswer) -> str:
-    line = f" (line {answer.flag.line})" if answer.flag.line else ""
-    return f"{answer.text}{line}" + (f": {answer.why}" if answer.why else "")
+def _origin(ported: PortedFlag) -> str:
+    line = f" (line {ported.flag.line})" if ported.flag.line else ""
+    return f"{ported.text}{line}" + (f": {ported.why}" if ported.why else "")
 
 
 def _comment(text: str) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.format_text import abbreviate_names, count_with_noun
 from petatron.base.untrusted_files import read_limited_bytes
-from petatron.port.flag_answers import spelled
 from petatron.port.launch_command import TrainingLaunch, find_launches, scheduler_variables
 from petatron.port.megatron_test_yaml import read_functional_test
+from petatron.port.port_flags import spelled
 from petatron.port.shell_interpreter import InterpretedScript, ScriptNote, interpret
 from petatron.port.shell_values import ShellText, ShellVariables, is_settable
 

@@ -1,1 +1,1 @@
-"""Opens models, whatever they are on disk: a run, one of its steps, a Hugging Face folder or name, what Megatron-LM saved."""
+"""Opens models on disk, whatever their format: a run, one of its steps, a Hugging Face folder or hub name, a Megatron checkpoint."""

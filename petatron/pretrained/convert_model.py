@@ -1,9 +1,8 @@
 """Converts a model between formats, tensor by tensor, in one process.
 
-A converted model is written to a temporary folder and renamed when all of it is on disk, so a folder that exists is complete. In
-the formats `petatron` and `huggingface` every tensor passes through one buffer of the size of the largest: that, and the few
-blocks (or, from Megatron, the one logical tensor) that `model_source.py` reads with, is all the memory a conversion needs. Megatron's
-legacy files contain a rank's whole share, which must fit in memory when they are written.
+The converted model is written to a temporary folder that is renamed when it is complete. To `petatron` and `huggingface`, a conversion
+needs memory for one buffer of the largest tensor, and for the few blocks (or, from Megatron, the one logical tensor) that
+`model_reader.py` reads with. Megatron's legacy files contain a rank's whole share, which must fit in memory when they are written.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.format_text import format_bytes
 from petatron.base.model_folder_names import CONFIG_FILE
 from petatron.base.safe_files import remove_tree
+from petatron.checkpoint.chunk import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import Disk, free_bytes
 from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable, StoredBox, StoredTensor
@@ -33,16 +33,15 @@ from petatron.checkpoint.megatron import OptimizerForm, TrainingExport
 from petatron.checkpoint.megatron.write_checkpoint import write_megatron
 from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, entry_bytes, file_table_entries, plan_files
 from petatron.checkpoint.save.rank_writer import weight_index_file
-from petatron.checkpoint.state import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
 from petatron.config.schema.sections.mup import relative_width
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
+from petatron.pretrained.atomic_model_folder import create_tmp_folder
 from petatron.pretrained.describe_hf_folder import json_bytes
 from petatron.pretrained.folder_kind import ModelFormat
-from petatron.pretrained.model_source import ModelSource
-from petatron.pretrained.new_folder import create_tmp_folder
+from petatron.pretrained.model_reader import ModelReader
 from petatron.pretrained.settings_as_config_file import config_yaml_text
-from petatron.pretrained.training_state import OPTIMIZER_STATE, TrainingState, fetch_float32
+from petatron.pretrained.stored_training_state import OPTIMIZER_STATE, TrainingState, fetch_float32
 from petatron.sharding.boxes import Box
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -52,7 +51,7 @@ _TRAINING_STATE = ("optimizer", "opt_param_scheduler", "lr_scheduler", OPTIMIZER
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer to write next to the weights in place of the source's own; `eod` is its end-of-document id."""
+    """Tokenizer files that replace the source's; `eod` is the end-of-document id."""
 
     files: Mapping[str, bytes]
     eod: int | None
@@ -60,7 +59,7 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronLayout:
-    """The format and parallel sizes of a Megatron-LM checkpoint, and the implementation of layers that it is for."""
+    """The format and parallel sizes of a Megatron-LM checkpoint, and its layer implementation (TE or local)."""
 
     format: Literal["legacy", "torch_dist"] = "torch_dist"
     tp: int = 1
@@ -72,7 +71,7 @@ class MegatronLayout:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What a conversion did: whether the state of the run went along, and what of the source stays behind."""
+    """The result of a conversion: whether it has training state, and which state of the source it lacks."""
 
     has_training: bool
     left_behind: tuple[str, ...]
@@ -91,8 +90,8 @@ class ConversionProgress:
 class ConversionOptions:
     """What to convert a source to.
 
-    dtype: of the weights; None keeps that of each tensor. Where a checkpoint has master weights too, a wide dtype is read from these.
-    training: whether the state of the run goes along, where source and target are programs that train on.
+    dtype: of the weights; None keeps each tensor's dtype. A wider dtype is read from master weights, if there are any.
+    training: whether training state is converted, between Petatron and Megatron.
     """
 
     target_format: ModelFormat
@@ -103,7 +102,7 @@ class ConversionOptions:
 
 
 def convert(
-    source: ModelSource,
+    source: ModelReader,
     target: Path,
     options: ConversionOptions,
     *,
@@ -112,9 +111,8 @@ def convert(
 ) -> Conversion:
     """Writes a source to a folder that does not exist yet, or is empty.
 
-    `petatron` writes a folder of one step, and a config.yaml of its settings: a run resumes from it with `--load`, if the source is a
-    Megatron run with the state of its optimizer, and else starts from it with `--from`. `huggingface` writes a model folder, `megatron`
-    one that a Megatron-LM run loads.
+    `petatron` writes a folder with one step and a config.yaml. A run resumes from it with `--load` if the source is a Megatron run with
+    optimizer state, and otherwise starts from it with `--from`. `huggingface` writes a model folder, `megatron` a Megatron checkpoint.
     """
     disk = disk or Disk()
     if options.target_format == "huggingface":
@@ -138,8 +136,8 @@ def convert(
     return Conversion(training is not None, tuple(name for name in source.other_state if name not in taken))
 
 
-def _takes_training(source: ModelSource, options: ConversionOptions) -> bool:
-    """Whether the state of a run goes along: from one program that trains to another, by weight."""
+def _takes_training(source: ModelReader, options: ConversionOptions) -> bool:
+    """Whether training state is converted: between Petatron and Megatron, if it was asked for."""
     if not options.training or options.target_format == "huggingface" or source.step == 0:
         return False
     if options.target_format == "megatron":
@@ -147,7 +145,7 @@ def _takes_training(source: ModelSource, options: ConversionOptions) -> bool:
     return source.format == "megatron"
 
 
-def _check_hf_family(source: ModelSource) -> None:
+def _check_hf_family(source: ModelReader) -> None:
     """Checks that a Hugging Face family can express the whole model."""
     remedy = "Convert it with --to petatron instead; petatron.from_pretrained opens that."
     try:
@@ -185,7 +183,7 @@ class _ConversionWriter:
 
     def __init__(
         self,
-        source: ModelSource,
+        source: ModelReader,
         options: ConversionOptions,
         disk: Disk,
         on_progress: Callable[[ConversionProgress], None],
@@ -193,7 +191,7 @@ class _ConversionWriter:
     ) -> None:
         self._source, self._options, self._disk, self._on_progress = source, options, disk, on_progress
         self._training = training
-        # A folder keeps its config.json, so its tensors keep the names of the family that it names.
+        # A Hugging Face folder keeps its config.json, so tensor names stay those of its family.
         model_type = None if source.config_json is None else str(source.config_json.get("model_type"))
         self._entries = folder_entries(source.spec, model_type)
         self._weights = _weight_specs(source, self._entries, options.dtype)
@@ -206,7 +204,7 @@ class _ConversionWriter:
         return sum(weight.num_bytes for weight in (*self._weights.values(), *self._state_specs().values()))
 
     def _state_specs(self) -> dict[str, WeightSpec]:
-        """Returns the tensors of the optimizer, by key; the distributed one of Megatron has master weights also of weights in float32."""
+        """Returns the optimizer's tensors by key; Megatron's distributed optimizer has master weights of float32 weights too."""
         shapes = {} if self._training is None else dict(self._training.shapes)
         if shapes and self._options.target_format == "megatron" and self._options.megatron.optimizer == "distributed":
             moments = [key for key in shapes if key.startswith("exp_avg/")]
@@ -314,7 +312,7 @@ class _ConversionWriter:
         return tensor
 
     def _fill(self, name: str, chunks: Sequence[Chunk]) -> None:
-        """Reads chunks; a value that its new dtype cannot represent is an error."""
+        """Reads chunks; raises for a value that overflows in the new dtype."""
         source = self._source
         source.fill(chunks)
         for chunk in chunks:
@@ -356,10 +354,10 @@ class _ConversionWriter:
         sizes: Counter[torch.dtype] = Counter()
         for weight in self._weights.values():
             sizes[weight.dtype] += math.prod(weight.shape)
-        dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")  # of most of the model
+        dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")  # the dtype of most of the model
         config = source.config_json or build_config_json(source.spec, dtype)
         config = {**strip_remote_code(config), "dtype": dtype, "torch_dtype": dtype}
-        config.pop("quantization_config", None)  # what was quantized is read dequantized
+        config.pop("quantization_config", None)  # quantized weights are read dequantized
         kept = {
             name: path
             for name, path in source.companion_files.items()
@@ -380,11 +378,11 @@ class _ConversionWriter:
 
 
 def _weight_specs(
-    source: ModelSource, entries: Sequence[FolderEntry], dtype: torch.dtype | None
+    source: ModelReader, entries: Sequence[FolderEntry], dtype: torch.dtype | None
 ) -> dict[str, WeightSpec]:
     """Returns every logical weight with its target dtype; tensors fused in one entry have the dtype of the first.
 
-    Expert biases keep theirs: they add up small steps.
+    Expert biases keep their dtype: they accumulate small steps.
     """
     weights: dict[str, WeightSpec] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""The Hugging Face folder inside a checkpoint: its tensors' names, and the files next to the weights."""
+"""Describes a model as the Hugging Face folder that a checkpoint contains: tensor names, and the files next to the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from petatron.checkpoint.state import ModelFolder
+from petatron.checkpoint.chunk import ModelFolder
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.hf import build_config_json, folder_entries
 from petatron.models.model_spec import ModelSpec
@@ -22,7 +22,7 @@ _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class CompanionFiles:
     """Files that came with a pretrained model next to the weights, and the token ids of its config.json.
 
-    An id that its config.json does not name is omitted: readers have a default for it, which None would override.
+    Ids that config.json does not name are omitted, since None would override the reader's default.
     """
 
     token_ids: Mapping[str, Any]
@@ -34,7 +34,7 @@ class CompanionFiles:
 
 
 def build_hf_folder(spec: ModelSpec, dtype: torch.dtype, tokenizer: Tokenizer | CompanionFiles | None) -> ModelFolder:
-    """Describes a model as a Hugging Face folder that other programs open; without a tokenizer the folder has none."""
+    """Describes a model as a Hugging Face folder; without a tokenizer it has no tokenizer files."""
     config = build_config_json(spec, dtype)
     companions = tokenizer if isinstance(tokenizer, CompanionFiles) else _companions_for_tokenizer(tokenizer)
     config = {key: value for key, value in config.items() if key not in _TOKEN_ID_KEYS} | dict(companions.token_ids)
@@ -47,11 +47,11 @@ def build_hf_folder(spec: ModelSpec, dtype: torch.dtype, tokenizer: Tokenizer | 
 
 
 _cached_folder_entries = lru_cache(maxsize=4)(folder_entries)
-"""Between saves."""
+"""Caches the entries from save to save."""
 
 
 def _companions_for_tokenizer(tokenizer: Tokenizer | None) -> CompanionFiles:
-    """A run's tokenizer has an end-of-document token and no others; transformers gives a missing id the family's own."""
+    """Returns the files and token ids of a run's tokenizer. Only end-of-document is known; for other ids transformers has defaults."""
     ids = dict.fromkeys(_TOKEN_ID_KEYS) | {"eos_token_id": None if tokenizer is None else tokenizer.eod}
     return CompanionFiles(ids, {} if tokenizer is None else tokenizer.files())
 

@@ -22,7 +22,7 @@ from petatron.checkpoint.files.step_list import (
     resolve_step,
     step_name,
 )
-from petatron.checkpoint.load.averaged_weights import read_manifest_with_weights
+from petatron.checkpoint.load.weights_from_average import read_manifest_with_weights
 from petatron.config import CheckpointConfig
 from petatron.pretrained.hub import local_model
 
@@ -50,12 +50,12 @@ def detect_format(path: Path) -> ModelFormat:
 
 
 def has_steps(path: Path) -> bool:
-    """Whether this is a folder of steps, one of them, or inside of one."""
+    """Whether this is a folder of steps, one step, or a folder inside a step."""
     return containing_step(path) is not None or bool(list_steps(path))
 
 
 def is_megatron_folder(path: Path) -> bool:
-    """Whether Megatron-LM saved this: a folder of steps, or one of them."""
+    """Whether Megatron-LM saved this folder of steps, or step."""
     return any((path / name).is_file() for name in (".metadata", TRACKER_FILE)) or any(path.glob("mp_rank_*"))
 
 
@@ -130,13 +130,13 @@ def check_load_dir(folder: Path, config: CheckpointConfig, *, may_be_empty: bool
 
 
 def refuse_unconverted(folder: Path) -> None:
-    """Raises for the folder of a model whose weights are not read as they are."""
+    """Raises for a model folder whose weights need a conversion first."""
     if not has_steps(folder) and not is_megatron_folder(folder) and (folder / CONFIG_FILE).is_file():
         reject_pickle_weights(folder)
 
 
 def _check_megatron_load(folder: Path, config: CheckpointConfig) -> None:
-    """What Megatron-LM saved starts a run as it is, and continues one after a conversion."""
+    """Checks `--load` of a Megatron checkpoint: a run can start from it, and resumes only after a conversion."""
     if not config.finetune:
         raise CheckpointError(
             f"--load {folder} was saved by Megatron-LM. To go on with its run, optimizer state included, convert it first: petatron "
@@ -149,7 +149,7 @@ def _check_megatron_load(folder: Path, config: CheckpointConfig) -> None:
 
 
 def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
-    """A Hugging Face model has weights and no state to resume from."""
+    """Checks `--load` of a Hugging Face model, which has no state to resume from."""
     if not config.finetune:
         raise CheckpointError(
             f"--load {folder} is the folder of a model: there are weights, but no run to go on with. Use --from {folder} to start a "
@@ -160,7 +160,7 @@ def _check_hf_load(folder: Path, config: CheckpointConfig) -> None:
 
 
 def find_model(checkpoint: str | Path) -> Path:
-    """Returns the folder of a Hugging Face model, of the newest step of a run, or that Megatron-LM saved to; raises if it is none."""
+    """Returns the model folder of a path: a Hugging Face model, a run's newest step, or a Megatron checkpoint; raises otherwise."""
     path = local_model(checkpoint, where="CHECKPOINT")
     if not path.is_dir():
         raise CheckpointError(
@@ -181,7 +181,7 @@ def find_model(checkpoint: str | Path) -> Path:
 
 
 def weights_kind_problems(weights: str | None, model_format: str) -> list[Problem]:
-    """Returns what is wrong with `--weights` for a format: a checkpoint of ours alone has several kinds of weights."""
+    """Returns the problems of `--weights` for a format: only our checkpoints have several kinds of weights."""
     if weights is None or model_format == "petatron":
         return []
     rule = f"chooses among the state of a checkpoint, and a {model_format} model has one set of weights"
@@ -189,7 +189,7 @@ def weights_kind_problems(weights: str | None, model_format: str) -> list[Proble
 
 
 def check_weights_kind(folder: Path, weights: str | None) -> None:
-    """Raises if what is opened has no such kind of weights; None means those of the model."""
+    """Raises if the model has no such kind of weights; None means its current weights."""
     if weights is None:
         return
     model_format = detect_format(folder)
@@ -199,6 +199,6 @@ def check_weights_kind(folder: Path, weights: str | None) -> None:
 
 
 def model_files(folder: Path) -> Path:
-    """Returns where the files of a model are: inside a step, or the folder itself."""
+    """Returns the folder with a model's files: `model/` of a step, or the folder itself."""
     inner = folder / MODEL_FOLDER
     return inner if inner.is_dir() else folder

@@ -1,7 +1,7 @@
 """Loads pretrained models: a Hugging Face folder, a checkpoint, or a transformers model in memory, on any mesh.
 
-The settings come from the model's own config.json, on the same path as a user's config file; flags add the layout and other run
-settings, and take precedence.
+Settings come from the model's config.json, loaded like a user's config file; flags add the layout and other run settings, and take
+precedence.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.folder_kind import detect_format, refuse_unconverted, weights_kind_problems
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.launch_and_build_model import build_initial_model, launch
+from petatron.pretrained.load_checkpoint import load_checkpoint
 from petatron.pretrained.open_step import open_step
-from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.pretrained.saveable_model import Model
 from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 from petatron.sharding.flat_shard import group_tensor_shards
@@ -52,7 +52,7 @@ class _TransformersConfig(Protocol):
 
 
 class TransformersModel(Protocol):
-    """The interface used of a transformers model."""
+    """The methods of a transformers model that are used here."""
 
     @property
     def config(self) -> _TransformersConfig: ...
@@ -70,11 +70,10 @@ def from_pretrained(
 ) -> Model:
     """Loads the model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
 
-    The folder is that of a Hugging Face model, of checkpoints, of one checkpoint, or of what Megatron-LM saved. Without a mesh one is
-    built for the layout of the flags. `dtype` is one of torch's, or its name (bfloat16 or bf16 and so on); None means that of the flags,
-    else that of the weights. Without `gradients` there is no memory for any: the model generates and evaluates. `weights` is a kind of
-    state of a checkpoint to read in the place of its weights: `ema`, their average. Files next to the weights (tokenizer, token ids) are
-    stored for `save_pretrained`.
+    The folder is a Hugging Face model, a run, one of its steps, or a Megatron checkpoint. Without a mesh one is built for the layout of
+    the flags. `dtype` is a torch dtype or its name (bfloat16, bf16); None means that of the flags, else that of the weights. Without
+    `gradients` none are allocated: the model generates and evaluates. `weights="ema"` loads the average of a checkpoint's weights. Files
+    next to the weights (tokenizer, token ids) are kept for `save_pretrained`.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -117,7 +116,7 @@ def from_pretrained(
 
 
 def open_model_folder(path: Path) -> HuggingFaceFolder:
-    """Opens the Hugging Face folder of a model: the path itself, or that of a step, a run's newest if none is named."""
+    """Opens the Hugging Face folder of a model: the path itself, or the folder inside a step (of a run: the newest)."""
     if detect_format(path) != "petatron":
         refuse_unconverted(path)
         return HuggingFaceFolder(path)
@@ -128,18 +127,18 @@ def open_model_folder(path: Path) -> HuggingFaceFolder:
 def _folder_run_config(
     folder: HuggingFaceFolder, mesh: ParallelMesh | None, flags: Sequence[str], precision: str | None
 ) -> RunConfig:
-    """Returns the config of a folder's model, which its files contain."""
+    """Returns the config that the files of a model folder contain."""
     stored = folder.config.get("dtype") or folder.config.get("torch_dtype")
     with reading_untrusted(folder.config_file, model_folder_error):
         settings = folder.checked_settings()
-        with nullcontext() if flags else folder.naming_config():  # with flags a problem may be theirs
+        with nullcontext() if flags else folder.naming_config():  # with flags, the problem may be theirs
             run = _run_config(settings, mesh, flags, precision, stored=stored)
         folder.check_size(model_spec(run))
     return run
 
 
 def _precision_of(dtype: torch.dtype | str) -> str:
-    """Returns the flags' name of a dtype."""
+    """Returns the name of a dtype in flags."""
     name = str(dtype).removeprefix("torch.")
     precision = name if name in _DTYPE_TO_PRECISION.values() else _DTYPE_TO_PRECISION.get(name)
     if precision is None:
@@ -156,7 +155,7 @@ def _run_config(
     *,
     stored: torch.dtype | str | None,
 ) -> RunConfig:
-    """Combines the settings of a config.json, the layout of the mesh, then the flags."""
+    """Combines the settings of a config.json, the layout of the mesh, and the flags; later sources win."""
     sections = config_sections(*settings)
     has_precision_flag = any(flag.partition("=")[0] in _PRECISION_FLAGS for flag in flags)
     if precision is not None or not has_precision_flag:
@@ -176,7 +175,7 @@ def _run_config(
 
 @torch.no_grad()
 def _load_state_dict(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Copies this rank's boxes out of whole tensors."""
+    """Copies this rank's shards out of whole tensors."""
     logical = to_logical(family_name_of_config(content), tensors, model.spec)
     for group in model.param_groups:
         for piece, view in group_tensor_shards(group, group.weights()):

@@ -1,7 +1,7 @@
-"""Models by their name on the Hugging Face hub (OWNER/NAME, or OWNER/NAME@REVISION), wherever the folder of a model is given.
+"""Downloads models by their name on the Hugging Face hub (OWNER/NAME or OWNER/NAME@REVISION), wherever a model folder is accepted.
 
-The hub's own library downloads: into its cache, where other programs find the model too, resuming what was interrupted, with the user's
-token and a mirror (HF_ENDPOINT). Only files that are read are downloaded: settings, tokenizer and safetensors, never pickles or code.
+huggingface_hub downloads into its own cache, resumes interrupted downloads, and uses the user's token and mirror (HF_ENDPOINT). Only
+settings, tokenizer and safetensors files are downloaded, never pickles or code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LIBRARY = "huggingface_hub"
 _NAME = re.compile(r"(?P<owner>[A-Za-z0-9][\w.-]*)/(?P<name>[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _NOT_READ = ("*/*", "consolidated*")
-"""Other copies of the weights: in folders (original/, onnx/), and Mistral's own."""
+"""Other copies of the weights: in subfolders (original/, onnx/), and Mistral's format."""
 
 
 def local_model(name: str | Path, *, where: str = "--from", settings_only: bool = False) -> Path:
-    """Returns the folder of a model: the path itself, the folder of a config.json, or where the hub's cache has what a name means.
+    """Returns the folder of a model: the path itself, the folder of a config.json, or a folder in the hub's cache.
 
-    A path that does not exist and cannot be a name is returned as it is. `where` names the argument in errors. With
+    A path that neither exists nor can be a name is returned unchanged. `where` names the argument in errors. With
     `settings_only` the weights and the tokenizer are not downloaded.
 
     >>> local_model("runs/mine/step-00000010")
@@ -72,7 +72,7 @@ def _download(repository: str, revision: str | None, *, where: str, settings_onl
 
 
 def _failure(errors: Any, error: Exception, repository: str, page: str) -> tuple[str, str]:
-    """Returns what went wrong and what to do. The order matters: some errors are kinds of others."""
+    """Returns the cause and the remedy. The order matters: some errors are subclasses of others."""
     if isinstance(error, errors.GatedRepoError):
         login = "Accept its terms there, then run `hf auth login` (or set HF_TOKEN)."
         return f"is gated: its owner gives access by request on {page}", login

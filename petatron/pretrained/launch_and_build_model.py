@@ -1,4 +1,4 @@
-"""Joins the ranks and builds a model on its mesh, with initial weights or none: what everything that has a model begins with."""
+"""Joins the ranks, builds the mesh, and builds a model on it, with or without initial weights."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from petatron.parallel.router_statistics import RouterStatistics
 from petatron.pretrained.saveable_model import Model
 from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
 from petatron.sharding.shard_spec import Placement
-from petatron.validate.layer_abilities import check_training
+from petatron.validate.layer_capabilities import check_training
 
 
 class HasConfig(Protocol):
-    """A run that knows its config and its tokenizer, such as `petatron.load` returns."""
+    """A run with a config and a tokenizer, such as `petatron.load` returns."""
 
     tokenizer: Tokenizer | None
 
@@ -47,7 +47,7 @@ class HasConfig(Protocol):
 
 
 def config_of(run: RunConfig | HasConfig) -> RunConfig:
-    """The functions of the public API take a run or its config."""
+    """Returns the config: functions of the public API take a run or its config."""
     return run if isinstance(run, RunConfig) else run.config
 
 
@@ -87,7 +87,7 @@ def build_initial_model(
     gradients: bool = True,
     group_rule: OptimizerGroupRule | None = None,
 ) -> Model:
-    """Builds the model of `build_model` and loads nothing: for callers that load all of a run's state themselves."""
+    """Builds the model of `build_model` without loading: for callers that load all state of a run."""
     # CUDA graphs cannot read RNG states during capture, so only they rely on knowing whether the step draws.
     uses_rng = uses_random_numbers(run) or run.train.cuda_graphs != "on"
     streams = RandomStreams.seeded(run.train.seed, mesh, used_in_step=uses_rng)
@@ -138,9 +138,9 @@ def build_initial_model(
 
 
 def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
-    """Returns the mesh axes that a run communicates over, whose process groups exist before its first step.
+    """Returns the mesh axes that a run communicates over; their process groups are created before the first step.
 
-    They are in one order for all ranks, since creating a group is a rendezvous of its members.
+    The order is the same on all ranks, since creating a group is a rendezvous of its members.
 
     Gradient reductions over blocks of ranks differ between pipeline stages (`ends`, `tp/2`); a block's ranks are of one stage, or are
     its ends.
@@ -153,7 +153,7 @@ def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
         axes += ["shard", "dp_outer"]
     if run.moe.num_experts is not None:
         axes += ["ep_etp", "sequence", "stage", "edp"]
-        if rule_spec(run.optim).unit != "element":  # it needs more of an expert's matrix than one rank's shard
+        if rule_spec(run.optim).unit != "element":  # the update rule needs whole matrices of experts
             axes.append("etp")
         if parallel.data_parallel_sharding_strategy != "no_shard":
             axes.append("edp_shard")

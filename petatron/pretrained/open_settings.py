@@ -1,7 +1,7 @@
-"""The settings a checkpoint was saved with, for `--use-checkpoint-args` and `--from`.
+"""Reads the settings that a checkpoint was saved with, for `--use-checkpoint-args` and `--from`.
 
-A checkpoint of a training run contains the run's whole config. One that was converted or saved by your own program, and a Hugging
-Face model folder, contain the model's config.json, which describes the model and no layout.
+A checkpoint of a training run contains the run's whole config. A converted checkpoint, one of a custom program, and a Hugging Face folder
+contain only config.json, which describes the model and no layout.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from petatron.base.errors import CheckpointError
 from petatron.base.model_folder_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
+from petatron.checkpoint.chunk import WEIGHT_PREFIX
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.state import WEIGHT_PREFIX
 from petatron.config import CheckpointConfig
 from petatron.config.required_settings import required
 from petatron.config.settings_from_checkpoint import CheckpointSettings, tokenizer_paths
@@ -37,7 +37,7 @@ _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 def read_checkpoint_args(
     config: CheckpointConfig, start_folder: str | None = None, *, settings_only: bool = False
 ) -> CheckpointSettings:
-    """Returns the settings of the checkpoint that a run would load, or of the model in `start_folder`; raises if there is none.
+    """Returns the settings of the checkpoint that a run loads, or of the model in `start_folder`; raises if there is none.
 
     With `settings_only` a Hugging Face model needs no weights: a config.json is enough.
     """
@@ -54,7 +54,7 @@ def read_checkpoint_args(
 
 
 def _read_start_folder(folder: Path, *, settings_only: bool) -> CheckpointSettings:
-    """Reads the model of a Hugging Face folder, of a run's newest step, of one step, or of what Megatron-LM saved."""
+    """Reads the model settings of a Hugging Face folder, a run's newest step, one step, or a Megatron checkpoint."""
     try:
         kind = detect_format(folder)
     except CheckpointError as error:

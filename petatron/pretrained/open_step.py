@@ -1,4 +1,4 @@
-"""Opens the model folder of a step, with the code of a model of one's own that its run has stored."""
+"""Opens the model folder of a step, and imports the user modules that its run imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
-from petatron.config.imports import import_stored
+from petatron.config.import_user_modules import import_stored
 from petatron.config.schema.fields import all_fields
 from petatron.config.schema.sections.mup import MupSettings
 from petatron.models.registry import is_registered
@@ -35,7 +35,7 @@ def open_step(step: Path, manifest: Manifest) -> HuggingFaceFolder:
 
 
 def stored_imports(step: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Returns the modules of its own that the run of a step has imported."""
+    """Returns the user modules that the run of a step imported."""
     with reading_untrusted(step / step_folder.MANIFEST_FILE, step_folder.damaged_error):
         imports = run_config(run_metadata(manifest)).get("launch", {}).get("imports", [])
         if not isinstance(imports, list) or not all(isinstance(name, str) for name in imports):
@@ -44,7 +44,7 @@ def stored_imports(step: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 def stored_mup(step: Path, manifest: Manifest) -> dict[str, Any]:
-    """Returns the muP settings of the run of a step, by which it trains on; empty without muP. config.json has the factors alone."""
+    """Returns the muP settings of a step's run; empty without muP. config.json has only the resulting factors."""
     with reading_untrusted(step / step_folder.MANIFEST_FILE, step_folder.damaged_error):
         model = run_config(run_metadata(manifest)).get("model", {})
         if model.get("use_mup") is not True:

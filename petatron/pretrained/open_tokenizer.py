@@ -1,7 +1,6 @@
-"""Opens the tokenizer of a run: that of the model that it starts from is the default, and another one must be forced.
+"""Opens the tokenizer of a run: by default the tokenizer of the model that the run starts from; another one must be forced.
 
-A model has learned what its ids mean. With another tokenizer every id means something else: such a run would train without a word
-and save a model that is wrong for both.
+With another tokenizer the ids would mean something else than the model has learned, and training would not notice.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _log = get_logger(__name__)
 
 
 def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None]:
-    """Opens the tokenizer of a run, if any, and returns the config with its vocabulary size; `ConfigError` if nothing says it.
-
-    It is the configured one, or by default that of the model that the run starts from.
-    """
+    """Opens the tokenizer of a run, if any; returns the config with the vocabulary size, or raises `ConfigError` if it is unknown."""
     start = _find_start_tokenizer(loaded.config.checkpoint)
     loaded = loaded if start is None else _with_start_tokenizer(loaded, start)
     config = loaded.config
@@ -42,7 +38,7 @@ def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None
 
 
 def _asked_vocab_size(loaded: LoadedConfig) -> int | None:
-    """Returns the size that cuts or makes a vocabulary; that of a preset gives way to a tokenizer that has a size."""
+    """Returns the requested vocabulary size; the tokenizer's size overrides a preset's."""
     of_preset = loaded.origins["model.vocab_size"].kind in ("preset", "adapted")
     gives_way = of_preset and loaded.config.tokenizer.tokenizer_type != "NullTokenizer"
     return None if gives_way else loaded.config.model.vocab_size
@@ -50,7 +46,7 @@ def _asked_vocab_size(loaded: LoadedConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class StartTokenizer:
-    """The tokenizer of the model that a run starts from, and that model's folder."""
+    """The tokenizer and the folder of the model that a run starts from."""
 
     folder: Path
     config: TokenizerConfig
@@ -66,7 +62,7 @@ def _find_start_tokenizer(checkpoint: CheckpointConfig) -> StartTokenizer | None
 
 
 def _model_folder(path: Path, step: int | None) -> Path | None:
-    """Returns the Hugging Face folder of what would be loaded; a damaged folder has its error from the load."""
+    """Returns the Hugging Face folder of the model to load; a damaged folder raises when it is loaded."""
     containing = step_list.containing_step(path)
     if containing is not None:
         return containing / step_folder.MODEL_FOLDER
@@ -78,7 +74,7 @@ def _model_folder(path: Path, step: int | None) -> Path | None:
 
 
 def _with_start_tokenizer(loaded: LoadedConfig, start: StartTokenizer) -> LoadedConfig:
-    """Returns the config with the model's own tokenizer, unless somebody chose one or declined this one."""
+    """Returns the config with the model's tokenizer, unless the user chose another or declined it."""
     declined = not loaded.config.checkpoint.use_tokenizer_model_from_checkpoint_args
     if declined or any(loaded.origins[path].is_explicit for path in tokenizer_paths()):
         return loaded
@@ -91,7 +87,7 @@ def _with_start_tokenizer(loaded: LoadedConfig, start: StartTokenizer) -> Loaded
 
 
 def _check_start_tokenizer(loaded: LoadedConfig, tokenizer: Tokenizer, start: StartTokenizer) -> None:
-    """Raises if somebody chose another tokenizer than the model's and does not force it."""
+    """Raises if the user chose another tokenizer than the model's without forcing it."""
     values = flatten_config(loaded.config)
     given = [path for path in tokenizer_paths() if loaded.origins[path].is_explicit and values[path] is not None]
     if not given or tokenizer.name == str(start.folder):

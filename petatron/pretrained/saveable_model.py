@@ -1,4 +1,4 @@
-"""A model on its mesh that can also be saved as a Hugging Face folder."""
+"""`Model`: this rank's part of a model on its mesh, which can be saved as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.atomic_model_folder import create_tmp_folder, tmp_folder
+from petatron.pretrained.checkpoint_components import model_components
 from petatron.pretrained.describe_hf_folder import CompanionFiles
-from petatron.pretrained.new_folder import create_tmp_folder, tmp_folder
-from petatron.pretrained.save_and_load import save_with_manager
-from petatron.pretrained.saved_model_state import model_components
+from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.schedule.actions import TimedAction
 
 _log = get_logger(__name__)
@@ -33,13 +33,13 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StartFolder:
-    """Where the first weights of a run are, and by which flag."""
+    """The folder with the first weights of a run, and the flag that names it."""
 
     flag: Literal["--load", "--pretrained-checkpoint"]
     folder: str
 
     def resumes(self, config: CheckpointConfig) -> bool:
-        """Whether the run continues the one that saved the weights, with all of its state."""
+        """Whether the run resumes with all state of the run that saved the weights."""
         return self.flag == "--load" and not config.finetune
 
 
@@ -62,7 +62,7 @@ class Model(ParallelModel):
     start_folder: StartFolder | None = None
     """Where `build_model` loaded its weights from."""
     unrestored_notice: str | None = None
-    """What to tell a loop that trains without the other state of the checkpoint; None once it is restored or told."""
+    """A warning for a loop that trains without restoring the checkpoint's other state; None once it is restored or warned."""
 
     def train_step(
         self,
@@ -71,14 +71,14 @@ class Model(ParallelModel):
         loss_scale: float = 1.0,
         timeline: Callable[[list[TimedAction]], None] | None = None,
     ) -> Tensor:
-        """As `ParallelModel.train_step`; says once that `petatron.restore` was forgotten."""
+        """Like `ParallelModel.train_step`; warns once if `petatron.restore` was forgotten."""
         if self.unrestored_notice is not None:
             _log.warning("%s", self.unrestored_notice)
             self.unrestored_notice = None
         return super().train_step(batches, loss_scale=loss_scale, timeline=timeline)
 
     def saved_companions(self) -> Tokenizer | CompanionFiles | None:
-        """Returns the tokenizer, or the files, that a checkpoint keeps beside the weights so that the model generates."""
+        """Returns the tokenizer, or its files, that a checkpoint stores next to the weights."""
         if self.run_tokenizer is None and self.run is not None and self.run.tokenizer.tokenizer_type is not None:
             self.run_tokenizer = build_tokenizer(self.run.tokenizer, vocab_size=self.run.model.vocab_size)
         return self.run_tokenizer if self.run_tokenizer is not None else self.companion_files
@@ -108,7 +108,7 @@ class Model(ParallelModel):
         opened = open_tokenizer_files(Path(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
         _on_first_rank(control, target, lambda: create_tmp_folder(target, overwrite=overwrite))
         try:
-            save_with_manager(
+            publish_checkpoint(
                 CheckpointManager(tmp, control, world_axis=self.mesh.world, device=self.mesh.device),
                 model_components(self, random_states=False),
                 step=0,

@@ -1,4 +1,4 @@
-"""The settings of a model as sections of a config file, loaded on the same path as a user's."""
+"""Writes the settings of a model as sections of a config file, and loads them like a user's file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_DEFAULT_SEQ_LENGTH = 4096
 def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns a model's settings as sections of a config file, with a sequence length that it supports unless one is given.
 
-    With LongRoPE that is the original context: samples of that length train what the model does with short factors.
+    With LongRoPE the default is the original context, whose samples train with the short factors.
     """
     longest = model.get("max_position_embeddings") or _MAX_DEFAULT_SEQ_LENGTH
     if model.get("longrope_short_factor"):
@@ -37,7 +37,7 @@ def config_yaml_text(sections: Mapping[str, Mapping[str, Any]]) -> str:
 def load_config_sections(
     sections: Mapping[str, Mapping[str, Any]], flags: Sequence[str] = (), *, world_size: int | None = 1
 ) -> LoadedConfig:
-    """Loads the derived and checked config of a model, on the same path as a user's file."""
+    """Loads the config of a model from sections: derived and checked like a user's file."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(config_yaml_text(sections))

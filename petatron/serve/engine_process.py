@@ -1,15 +1,13 @@
-"""An engine in a process of its own, driven over a pipe.
+"""Runs the generation engine in a process of its own, and exchanges JSON messages with it over a pipe.
 
-Python runs one thread of a process at a time, and an engine's thread gives way at each of its hundreds of operations. In one process
-with it, whatever the event loop does for a token (an event, its JSON, a write to a socket) makes a step longer by as much. So the server
-keeps the event loop, and the engine steps elsewhere.
+The threads of a Python process share one interpreter lock: whatever the server does for a token (an event, its JSON, a socket write)
+would lengthen an engine step. So the event loop stays in the server's process, and the engine steps in another.
 
-The pipe carries messages of JSON. One to the engine has commands (requests and cancellations), or asks for another checkpoint's weights or
-the end; of every step one comes back, with the events of all sequences, finished answers and counts. The engine steps on while it has
-work, and takes what has come between two steps; who waits for a step is woken by a new command, and sends it at once. So a request never
-misses a step that begins after it came, and a server that is late with its answers holds up nothing until they fill the pipe. A thread
-empties the pipe on the engine's side, so that the two never wait for each other to read. What a model cannot serve is found here, where it
-was asked.
+The server sends commands (requests and cancellations), a reload of another checkpoint's weights, or the end. After every step the engine
+sends the events of all sequences, finished completions and counts. It steps as long as it has work, and reads new commands between
+steps. A new command wakes a server that waits for a step and is sent at once, so a request never misses the next step. A slow server
+delays the engine only when the pipe is full; a thread drains the pipe on the engine's side, so the two cannot deadlock. The server's
+side refuses requests that the model cannot serve (`check_request`).
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ _stats_content = attrgetter(*(field.name for field in fields(EngineStats)))
 
 
 class EngineProcess:
-    """A `CheckpointEngine` elsewhere; what a server drives and reloads. One thread calls all but `wake`."""
+    """Drives a `CheckpointEngine` in another process. One thread calls all methods but `wake`."""
 
     def __init__(self, settings: ModelSettings) -> None:
         """Returns when the engine is open; raises what its process raised."""
@@ -58,15 +56,15 @@ class EngineProcess:
         self.vocab_size = settings.vocab_size
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
-        self._pipe, other = get_context("spawn").Pipe()
-        arguments = (other, settings.folder, settings.flags, settings.options, settings.weights)
+        self._pipe, engine_pipe = get_context("spawn").Pipe()
+        arguments = (engine_pipe, settings.folder, settings.flags, settings.options, settings.weights)
         self._process = get_context("spawn").Process(target=_run_engine, args=arguments, daemon=True)
         self._process.start()
-        other.close()
-        # It obeys no signal but this one, and the interpreter waits at its end for processes it has started.
+        engine_pipe.close()
+        # The engine ignores other signals, and at exit the interpreter waits for its child processes.
         self._kill = weakref.finalize(self, self._process.kill)
         try:
-            self._learn(self._receive())
+            self._set_properties(self._receive())
         except BaseException:
             self._kill()
             raise
@@ -77,42 +75,42 @@ class EngineProcess:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._commands) or self._works
+        return bool(self._commands) or self._engine_has_work
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         check_request(prompt_ids, params, self)
         request, self._next_request = self._next_request, self._next_request + 1
         self._prompts[request] = list(prompt_ids)
-        self._commands.append({"request": request, "prompt": _packed(prompt_ids), "params": asdict(params)})
+        self._commands.append({"request": request, "prompt": _encode_ids(prompt_ids), "params": asdict(params)})
         return request
 
     def cancel(self, request: int) -> None:
         self._commands.append({"request": request})
 
     def step(self) -> list[TokenEvent]:
-        """Returns nothing if it is woken before the step has ended: a request must be there when the next one begins."""
-        if self._commands or not self._works:
+        """Returns the events of a step, or nothing if `wake` is called first: a new request must be sent before the next step begins."""
+        if self._commands or not self._engine_has_work:
             commands, self._commands = self._commands, []
             self._send({"commands": commands})
-            self._num_sent, self._works = self._num_sent + 1, True
+            self._num_sent, self._engine_has_work = self._num_sent + 1, True
         if self._pipe not in wait([self._pipe, self._wake_reader]):
             self._wake_reader.recv(_MOST_WAKES)
             return []
-        answer = self._receive()
-        self._works = answer["works"] or answer["num_taken"] < self._num_sent
-        self.stats = EngineStats(*answer["stats"])
-        for request, outcome in answer["completions"]:
+        message = self._receive()
+        self._engine_has_work = message["has_work"] or message["num_taken"] < self._num_sent
+        self.stats = EngineStats(*message["stats"])
+        for request, outcome in message["completions"]:
             prompt = self._prompts.pop(request)
             self._finished[request] = (
                 _read_error(outcome["error"]) if "error" in outcome else _read_completion(outcome, prompt)
             )
-        events = [TokenEvent(*content) for content in answer["events"]]
+        events = [TokenEvent(*content) for content in message["events"]]
         return [
             event if event.logprob is None else event._replace(logprob=_read_logprob(event.logprob)) for event in events
         ]
 
     def wake(self) -> None:
-        with suppress(OSError):  # it is closed, or as many wakes wait already as there is room for
+        with suppress(OSError):  # it is closed, or full of wakes that are not read yet
             self._wake_writer.send(b"w")
 
     def take(self, request: int) -> Completion:
@@ -122,14 +120,14 @@ class EngineProcess:
         return finished
 
     def reload(self, step: Path) -> EngineProcess:
-        """Loads another step on all ranks, while nothing runs; `step_number` then tells which one it is."""
+        """Loads another step's weights on all ranks while no request runs, and sets `step_number`."""
         self._send({"reload": str(step)})
-        self._learn(self._receive())
+        self._set_properties(self._receive())
         return self
 
     def check_alive(self) -> None:
         if not self._process.is_alive():
-            raise self._gone()
+            raise self._ended_error()
 
     def close(self) -> None:
         """Ends the engines of all ranks, and the process."""
@@ -138,19 +136,19 @@ class EngineProcess:
                 self._send({"close": True})
                 while "closed" not in self._receive():
                     pass
-        # The answer is the last that it does, and an interpreter with torch takes a second to end by itself.
+        # The engine is closed; an interpreter with torch would take another second to exit.
         self._kill()
         self._process.join(_END_TIMEOUT_S)
         for end in (self._pipe, self._wake_reader, self._wake_writer):
             end.close()
 
-    def _learn(self, properties: Mapping[str, Any]) -> None:
-        """Takes the properties of an engine that has just been opened, which counts requests from 0."""
+    def _set_properties(self, properties: Mapping[str, Any]) -> None:
+        """Sets the properties of an engine that has just been opened; it numbers requests from 0."""
         self.step_number: int | None = properties["step_number"]
         self.stop_ids: tuple[int, ...] = tuple(properties["stop_ids"])
         self.max_length: int = properties["max_length"]
         self.stats = EngineStats(*properties["stats"])
-        self._works, self._num_sent, self._next_request = False, properties["num_taken"], 0
+        self._engine_has_work, self._num_sent, self._next_request = False, properties["num_taken"], 0
         self._commands: list[dict[str, Any]] = []
         self._prompts: dict[int, list[int]] = {}
         self._finished: dict[int, Completion | PetatronError] = {}
@@ -159,18 +157,18 @@ class EngineProcess:
         try:
             _send(self._pipe, message)
         except OSError as error:
-            raise self._gone() from error
+            raise self._ended_error() from error
 
     def _receive(self) -> dict[str, Any]:
         try:
-            answer = json.loads(self._pipe.recv_bytes())
+            message = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
-            raise self._gone() from error
-        if "error" in answer:
-            raise _read_error(answer["error"])
-        return answer
+            raise self._ended_error() from error
+        if "error" in message:
+            raise _read_error(message["error"])
+        return message
 
-    def _gone(self) -> LaunchError:
+    def _ended_error(self) -> LaunchError:
         self._process.join(_END_TIMEOUT_S)
         return LaunchError(
             f"The engine's process has ended with exit code {self._process.exitcode}. Its output says why."
@@ -180,7 +178,7 @@ class EngineProcess:
 def _run_engine(
     pipe: Connection, checkpoint: Path, flags: Sequence[str], options: EngineOptions | None, weights: str | None
 ) -> None:
-    """The process: opens the engine and obeys until it is told to close, or the server is gone."""
+    """Runs in the engine's process: opens the engine and serves commands until the server closes it or dies."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the server drains, and then ends this process
         signal.signal(number, signal.SIG_IGN)
     configure_logging(rank=read_environment().rank)
@@ -190,7 +188,7 @@ def _run_engine(
         _send(pipe, {"error": _error_content(error)})
         return
     try:
-        _exempt_from_collections()
+        _freeze_garbage_collector()
         _send(pipe, _properties(engine, num_taken=0))
         _serve_commands(pipe, engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -198,7 +196,7 @@ def _run_engine(
 
 
 def _serve_commands(pipe: Connection, engine: CheckpointEngine) -> None:
-    """Steps while there is work. Each answer tells how many messages of commands had been taken before its step."""
+    """Steps while there is work. Each message after a step says how many command messages the engine had read before that step."""
     messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(pipe, messages), daemon=True).start()
     num_taken = 0
@@ -230,27 +228,27 @@ def _read_messages(pipe: Connection, messages: queue.SimpleQueue[dict[str, Any] 
         messages.put(None)
 
 
-def _exempt_from_collections() -> None:
-    """Lets collections of garbage skip what is there now: to look through torch and a model takes a tenth of a second, in a step."""
+def _freeze_garbage_collector() -> None:
+    """Excludes existing objects from garbage collection: traversing torch and a model takes 0.1 s in the middle of a step."""
     gc.collect()
     gc.freeze()
 
 
 def _reload(pipe: Connection, engine: CheckpointEngine, step: Path, num_taken: int) -> None:
-    gc.unfreeze()  # the model before must be found
+    gc.unfreeze()  # the previous model must be collected
     try:
         engine.reload(step)
     except PetatronError as error:
         _send(pipe, {"error": _error_content(error)})
     else:
         _send(pipe, _properties(engine, num_taken=num_taken))
-    _exempt_from_collections()
+    _freeze_garbage_collector()
 
 
 def _take_commands(engine: CheckpointEngine, commands: Sequence[Mapping[str, Any]]) -> None:
     for command in commands:
         if "prompt" in command:
-            number = engine.submit(_unpacked(command["prompt"]), SamplingParams.from_json(command["params"]))
+            number = engine.submit(_decode_ids(command["prompt"]), SamplingParams.from_json(command["params"]))
             assert number == command["request"], "both sides count requests alike"
         else:
             engine.cancel(command["request"])
@@ -261,8 +259,8 @@ def _step(engine: CheckpointEngine) -> dict[str, Any]:
     ended = [event.request for event in events if event.finish_reason is not None]
     return {
         "events": events,
-        "completions": [(request, _outcome_content(engine, request)) for request in ended],
-        "works": engine.has_work,
+        "completions": [(request, _completion_content(engine, request)) for request in ended],
+        "has_work": engine.has_work,
         "stats": _stats_content(engine.stats),
     }
 
@@ -286,19 +284,19 @@ def _read_logprob(content: Sequence[Any]) -> TokenLogprob:
     return TokenLogprob(token, logprob, tuple(map(tuple, top)))
 
 
-def _packed(ids: Sequence[int]) -> str:
-    """Ids as text: JSON of a long prompt would take longer than a step."""
+def _encode_ids(ids: Sequence[int]) -> str:
+    """Encodes ids in base64: JSON of a long prompt would take longer than a step."""
     return base64.b64encode(array("i", ids).tobytes()).decode()
 
 
-def _unpacked(text: str) -> list[int]:
+def _decode_ids(text: str) -> list[int]:
     ids = array("i")
     ids.frombytes(base64.b64decode(text))
     return ids.tolist()
 
 
-def _outcome_content(engine: CheckpointEngine, request: int) -> dict[str, Any]:
-    """Returns an answer without its prompt, which the other side knows, or the error."""
+def _completion_content(engine: CheckpointEngine, request: int) -> dict[str, Any]:
+    """Returns a completion without its prompt, which the server's side knows, or the error."""
     try:
         completion = engine.take(request)
     except PetatronError as error:
@@ -319,7 +317,7 @@ def _error_content(error: PetatronError) -> dict[str, Any]:
 
 
 def _read_error(content: Mapping[str, Any]) -> PetatronError:
-    """Returns the same error on this side; a `LaunchError` for kinds that other modules have."""
+    """Rebuilds an error of `base/errors.py`; an error of another module becomes a `LaunchError`."""
     if content["kind"] == ConfigError.__name__:
         return ConfigError([Problem(**problem) for problem in content["problems"]])
     return getattr(errors, content["kind"], LaunchError)(content["text"])

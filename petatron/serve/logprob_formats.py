@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms that clients read.
+"""Formats log-probabilities for each API: completions, chat, and vLLM's prompt log-probabilities.
 
 `lm_eval` calls an answer greedy if the token's log-probability *equals* the largest of `top_logprobs`: both are the same float here, taken
 from the alternatives where the token is among them. `top_logprobs` is an object with texts as keys, and two ids may have one text: the
@@ -27,7 +27,7 @@ def own_logprob(entry: TokenLogprob) -> float:
 
 
 def _name(token: int, texts: TokenTexts, as_ids: bool) -> str:
-    """as_ids: as vLLM's `return_tokens_as_token_ids` writes tokens, which texts cannot always name."""
+    """Names a token by its text or, as_ids, by its id: see vLLM's `return_tokens_as_token_ids`."""
     return f"token_id:{token}" if as_ids else texts.text_of(token)
 
 
@@ -87,7 +87,7 @@ def prompt_logprobs(entries: Sequence[TokenLogprob], texts: TokenTexts) -> list[
 
 
 class AlignedTokens:
-    """Cuts the text of an answer at its tokens, whether it comes at once or late: what may become a stop text is held back.
+    """Splits the text of an answer into its tokens; streamed text that may become a stop text arrives late.
 
     hidden_ids: of tokens that are no text.
 
@@ -106,7 +106,7 @@ class AlignedTokens:
         self._unread, self._num_chars = "", 0
 
     def take(self, text: str, entries: Sequence[TokenLogprob]) -> Iterator[tuple[str, TokenLogprob]]:
-        """Takes what is new, and yields each token whose text is there, with it."""
+        """Adds new text and tokens, and yields each token whose text is complete, with the text."""
         self._unread += text
         self._waiting.extend(entries)
         while self._waiting:
@@ -119,5 +119,5 @@ class AlignedTokens:
             yield piece, self._waiting.popleft()
 
     def rest(self) -> tuple[str, list[TokenLogprob]]:
-        """Returns the end of the answer: tokens without text are those of a stop, which is cut off."""
+        """Returns the rest of the answer; its tokens without text belong to a stop text, which is cut off."""
         return self._unread, list(self._waiting)

@@ -39,9 +39,9 @@ from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.launch.environment import read_environment
 from petatron.pretrained.folder_kind import check_weights_kind, find_model, model_files
 from petatron.pretrained.from_pretrained import from_pretrained
+from petatron.pretrained.load_checkpoint import load_checkpoint
 from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer
-from petatron.pretrained.save_and_load import load_checkpoint
 from petatron.pretrained.saveable_model import Model
 from petatron.validate import load_config
 

@@ -10,7 +10,7 @@ from typing import Literal
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.loopback_address import is_loopback
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
-from petatron.serve.reasoning import ReasoningFormat, template_reasoning
+from petatron.serve.split_answer_parts import ReasoningFormat, template_reasoning
 from petatron.serve.tool_calls import ToolCallFormat, template_format
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
@@ -66,7 +66,7 @@ class ServeOptions:
     share_prefixes: equal beginnings of prompts are computed once for all keys, and not for each: `cached_tokens` and the time of
     an answer then tell one key's owner what another has sent.
     tool_call_format: in which the model calls tools (`tool_calls.py`); auto: the one that its chat template shows. reasoning_format: of the
-    tags around reasoning (`reasoning.py`), alike.
+    tags around reasoning (`split_answer_parts.py`), alike.
     """
 
     host: str = DEFAULT_HOST

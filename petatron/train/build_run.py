@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config. The parts are independent: a loop of your own (`own_loop.py`) can use any of them."""
+"""Builds the parts of a run from its config. The parts are independent: a loop of your own (`custom_loop.py`) can use any of them."""
 
 from __future__ import annotations
 

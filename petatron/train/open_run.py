@@ -20,7 +20,6 @@ from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import DataLoaders, build_loaders
 from petatron.train.hooks.megatron_copies import megatron_copy_problems
-from petatron.train.loop import TrainLoop
 from petatron.train.report.log_records import MetricWriter
 from petatron.train.report.out_of_memory import check_memory_capacity, report_out_of_memory
 from petatron.train.report.run_header import RunHeader
@@ -29,6 +28,7 @@ from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_p
 from petatron.train.state.check_run_dirs import check_run_dirs
 from petatron.train.state.optional_components import check_components
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainLoop
 from petatron.validate.preflight import preflight
 
 if TYPE_CHECKING:

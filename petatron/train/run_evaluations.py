@@ -8,7 +8,7 @@ from typing import Literal
 
 from petatron.data.batch_loader import BatchLoader
 from petatron.train.build_run import DataLoaders
-from petatron.train.evaluation import InterruptedEvaluation, evaluate, evaluated_batches, evaluation_record
+from petatron.train.evaluate_loss import InterruptedEvaluation, evaluate, evaluated_batches, evaluation_record
 from petatron.train.hooks.build_hooks import StepInstruments
 from petatron.train.report.closing_summary import Activity, RunTotals
 from petatron.train.report.log_records import MetricRecord, event_record, task_record

@@ -24,16 +24,16 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import launch
-from petatron.train.loop import TrainingResult, TrainLoop
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.closing_summary import summary_record
 from petatron.train.report.earlier_loss_curves import read_history
 from petatron.train.report.log_records import MetricWriter, event_record
 from petatron.train.report.metric_writers import build_writers
-from petatron.train.report.next_commands import next_commands
 from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.run_header import environment_versions
+from petatron.train.report.suggested_commands import suggested_commands
 from petatron.train.state.check_run_dirs import lock_save_dir
+from petatron.train.training_loop import TrainingResult, TrainLoop
 
 _log = get_logger(__name__)
 Result = TypeVar("Result")
@@ -152,7 +152,7 @@ def _write_summary(
     if not writers:
         return
     run, totals, environment = start.loaded.config, loop.totals, read_environment()
-    commands = next_commands(
+    commands = suggested_commands(
         run,
         subcommands=subcommands,
         log_dir=directory,

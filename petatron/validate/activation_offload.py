@@ -24,7 +24,7 @@ _RECOMPUTED: Mapping[str, Collection[str]] = {
     "mamba": ("mamba",),
     "delta": ("delta",),
 }
-"""The modules of `--offload-modules` that save nothing while one of `--recompute-modules` is recomputed."""
+"""For each of `--recompute-modules`, the `--offload-modules` that then save nothing."""
 
 
 def check_activation_offload(config: RawRunConfig) -> Iterator[Problem]:

@@ -1,13 +1,12 @@
-"""What cannot be combined with `--cuda-graphs`: the one list of it.
+"""Rules about `--cuda-graphs`: every setting whose steps cannot be captured, in one list.
 
-A CUDA graph replays the kernels of one step with the launch parameters and addresses of that step, NCCL's among them. Inside it there is
-no device-to-host synchronization, no communication by the host, and no host state that changes from step to step. What is before
-or after a step's forward and backward is unrestricted: the optimizer and its offload, saving, reduction that does not overlap.
-With `--cuda-graphs on` each of these is an error; with `auto` they are the reasons for which nothing is captured. Whether a config is
-valid does not depend on the machine that checks it, so `--device auto` is checked as CUDA. A CPU captures nothing: with `--device cpu`
-the flag has no effect.
+A CUDA graph replays the kernels of one step, NCCL's included, with the launch parameters and addresses of that step. Inside it there is
+no device-to-host synchronization, no communication by the host, and no host state that changes from step to step. Whatever runs before or
+after forward and backward is unrestricted: the optimizer and its offload, saving, gradient reduction without overlap. With
+`--cuda-graphs on` each reason is an error; with `auto` it is why nothing is captured. A config must not be valid on one machine only, so
+`--device auto` is checked as CUDA. With `--device cpu` the flag has no effect.
 
-Here are the rules that a config can break. Anything else that cannot be captured fails at capture (`parallel/pipeline/cuda_graph.py`).
+These are the reasons that a config shows. Anything else fails at capture (`parallel/pipeline/cuda_graph.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from petatron.config.schema.default_objective_names import NEXT_TOKEN
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.parallel import FSDP_STRATEGIES, MODEL_PARALLEL_SIZES
 from petatron.config.schema.run import RawRunConfig
-from petatron.kernels.limits import (
+from petatron.kernels.size_limits import (
     FLASH_HEAD_MULTIPLE,
     FLASH_MAX_HEAD_DIM,
     GROUPED_WIDTH_MULTIPLE,
@@ -33,7 +32,7 @@ from petatron.validate.moe import MOE_OVERLAP_FLAG
 
 CUDA_GRAPHS_FLAG = "--cuda-graphs"
 CaptureProblem = tuple[str, str, str]
-"""What the step has, why that cannot be captured, and what to do."""
+"""The part of the step that cannot be captured, why, and a fix."""
 
 
 def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
@@ -72,7 +71,7 @@ def _communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
 
 
 def _host_communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    """Yields what gloo, which sends from the host, would communicate inside a step."""
+    """Yields communication by gloo, which sends from the host, inside a step."""
     parallel, experts = config.parallel, config.moe.num_experts is not None
     why, fix = "gloo communicates inside it, on the host", "Use --distributed-backend nccl, or leave --cuda-graphs out."
     split_experts = experts and parallel.tensor_model_parallel_size == 1
@@ -115,7 +114,7 @@ def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:
 
 
 def _dispatch(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    """Yields why experts of several ranks cannot be captured if their inputs are not padded to capacity."""
+    """Yields a problem for expert parallelism without padding to capacity, whose shapes depend on the routing."""
     parallel, dispatcher = config.parallel, config.moe.moe_token_dispatcher_type
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or 1
     why = "the host must know how many rows a rank gets"
@@ -161,7 +160,7 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
 
 
 def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    """Yields why attention within packed documents cannot be captured; short ones can, by the kernel for unequal lengths."""
+    """Yields problems of attention within packed documents; the varlen kernel of short documents can be captured."""
     model = config.model
     if not config.data.reset_attention_mask:
         return
@@ -188,7 +187,7 @@ def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
 
 
 def _context(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    """Yields what attention over the keys of several ranks needs the host for."""
+    """Yields problems of context-parallel attention."""
     parallel, model = config.parallel, config.model
     if parallel.context_parallel_size == 1 or parallel.cp_comm_type == "a2a":
         return

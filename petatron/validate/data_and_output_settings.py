@@ -1,4 +1,4 @@
-"""Rules about what a run reads and writes: data, tokenizer, checkpoints, logs. Whether files exist is not checked here."""
+"""Rules about data, tokenizer, checkpoint and log settings. Whether files exist is checked in `preflight.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from petatron.validate.tokenizer_settings import check_tokenizer
 _LEAVE_OUT = "Give it, or leave this out."
 _BOTH = "Give both, or leave this out."
 _LOADS = ("load", "needs --load, the folder to load from", _LEAVE_OUT)
-# Setting -> the other that it needs, the rule and the fix.
+# Setting -> the setting that it needs, the rule and the fix.
 _NEEDS: Mapping[str, tuple[str, str, str]] = {
     "sign_key": ("save", "needs --save: only checkpoints are signed", "Give it, or leave the key out."),
     "use_mp_args_from_checkpoint_args": ("use_checkpoint_args", f"needs {CHECKPOINT_ARGS_FLAG}", _BOTH),
@@ -56,7 +56,7 @@ def _is_unset(value: object) -> bool:
 
 
 def _empty_paths(config: RawRunConfig) -> Iterator[Problem]:
-    """`--save "$FOLDER"` with an unset variable would mean the working folder, or a flag that was not given."""
+    """Refuses empty paths: `--save "$FOLDER"` with an unset variable would mean the working folder."""
     for info in path_fields():
         value = getattr(getattr(config, info.section), info.name)
         derived = info.name == "log_dir" and config.checkpoint.save == ""
@@ -132,7 +132,7 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
 
 
 def _evaluated_sets(config: RawRunConfig) -> Iterator[Problem]:
-    """Yields what is wrong with validation sets by a switch, and with evaluation alone."""
+    """Yields problems of flags that select validation sets, and of runs that only evaluate."""
     data, train = config.data, config.train
     paths, where = data.valid_data_path, "--multiple-validation-sets"
     if data.multiple_validation_sets and not paths:

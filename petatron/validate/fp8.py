@@ -9,7 +9,7 @@ from petatron.base.errors import Problem
 from petatron.config.declared_rules import multiples_near
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.vocabulary import padded_rows
-from petatron.kernels.limits import FP8_SIZE_MULTIPLE, SCALINGS, fp8_size_multiple
+from petatron.kernels.size_limits import FP8_SIZE_MULTIPLE, SCALINGS, fp8_size_multiple
 
 _FLAG = "--fp8-format"
 _GATHER = "--fp8-param-gather"
@@ -31,7 +31,7 @@ def check_fp8(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _output_grad(config: RawRunConfig) -> Iterator[Problem]:
-    """The rows of the vocabulary that a rank has; before a tokenizer says how many there are, what they are padded to."""
+    """Checks the size of a rank's vocabulary shard; while the vocabulary size is unknown, the multiple that it is padded to."""
     model, ranks = config.model, max(config.parallel.tensor_model_parallel_size, 1)
     divisor = max(model.make_vocab_size_divisible_by, 1)
     rows = divisor if model.vocab_size is None else padded_rows(model.vocab_size, divisor, ranks) // ranks
@@ -52,7 +52,7 @@ def _bf16_layers(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _param_gather(config: RawRunConfig) -> Iterator[Problem]:
-    """Weights gathered in FP8 must be the operand of every GEMM, and there must be something to gather."""
+    """Checks that gathered FP8 weights serve every GEMM, and that some weights are gathered."""
     if config.precision.fp8_recipe == "rowwise":
         rule = "sends numbers with one scale, but --fp8-recipe rowwise gives each one two, its row's and its column's"
         fix = "Use tensorwise, delayed or blockwise; or leave it out."
@@ -64,7 +64,7 @@ def _param_gather(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _sizes(config: RawRunConfig) -> Iterator[Problem]:
-    """Sizes that would exclude every GEMM from FP8; single ones are only reported at run time."""
+    """Checks for sizes that would exclude every GEMM from FP8; GEMMs excluded one by one are reported at run time."""
     precision, model = config.precision, config.model
     multiple = fp8_size_multiple(SCALINGS[precision.fp8_recipe])
     how = f"{precision.fp8_format} with --fp8-recipe {precision.fp8_recipe}"

@@ -1,5 +1,5 @@
-"""Rules about the mesh: the sizes multiply to the world size, every split divides evenly, data-parallel ranks shard what they can, and the
-schedule of the pipeline, its virtual stages and the split of the layers are compatible.
+"""Rules about the layout: sizes multiply to the world size, every split divides evenly, ZeRO strategies fit, and pipeline schedule, virtual
+stages and layer split are compatible.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _launch(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _meeting_point(launch: LaunchConfig) -> Iterator[Problem]:
-    """Machines that start their own ranks meet at one address and port; a plan starts none."""
+    """Checks that machines with ranks of their own have a common address and port; a plan starts no ranks."""
     if launch.master_port is None:
         rule = "machines must agree on a port"
         yield Problem("--nnodes", str(launch.nnodes), rule, "Give the same --master-port on all of them.")
@@ -117,7 +117,7 @@ def _sequence(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _tp_comm_overlap(config: RawRunConfig) -> Iterator[Problem]:
-    """Requirements of the tensor-parallel overlap in the forward; at tp 1 it has no effect."""
+    """Checks the overlap of tensor-parallel communication; at tp 1 it has no effect."""
     parallel = config.parallel
     if parallel.tp_comm_overlap_chunks is not None and parallel.tp_comm_overlap_chunks < 2:
         rule = "leaves no chunk to communicate beside the GEMM of another"
@@ -151,7 +151,7 @@ def _context(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _all_to_all_heads(config: RawRunConfig, num_ranks: int, where: str, value: str, fix: str) -> Iterator[Problem]:
-    """All-to-all attention gives each of `num_ranks` an equal share of a tensor-parallel rank's heads."""
+    """Checks that all-to-all context parallelism divides a tensor-parallel rank's heads evenly."""
     tp, model = config.parallel.tensor_model_parallel_size, config.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads < tp or heads % tp or groups is None or groups < 1:
@@ -184,7 +184,7 @@ def _expert(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _more_ranks(config: RawRunConfig, expert_ranks: int) -> str:
-    """Returns the flags for the fewest ranks, no fewer than now, that both the experts' layout and the dense one divide."""
+    """Returns flags for the smallest world size, not below the current one, that the dense and the expert layout both divide."""
     parallel, nodes = config.parallel, config.launch.nnodes
     model_ranks = math.prod(getattr(parallel, name) for name in MODEL_PARALLEL_SIZES[:3])
     step = math.lcm(expert_ranks, model_ranks)
@@ -240,7 +240,7 @@ def _optimizer_sharded(parallel: RawParallelConfig, strategy: str | None) -> Ite
 
 
 def _instances(parallel: RawParallelConfig, *, experts: bool) -> Iterator[Problem]:
-    """Every instance is a full replica, of the dense parameters and of the experts."""
+    """Checks that each optimizer instance is a full replica of dense parameters and experts."""
     count, dp = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size
     yield from at_least("num_distributed_optimizer_instances", count, 1)
     if count < 1 or dp is None or dp < 1:

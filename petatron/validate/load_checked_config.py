@@ -1,11 +1,11 @@
-"""The door to a checked config: sources are read (`config/load.py`), every rule is asked, and all problems are told together.
+"""Loads a config from all its sources (`config/read_config_sources.py`), checks every rule, and raises all problems together.
 
-Only here does a `LoadedConfig` come to be, so what takes one, or its `RunConfig`, needs to check no settings. Each rule is written once, in
-the file of its topic; each reads the config and yields problems in terms of flags, with the value found, the rule and a fix. Rules about
-fields that derivation could not fill are skipped, because the reason is already reported.
+Only this module makes a `LoadedConfig`, so code that takes one, or its `RunConfig`, checks no settings. Each rule is in the file of its
+topic: it reads the config and yields problems that name the flag, the value, the rule and a fix. Rules about fields that could not be
+derived are skipped, because the cause is reported already.
 
-Valid settings whose effect depends on what layers and hardware do are notices, so that nobody expects another one; settings without any
-effect are known from their declaration (`config/declared_rules.py`).
+Notices tell of valid settings whose effect depends on layers or hardware and may surprise. Settings without any effect are known from
+their declaration (`config/declared_rules.py`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ from typing import Unpack
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.declared_rules import conflict_problems, number_problems, out_of_bounds
 from petatron.config.derived_defaults import resolve_derived
-from petatron.config.load import ConfigSources, LoadedConfig, RawLoadedConfig, parse_config
+from petatron.config.read_config_sources import ConfigSources, LoadedConfig, RawLoadedConfig, parse_config
 from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.value_origins import ValueOrigin
-from petatron.validate.activation_offload import unused_offload_modules
+from petatron.validate.activation_offload import check_activation_offload, unused_offload_modules
+from petatron.validate.batch_size import check_batch_size
 from petatron.validate.cuda_graphs import check_cuda_graphs
 from petatron.validate.data_and_output_settings import check_files
 from petatron.validate.fp8 import check_fp8
-from petatron.validate.layers import check_hybrid, check_recurrent_layers
+from petatron.validate.layer_kinds import check_hybrid, check_recurrent_layers
 from petatron.validate.layout import check_data_parallel, check_layout, check_pipeline
-from petatron.validate.model import check_model
+from petatron.validate.lr_schedule import check_lr_schedule
+from petatron.validate.model_shape import check_model
 from petatron.validate.moe import check_moe, check_moe_overlap, router_cannot_learn
 from petatron.validate.mup import check_mup, mup_notices
-from petatron.validate.run import check_run
+from petatron.validate.optimizer import check_optimizer, check_optimizer_offload
+from petatron.validate.precision import check_precision
+from petatron.validate.recompute import check_recompute
+from petatron.validate.run_length import check_run_length
 from petatron.validate.sparse_attention import check_sparse_attention
 
 
@@ -57,9 +62,9 @@ def without_problems(loaded: RawLoadedConfig, problems: Sequence[Problem]) -> Lo
 def resolve_config(
     argv: Sequence[str] = (), *, require_training: bool = True, **sources: Unpack[ConfigSources]
 ) -> tuple[RawLoadedConfig, list[Problem]]:
-    """Like `load_config`, but returns the problems together with what could be parsed and derived.
+    """Like `load_config`, but returns the problems and whatever could be parsed and derived.
 
-    A rule about a field whose value could not be read is not told, since that is already a problem of its own.
+    Leaves out problems of fields whose value could not be read, since that is a problem already.
     """
     parsed = parse_config(argv, **sources)
     loaded, origins = parsed.loaded, parsed.loaded.origins
@@ -70,7 +75,7 @@ def resolve_config(
 
 
 def _with_source(problem: Problem, origins: Mapping[str, ValueOrigin]) -> Problem:
-    """Names the checkpoint or model folder that a value comes from, which nobody typed."""
+    """Adds the checkpoint or model folder that a value comes from, if nobody typed the value."""
     origin = next((origins[info.path] for info in all_fields() if info.flag == problem.where), None)
     if origin is None or origin.kind != "checkpoint":
         return problem
@@ -96,7 +101,14 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_data_parallel(config),
         check_moe_overlap(config),
         check_fp8(config),
-        check_run(config, require_training=require_training),
+        check_precision(config),
+        check_recompute(config),
+        check_activation_offload(config),
+        check_optimizer_offload(config),
+        check_batch_size(config),
+        check_run_length(config, require_training=require_training),
+        check_lr_schedule(config, require_training=require_training),
+        check_optimizer(config),
         check_cuda_graphs(config),
         check_files(config, require_training=require_training),
     )
@@ -105,7 +117,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
 
 
 def effect_notices(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
-    """Yields one line for each setting that has another effect than its name suggests, and each module that is not recomputed."""
+    """Yields a line for each setting with another effect than its name suggests, and each module that recompute or offload skips."""
     yield from _different_effects(config, origins)
     yield from mup_notices(config)
     if origins["memory.recompute_modules"].kind in ("flag", "file"):
@@ -158,7 +170,7 @@ def _different_effects(config: RawRunConfig, origins: Mapping[str, ValueOrigin])
 
 
 def _unused_recompute_modules(config: RawRunConfig) -> Iterator[str]:
-    """Yields modules to recompute that the model does not have, or of which nothing is saved anyway."""
+    """Yields a line for each module in --recompute-modules that the model lacks, or that saves nothing for backward."""
     if config.memory.recompute_granularity != "selective":
         return
     lacking = {"moe_act": "what an activation function makes is never kept"}

@@ -1,8 +1,8 @@
 """Rules about the mathematics of MoE: the router and load balancing. Its layout is checked in `layout.py`.
 
-`--overlap-moe-expert-parallel-comm` has its one list here too: a forward of one micro-batch and a backward of another alternate within
-layers (`parallel/pipeline/combined_forward_backward.py`). So tokens must be dispatched by an all-to-all, the schedule must alternate
-forwards and backwards, and nothing that the two share may change in the middle of a layer.
+Also the rules of `--overlap-moe-expert-parallel-comm`, where the forward of one micro-batch and the backward of another alternate within
+layers (`parallel/pipeline/combined_forward_backward.py`): tokens are dispatched by an all-to-all, the schedule alternates forwards and
+backwards, and state that both passes use must not change inside a layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_moe(config: RawRunConfig, *, require_training: bool) -> Iterator[Probl
     if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
         rule = "needs --moe-expert-capacity-factor, without which an expert has no capacity"
         yield Problem("--moe-pad-expert-input-to-capacity", "", rule, "Give it, or leave this out.")
-    # A run that starts from a model that exists did not choose its routing.
+    # A run that continues a trained model did not choose the routing.
     checkpoint = config.checkpoint
     continues = checkpoint.finetune or checkpoint.use_checkpoint_args or checkpoint.pretrained_checkpoint is not None
     if require_training and router_cannot_learn(moe) and not continues:
@@ -39,7 +39,7 @@ def check_moe(config: RawRunConfig, *, require_training: bool) -> Iterator[Probl
 
 
 def router_cannot_learn(moe: MoEConfig) -> bool:
-    """Whether no gradient reaches the router: a softmax over one chosen expert is 1. Sinkhorn has its own score for top-1."""
+    """Whether the router gets no gradient: a softmax over one chosen expert is 1. Sinkhorn scores top-1 otherwise."""
     if moe.moe_router_topk != 1 or moe.num_experts is None or moe.num_experts < 2:
         return False
     softmax = moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
@@ -88,7 +88,7 @@ def check_moe_overlap(config: RawRunConfig) -> Iterator[Problem]:
 
 
 OverlapProblem = tuple[str, str]
-"""The rule that is broken, and what to do."""
+"""The rule that is broken, and a fix."""
 
 
 def _needs(config: RawRunConfig) -> Iterator[OverlapProblem]:

@@ -32,14 +32,14 @@ def _width(model: RawModelConfig) -> Iterator[Problem]:
 
 
 def _factors(model: RawModelConfig) -> Iterator[Problem]:
-    """Factors that are said twice, in the terms of muP and in those of the model: the model's count, so they must be the same."""
+    """Checks that multipliers set both for muP and for the model are equal; the model's are the ones applied."""
     logits = 1.0 / model.logits_scaling if model.logits_scaling > 0 else model.mup_output_mult
     pairs = (
         ("--mup-embedding-mult", model.mup_embedding_mult, "--embedding-multiplier", model.embedding_multiplier),
         ("--mup-output-mult", model.mup_output_mult, "1 / --logits-scaling", logits),
     )
     for flag, value, name, factor in pairs:
-        # Two multipliers on embeddings are a problem that the schema declares.
+        # The schema declares the conflict of two multipliers on embeddings.
         told = flag == "--mup-embedding-mult" and model.scale_embeddings
         if value not in (1.0, factor) and value > 0 and not told and not math.isclose(value, factor, rel_tol=1e-12):
             yield Problem(flag, f"{value:g}", f"is not {name}, which is {factor:g} here", "Leave one out.")
@@ -50,7 +50,7 @@ def _optimizer(config: RawRunConfig) -> Iterator[Problem]:
         return
     try:
         rules = used_rules(config.optim)
-    except ConfigError:  # told by the rules of optimizers
+    except ConfigError:  # `optimizer.py` reports it
         return
     for rule in rules:
         if rule.width_scaling is None:
@@ -62,7 +62,7 @@ def _optimizer(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def mup_notices(config: RawRunConfig) -> Iterator[str]:
-    """Yields what is valid with muP and keeps the best learning rate from being that of the base model."""
+    """Yields valid settings that keep the base model's best learning rate from transferring."""
     model, optim = config.model, config.optim
     if not model.use_mup:
         return

@@ -1,7 +1,7 @@
-"""Checks what a configuration needs from the machine: existing files and installed libraries. Files of text given where token files belong,
-or in a form that another command reads, are told with the command that does.
+"""Checks the machine before a run starts: files exist, folders are writable, libraries are installed, data files have the right format.
 
-`check_config` checks values against each other; this checks the machine. Both run before anything is started.
+`check_config` checks the values of settings, this module the machine. A text or parquet file in place of token files is reported with the
+command that converts it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIBRARIES = {
 
 
 def preflight(config: RawRunConfig) -> list[Problem]:
-    """Returns everything that is missing, all at once; of a config with problems too, so that they are told together."""
+    """Returns all problems of the machine at once; the config may have problems too, which are reported with them."""
     asked = (_missing_files, _missing_data, _missing_libraries, _timeline, _run_folders, _new_folders)
     return [*(problem for ask in asked for problem in ask(config)), *communicator_problems(config.parallel)]
 
@@ -46,7 +46,7 @@ def _timeline(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _run_folders(config: RawRunConfig) -> Iterator[Problem]:
-    """They are created with their parents, so the nearest folder there is must take files. Logs are next to checkpoints by default."""
+    """Checks output folders that a run creates with their parents: the nearest existing folder must be writable."""
     save, log = config.checkpoint.save, config.log
     named = {
         "save": save,
@@ -68,8 +68,10 @@ def _run_folders(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _new_folders(config: RawRunConfig) -> Iterator[Problem]:
-    """They are created if needed. One without a parent is a mistyped path, or a disk that is not mounted; that of traces may also be in a
-    folder that the run itself will create."""
+    """Checks folders whose parent must exist: without it the path is mistyped or a disk is not mounted.
+
+    The folder of profiler traces may also be inside a folder that the run creates.
+    """
     if config.memory.optimizer_nvme_offload is not None:
         yield from _new_folder("--optimizer-nvme-offload", config.memory.optimizer_nvme_offload)
     log = config.log
@@ -92,7 +94,7 @@ def _new_folder(flag: str, path: str) -> Iterator[Problem]:
 
 
 def _write_error(folder: Path) -> str | None:
-    """Returns why a folder is not writable, by trying: permissions tell nothing for root, /proc or a full disk."""
+    """Returns why a folder is not writable. Tries to write: permissions tell nothing for root, /proc or a full disk."""
     try:
         with tempfile.TemporaryDirectory(prefix="petatron-", dir=folder):
             return None
@@ -114,7 +116,7 @@ def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def reads_packed_text(config: RawRunConfig) -> bool:
-    """Whether data are Megatron's files; an objective may read a kind of its own, whose files that kind checks."""
+    """Whether the data is Megatron's token files; another dataset kind checks its own files."""
     if config.data.dataset_type is not None:
         return config.data.dataset_type == GPT_DATASET
     return config.train.objective in (None, NEXT_TOKEN)
@@ -175,7 +177,7 @@ def parquet_problem(flag: str, path: str) -> Problem | None:
 
 
 def raw_text_problem(flag: str, path: str) -> Problem | None:
-    """Returns the problem of a file of text in place of token files; None where the path is no such file."""
+    """Returns the problem of a text file in place of token files; None for other files."""
     if (parquet := parquet_problem(flag, path)) is not None:
         return parquet
     if not path.lower().endswith(_LINES) or not Path(path).is_file():

@@ -1,4 +1,4 @@
-"""Rules of sparse attention."""
+"""Rules about sparse attention and its indexer."""
 
 from __future__ import annotations
 

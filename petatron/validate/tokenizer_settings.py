@@ -1,4 +1,4 @@
-"""Rules about the settings of a tokenizer, for runs and for `petatron data`. Whether files exist is not checked here."""
+"""Rules about the settings of a tokenizer, for runs and for `petatron data`. Whether files exist is checked in `preflight.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.sections.tokenizer_files import SENTENCEPIECE_TYPES, special_token_problem
+from petatron.config.schema.sections.tokenizer_options import SENTENCEPIECE_TYPES, special_token_problem
 from petatron.config.schema.training import TokenizerConfig
 
 _MODELS = {
@@ -18,7 +18,7 @@ _SPECIAL_TOKENS = "--tokenizer-special-tokens"
 
 
 def check_tokenizer(tokenizer: TokenizerConfig) -> Iterator[Problem]:
-    """Yields what contradicts the type of a tokenizer, or is missing for it."""
+    """Yields settings that contradict the tokenizer type, or that it lacks."""
     kind = tokenizer.tokenizer_type
     yield from _unread_files(tokenizer)
     if kind in _MODELS and tokenizer.tokenizer_model is None:
@@ -41,10 +41,10 @@ def check_tokenizer(tokenizer: TokenizerConfig) -> Iterator[Problem]:
 
 
 def _unread_files(tokenizer: TokenizerConfig) -> Iterator[Problem]:
-    """Yields the files beside a tokenizer that has none: whoever names one does not want that tokenizer."""
+    """Yields files given for a tokenizer type that reads none: the user must want another tokenizer."""
     if tokenizer.tokenizer_type not in ("ByteTokenizer", "NullTokenizer"):
         return
-    pair = None not in (tokenizer.vocab_file, tokenizer.merge_file)  # one alone has a rule of its own
+    pair = None not in (tokenizer.vocab_file, tokenizer.merge_file)  # a single one has its own rule
     for name in ("tokenizer_model", *(("vocab_file", "merge_file") if pair else ())):
         if (path := getattr(tokenizer, name)) is not None:
             rule = f"contradicts --tokenizer-type {tokenizer.tokenizer_type}, which reads no file"

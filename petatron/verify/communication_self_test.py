@@ -17,7 +17,7 @@ from petatron.mesh.diagnose.bandwidth import BandwidthResult, measure_axis, meas
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.validate import load_config
-from petatron.verify.trace import record_steps
+from petatron.verify.record_trace import record_steps
 
 _STEPS = 2
 _LOSS_TOLERANCE = 1e-9

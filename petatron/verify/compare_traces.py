@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from petatron.verify.trace import StepTrace, TracedShard, assemble_tensors
+from petatron.verify.record_trace import StepTrace, TracedShard, assemble_tensors
 
 _NORM_FLOOR = 1e-3
 _NOISE_FLOOR = 1e-5

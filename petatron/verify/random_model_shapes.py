@@ -13,7 +13,7 @@ from petatron.base.errors import ConfigError
 from petatron.config.schema.sections.linear_attention import DELTA_NETS, LinearAttentionName
 from petatron.config.schema.sections.norm import NormPlacementName
 from petatron.validate import load_config
-from petatron.verify.matrix import TRAINING_FLAGS, MatrixEntry
+from petatron.verify.proof_matrix import TRAINING_FLAGS, MatrixEntry
 
 _MAX_TRIES = 2000
 _FIXED_FLAGS = "--hidden-dropout 0 --attention-dropout 0 --train-iters 1"

@@ -18,7 +18,7 @@ from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import launch
 from petatron.validate import load_config, resolve_config
 from petatron.verify.compare_traces import Tolerances, TraceComparison, compare_traces
-from petatron.verify.trace import Injection, StoredTrace, record_steps, write_trace
+from petatron.verify.record_trace import Injection, StoredTrace, record_steps, write_trace
 
 SINGLE_PROCESS_FLAGS = (
     "--tp 1 --pp 1 --cp 1 --ep 1 --etp 1 --dp 1 --no-sequence-parallel --pipeline-schedule none "

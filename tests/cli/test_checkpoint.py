@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, Disk, digest_file
 from petatron.checkpoint.files.manifest import VERSION
 from petatron.checkpoint.inspect import diff_checkpoints
 from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.state.train_state import TrainState

@@ -19,7 +19,7 @@ from petatron.config import CheckpointConfig, LoadedConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.state.check_run_dirs import check_run_dirs
 from petatron.validate import load_config, resolve_config
@@ -219,7 +219,7 @@ def test_a_setting_that_this_version_does_not_have_is_named(folder: Path, tmp_pa
     (tmp_path / "odd" / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
     [problem] = problems("--from", str(tmp_path / "odd"))
     assert problem.startswith(f"--num-query-groups 3 of {tmp_path / 'odd'} does not divide --num-attention-heads 4")
-    for read_model in (petatron.from_pretrained, open_model_source):
+    for read_model in (petatron.from_pretrained, open_model_reader):
         with pytest.raises(ConfigError, match=r"odd/config\.json: num_key_value_heads 3 does not divide"):
             read_model(tmp_path / "odd")
 

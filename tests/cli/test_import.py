@@ -13,7 +13,7 @@ import yaml
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
-from petatron.config.imports import PLUGIN_GROUP, import_installed_plugins
+from petatron.config.import_user_modules import PLUGIN_GROUP, import_installed_plugins
 from petatron.models import registry
 from petatron.validate import load_config
 

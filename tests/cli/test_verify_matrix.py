@@ -9,8 +9,8 @@ import pytest
 
 from petatron.cli.main import main
 from petatron.cli.subcommands import verify_matrix
-from petatron.verify.matrix import parse_entry
-from petatron.verify.matrix_run import STARTED_FILE, MatrixCase, make_case, read_result
+from petatron.verify.proof_matrix import parse_entry
+from petatron.verify.run_proof_matrix import STARTED_FILE, MatrixCase, make_case, read_result
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -16,9 +16,9 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loaders
-from petatron.train.loop import TrainLoop
 from petatron.train.report.log_records import MetricRecord
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainLoop
 from petatron.validate import load_config
 
 TINY = (

@@ -13,9 +13,9 @@ import pytest
 
 import petatron
 from petatron.cli.main import SUBCOMMANDS, main
-from petatron.config.flags.foreign_names import suggested_flags
+from petatron.config.flags.flag_names_of_other_trainers import suggested_flags
 from petatron.config.flags.megatron_flags import ALIASES
-from petatron.config.flags.parse import known_flags, parse_flags
+from petatron.config.flags.parse_command_line import known_flags, parse_flags
 from petatron.optim.mixed_precision import MasterOptimizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"

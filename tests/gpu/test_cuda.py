@@ -12,7 +12,7 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.verify.compare_traces import compare_traces
-from petatron.verify.trace import StepTrace, record_steps
+from petatron.verify.record_trace import StepTrace, record_steps
 from tests.dist import RankPool
 from tests.parity.harness import BOUNDS, reference, tiny_run
 

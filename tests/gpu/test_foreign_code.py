@@ -17,7 +17,7 @@ from petatron.config import RunConfig
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step.graph_capture import GraphCapture
+from petatron.infer.step.cuda_graph_capture import GraphCapture
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture

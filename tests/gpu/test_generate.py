@@ -11,7 +11,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step import prompt_graphs
+from petatron.infer.step import prompt_cuda_graphs
 from petatron.models.decoder import Decoder
 from tests.unit.infer.test_recurrent import DELTA, HYBRID, KIMI, LIGHTNING, MAMBA
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
@@ -148,7 +148,7 @@ def test_graphs_may_be_captured_beforehand():
 @pytest.mark.parametrize("flags", [*KINDS[:3], "--bf16", "--bf16 --no-compile --num-experts 4 --moe-router-topk 2"])
 def test_prompts_in_graphs_change_no_token(flags: str, monkeypatch: pytest.MonkeyPatch):
     """Prompts that begin, go on after a shared beginning, and are cut into chunks, beside tokens that decode."""
-    monkeypatch.setattr(prompt_graphs, "_FIRST_STEPS", 0)
+    monkeypatch.setattr(prompt_cuda_graphs, "_FIRST_STEPS", 0)
     prompts = [[*PROMPTS[2], *prompt] for prompt in PROMPTS] + PROMPTS
     params = [
         SamplingParams(max_new_tokens=4, temperature=0.0),

@@ -7,7 +7,7 @@ loss, gradients and greedy tokens with transformers.
 from __future__ import annotations
 
 from petatron.models.hf.families import FAMILIES
-from petatron.models.hf.shared_tables import EXPERTS
+from petatron.models.hf.shared_tensor_names import EXPERTS
 
 DENSE_LAYOUTS = ("tp1", "tp2", "tp2-sp", "pp2", "tp2-pp2")
 EXPERT_LAYOUTS = ("tp1", "tp2", "ep2", "tp2-etp1-ep2", "pp2", "tp2-pp2")

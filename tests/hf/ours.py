@@ -15,7 +15,7 @@ from torch import Tensor
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.evaluate.score import score_sequences
+from petatron.evaluate.score_sequences import score_sequences
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from petatron.base.errors import CheckpointError
 from petatron.mesh.mesh import ParallelMesh
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.validate import load_config
 
 SHAPE = (
@@ -46,7 +46,7 @@ def trained(flags: str, folder: Path) -> ParallelModel:
 )
 def test_transformers_computes_the_same_logits(flags: str, family: str, tmp_path: Path):
     model, tokens = trained(flags, tmp_path / "run"), torch.randint(96, (2, 16))
-    convert(open_model_source(tmp_path / "run"), tmp_path / "model", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(tmp_path / "run"), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert theirs.config.model_type == family
     with torch.no_grad():
@@ -72,6 +72,6 @@ def test_it_generates_without_knowing_of_mup(tmp_path: Path):
 def test_what_no_family_has_is_refused_with_the_reasons(tmp_path: Path):
     trained("--position-embedding-type learned_absolute", tmp_path / "run")
     with pytest.raises(CheckpointError, match="no Hugging Face family can express") as error:
-        convert(open_model_source(tmp_path / "run"), tmp_path / "model", ConversionOptions(target_format="huggingface"))
+        convert(open_model_reader(tmp_path / "run"), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     for flag in ("--softmax-scale", "--logits-scaling", "--embedding-multiplier"):
         assert flag in str(error.value)

@@ -19,7 +19,7 @@ from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from tests.dist import RankPool
 from tests.hf.ours import copy_model, logits_of, problem_of, run_config
 from tests.hf.zoo import BUILDERS, NEW_TOKENS, ONE_EXPERT, Truth, build, continued, truth
@@ -43,9 +43,9 @@ def test_a_folder_of_transformers_is_converted(name: str, tmp_path: Path):
     """There: the same logits. Back: the same tensors, bit for bit, and the same settings."""
     true = truth(name)
     theirs = their_folder(name, tmp_path / "theirs")
-    convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
     close(logits_of(str(tmp_path / "ours"), true.tokens, {}), true.logits)
-    convert(open_model_source(tmp_path / "ours"), tmp_path / "back", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(tmp_path / "ours"), tmp_path / "back", ConversionOptions(target_format="huggingface"))
     again = load_file(tmp_path / "back" / "model.safetensors")
     assert again.keys() == true.weights.keys()
     assert all(torch.equal(again[key], tensor) for key, tensor in true.weights.items())
@@ -66,7 +66,7 @@ LAYOUTS = [
 def test_any_layout_reads_a_converted_model(ranks: RankPool, name: str, layout: dict[str, int], tmp_path: Path):
     true = truth(name)
     convert(
-        open_model_source(their_folder(name, tmp_path / "theirs")),
+        open_model_reader(their_folder(name, tmp_path / "theirs")),
         tmp_path / "ours",
         ConversionOptions(target_format="petatron"),
     )
@@ -111,14 +111,14 @@ def test_transformers_opens_what_the_trainer_saved(name: str, tmp_path: Path):
 def test_a_checkpoint_of_muon_is_converted_and_back(name: str, tmp_path: Path):
     """Weights alone: transformers computes the same logits, and what comes back is the same, bit for bit, without optimizer state."""
     model, true = trained(name, tmp_path, "--optimizer muon --muon-nesterov")
-    convert(open_model_source(tmp_path / "run"), tmp_path / "theirs2", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(tmp_path / "run"), tmp_path / "theirs2", ConversionOptions(target_format="huggingface"))
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs2").eval()
     model.module.eval()
     with torch.no_grad():
         ours = model.module.logits(true.tokens)
         close(opened(true.tokens).logits, ours)
     assert (ours - true.logits).abs().max() > 1e-2, "it did not learn anything"
-    convert(open_model_source(tmp_path / "theirs2"), tmp_path / "again", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(tmp_path / "theirs2"), tmp_path / "again", ConversionOptions(target_format="petatron"))
     saved, again = (next((tmp_path / folder).glob("step-*")) for folder in ("run", "again"))
     first, second = (
         {
@@ -176,9 +176,9 @@ def test_dtypes(tmp_path: Path):
     assert petatron.from_pretrained(model).dtype == torch.bfloat16
     assert petatron.from_pretrained(tmp_path / "theirs", dtype=torch.float32).dtype == torch.float32
     assert petatron.from_pretrained(tmp_path / "theirs", flags=["--fp16"]).dtype == torch.float16
-    convert(open_model_source(tmp_path / "theirs"), tmp_path / "ours", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(tmp_path / "theirs"), tmp_path / "ours", ConversionOptions(target_format="petatron"))
     convert(
-        open_model_source(tmp_path / "ours"),
+        open_model_reader(tmp_path / "ours"),
         tmp_path / "half",
         ConversionOptions(target_format="huggingface", dtype=torch.float16),
     )
@@ -193,11 +193,11 @@ def test_a_tied_head_that_is_stored_anyway(tmp_path: Path):
     theirs = their_folder("llama-mha-tied", tmp_path / "theirs")
     tensors = load_file(theirs / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, theirs / "model.safetensors")
-    convert(open_model_source(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(theirs), tmp_path / "ours", ConversionOptions(target_format="petatron"))
     close(logits_of(str(tmp_path / "ours"), truth("llama-mha-tied").tokens, {}), truth("llama-mha-tied").logits)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, theirs / "model.safetensors")
     with pytest.raises(CheckpointError, match="differs from the embedding"):
-        open_model_source(theirs)
+        open_model_reader(theirs)
 
 
 def test_flags_that_contradict_the_mesh(ranks: RankPool, tmp_path: Path):

@@ -15,7 +15,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.models.hf import build_config_json, family_name_of_config, from_hf_config, keys_of_flags
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.registry import model_spec
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from tests.hf.ours import run_config
 
 SHAPE: dict[str, Any] = {
@@ -274,7 +274,7 @@ def test_a_problem_of_a_folder_is_told_in_its_own_keys(tmp_path: Path):
     config = {**SHAPE, "model_type": "glm", "head_dim": 6, "partial_rotary_factor": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({f"tensor{number}": torch.zeros(1) for number in range(4)}, tmp_path / "model.safetensors")
-    for opened in (petatron.from_pretrained, open_model_source):
+    for opened in (petatron.from_pretrained, open_model_reader):
         with pytest.raises(ConfigError) as caught:
             opened(tmp_path)
         assert "config.json: partial_rotary_factor 0.5 rotates 3 of head_dim 6, which is not" in str(caught.value)

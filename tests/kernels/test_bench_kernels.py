@@ -13,8 +13,8 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.bench.kernels import OPERATION_NAMES, DeviceSpeed, KernelMeasurement, largest_error, measure_case
-from petatron.bench.ops.cases import BenchContext, KernelCase, MicroBatchShape
-from petatron.bench.ops.operations import CASES
+from petatron.bench.ops.kernel_case import BenchContext, KernelCase, MicroBatchShape
+from petatron.bench.ops.training_kernel_cases import CASES
 from petatron.cli import bench
 from petatron.kernels.registry import OPERATIONS, KernelContext
 from tests.longform import diagonal

@@ -75,7 +75,7 @@ def shared_bytes(kernel: Any, types: dict[str, Any], sizes: dict[str, Any], *, w
 
 def measure() -> dict[str, int]:
     """At the widths of DeepSeek-V3, Mamba-2 2.7B and Qwen3-Next."""
-    from petatron.kernels.triton.attention import paged_latent, split_kv
+    from petatron.kernels.triton.attention import paged_latent_attention, split_kv
     from petatron.kernels.triton.ssm.decode import conv_step, delta_step, scan_step
 
     def latent(blocking: Any, dtype: str) -> int:
@@ -84,7 +84,7 @@ def measure() -> dict[str, int]:
         sizes = {"LATENT": 512, "COLUMNS": 512, "ROTARY": 64, "ROTARY_COLUMNS": 64, "NUM_HEADS": 128, "WINDOW": 0}
         sizes |= {"HEADS": blocking.heads, "TILE": blocking.tile, "PAGE": 16, "SPLITS": 8, "LEAST": 64}
         options = {"warps": blocking.warps, "stages": blocking.stages}
-        return shared_bytes(paged_latent._decode_split, types, sizes | {"USE_PDL": True}, **options)
+        return shared_bytes(paged_latent_attention._decode_split, types, sizes | {"USE_PDL": True}, **options)
 
     half = "*bf16"
     merge_types = {"partial": "*fp32", "lse": "*fp32", "output": half}
@@ -96,10 +96,10 @@ def measure() -> dict[str, int]:
     delta = {"HEADS_PER_KEY": 2, "KEY_DIM": 128, "ROWS": 128, "VALUE_DIM": 128, "CHANNELS": 32, "USE_PDL": True}
     conv = {"TAPS": 4, "CHANNELS": 256, "USE_PDL": True}
     return {
-        "few heads": latent(paged_latent._HEADS_16, "bf16"),
-        "some heads": latent(paged_latent._HEADS_32, "bf16"),
-        "many heads": latent(paged_latent._HEADS_64, "bf16"),
-        "float32": latent(paged_latent._FLOAT32, "fp32"),
+        "few heads": latent(paged_latent_attention._HEADS_16, "bf16"),
+        "some heads": latent(paged_latent_attention._HEADS_32, "bf16"),
+        "many heads": latent(paged_latent_attention._HEADS_64, "bf16"),
+        "float32": latent(paged_latent_attention._FLOAT32, "fp32"),
         "merge": shared_bytes(split_kv.merge_splits, merge_types, merge),
         "scan": shared_bytes(scan_step._scan_step, scan_types, scan),
         "delta": shared_bytes(delta_step._delta_step, delta_types, delta | {"DECAY_BY_ROW": False}),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petatron.kernels import most_likely as plain
+from petatron.kernels import logits_argmax as plain
 
 pytest.importorskip("triton")
-from petatron.kernels.triton import most_likely as fast
+from petatron.kernels.triton import logits_argmax as fast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16, torch.float64]

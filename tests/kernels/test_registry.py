@@ -18,7 +18,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 import petatron.kernels.triton
 from petatron.kernels import registry
 from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels
-from petatron.kernels.fp8.mx import MxKernels
+from petatron.kernels.fp8.mxfp8 import MxKernels
 from petatron.kernels.fp8.param_gather import Fp8ParamGatherKernels
 from petatron.kernels.moe import permute
 from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels, choose_kernel, compiled
@@ -269,7 +269,7 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
     steps = ["sequential_scan", "sequential_scan_grads"]
     steps += [f"scan_{part}" for part in ("tiles", "states", "outputs", "grads")]
     steps += [f"delta.{part}" for part in ("tiles", "ut_transform", "states", "outputs")]
-    steps += ["delta.intra_chunk_grads", "delta.input_grads"]
+    steps += ["delta_rule.intra_chunk_grads", "delta_rule.input_grads"]
     steps += [f"delta.channel_{part}" for part in ("decays", "intra_chunk", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}

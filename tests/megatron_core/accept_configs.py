@@ -24,9 +24,9 @@ from typing import Any
 import yaml
 
 from petatron.base.errors import PetatronError
-from petatron.config.flags.parse import known_flags
-from petatron.port.flag_answers import FlagAnswer, spelled
+from petatron.config.flags.parse_command_line import known_flags
 from petatron.port.inference_flags import RENAMED
+from petatron.port.port_flags import PortedFlag, spelled
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
 from petatron.port.ported_run import PortedRun, port_script
 from petatron.port.read_script import ScriptFile, read_script
@@ -203,11 +203,11 @@ def _kind(name: str) -> str:
     return "inference" if "inference" in name else "training"
 
 
-def _is_known(answer: FlagAnswer) -> bool:
+def _is_known(answer: PortedFlag) -> bool:
     return spelled(answer.flag.text) in known_flags()
 
 
-def _blocker(answer: FlagAnswer) -> str:
+def _blocker(answer: PortedFlag) -> str:
     return spelled(answer.flag.text)
 
 

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 import petatron
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 
 
 def logit_difference(folder: Path, scratch: Path) -> float:
     """Converts a folder that has a `reference.safetensors`, runs the model, and returns the largest difference of its logits."""
-    convert(open_model_source(folder), scratch, ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(folder), scratch, ConversionOptions(target_format="petatron"))
     model = petatron.from_pretrained(str(scratch))
     model.module.eval()
     reference = load_file(folder / "reference.safetensors")

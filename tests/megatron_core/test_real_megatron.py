@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from tests.megatron_core.compare import logit_difference
 from tests.megatron_core.run_core import WHEEL, run_core
 
@@ -57,7 +57,7 @@ def test_megatron_core_loads_what_is_written(saved: tuple[Path, int, int], tmp_p
         for form in FORMATS:
             kind, target = source.name, tmp_path / f"{source.name} {form}"
             layout = MegatronLayout(format=form, tp=tp, pp=pp, layer_spec="local")
-            convert(open_model_source(source), target, ConversionOptions(target_format="megatron", megatron=layout))
+            convert(open_model_reader(source), target, ConversionOptions(target_format="megatron", megatron=layout))
             shutil.copy(source / "reference.safetensors", target)
             jobs.append({"task": "load", "kind": kind, "out": target.name, "format": form, "tp": tp, "pp": pp})
     results = run_core(*jobs, folder=tmp_path)

@@ -16,8 +16,8 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.validate import load_config
-from petatron.verify.matrix import MatrixEntry
-from petatron.verify.trace import StepTrace, record_steps
+from petatron.verify.proof_matrix import MatrixEntry
+from petatron.verify.record_trace import StepTrace, record_steps
 from petatron.verify.verify_layouts import plan_verification
 from tests.dist import RankPool
 from tests.load_deadline import scaled

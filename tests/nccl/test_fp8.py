@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from petatron.verify.matrix import parse_entry
+from petatron.verify.proof_matrix import parse_entry
 from tests.dist import RankPool
 from tests.nccl.layouts import assert_close, train, wide_flags, wide_reference, wide_run
 

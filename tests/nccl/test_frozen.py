@@ -8,7 +8,7 @@ from torch import Tensor
 
 from petatron.config import RunConfig
 from petatron.train.build_run import build_loader, build_model, build_optimizer
-from petatron.verify.matrix import parse_entry
+from petatron.verify.proof_matrix import parse_entry
 from tests.dist import RankPool
 from tests.nccl.layouts import mesh_of, wide_flags, wide_run
 

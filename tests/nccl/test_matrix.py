@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from petatron.verify.compare_traces import compare_traces
-from petatron.verify.matrix import MATRIX, MATRIX_TOLERANCES, MatrixEntry
+from petatron.verify.proof_matrix import MATRIX, MATRIX_TOLERANCES, MatrixEntry
 from tests.dist import RankPool
 from tests.nccl.conftest import RANKS
 from tests.nccl.layouts import assert_close, small_reference, small_run, train, wide_flags, wide_reference, wide_run

@@ -9,7 +9,7 @@ import pytest
 
 from petatron.config import RunConfig
 from petatron.verify.compare_traces import Tolerances, compare_traces
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.nccl.layouts import train
 from tests.outside import encoder_decoder, gated_linear_attention  # noqa: F401  register their models

@@ -101,7 +101,7 @@ def test_a_killed_rank_ends_the_run_at_once_and_it_resumes_bitwise(tmp_path: Pat
 
 FAULTY = """
 import sys, time
-import petatron.train.loop as loop
+import petatron.train.training_loop as loop
 step = loop.train_step
 def faulty(state, batches, *more):
     if state.mesh.rank == 2 and state.progress.iteration == 2:

@@ -26,7 +26,7 @@ from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.branch_spec import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.layers.vocabulary.embedding import TokenEmbedding

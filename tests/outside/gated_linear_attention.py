@@ -19,7 +19,7 @@ from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.branch_spec import BranchModule, BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.models.decoder_spec import DecoderSpec, decoder_spec
 from petatron.sharding.shard_spec import Section, Shard, TensorShard

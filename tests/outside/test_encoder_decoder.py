@@ -13,7 +13,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loader, build_model
 from petatron.verify.compare_traces import Tolerances
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.outside import encoder_decoder  # noqa: F401  registers the model

@@ -16,7 +16,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.registry import model_spec, register_model
 from petatron.train.build_run import build_model
 from petatron.verify.compare_traces import Tolerances, compare_traces
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.outside.gated_linear_attention import GatedLinearAttentionSpec, decoder_spec

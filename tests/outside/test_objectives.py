@@ -18,7 +18,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.objective import parse_objective
 from petatron.train.state.train_state import TrainState
 from petatron.verify.compare_traces import Tolerances
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import check_traces, tiny_run, train, train_recorded

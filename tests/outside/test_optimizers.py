@@ -19,7 +19,7 @@ from petatron.models.optimizer_groups import optimizer_group
 from petatron.sharding.optimizer_group_spec import GroupSpec
 from petatron.validate import load_config
 from petatron.verify.compare_traces import Tolerances
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.outside import update_rules

@@ -12,7 +12,7 @@ from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.train.build_run import build_loader, build_model
 from petatron.verify.compare_traces import Tolerances
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.outside import padded_encoder  # noqa: F401  registers the models

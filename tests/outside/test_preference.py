@@ -17,10 +17,10 @@ import petatron
 from examples import preference
 from petatron.base.errors import ConfigError, DataError
 from petatron.config import RunConfig
-from petatron.config.imports import PLUGIN_GROUP, import_installed_plugins
+from petatron.config.import_user_modules import PLUGIN_GROUP, import_installed_plugins
 from petatron.data.build_datasets import build_datasets, chosen_kind
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.history.curves import build_panels
+from petatron.history.metric_curves import build_panels
 from petatron.history.metrics_file import read_metrics
 from petatron.history.run_folder import open_runs
 from petatron.mesh.comm_record import CommEvent
@@ -29,7 +29,7 @@ from petatron.train.build_run import build_loaders
 from petatron.train.report.metric_writers import tagged_scalars
 from petatron.train.report.record_text import format_record
 from petatron.verify.compare_traces import Tolerances
-from petatron.verify.trace import StepTrace, assemble_tensors
+from petatron.verify.record_trace import StepTrace, assemble_tensors
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import check_traces, tiny_run, train, train_recorded
@@ -149,7 +149,7 @@ def test_loss_gradients_and_metrics_are_those_of_transformers(tmp_path: Path):
 
 
 def gradients(model: petatron.Model) -> dict[str, torch.Tensor]:
-    from petatron.verify.trace import _traced_shards
+    from petatron.verify.record_trace import _traced_shards
 
     return {name: tensor for (_, name), tensor in assemble_tensors(_traced_shards(model, "gradient")).items()}
 

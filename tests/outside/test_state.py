@@ -20,7 +20,7 @@ from petatron.train.build_run import build_loader
 from petatron.train.state.optional_components import _KINDS
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
-from petatron.verify.trace import TracedShard, assemble_tensors
+from petatron.verify.record_trace import TracedShard, assemble_tensors
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 

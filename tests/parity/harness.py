@@ -14,7 +14,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.validate import load_config
 from petatron.verify.compare_traces import Tolerances, TraceComparison, compare_traces
-from petatron.verify.trace import StepTrace, record_steps
+from petatron.verify.record_trace import StepTrace, record_steps
 from tests.dist import RankPool
 from tests.nccl_rules.order_check import order_problems
 

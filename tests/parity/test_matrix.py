@@ -14,10 +14,10 @@ import pytest
 
 from petatron.validate import load_config
 from petatron.verify.compare_traces import compare_traces
-from petatron.verify.matrix import MATRIX, MATRIX_TOLERANCES, MatrixEntry, parse_entry
-from petatron.verify.matrix_run import make_case
+from petatron.verify.proof_matrix import MATRIX, MATRIX_TOLERANCES, MatrixEntry, parse_entry
 from petatron.verify.random_model_shapes import random_model_flags
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
+from petatron.verify.run_proof_matrix import make_case
 from tests.dist import RankPool
 from tests.longform import diagonal
 from tests.parity.harness import check_layout, check_order, train, train_recorded

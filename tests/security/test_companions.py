@@ -16,7 +16,7 @@ from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from tests.longform import diagonal
 
 SECRET = "-----BEGIN PRIVATE KEY-----"
@@ -55,7 +55,7 @@ def test_a_link_to_a_secret_is_not_copied(tmp_path: Path, model: Path, secret: P
     before = sorted(tmp_path.iterdir())
     for to in ("huggingface", "petatron"):
         with pytest.raises(CheckpointError, match=rf"{name} -> {secret}\. Put the files themselves there"):
-            convert(open_model_source(model), tmp_path / to, ConversionOptions(target_format=to))
+            convert(open_model_reader(model), tmp_path / to, ConversionOptions(target_format=to))
     with pytest.raises(CheckpointError, match="has links to files elsewhere"):
         petatron.from_pretrained(model)
     assert sorted(tmp_path.iterdir()) == before
@@ -83,12 +83,12 @@ def test_a_tokenizer_that_is_put_beside_a_model(tmp_path: Path, model: Path, sec
 
 def test_a_link_in_a_step_is_not_copied(tmp_path: Path, model: Path, secret: Path):
     (model / "chat_template.jinja").write_text(SECRET)
-    convert(open_model_source(model), tmp_path / "run", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(model), tmp_path / "run", ConversionOptions(target_format="petatron"))
     place = next((tmp_path / "run").glob("step-*")) / "model" / "chat_template.jinja"
     place.unlink()
     place.symlink_to(secret)
     with pytest.raises(CheckpointError, match="has links to files elsewhere"):
-        open_model_source(tmp_path / "run")
+        open_model_reader(tmp_path / "run")
 
 
 def hub_cache(model: Path, hub: Path) -> Path:
@@ -107,12 +107,12 @@ def test_the_hub_cache_consists_of_links(tmp_path: Path, model: Path):
     tokenizer = (model / "tokenizer.json").read_bytes()
     (model / "inside").write_text("hello")
     (model / "chat_template.jinja").symlink_to("inside")
-    convert(open_model_source(model), tmp_path / "inside its folder", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(model), tmp_path / "inside its folder", ConversionOptions(target_format="huggingface"))
     (model / "chat_template.jinja").unlink()
     (tmp_path / "cache").mkdir()
     (tmp_path / "hub").symlink_to(tmp_path / "cache")
     snapshot = hub_cache(model, tmp_path / "hub")
-    convert(open_model_source(snapshot), tmp_path / "new", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(snapshot), tmp_path / "new", ConversionOptions(target_format="huggingface"))
     copy = tmp_path / "new" / "tokenizer.json"
     assert copy.read_bytes() == tokenizer and not copy.is_symlink()
     assert petatron.from_pretrained(snapshot).companion_files is not None
@@ -143,7 +143,7 @@ def test_a_folder_that_only_looks_like_the_hub_cache(tmp_path: Path, model: Path
         place.symlink_to(os.path.relpath(far, snapshot))
     assert place.read_text() == SECRET, "the attack is in place"
     with pytest.raises(CheckpointError, match="has links to files elsewhere"):
-        convert(open_model_source(snapshot), tmp_path / "new", ConversionOptions(target_format="huggingface"))
+        convert(open_model_reader(snapshot), tmp_path / "new", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "new").exists()
 
 
@@ -161,8 +161,8 @@ def test_no_code_is_named_after_a_conversion(tmp_path: Path, model: Path):
         text = json.dumps({"kept": 1, **CODE, "nested": CODE}).replace('"auto_map"', '"auto\\u005fmap"', 1)
         (model / name).write_text(text)
     (model / "modeling.py").write_text("raise SystemExit('ran')")
-    convert(open_model_source(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
-    convert(open_model_source(model), tmp_path / "run", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(model), tmp_path / "run", ConversionOptions(target_format="petatron"))
     petatron.from_pretrained(model).save_pretrained(tmp_path / "saved")
     (tmp_path / "beside").mkdir()
     for name, content in HuggingFaceTokenizer(model).files().items():
@@ -178,7 +178,7 @@ def test_no_code_is_named_after_a_conversion(tmp_path: Path, model: Path):
 def test_other_settings_stay_byte_for_byte(tmp_path: Path, model: Path):
     text = '{"eos_token":   "x", "odd": 1e400,\n"auto_map_": 1}'
     (model / "tokenizer_config.json").write_text(text)
-    convert(open_model_source(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
     assert (tmp_path / "new" / "tokenizer_config.json").read_text() == text
 
 
@@ -186,5 +186,5 @@ def test_other_settings_stay_byte_for_byte(tmp_path: Path, model: Path):
 def test_a_config_that_cannot_be_read(tmp_path: Path, model: Path, text: str):
     (model / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):
-        convert(open_model_source(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
+        convert(open_model_reader(model), tmp_path / "new", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.tmp").exists()

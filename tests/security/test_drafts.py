@@ -21,13 +21,13 @@ from petatron.mesh.launch.rank_exit import write_error_file
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.offload_storage import DiskStorage
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.quickstart.stages import STAGES_FILE, Workspace
 from petatron.train.report.metric_writers import JsonlWriter
 from petatron.train.report.profiler import StepProfiler
 from petatron.train.run_training import run_training
 from petatron.train.state.check_run_dirs import lock_save_dir
-from petatron.verify.matrix_run import record_failure
+from petatron.verify.run_proof_matrix import record_failure
 from tests.longform import diagonal
 
 WORDS = "what others keep here"
@@ -138,7 +138,7 @@ def test_a_draft_of_a_model_is_a_folder_of_its_own(tmp_path: Path, victim: Path,
     model = petatron.from_pretrained(source)
     for path, rule in ((tmp_path / "new", "new.tmp is in the way"), (tmp_path / "link", "link is already there")):
         with pytest.raises(CheckpointError, match=rule):
-            convert(open_model_source(source), path, ConversionOptions(target_format="huggingface"))
+            convert(open_model_reader(source), path, ConversionOptions(target_format="huggingface"))
         with pytest.raises(CheckpointError, match=rule):
             model.save_pretrained(path)
     assert not list((tmp_path / "theirs").iterdir()) and (tmp_path / "new.tmp").is_symlink()
@@ -184,7 +184,7 @@ def _convert(folder: Path) -> None:
     (model / "chat_template.jinja").write_text("private")
     (model / "chat_template.jinja").chmod(0o600)
     for to in ("huggingface", "petatron", "megatron"):
-        convert(open_model_source(model), folder / to, ConversionOptions(target_format=to))
+        convert(open_model_reader(model), folder / to, ConversionOptions(target_format=to))
 
 
 def _cache(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
-from petatron.serve.http.follow_run import newest_sound_step, step_properties
+from petatron.serve.http.follow_training_run import newest_sound_step, step_properties
 from tests.heard import heard
 from tests.longform import diagonal
 from tests.unit.checkpoint.rewriting import rewrite_manifest
@@ -37,7 +37,7 @@ def facts_of(body: dict[str, Any]) -> dict[str, Any]:
 
 def served(run: Path) -> tuple[int | None, list[str]]:
     rejected: set[int] = set()
-    with heard("petatron.serve.http.follow_run") as said:
+    with heard("petatron.serve.http.follow_training_run") as said:
         found = newest_sound_step(run, after=3, rejected=rejected, served_properties=step_properties(run, 3))
     assert rejected == (set() if found else {5})
     return (found[0] if found else None), said

@@ -17,8 +17,8 @@ from petatron.checkpoint.inspect.verify_checkpoint import find_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh
+from petatron.pretrained.load_checkpoint import has_weights
 from petatron.pretrained.open_settings import read_checkpoint_args
-from petatron.pretrained.save_and_load import has_weights
 from petatron.train.state.check_run_dirs import check_run_dirs
 from tests.golden.make_checkpoint import MODEL, RUN
 from tests.longform import diagonal

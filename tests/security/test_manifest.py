@@ -19,7 +19,7 @@ from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.config.schema.run import RunConfig
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.open_settings import read_checkpoint_args
 from tests.longform import diagonal
 from tests.security.limits import limited
@@ -42,7 +42,7 @@ def assert_refused(step: Path, *words: str) -> None:
         report = verify_checkpoint(step)
         assert not report.is_valid
         with pytest.raises(CheckpointError) as caught:
-            open_model_source(step)
+            open_model_reader(step)
     for text in (report.findings[0].text, str(caught.value)):
         assert str(step) in text
         for word in words:
@@ -240,7 +240,7 @@ def test_weights_that_the_config_does_not_describe(step: Path):
     """A tensor that the table leaves out, or has in another shape, is one error and no KeyError later."""
     rewrite_table(step, lambda body: body["tensors"].pop(KEY))
     with pytest.raises(CheckpointError, match=r"config\.json describes: embedding\.weight"):
-        open_model_source(step)
+        open_model_reader(step)
 
 
 def test_a_run_with_impossible_progress(step: Path):

@@ -17,9 +17,9 @@ from petatron.base.errors import CheckpointError, ConfigError, PetatronError
 from petatron.checkpoint.files.safetensors_file import read_header
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
+from petatron.pretrained.atomic_model_folder import check_not_inside_step
 from petatron.pretrained.folder_kind import detect_format
-from petatron.pretrained.model_source import open_model_source
-from petatron.pretrained.new_folder import check_not_inside_step
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.open_settings import read_checkpoint_args
 from tests.longform import diagonal
 from tests.security.limits import limited
@@ -41,7 +41,7 @@ def change(folder: Path, **values: Any) -> None:
 
 def assert_refused(folder: Path, *words: str) -> None:
     """By a conversion and by a model made of it, in time and memory."""
-    for read in (open_model_source, petatron.from_pretrained):
+    for read in (open_model_reader, petatron.from_pretrained):
         with limited(), pytest.raises((CheckpointError, ConfigError)) as caught:
             read(folder)
         for word in words:
@@ -52,7 +52,7 @@ def error_of_opening(folder: Path) -> Exception | None:
     """What opening it raises, of whatever type."""
     with limited(10):
         try:
-            open_model_source(folder)
+            open_model_reader(folder)
         except Exception as error:
             return error
     return None
@@ -68,7 +68,7 @@ def test_a_link_out_of_the_folder_is_not_followed(folder: Path, name: str):
     (folder / name).unlink()
     (folder / name).symlink_to("inside")
     (folder.parent / "linked").symlink_to(folder)
-    open_model_source(folder.parent / "linked")
+    open_model_reader(folder.parent / "linked")
 
 
 def test_each_file_is_opened_once_for_its_settings_and_once_for_its_header(
@@ -83,7 +83,7 @@ def test_each_file_is_opened_once_for_its_settings_and_once_for_its_header(
         return real(path, *args, **options)
 
     monkeypatch.setattr(os, "open", counting)
-    open_model_source(folder)
+    open_model_reader(folder)
     assert (opened.count("config.json"), opened.count("model.safetensors")) == (1, 1)
 
 
@@ -129,7 +129,7 @@ MANY_NINES = b'{"dtype": "F32", "shape": [' + b",".join([b"9" * 4000] * 5000) + 
 def test_headers_that_lie(folder: Path, content: bytes, words: str):
     (folder / "model.safetensors").write_bytes(content)
     with limited(), pytest.raises(CheckpointError, match=rf"model\.safetensors .*({words})"):
-        open_model_source(folder)
+        open_model_reader(folder)
 
 
 def test_a_header_of_a_sparse_terabyte(folder: Path):
@@ -152,7 +152,7 @@ def test_no_files(folder: Path, name: str, thing: str):
         path.mkdir()
     with limited():
         try:
-            open_model_source(folder, model_format="huggingface")
+            open_model_reader(folder, model_format="huggingface")
         except PetatronError as error:
             assert str(folder) in str(error)
         else:
@@ -165,7 +165,7 @@ def test_a_pipe_beside_the_shards(folder: Path):
         limited(),
         pytest.raises(CheckpointError, match=r"00002\.safetensors cannot be read: it is a FIFO, not a file"),
     ):
-        open_model_source(folder)
+        open_model_reader(folder)
 
 
 def test_a_pipe_that_is_asked_whether_it_is_a_checkpoint(tmp_path: Path):
@@ -281,7 +281,7 @@ def test_rotary_settings_of_any_type(folder: Path, key: str):
     for value in odd:
         (folder / "config.json").write_text(json.dumps(base | {key: value}))
         with limited(10), pytest.raises(PetatronError):
-            open_model_source(folder)
+            open_model_reader(folder)
 
 
 NUMBERS = ("rope_theta", "rms_norm_eps", "attention_dropout", "initializer_range", "max_position_embeddings", "sliding_window",
@@ -394,12 +394,12 @@ def test_an_index_that_is_none(folder: Path, content: Any):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"index\.json"):
-        open_model_source(folder)
+        open_model_reader(folder)
 
 
 def test_sound_ones_are_read(folder: Path):
     assert read_header(folder / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
-    open_model_source(folder)
+    open_model_reader(folder)
     petatron.from_pretrained(folder)
 
 

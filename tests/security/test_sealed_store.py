@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from petatron.mesh.launch.encrypted_channel import MAX_FRAME_BYTES, ChannelError, ClientChannel, ServerChannel
 from petatron.mesh.launch.environment import SINGLE_PROCESS, RankEnvironment
 from petatron.mesh.launch.rendezvous import Rendezvous
-from petatron.mesh.launch.sealed_channel import MAX_FRAME_BYTES, ChannelError, ClientChannel, ServerChannel
-from petatron.mesh.launch.sealed_store import SealedStore
+from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
+from petatron.mesh.launch.rendezvous_store_server import StoreServerProcess, bind_listener
+from petatron.mesh.launch.rendezvous_store_table import Operation, encode_request
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
-from petatron.mesh.launch.store_server import StoreServerProcess, bind_listener
-from petatron.mesh.launch.store_table import Operation, encode_request
 from tests.longform import diagonal
 
 SECRET = "correct horse battery"
@@ -43,8 +43,8 @@ def server() -> Iterator[tuple[str, int]]:
     process.close()
 
 
-def open_store(address: tuple[str, int], secret: str = SECRET, timeout: timedelta = LATE) -> SealedStore:
-    return SealedStore(lambda: address, lambda: secret, timeout)
+def open_store(address: tuple[str, int], secret: str = SECRET, timeout: timedelta = LATE) -> RendezvousStoreClient:
+    return RendezvousStoreClient(lambda: address, lambda: secret, timeout)
 
 
 class Between:
@@ -248,7 +248,7 @@ def test_a_message_that_fits_nothing_ends_its_connection_alone(server: tuple[str
 def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
     """Also where the parent is killed while a child of it still holds the pipe."""
     code = (
-        "import os, sys, time; from petatron.mesh.launch.store_server import *;"
+        "import os, sys, time; from petatron.mesh.launch.rendezvous_store_server import *;"
         "s = StoreServerProcess(bind_listener('127.0.0.1', 0), 's' * 16); print(s._process.pid, flush=True);"
         "os.fork() or time.sleep(5); os.close(1); os.kill(os.getpid(), 9)"
     )
@@ -341,6 +341,6 @@ def test_a_flood_of_strangers_delays_no_start(
     flood.wait()
     assert accepted == count, "nobody is turned away before being heard"
     assert took < 5 + seconds / 2, f"ranks joined in {took:.1f} s while {count} strangers came in {seconds:.1f} s"
-    assert isinstance(first.store, SealedStore)
+    assert isinstance(first.store, RendezvousStoreClient)
     assert first.store.status().num_refused > count / 2
     assert "Traceback" not in capfd.readouterr().err

@@ -30,7 +30,7 @@ from petatron.mesh.launch.environment import (
     secret_from_env,
 )
 from petatron.mesh.launch.rendezvous import Rendezvous
-from petatron.mesh.launch.sealed_store import SealedStore
+from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
 from petatron.mesh.launch.shared_secret import (
     SECRET_VARIABLE,
     find_secret_folder,
@@ -129,7 +129,7 @@ def test_a_false_server_learns_nothing_it_can_use(world: Callable[..., RankEnvir
     server = threading.Thread(target=serve)
     server.start()
     with pytest.raises(dist.DistNetworkError):
-        SealedStore(lambda: false.getsockname(), lambda: SECRET, timedelta(0))
+        RendezvousStoreClient(lambda: false.getsockname(), lambda: SECRET, timedelta(0))
     server.join()
     false.close()
     assert len(seen[0]) == 72 and seen[1] == b"" and SECRET.encode() not in seen[0]

@@ -27,7 +27,7 @@ from petatron.base.terminal_escape import escaped_output, escaped_stream, printa
 from petatron.cli import main as cli
 from petatron.cli.data import _progress_display
 from petatron.cli.main import main
-from petatron.cli.subcommands.progress import StderrProgress
+from petatron.cli.subcommands.stderr_progress import StderrProgress
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.launch.local_launcher import run_ranks
 from petatron.train.report.console import LiveWriter, build_console_writer

@@ -23,9 +23,9 @@ from petatron.base.errors import LaunchError
 from petatron.mesh.launch import connection_guard
 from petatron.mesh.launch.connection_guard import ConnectionGuard
 from petatron.mesh.launch.environment import RankEnvironment
+from petatron.mesh.launch.nat_addresses import NETWORKS_VARIABLE, describe_translations, parse_networks
 from petatron.mesh.launch.rendezvous import Rendezvous
-from petatron.mesh.launch.sealed_store import SealedStore
-from petatron.mesh.launch.translated_addresses import NETWORKS_VARIABLE, describe_translations, parse_networks
+from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
 from tests.load_deadline import scaled
 from tests.security.test_rank_takeover import TOTALS, needs_linux
 from tests.security.test_sealed_store import four_ranks
@@ -136,7 +136,7 @@ def test_the_roll_call_notices_a_translation(
     first = Rendezvous(places[0])
     others = [Rendezvous(place) for place in places[1:]]
     for other in others[1:]:
-        assert isinstance(other.store, SealedStore) and other.store.own_address == "127.0.0.1"
+        assert isinstance(other.store, RendezvousStoreClient) and other.store.own_address == "127.0.0.1"
         other.store.own_address = "10.88.0.2"
     late = timedelta(seconds=scaled(30))
     with ThreadPoolExecutor() as pool:

@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, OtherRunError
-from petatron.mesh.launch import open_store, rendezvous, store_server
+from petatron.mesh.launch import open_rendezvous_store, rendezvous, rendezvous_store_server
 from petatron.mesh.launch.environment import JOINED_STORE, SINGLE_PROCESS, RankEnvironment
 from petatron.mesh.launch.rank_exit import is_echo
 from petatron.mesh.launch.rendezvous import Rendezvous, notify_peers
-from petatron.mesh.launch.sealed_store import SealedStore
+from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
+from petatron.mesh.launch.rendezvous_store_server import StoreServerProcess, bind_listener
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
-from petatron.mesh.launch.store_server import StoreServerProcess, bind_listener
 from tests.load_deadline import scaled, wait_until
 
 SECRET = "correct horse battery"
@@ -89,7 +89,7 @@ def test_a_rank_that_waits_does_not_take_the_port_of_rank_0(
         return one
 
     monkeypatch.setattr(socket, "create_connection", with_itself)
-    monkeypatch.setattr(open_store, "_PORT_IN_USE_S", 2.0)
+    monkeypatch.setattr(open_rendezvous_store, "_PORT_IN_USE_S", 2.0)
     second = threading.Thread(target=lambda: Rendezvous(place(1), timeout=late).wait_for_all_ranks(late), daemon=True)
     second.start()
     wait_until(lambda: len(num_tries) > 0, "the first try")
@@ -106,7 +106,7 @@ def other_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], S
 
     def start(port: int) -> StoreServerProcess:
         with monkeypatch.context() as patch:
-            patch.setattr(store_server, "own_identity", lambda: bytes(range(16)))
+            patch.setattr(rendezvous_store_server, "own_identity", lambda: bytes(range(16)))
             servers.append(StoreServerProcess(bind_listener("127.0.0.1", port), SECRET))
         return servers[-1]
 
@@ -120,13 +120,13 @@ def test_a_store_is_not_taken_for_the_next_one_at_its_address(
 ) -> None:
     port = place(0).master_port
     earlier = StoreServerProcess(bind_listener("127.0.0.1", port), SECRET)
-    store = SealedStore(lambda: ("127.0.0.1", port), lambda: SECRET, late)
+    store = RendezvousStoreClient(lambda: ("127.0.0.1", port), lambda: SECRET, late)
     store.set("a", "1")
     earlier.close()
     other_process(port)
     with pytest.raises(dist.DistNetworkError, match="Another run with the same secret listens at"):
         store.compare_set("failed", "", "what ended the earlier run")
-    assert SealedStore(lambda: ("127.0.0.1", port), lambda: SECRET, late).num_keys() == 0
+    assert RendezvousStoreClient(lambda: ("127.0.0.1", port), lambda: SECRET, late).num_keys() == 0
 
 
 def test_the_end_of_an_earlier_run_does_not_end_the_next_one(
@@ -134,13 +134,13 @@ def test_the_end_of_an_earlier_run_does_not_end_the_next_one(
 ) -> None:
     """A rank that waited for a time limit after rank 0 was gone reports its failure when the next run has begun."""
     first, second = join(place, late)
-    assert isinstance(first.store, SealedStore)
+    assert isinstance(first.store, RendezvousStoreClient)
     for rank in (first, second):
         rank.store.close()  # type: ignore[attr-defined]
     del first, rank
     port = place(1).master_port
     other_process(port)
-    next_run = SealedStore(lambda: ("127.0.0.1", port), lambda: SECRET, late)
+    next_run = RendezvousStoreClient(lambda: ("127.0.0.1", port), lambda: SECRET, late)
     notify_peers(place(1), "NCCL's watchdog ended it")
     assert not next_run.check(["failed"]) and not next_run.check(["told"])
 
@@ -149,7 +149,7 @@ def test_rank_0_does_not_take_the_server_of_another_container_for_its_own(
     place: Place, other_process: Callable[[int], StoreServerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes of two containers with the host's network may have the same id."""
-    monkeypatch.setattr(open_store, "_PORT_IN_USE_S", 0.2)
+    monkeypatch.setattr(open_rendezvous_store, "_PORT_IN_USE_S", 0.2)
     other_process(place(0).master_port)
     with pytest.raises(LaunchError, match=r"Rank 0 cannot listen at .* Another run may use the port"):
         Rendezvous(place(0))

@@ -15,8 +15,8 @@ from petatron.base.errors import LaunchError
 from petatron.infer.engine_outputs import TokenEvent, TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation_handle import Generation
-from petatron.serve.http import follow_run as follow_run_module
-from petatron.serve.http.follow_run import follow_run
+from petatron.serve.http import follow_training_run as follow_run_module
+from petatron.serve.http.follow_training_run import follow_run
 from petatron.serve.http.run_generations import joined_texts
 from petatron.serve.http.server_state import ServerState
 from petatron.serve.served_model_properties import ModelCard

@@ -25,7 +25,7 @@ import petatron
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
-from petatron.serve.http.follow_run import follow_run
+from petatron.serve.http.follow_training_run import follow_run
 from petatron.serve.open_engine import CheckpointEngine, model_settings
 from petatron.serve.served_model_properties import ModelCard
 from tests.forked_python import ForkedPython

@@ -23,7 +23,7 @@ from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.step_list import list_steps
 from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.engine_options import EngineOptions
-from petatron.serve.http.follow_run import follow_run, newest_sound_step
+from petatron.serve.http.follow_training_run import follow_run, newest_sound_step
 from petatron.serve.open_engine import CheckpointEngine, model_settings
 from petatron.serve.served_model_properties import ModelCard
 from tests.forked_python import ForkedPython

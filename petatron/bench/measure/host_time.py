@@ -24,7 +24,7 @@ import torch
 
 from petatron.bench.measure.timing import alternating_orders, gc_disabled, synchronize
 from petatron.bench.peers.bench_workload import bench_spec, make_batches
-from petatron.bench.peers.ours import PetatronContender
+from petatron.bench.peers.petatron_step import PetatronContender
 from petatron.models.batch import Batch
 
 DEPTHS = (2, 4)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from petatron.bench.measure.memory_trace import MemoryBlock, StackFrame, blocks_at_peak, record_step
 from petatron.bench.measure.saved_tensors import SavedTensor, SavedTensorLog
-from petatron.bench.peers.ours import PetatronContender
+from petatron.bench.peers.petatron_step import PetatronContender
 from petatron.models.batch import Batch
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.state.train_state import TrainState

@@ -82,7 +82,7 @@ class BenchRunner:
     def snapshot_memory(self) -> dict[str, Any] | None:
         """Returns what holds the memory of one more step at its peak, as JSON; None for a peer, whose tensors are not known."""
         from petatron.bench.measure.peak_memory_breakdown import snapshot_step
-        from petatron.bench.peers.ours import PetatronContender
+        from petatron.bench.peers.petatron_step import PetatronContender
 
         if not isinstance(self.contender, PetatronContender):
             return None

@@ -10,10 +10,10 @@ from typing import Any
 
 from petatron.base.device import DeviceInfo
 from petatron.bench import BenchResult
+from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.measure.machine import versions
 from petatron.bench.measure.peak_memory_breakdown import OUTSIDE_LAYERS
-from petatron.bench.measure.step_floor import step_floor
-from petatron.bench.measure.units import format_si
+from petatron.bench.measure.step_time_roofline import step_floor
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_workload import NUM_BATCHES
 from petatron.config.declared_optimizers import rule_spec

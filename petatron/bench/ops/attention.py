@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.measure.timing import ProgressLog, median_ms
-from petatron.bench.measure.units import format_si
 from petatron.kernels.attention import attention, cudnn, flash
 from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.attention.packed_document_attention import PackingKernels
@@ -29,7 +29,7 @@ AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One batch: `document_lengths` are those of the documents of every row, of which all are equally long together."""
+    """One batch. document_lengths: of the documents of each row; all rows have the same total."""
 
     name: str
     document_lengths: tuple[tuple[int, ...], ...]
@@ -37,7 +37,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     value_dim: int | None = None
-    """Of values where they are narrower, as in latent attention."""
+    """The width of value heads if they are narrower, as in latent attention."""
 
     @property
     def flops(self) -> float:

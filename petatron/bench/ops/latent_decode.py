@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from petatron.bench.ops.cases import BenchContext, KernelCase, MicroBatchShape
-from petatron.kernels.attention import paged_latent
-from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.attention.paged_latent import LatentPages
+from petatron.bench.ops.kernel_case import BenchContext, KernelCase, MicroBatchShape
+from petatron.kernels.attention import paged_latent_attention
+from petatron.kernels.attention.paged_attention import PagedBatch
+from petatron.kernels.attention.paged_latent_attention import LatentPages
 
 _CHECKED_SEQUENCES = 4
 
@@ -71,7 +71,7 @@ def _case(context: BenchContext, shape: LatentDecodeShape) -> KernelCase:
         table = batch.page_table_NP[:few]
         first = replace(batch, page_table_NP=table, lengths_N=batch.lengths_N[:few], num_decodes=few, computed={})
         wide = LatentPages(pages.latent.double(), pages.rope_key.double())
-        return [paged_latent.decode_latents(q[:few].double(), q_rope[:few].double(), wide, first, **options)]
+        return [paged_latent_attention.decode_latents(q[:few].double(), q_rope[:few].double(), wide, first, **options)]
 
     read = sum(shape.lengths()) * (shape.latent + shape.rotary) + 2 * q.numel() + q_rope.numel()
     return KernelCase(

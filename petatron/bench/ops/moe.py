@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.measure.timing import ProgressLog, median_ms
-from petatron.bench.measure.units import format_si
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.moe.grouped_gemm import GroupedGemm
 from petatron.kernels.moe.permute import MoEKernels, Permutation, build_permutation, choices_to_rows, rows_to_choices

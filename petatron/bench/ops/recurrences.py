@@ -16,7 +16,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.bench.ops.cases import CHECKED_ROWS, BenchContext, KernelCase, MicroBatchShape
+from petatron.bench.ops.kernel_case import CHECKED_ROWS, BenchContext, KernelCase, MicroBatchShape
 from petatron.bench.ops.peer_kernels import peer_kernels
 from petatron.kernels.ssm import causal_conv, chunk_channel_delta_rule, chunk_delta_rule, chunk_scan
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.bench.ops.cases import BenchContext, KernelCase, MicroBatchShape, Outputs
+from petatron.bench.ops.kernel_case import BenchContext, KernelCase, MicroBatchShape, Outputs
 from petatron.kernels.ssm.decode import conv_step, delta_step, scan_step
 from petatron.kernels.ssm.decode.delta_step import DeltaGateInputs
 from petatron.kernels.ssm.decode.scan_step import ScanParams

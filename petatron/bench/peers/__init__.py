@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 OURS, OWN_BF16 = "petatron", "bf16"
 _MODULES: Mapping[str, str] = {
-    OURS: "petatron.bench.peers.ours",
+    OURS: "petatron.bench.peers.petatron_step",
     "torchtitan": "petatron.bench.peers.torchtitan",
     "hf": "petatron.bench.peers.huggingface",
-    OWN_BF16: "petatron.bench.peers.ours_without_fp8",
+    OWN_BF16: "petatron.bench.peers.petatron_step_without_fp8",
 }
 PEER_ATTENTIONS = ("sdpa", "flex")
 PEERS = tuple(name for name in _MODULES if name != OURS)

@@ -10,7 +10,7 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.bench.measure.check_arguments import resolve_device
 from petatron.bench.peers import BenchSpec
-from petatron.config.load import RawLoadedConfig
+from petatron.config.read_config_sources import RawLoadedConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.config.schema.parallel import MESH_SIZES
@@ -20,7 +20,7 @@ from petatron.optim.loss_scaler import compute_dtype
 from petatron.validate import load_config, resolve_config
 
 NUM_BATCHES = 4
-"""Reused in turn."""
+"""The number of different batches, used in rotation."""
 _TRAINING_FLAGS = (
     "--mock-data --lr {lr:g} --lr-decay-style constant --train-iters 1000000 --weight-decay 0.1 --adam-beta2 0.95"
 )
@@ -64,8 +64,8 @@ def precision_problems(peer: str, spec: BenchSpec) -> list[Problem]:
 def _learning_rate(hidden_size: int) -> float:
     """Returns a learning rate at which the first steps of two contenders can be compared.
 
-    Adam's steps change every weight by as much, and so an output by that times the width of its input. With a larger one, a loss of
-    random tokens that repeat falls from 11 to 4 in one step, and the order of float32 additions decides percents of the next.
+    An Adam step changes every weight by the learning rate, and so an output by that times its input width. With a larger rate the loss
+    of repeated random tokens falls from 11 to 4 in one step, and the order of float32 additions decides percents of the next loss.
 
     >>> _learning_rate(4096), _learning_rate(64)
     (9.765625e-06, 0.0001)
@@ -74,7 +74,7 @@ def _learning_rate(hidden_size: int) -> float:
 
 
 def _check_one_process(asked: RawLoadedConfig) -> None:
-    """Raised first and alone: rules about ranks would blame a world size that nobody gave."""
+    """Raises for several processes before layout rules do, which would blame a world size that nobody gave."""
     values, given = flatten_config(asked.config), []
     for name in (*MESH_SIZES, "nproc_per_node", "nnodes"):
         info = fields_by_name()[name]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petatron.bench.peers import BenchSpec, huggingface
-from petatron.bench.peers.ours import load_initial_weights
+from petatron.bench.peers.petatron_step import load_initial_weights
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.optim.loss_scaler import compute_dtype

@@ -10,9 +10,9 @@ Its language models attend by `flex_attention`, since its batches are of packed 
 `ScaledDotProductAttention` computes the same by cuDNN's or FlashAttention's kernels; that is the default, and `--peer-attention flex`
 takes the other.
 
-0.3.0 is written for torch 2.13. With 2.11, two things are made up for that one rank does not use otherwise: `DataParallelMeshDims`, a
-class that names axes of meshes of several ranks, and FSDP of a last norm and head in one group, where the head runs in the loss: 2.11
-frees the norm's weight before its backward pass, so each is a group of its own.
+0.3.0 is written for torch 2.13. Two workarounds let it run on 2.11, without effect on one rank: a stub of `DataParallelMeshDims`, a class
+that names mesh axes, and separate FSDP groups for the last norm and the head: in one group, 2.11 frees the norm's weight before its
+backward pass, since the head runs in the loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients that cost little: raw asyncio protocols which write prepared bytes and look at the end of what comes back.
+"""HTTP clients with little overhead: asyncio protocols that write prepared bytes and parse only the end of an answer.
 
 They run in a process that is not the server's. Nothing of an answer is parsed while it streams: the first byte of the body is its first
 token, as the server sends both together, and its last bytes tell the number of tokens.

@@ -40,7 +40,7 @@ class Disk:
     """Whether files get SHA-256 digests, so that a signature of them covers the content."""
 
     def failpoint(self, event: str, path: Path) -> None:
-        """A boundary between two states of the disk."""
+        """Is called between two states of the disk, and does nothing but in tests."""
 
     def make_folder(self, path: Path) -> None:
         safe_files.make_folder(path)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from petatron.base.log import get_logger
+from petatron.checkpoint.chunk import MASTER_PREFIX
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import RankTable
 from petatron.checkpoint.inspect.verify_checkpoint import file_problem
 from petatron.checkpoint.run_on_all_ranks import AllRanks
-from petatron.checkpoint.state import MASTER_PREFIX
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
 

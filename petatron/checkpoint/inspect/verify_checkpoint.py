@@ -1,8 +1,8 @@
-"""Inspects checkpoints without a run: where they are, and whether they still are what was saved.
+"""Finds and verifies checkpoints without a run.
 
-A check goes from the outside in, and each stage trusts only what the one before it verified: the manifest against its own digest,
-the ranks' tables against the manifest, every file against size and digests, the files' headers against the tables, and config.json
-against the configuration of the run. All problems are found in one pass.
+Verification goes from the outside in, and each stage trusts only what the stage before it verified: the manifest against its own digest,
+the ranks' tables against the manifest, every file against size and digests, file headers against the tables, and config.json against
+the run's configuration. One pass finds all problems.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ _MAX_SHOWN = 3
 _THREADS = 4
 
 
-# Where
-
-
 def find_checkpoint(path: Path, step: int | None = None, *, warn: bool = True) -> Path:
     """Returns the folder of one checkpoint: `path` itself, or a step (None: the newest) of those in it.
 
@@ -78,12 +75,9 @@ def find_checkpoint(path: Path, step: int | None = None, *, warn: bool = True) -
 
 
 def steps_without_manifest(folder: Path) -> list[Path]:
-    """Returns steps under their final name that have no manifest. A save never leaves one: its manifest has been lost."""
+    """Returns step folders that lost their manifest; a save never leaves such a folder."""
     complete = set(step_folder.list_steps(folder).values())
     return [path for path in sorted(folder.glob("step-*")) if not path.suffix and path not in complete]
-
-
-# Whether
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +90,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """The findings of a check of one checkpoint; it is sound when there are none."""
+    """The findings of one checkpoint; a checkpoint without findings is valid."""
 
     source: Path
     num_files: int
@@ -115,9 +109,9 @@ def verify_checkpoint(
     read_content: bool = True,
     trusted_keys: Sequence[bytes] | None = None,
 ) -> VerificationReport:
-    """Checks everything about a checkpoint; without `read_content`, all that can be checked without reading whole files.
+    """Checks everything about a checkpoint; without `read_content`, only what needs no reading of whole files.
 
-    trusted_keys: public keys, of which one must have signed it.
+    trusted_keys: public keys; one of them must have signed the checkpoint.
     """
     tables, findings = [], []
     try:
@@ -161,7 +155,7 @@ def verify_checkpoint(
 
 
 def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence[bytes] | None) -> Iterator[Finding]:
-    """Checks the form of a signature, and with trusted keys that one of them made it."""
+    """Checks the format of a signature; with trusted keys, also that one of them signed."""
     if trusted_keys is None:
         try:
             read_signature(source)
@@ -175,7 +169,7 @@ def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence
     if problem is not None:
         yield Finding(source / SIGNATURE_FILE, problem)
         return
-    tables = {table.path for table in manifest.tables}  # the manifest itself has strong digests of these
+    tables = {table.path for table in manifest.tables}  # the manifest has SHA-256 digests of the tables
     weak = [
         name
         for name, file in manifest.files.items()
@@ -187,7 +181,7 @@ def _signature_findings(source: Path, manifest: Manifest, trusted_keys: Sequence
 
 
 def latest_findings(folder: Path, reported: Sequence[Path] = ()) -> tuple[Finding, ...]:
-    """Checks the file `latest` of a folder of steps, which may lack it. That it names a step of `reported` is no news."""
+    """Checks the file `latest` of a folder of steps, if there is one; `reported` are steps whose problems are known."""
     path = folder / step_folder.LATEST_FILE
     target, (named, problem) = symlink_target(path, folder), read_latest(folder)
     if named is not None and step_folder.step_name(named) in [step.name for step in reported]:
@@ -206,7 +200,7 @@ def latest_findings(folder: Path, reported: Sequence[Path] = ()) -> tuple[Findin
 def newest_valid(
     folder: Path, known_valid: Mapping[Path, bool], on_progress: ProgressCallback = lambda done, total: None
 ) -> Path | None:
-    """Returns the newest sound step of a folder; those in `known_valid` have been checked."""
+    """Returns the newest valid step of a folder; `known_valid` has the results of steps that are verified already."""
     for source in reversed(step_folder.list_steps(folder).values()):
         if known_valid[source] if source in known_valid else verify_checkpoint(source, on_progress).is_valid:
             return source
@@ -224,7 +218,7 @@ def file_problem(
     *,
     read_content: bool = True,
 ) -> str | None:
-    """Returns, as a predicate of the file, how it differs from what was saved; None if it does not."""
+    """Returns how a file differs from what was saved, as a predicate; None if it does not."""
     problem = step_folder.size_problem(path, expected)
     if problem is not None or not read_content:
         return problem
@@ -242,7 +236,7 @@ def file_problem(
 
 
 def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int], None]) -> Iterator[tuple[int, bool]]:
-    """Yields every block of a file, and whether it is what was saved."""
+    """Yields the number of every block, and whether its digest matches."""
 
     def check(number: int) -> bool:
         begin = number * BLOCK_BYTES
@@ -254,7 +248,7 @@ def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int]
         return same
 
     count = -(-expected.size_bytes // BLOCK_BYTES)
-    if count != len(expected.block_digests):  # a forged manifest cannot claim fewer digests than there are bytes
+    if count != len(expected.block_digests):  # a forged manifest may have fewer digests than blocks
         yield from ((number, False) for number in range(count))
         return
     threads = min(_THREADS, os.cpu_count() or 1, max(count, 1))
@@ -268,7 +262,7 @@ def _verify_blocks(path: Path, expected: StoredFile, on_progress: Callable[[int]
 
 
 def _table_findings(source: Path, manifest: Manifest, broken: set[Path]) -> Iterator[Finding]:
-    """Checks the manifest's table against itself, and against the headers of the sound files."""
+    """Checks that the tables cover every tensor, and agree with the headers of the valid files."""
     problems: dict[Path, list[str]] = {}
     headers: dict[str, Mapping[str, TensorInfo]] = {}
     for name in manifest.files:

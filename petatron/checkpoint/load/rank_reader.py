@@ -9,14 +9,20 @@ from typing import Any
 
 from torch import Tensor
 
+from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import StoredFile
 from petatron.checkpoint.files.manifest import Manifest, RankTable, StoredTensor, TableFile
-from petatron.checkpoint.load import box_reads
-from petatron.checkpoint.load.box_directory import BoxDirectory, MessageRow, box_requests, parse_answer, table_rows
+from petatron.checkpoint.load import reshard_reads
+from petatron.checkpoint.load.stored_box_lookup import (
+    MessageRow,
+    StoredBoxLookup,
+    box_requests,
+    parse_answer,
+    table_rows,
+)
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.sparse_all_to_all import exchange_messages
-from petatron.checkpoint.state import Chunk
 from petatron.mesh.json_collectives import all_gather_json, broadcast_json
 from petatron.mesh.mesh import Axis
 
@@ -45,11 +51,11 @@ class RankReader:
         strict: bool,
         may_ignore_key: Callable[[str], bool] | None,
         check_all_files: bool,
-    ) -> box_reads.ReadPlan:
+    ) -> reshard_reads.ReadPlan:
         """Plans every read of this rank; everything that does not fit is one error. All ranks call it."""
         sent = self._ranks.run(lambda: self._rows_and_requests(chunks, check_all_files=check_all_files))
         received = exchange_messages(sent, self._axis)
-        directory = BoxDirectory(self._source)
+        directory = StoredBoxLookup(self._source)
 
         def answer() -> dict[int, list[MessageRow]]:
             for said in received.values():
@@ -62,7 +68,7 @@ class RankReader:
         )
         return self._ranks.run(lambda: self._plan_from_answers(chunks, told, strict=strict, unexpected_keys=surplus))
 
-    def _ignore_unrequested_kinds(self, directory: BoxDirectory) -> Callable[[str], bool]:
+    def _ignore_unrequested_kinds(self, directory: StoredBoxLookup) -> Callable[[str], bool]:
         """By default a load ignores the kinds of state that no rank requests."""
         kinds = {kind for of_rank in all_gather_json(directory.requested_kinds(), self._axis) for kind in of_rank}
         return lambda key: key.partition("/")[0] not in kinds
@@ -100,7 +106,7 @@ class RankReader:
         *,
         strict: bool,
         unexpected_keys: Sequence[str],
-    ) -> box_reads.ReadPlan:
+    ) -> reshard_reads.ReadPlan:
         lookups: list[tuple[str, StoredTensor | None]] = [("", None)] * len(chunks)
         for row in (row for rows in answers.values() for row in rows):
             number, key, stored, tables = parse_answer(row)
@@ -108,7 +114,7 @@ class RankReader:
             for table in tables:
                 if table >= 0:
                     self._table(table)  # for the digests of its files
-        plan = box_reads.plan_reads(self._source, chunks, lookups, strict=strict, unexpected_keys=unexpected_keys)
+        plan = reshard_reads.plan_reads(self._source, chunks, lookups, strict=strict, unexpected_keys=unexpected_keys)
         read = {box_read.stored.file for box_read in plan.reads}
         step_folder.check_sizes(self._source, {name: file for name, file in self.files.items() if name in read})
         return plan
@@ -119,7 +125,7 @@ class RankReader:
         for number, table in enumerate(self._manifest.tables):
             if table.path == step_folder.table_path(rank):
                 local |= self._table(number).local
-        return box_reads.read_rank_local(self._source, local, self.files, rank)
+        return reshard_reads.read_rank_local(self._source, local, self.files, rank)
 
 
 def _manifest_from_message(message: Mapping[str, Any]) -> Manifest:

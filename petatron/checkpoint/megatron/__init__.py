@@ -7,7 +7,7 @@ Every run imports what reads. What writes is imported by its path (`write_checkp
 """
 
 from petatron.checkpoint.megatron.open_checkpoint import LazyTensor, MegatronCheckpoint, MegatronTraining, open_megatron
-from petatron.checkpoint.megatron.training_writer import OptimizerForm, TrainingExport
+from petatron.checkpoint.megatron.write_training_state import OptimizerForm, TrainingExport
 
 __all__ = [
     "LazyTensor",

@@ -35,10 +35,10 @@ from petatron.config.schema.moe_layer_freq import parse_moe_layer_freq
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.hybrid import ATTENTION
 from petatron.config.schema.sections.sparse_attention import SPARSE_ATTENTION
-from petatron.config.schema.sections.tokenizer_files import DEFAULT_TIKTOKEN_SIZE
+from petatron.config.schema.sections.tokenizer_options import DEFAULT_TIKTOKEN_SIZE
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
-from petatron.validate.layers import check_hybrid, check_recurrent_layers
-from petatron.validate.model import check_model
+from petatron.validate.layer_kinds import check_hybrid, check_recurrent_layers
+from petatron.validate.model_shape import check_model
 from petatron.validate.sparse_attention import check_sparse_attention
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")

@@ -1,7 +1,7 @@
 """Megatron's arguments of latent attention, multi-token prediction and hybrids, to our settings and back.
 
-Latent attention rotates by `rope_type`, whatever `position_embedding_type` says, and takes YaRN where neither is said; YaRN with a
-factor of 1 is plain rotary embedding. What a checkpoint's arguments leave out has the default of Megatron's own config.
+Latent attention rotates by `rope_type`, whatever `position_embedding_type` says, and uses YaRN if neither is set; YaRN with a
+factor of 1 is plain rope. Arguments that a checkpoint lacks have the defaults of Megatron's own config.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def latent_attention_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def sparse_attention_values(arguments: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """Returns ModelConfig values of sparse attention, which drops no weights of attention; empty where a model has other attention.
+    """Returns ModelConfig values of sparse attention, attention dropout 0 included; empty for other attention.
 
     Versions without an argument for the indexer's rotary pairs rotate the last channels of its heads, and later ones the first.
     """
@@ -180,7 +180,7 @@ def hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def unnamed_layers(pattern: str | None) -> list[Problem]:
-    """Returns the problem of layers whose weights have no names."""
+    """Returns the problem of layers whose weights have no names in our maps of Megatron's."""
     unnamed = [kind for letter, kind in _UNNAMED.items() if letter in (pattern or "")]
     if not unnamed:
         return []

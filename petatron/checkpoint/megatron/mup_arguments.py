@@ -1,7 +1,7 @@
 """Megatron's arguments of muP, and the multipliers of a model that follow from them.
 
-Arguments are what was typed: in a checkpoint `mup_output_mult` is 1 where Megatron takes 1 / the relative width, and `mup_width_mult` is
-nothing that it reads. A Megatron without muP (megatron-core up to 0.16.1) has none of these arguments.
+A checkpoint has arguments as they were typed: `mup_output_mult` is 1 where Megatron uses 1 / the relative width, and Megatron does not
+read `mup_width_mult`. A Megatron without muP (megatron-core up to 0.16.1) has none of these arguments.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ _LEGACY_MODULES = {
     "self_attention.query_key_value": "self_attention.linear_qkv",
     "attention.query_key_value": "self_attention.linear_qkv",
     "self_attention.dense": "self_attention.linear_proj",
-    "attention.dense": "self_attention.linear_proj",
+    "attention.dense_attention": "self_attention.linear_proj",
     "post_attention_layernorm": "pre_mlp_layernorm",
     "post_attention_norm": "pre_mlp_layernorm",
     "mlp.dense_h_to_4h": "mlp.linear_fc1",

@@ -25,7 +25,6 @@ from petatron.checkpoint.megatron.arguments import arguments_from_config
 from petatron.checkpoint.megatron.layer_kind_arguments import has_attention
 from petatron.checkpoint.megatron.open_checkpoint import TRACKER_FILE, iteration_folder
 from petatron.checkpoint.megatron.torch_dist_writer import GlobalTensor, LazyChunk, write_dist_tensors
-from petatron.checkpoint.megatron.training_writer import TrainingExport
 from petatron.checkpoint.megatron.weight_layouts import fuse_logical, shard_weight
 from petatron.checkpoint.megatron.weight_names import (
     LayerSpec,
@@ -38,6 +37,7 @@ from petatron.checkpoint.megatron.weight_names import (
     transformer_engine_name,
     with_layer,
 )
+from petatron.checkpoint.megatron.write_training_state import TrainingExport
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.sections.hybrid import MAMBA, MLP, all_symbols

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import format_bytes
+from petatron.checkpoint.chunk import Chunk, ModelFolder
 from petatron.checkpoint.files.digested_file_io import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable, StoredTensor, TableFile
 from petatron.checkpoint.files.safetensors_file import serialize_tensors
@@ -24,7 +25,6 @@ from petatron.checkpoint.files.step_folder import MODEL_FOLDER, make_tmp_step, r
 from petatron.checkpoint.save.async_save import StagingBuffer
 from petatron.checkpoint.save.file_plan import FilePlan, entry_bytes
 from petatron.checkpoint.save.save_plan import SavePlan
-from petatron.checkpoint.state import Chunk, ModelFolder
 
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.cli.subcommands.command_parser import CHECKPOINT, CommandParser, checkpoint_parser
 from petatron.cli.subcommands.run_on_ranks import run_on_ranks
-from petatron.config.flags.parse import known_flags
+from petatron.config.flags.parse_command_line import known_flags
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 

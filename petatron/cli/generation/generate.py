@@ -16,7 +16,7 @@ from petatron.base.terminal_escape import printable, raw_stream
 from petatron.cli.generation.arguments import GenerationCommand, generate_on_ranks, generation_parser, read_command
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.handled_signals import sigterm_raises
-from petatron.cli.subcommands.progress import StderrProgress
+from petatron.cli.subcommands.stderr_progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.data.prompt.prompt_encoder import PromptEncoder

@@ -1,4 +1,4 @@
-"""The flags of `petatron serve`, and what they say."""
+"""The flags of `petatron serve`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from petatron.cli.serve.key_file import check_key_file
 from petatron.cli.subcommands.command_parser import WEIGHTS_HELP, CommandParser
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
-from petatron.serve.reasoning import REASONING_FORMATS
 from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
+from petatron.serve.split_answer_parts import REASONING_FORMATS
 from petatron.serve.tool_calls import TOOL_CALL_FORMATS
 
 _MAX_FILE_BYTES = 1 << 20

@@ -13,11 +13,11 @@ from petatron.base.errors import CheckpointError, Problem, raise_problems
 from petatron.base.terminal_escape import printable
 from petatron.cli.subcommands.command_parser import WEIGHTS_HELP
 from petatron.cli.subcommands.handled_signals import sigterm_raises
-from petatron.cli.subcommands.progress import StderrProgress
+from petatron.cli.subcommands.stderr_progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.pretrained.convert_model import Conversion, ConversionProgress, TokenizerFiles
-    from petatron.pretrained.model_source import ModelSource
+    from petatron.pretrained.model_reader import ModelReader
 
 FORMATS = ("petatron", "huggingface", "megatron")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -59,20 +59,21 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
+    from petatron.pretrained.average_checkpoints import average_checkpoints, last_steps
     from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
     from petatron.pretrained.hub import local_model
-    from petatron.pretrained.model_source import average_sources, last_steps, open_model_source
+    from petatron.pretrained.model_reader import open_model_reader
 
     kind = None if options.kind == "auto" else options.kind
     path = local_model(options.source, where="SOURCE")
     open_source = partial(
-        open_model_source, path, model_format=kind, vocab_size=options.vocab_size, weights=options.weights
+        open_model_reader, path, model_format=kind, vocab_size=options.vocab_size, weights=options.weights
     )
     if options.average_last is None:
         source = open_source(step=options.step)
     else:
         steps = last_steps(path, options.average_last, before=options.step)
-        source = average_sources([open_source(step=step) for step in steps])
+        source = average_checkpoints([open_source(step=step) for step in steps])
     tokenizer, tokenizer_note = _tokenizer(options, source)
     conversion = ConversionOptions(
         target_format=options.to,
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _why_behind(options: argparse.Namespace, source: ModelSource, result: Conversion) -> str:
+def _why_behind(options: argparse.Namespace, source: ModelReader, result: Conversion) -> str:
     if result.has_training:
         return ": the other program has no use for them."
     if (
@@ -122,7 +123,7 @@ def _why_behind(options: argparse.Namespace, source: ModelSource, result: Conver
     return ": weights are converted, and nothing else."
 
 
-def _megatron_notes(options: argparse.Namespace, source: ModelSource) -> Iterator[str]:
+def _megatron_notes(options: argparse.Namespace, source: ModelReader) -> Iterator[str]:
     """Yields what of the source or the flags is not in the files."""
     layout = [f"--{name} {size}" for name in ("tp", "pp", "ep") if (size := getattr(options, name)) is not None]
     if layout and options.megatron_format != "legacy":
@@ -158,7 +159,7 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
             yield Problem(flag, str(value), f"is below {least}{why}", fix)
 
 
-def _tokenizer(options: argparse.Namespace, source: ModelSource) -> tuple[TokenizerFiles | None, str | None]:
+def _tokenizer(options: argparse.Namespace, source: ModelReader) -> tuple[TokenizerFiles | None, str | None]:
     """Returns the tokenizer to put beside the weights in place of the source's own files, and what to tell about it.
 
     It is the one that is asked for, else the one that the arguments of a Megatron checkpoint name, if its files are here.

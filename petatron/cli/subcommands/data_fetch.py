@@ -14,8 +14,8 @@ from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 
 if TYPE_CHECKING:
-    from petatron.data.fetch.plan_fetch import FetchPlan, SourceRecord
-    from petatron.data.fetch.run_fetch import FetchProgress
+    from petatron.data.fetch.download_dataset import FetchProgress
+    from petatron.data.fetch.plan_download import FetchPlan, SourceRecord
 
 _SECONDS_BETWEEN_LINES = 5.0
 _EXAMPLE_PRESET = "tiny-llama"
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     needed = (("DATASET", args.dataset, name_dataset), ("--output", args.output, "Name a folder for the shards."))
     raise_problems(Problem(flag, "", "is missing", fix) for flag, given, fix in needed if not given)
 
-    from petatron.data.fetch.plan_fetch import FetchOptions, plan_fetch
-    from petatron.data.fetch.run_fetch import run_fetch
+    from petatron.data.fetch.download_dataset import run_fetch
+    from petatron.data.fetch.plan_download import FetchOptions, plan_fetch
 
     given = {field.name: getattr(args, field.name) for field in fields(FetchOptions)}
     given |= {"files": tuple(args.files), "splits": tuple(args.splits)}
@@ -111,8 +111,8 @@ def _progress_lines() -> Callable[[FetchProgress], None]:
 
 
 def _print_result(plan: FetchPlan, record: SourceRecord) -> None:
-    from petatron.data.fetch.plan_fetch import RECORD_FILE
-    from petatron.data.fetch.run_fetch import describe_skipped
+    from petatron.data.fetch.download_dataset import describe_skipped
+    from petatron.data.fetch.plan_download import RECORD_FILE
 
     for split in plan.files:
         shards = record.shards[split]

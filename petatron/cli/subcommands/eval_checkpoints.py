@@ -12,10 +12,10 @@ from pathlib import Path
 
 from petatron.base.version import __version__
 from petatron.cli.plot import write_result
-from petatron.cli.subcommands.progress import StderrProgress, progress_bar
+from petatron.cli.subcommands.stderr_progress import StderrProgress, progress_bar
 from petatron.evaluate.comparison_table import result_table
-from petatron.evaluate.score import max_scored_tokens
-from petatron.evaluate.task import ContextLimits, TaskResult
+from petatron.evaluate.eval_task import ContextLimits, TaskResult
+from petatron.evaluate.score_sequences import max_scored_tokens
 from petatron.evaluate.task_list import LAMBADA, WIKITEXT103, TaskSettings, build_tasks
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.from_pretrained import from_pretrained

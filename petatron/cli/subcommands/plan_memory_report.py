@@ -19,7 +19,7 @@ from petatron.estimate.memory.forecast import (
     ranks_per_node,
     recompute_plans,
 )
-from petatron.estimate.memory.layouts import fitting_changes
+from petatron.estimate.memory.layouts_that_fit import fitting_changes
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
 from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_changes

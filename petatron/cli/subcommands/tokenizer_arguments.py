@@ -46,7 +46,7 @@ def tokenizer_settings(args: argparse.Namespace, problems: list[Problem]) -> Tok
     """Returns the settings of a tokenizer; adds what is wrong with them, and tells which have no effect."""
     from petatron.config.declared_rules import number_problems, out_of_bounds
     from petatron.config.schema.run import RawRunConfig
-    from petatron.config.schema.sections.tokenizer_files import implied_tokenizer_type
+    from petatron.config.schema.sections.tokenizer_options import infer_tokenizer_type
     from petatron.config.schema.training import TokenizerConfig
     from petatron.validate.tokenizer_settings import check_tokenizer
 
@@ -58,7 +58,7 @@ def tokenizer_settings(args: argparse.Namespace, problems: list[Problem]) -> Tok
         fix = f"Use one of {', '.join(_types())}."
         problems.append(Problem("--tokenizer-type", args.tokenizer_type, "is not in this version", fix))
         return TokenizerConfig()
-    implied = implied_tokenizer_type(**{name: values[name] for name in _IMPLYING})
+    implied = infer_tokenizer_type(**{name: values[name] for name in _IMPLYING})
     if implied is not None:
         given.setdefault("tokenizer_type", implied[0])
     config = TokenizerConfig(**given)

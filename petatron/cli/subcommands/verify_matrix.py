@@ -19,8 +19,8 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rank_exit import run_rank_main
 
 if TYPE_CHECKING:
-    from petatron.verify.matrix import MatrixEntry
-    from petatron.verify.matrix_run import CaseResult, MatrixCase
+    from petatron.verify.proof_matrix import MatrixEntry
+    from petatron.verify.run_proof_matrix import CaseResult, MatrixCase
 
 _COULD_NOT_RUN = 2  # 1: a layout failed
 _SIGNAL_EXIT_CODES = {128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP}
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     raise_problems(_contradictions(options))
     if options.seed is None:
         options.seed = _DEFAULT_SEED
-    from petatron.verify.matrix import select_entries
+    from petatron.verify.proof_matrix import select_entries
 
     entries = select_entries(pattern=options.only, sample=options.sample, seed=options.seed, max_ranks=options.nproc)
     if options.list:
@@ -101,8 +101,8 @@ def _positive(text: str) -> int:
 
 
 def _cases(entries: tuple[MatrixEntry, ...], options: argparse.Namespace) -> list[MatrixCase]:
-    from petatron.verify.matrix_run import make_case
     from petatron.verify.random_model_shapes import random_model_flags
+    from petatron.verify.run_proof_matrix import make_case
 
     return [
         make_case(
@@ -119,7 +119,7 @@ def _cases(entries: tuple[MatrixEntry, ...], options: argparse.Namespace) -> lis
 def _run(cases: list[MatrixCase], options: argparse.Namespace) -> int:
     """Starts ranks until every case has a result; each successful start completes at least one case."""
     from petatron.mesh.launch.local_launcher import run_ranks
-    from petatron.verify.matrix_run import STARTED_FILE, read_result, record_failure, write_cases
+    from petatron.verify.run_proof_matrix import STARTED_FILE, read_result, record_failure, write_cases
 
     if options.random_model:
         print(f"seed {options.seed}: a model per layout")
@@ -156,7 +156,7 @@ def _run(cases: list[MatrixCase], options: argparse.Namespace) -> int:
 
 def _run_rank(folder: Path) -> int:
     from petatron.base.log import configure_logging
-    from petatron.verify.matrix_run import run_cases
+    from petatron.verify.run_proof_matrix import run_cases
 
     environment = read_environment()
     configure_logging(rank=max(1, environment.rank))  # quiet on every rank: the table is what the user came for
@@ -166,7 +166,7 @@ def _run_rank(folder: Path) -> int:
 
 def row(case: MatrixCase, result: CaseResult) -> str:
     """Formats one line of the table, and one with the model where it was drawn at random."""
-    from petatron.verify.matrix import parse_entry
+    from petatron.verify.proof_matrix import parse_entry
 
     numbers = [result.loss, result.gradient, result.parameter]
     cells = " ".join(f"{'' if number is None else f'{number:.1e}':>8}" for number in numbers)
@@ -177,7 +177,7 @@ def row(case: MatrixCase, result: CaseResult) -> str:
 
 def summary(cases: list[MatrixCase], results: list[CaseResult], dtype: str) -> str:
     """Reports what diverged and how to reproduce it, then the count."""
-    from petatron.verify.matrix import MATRIX_TOLERANCES
+    from petatron.verify.proof_matrix import MATRIX_TOLERANCES
 
     commands = {case.name: case.command for case in cases}
     lines = [""]

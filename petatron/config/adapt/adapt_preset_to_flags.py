@@ -1,8 +1,8 @@
 """What typed flags change in the model that a preset, files or a folder give, beyond their own values; every change has a notice.
 
 Of a preset, values that mean nothing beside a typed flag are as if the preset did not have them, as their declarations say (`NotWith` in
-`config/schema/metadata.py`). A flag that contradicts what a preset is about (positions that latent attention cannot have, a hybrid pattern
-beside experts) remains a problem of the validator.
+`config/schema/setting_metadata.py`). A flag that contradicts what a preset is about (positions that latent attention cannot have, a hybrid
+pattern beside experts) remains a problem of the validator.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from petatron.base.errors import Problem
-from petatron.config.adapt.layer_cut import PATTERN_PATHS, cut_layers
+from petatron.config.adapt.cut_layer_pattern import PATTERN_PATHS, cut_layers
 from petatron.config.adapt.toy_model import toy_values
 from petatron.config.declared_rules import unused_settings
-from petatron.config.flags.parse import TOY_FLAG
+from petatron.config.flags.parse_command_line import TOY_FLAG
 from petatron.config.schema import fields
-from petatron.config.schema.metadata import NotWith
+from petatron.config.schema.setting_metadata import NotWith
 from petatron.config.settings_from_checkpoint import tokenizer_paths
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from petatron.config.adapt.layer_cut import HYBRID, LayerCut, cut_layers, num_layer_kinds
+from petatron.config.adapt.cut_layer_pattern import HYBRID, LayerCut, cut_layers, num_layer_kinds
 from petatron.config.derived_defaults import MOCK_VOCAB_SIZE
 from petatron.config.schema.fields import FieldValue, all_fields, fields_by_name
-from petatron.config.schema.metadata import ToySize
 from petatron.config.schema.sections.rope import LongRopeFactorError, format_longrope_factors, parse_longrope_factors
+from petatron.config.schema.setting_metadata import ToySize
 
 _LAYERS, _HEADS, _POSITIONS = 4, 8, 2048
 

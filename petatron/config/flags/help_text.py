@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 
 from petatron.config.flags import megatron_flags
-from petatron.config.flags.parse import FROM_FLAG, TOY_FLAG
+from petatron.config.flags.parse_command_line import FROM_FLAG, TOY_FLAG
+from petatron.config.format_config import format_value
 from petatron.config.schema.fields import FieldInfo, all_fields, sections
 from petatron.config.schema.model import REQUIRED_FIELDS
-from petatron.config.show import format_value
 
 _COLUMN, _WIDTH = 34, 110
 FROM_DOC = (

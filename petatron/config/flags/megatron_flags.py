@@ -1,7 +1,7 @@
 """Other spellings of fields and of their values: short forms, and Megatron's names.
 
-`parse.py` and `config/yaml_file.py` read these tables to parse, `reference_page.py` to document. What becomes of every flag of Megatron's,
-also of those that are no spelling of a field, is in `megatron_table.py`.
+`parse_command_line.py` and `config/yaml_file.py` read these tables to parse, `reference_page.py` to document. What becomes of every flag of
+Megatron's, also of those that are no spelling of a field, is in `megatron_table.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from petatron.config.flags.foreign_names import CONVERSATIONS, SAVED_FORMAT, ZARR_FORMAT
+from petatron.config.flags.flag_names_of_other_trainers import CONVERSATIONS, SAVED_FORMAT, ZARR_FORMAT
 from petatron.config.schema.fields import FieldValue
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from petatron.config.flags.help_text import DEFAULTS_DOC, FROM_DOC, TOY_DOC, flag_aliases
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG
-from petatron.config.flags.parse import FILE_FLAG, FROM_FLAG, PRESET_FLAG, TOY_FLAG
+from petatron.config.flags.parse_command_line import FILE_FLAG, FROM_FLAG, PRESET_FLAG, TOY_FLAG
+from petatron.config.format_config import format_value
 from petatron.config.presets import preset_names, preset_summary
 from petatron.config.schema.fields import FieldInfo, all_fields, sections
 from petatron.config.schema.model import REQUIRED_FIELDS
-from petatron.config.show import format_value
 
 _INTRODUCTION = f"""# Flags and fields
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.metadata import Feature, settings_section
 from petatron.config.schema.numeric_bounds import BatchSize, IterationCount
+from petatron.config.schema.setting_metadata import Feature, settings_section
 
 _FilePath = Annotated[str, "path"]
 

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from petatron.config.schema.metadata import Feature, Role, UsedWhen
 from petatron.config.schema.numeric_bounds import NumericBounds
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.setting_metadata import Feature, Role, UsedWhen
 from petatron.config.schema.training import BUILT_IN_RULES
 
 FieldKind = Literal["int", "float", "bool", "str", "choice"]
@@ -45,8 +45,9 @@ class FieldInfo:
 
     `choices` are all its values, or, of a word, those known before anything is imported.
 
-    `notes` are what stands next to the type in the schema's `Annotated` (`metadata.py`), and `marks` the words among them: path, private,
-    one start, one load, switch, roles. A `switch` is a choice with on and off that may be written as a boolean: `--x`, `--no-x`, `x: true`.
+    `notes` are what stands next to the type in the schema's `Annotated` (`setting_metadata.py`), and `marks` the words among them: path,
+    private, one start, one load, switch, roles. A `switch` is a choice with on and off that may be written as a boolean: `--x`, `--no-x`,
+    `x: true`.
     """
 
     section: str

@@ -1,6 +1,6 @@
 """The part of the schema that says what is trained: the shape of a model.
 
-Its settings are declared by feature in `sections/`, each with what other places need to know of it (`metadata.py`), and a model has
+Its settings are declared by feature in `sections/`, each with what other places need to know of it (`setting_metadata.py`), and a model has
 all of them by inheritance. A kind of layer brings its settings as one class more in the lists of bases here.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.metadata import Feature, NotWith, ToySize
 from petatron.config.schema.numeric_bounds import Factor, LayerCount, PositiveFactor, SequenceLength, Width
 from petatron.config.schema.sections.attention import AttentionSettings, AttentionVariants
 from petatron.config.schema.sections.hybrid import HybridSettings
@@ -24,6 +23,7 @@ from petatron.config.schema.sections.norm import NormSettings
 from petatron.config.schema.sections.rope import RopeScalingSettings, RopeSettings, RopeVariants, YarnSettings
 from petatron.config.schema.sections.sparse_attention import SparseAttentionSettings
 from petatron.config.schema.sections.vocabulary import VocabularySettings
+from petatron.config.schema.setting_metadata import Feature, NotWith, ToySize
 
 REQUIRED_FIELDS = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 """What every model must say."""

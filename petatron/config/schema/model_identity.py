@@ -2,7 +2,7 @@
 
 A checkpoint, a config.json and a resumed run must agree on the first; the others may differ. Of the first, a model does not use all:
 where every layer has experts there is no MLP, and without rotary positions no rotary base. Settings are compared by what is used.
-Roles, conditions and forms to compare are those of the schema (`metadata.py`).
+Roles, conditions and forms to compare are those of the schema (`setting_metadata.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 from petatron.config.schema.fields import FieldInfo, FieldValue, fields_by_name, unflatten_config
-from petatron.config.schema.metadata import ComparedAs
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.setting_metadata import ComparedAs
 
 MODEL_SECTIONS = ("model", "moe")
 _TYPES = {"int": int, "float": int | float, "bool": bool, "str": str, "choice": str}

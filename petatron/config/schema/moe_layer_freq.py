@@ -12,8 +12,8 @@ from typing import Any
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.untrusted_files import is_count
-from petatron.config.schema.metadata import RunSettings
 from petatron.config.schema.sections.hybrid import EXPERTS
+from petatron.config.schema.setting_metadata import RunSettings
 
 _FIX = "Give a number, or one 0 or 1 per layer such as ([0]*1+[1]*23)."
 # Far above any model; keeps `[1]*999999999` from filling memory before it is refused.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, RunSettings, UsedWhen, settings_section, used_with
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     BucketElements,
@@ -20,6 +19,7 @@ from petatron.config.schema.numeric_bounds import (
 )
 from petatron.config.schema.pipeline_schedules import PipelineScheduleName
 from petatron.config.schema.sections.moe import HAS_EXPERTS
+from petatron.config.schema.setting_metadata import Feature, RunSettings, UsedWhen, settings_section, used_with
 from petatron.config.schema.training import FilePath
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]

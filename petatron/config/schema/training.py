@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from petatron.config.schema.evaluation import EvaluationSettings
-from petatron.config.schema.instruments import StepCheckSettings, StepLogSettings
-from petatron.config.schema.metadata import Feature, NotWith, RunSettings, UsedWhen, used_with
+from petatron.config.schema.monitoring import StepCheckSettings, StepLogSettings
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     DecayRate,
@@ -34,7 +33,8 @@ from petatron.config.schema.sections.fill_in_middle import FillInMiddleSettings
 from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
-from petatron.config.schema.sections.tokenizer_files import TokenizerFileSettings, TokenizerType
+from petatron.config.schema.sections.tokenizer_options import TokenizerOptions, TokenizerType
+from petatron.config.schema.setting_metadata import Feature, NotWith, RunSettings, UsedWhen, used_with
 
 # What `fields.py` reads off an annotation beside its type.
 FilePath = Annotated[str, "path"]
@@ -256,7 +256,7 @@ class DataConfig(FillInMiddleSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerConfig(TokenizerFileSettings):
+class TokenizerConfig(TokenizerOptions):
     """How text becomes token ids."""
 
     tokenizer_type: TokenizerType | None = None

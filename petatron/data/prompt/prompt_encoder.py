@@ -8,7 +8,6 @@ from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.data.library_tokenizer import load_fast
 from petatron.data.prompt.chat_template import (
     ChatTemplate,
     special_token,
@@ -16,6 +15,7 @@ from petatron.data.prompt.chat_template import (
     tokenizer_settings,
 )
 from petatron.data.tokenizer import Tokenizer, vocabulary_json
+from petatron.data.tokenizers_library import load_fast
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n"

@@ -2,7 +2,7 @@
 
 SentencePiece merges the two neighbors whose concatenation is the piece with the highest score, the leftmost if several are equal.
 Characters that remain without a piece become byte pieces, or one unknown id per run of unknown characters. The tokenizers library ranks
-pairs instead of pieces; `data/bpe/token_ranks.py` shows why listing all pairs of each piece, in the order of scores, is exact.
+pairs instead of pieces; `data/bpe/tiktoken_vocabulary.py` shows why listing all pairs of each piece, in the order of scores, is exact.
 
 Models without an exact counterpart are left to the sentencepiece library: unigram models (the sentencepiece library sums scores in float32
 and the tokenizers library in float64, so that long texts may be divided differently), normalization maps (precompiled charsmap; the

@@ -15,7 +15,7 @@ from typing import Literal
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
-from petatron.data.library_tokenizer import MAX_TOKENIZER_BYTES
+from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES
 
 PieceKind = Literal["normal", "unknown", "control", "user", "unused", "byte"]
 Algorithm = Literal["unigram", "bpe", "word", "char"]

@@ -27,7 +27,7 @@ from petatron.estimate.offload_plan import OffloadPlan, plan_offload
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.estimate.state_bytes import count_parameters
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL
+from petatron.layers.spec.branch_spec import FULL
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.mesh.rank_layout import Layout
 from petatron.models.frozen_params import frozen_params, without_names

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
-from petatron.history.curves import X_AXES, Panel
 from petatron.history.draw.axes import compact, ticks, x_text
 from petatron.history.draw.theme import Theme
+from petatron.history.metric_curves import X_AXES, Panel
 
 _PANEL_INCHES = (5.6, 3.2)
 _DOTS_PER_INCH = 150

@@ -8,9 +8,9 @@ from html import escape
 import numpy as np
 
 from petatron.base.terminal_escape import printable
-from petatron.history.curves import X_AXES, Curve, Panel
 from petatron.history.draw.axes import compact, ticks, x_text
 from petatron.history.draw.theme import Theme
+from petatron.history.metric_curves import X_AXES, Curve, Panel
 
 PANEL_WIDTH, PANEL_HEIGHT = 520, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 36, 42

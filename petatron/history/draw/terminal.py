@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import TextIO
 
 from petatron.base.terminal_escape import printable
-from petatron.history.curves import X_AXES, Curve, Panel
 from petatron.history.draw.axes import compact, ticks, x_text
 from petatron.history.draw.braille import BrailleCanvas
+from petatron.history.metric_curves import X_AXES, Curve, Panel
 
 MIN_WIDTH = 40
 _LABEL_WIDTH = 8

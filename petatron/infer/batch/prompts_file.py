@@ -13,7 +13,7 @@ from petatron.data.jsonl_reader import read_line_blocks
 from petatron.data.prompt.prompt_encoder import PromptEncoder, check_messages
 from petatron.infer.batch.request_options import RequestOptions
 from petatron.infer.check_request import ServedModel, check_request
-from petatron.infer.constraint import ConstraintCompiler
+from petatron.infer.constrained_decoding import ConstraintCompiler
 from petatron.infer.sampling_params import MAX_SEED, SamplingParams
 
 _PROMPT_FIELDS = ("prompt", "text", "messages")

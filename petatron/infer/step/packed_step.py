@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
+from petatron.infer.kv_cache_pages import SCRATCH_PAGE, SCRATCH_SLOT
 from petatron.infer.scheduler import ScheduledSequence
-from petatron.kernels.attention.paged import PagedBatch, PromptChunk
+from petatron.kernels.attention.paged_attention import PagedBatch, PromptChunk
 
 StepInputs = tuple[Tensor, Tensor, PagedBatch, Tensor]
 """Ids, positions, where they are stored, and the rows whose logits are wanted."""

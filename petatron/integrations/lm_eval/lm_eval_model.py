@@ -24,9 +24,9 @@ from petatron.base.format_text import count_with_noun
 from petatron.base.log import get_logger
 from petatron.data.prompt.chat_template import tokenizer_chat_template
 from petatron.data.prompt.prompt_encoder import bos_ids, document_start, with_bos
+from petatron.evaluate.eval_task import truncate_left
 from petatron.evaluate.multiple_choice import encode_pairs
-from petatron.evaluate.score import max_scored_tokens, score_sequences
-from petatron.evaluate.task import truncate_left
+from petatron.evaluate.score_sequences import max_scored_tokens, score_sequences
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams
 from petatron.integrations.lm_eval.model_args import read_model_args, sampling_params

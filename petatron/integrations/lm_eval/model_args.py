@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from petatron.base.errors import Problem, raise_problems
-from petatron.evaluate.score import BATCH_TOKENS
+from petatron.evaluate.score_sequences import BATCH_TOKENS
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 

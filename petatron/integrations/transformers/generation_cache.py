@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from petatron.integrations.transformers.packed_inputs import PackedInputs
-from petatron.kernels.attention.paged import PagedBatch, PromptChunk, fresh_documents
+from petatron.kernels.attention.paged_attention import PagedBatch, PromptChunk, fresh_documents
 from petatron.layers.spec.generation_state import GenerationState, GenerationStep, PagedState, RecurrentState
 from petatron.layers.spec.generation_step_groups import sequence_groups
 

@@ -1,7 +1,7 @@
 """A decoder of Petatron as a model of transformers: `from_pretrained`, `generate`, labels, gradients, `save_pretrained`.
 
-It is the decoder that trains, on one device, with weights that autograd knows. A batch is packed before it (`packed_inputs.py`), so padding
-costs nothing and changes nothing; a step of `generate` reads and writes pages, as a step of the engine does (`generation_cache.py`).
+It wraps the decoder that trains, on one device. A batch is packed first (`packed_inputs.py`), so padding costs nothing and has no effect;
+a step of `generate` reads and writes pages like a step of the engine (`generation_cache.py`).
 
 B sequences, S columns, T tokens, V vocabulary.
 """
@@ -36,7 +36,7 @@ from petatron.models.hf.config_json import own_config_json
 from petatron.models.mtp_and_longrope_arrays import mark_long_rows
 from petatron.parallel.select_kernels import select_kernels
 from petatron.pretrained.hub import local_model
-from petatron.pretrained.model_source import ModelSource, open_model_source
+from petatron.pretrained.model_reader import ModelReader, open_model_reader
 
 _ONE_DEVICE = 'Use device_map={"": device}, or leave it out; `petatron generate --tp 2` and the like split a model.'
 _MAX_SEED = 2**31
@@ -53,7 +53,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
 
     def __init__(self, config: PetatronConfig) -> None:
-        """The weights are drawn as those of a new run are, by torch's generator."""
+        """Draws weights as a new run does, with a seed from torch's generator."""
         self._build(config)
         draw_weights(self.decoder, self.spec, seed=int(torch.randint(_MAX_SEED, ())))
 
@@ -89,7 +89,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
         folder = Path(pretrained_model_name_or_path)
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is not a folder with a config.json. Download a model of the hub first.")
-        source = open_model_source(folder, model_format="huggingface")
+        source = open_model_reader(folder, model_format="huggingface")
         wanted = dtype if dtype is not None else kwargs.get("torch_dtype")
         model = cls._open(source, config, dtype=wanted, device=_only_device(device_map))
         if (folder / _GENERATION_FILE).is_file():
@@ -101,7 +101,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def _open(
         cls,
-        source: ModelSource,
+        source: ModelReader,
         config: PetatronConfig | None,
         *,
         dtype: torch.dtype | str | None,
@@ -132,7 +132,7 @@ class PetatronForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def generation_states(self) -> list[tuple[int, GenerationState]] | None:
-        """What layers keep while text is generated, each with the layer's index; None if one cannot generate step by step."""
+        """Returns the generation states of layers by layer index; None if a layer cannot generate step by step."""
         layers = [layer for layer in enumerate(self.spec.layers) if not isinstance(layer[1], MtpLayerSpec)]
         branches = [(index, branch) for index, layer in layers for branch in layer.branches]
         if not all(branch.can_generate for _, branch in branches):
@@ -283,7 +283,7 @@ def from_checkpoint(
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape[:2]
     torch.Size([1, 3])
     """
-    source = open_model_source(local_model(path, where="from_checkpoint"), step=step)
+    source = open_model_reader(local_model(path, where="from_checkpoint"), step=step)
     return PetatronForCausalLM._open(source, None, dtype=dtype, device=torch.device(device or "cpu"))
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.state import Chunk, folder_tensor_key
+from petatron.checkpoint.chunk import Chunk, folder_tensor_key
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
-from petatron.pretrained.model_source import ModelSource
+from petatron.pretrained.model_reader import ModelReader
 from petatron.sharding.shard_spec import ModelParallelCoordinate, TensorShard, compute_placement
 
 
@@ -28,7 +28,7 @@ def logical_parts(spec: DecoderSpec, values: Mapping[str, Tensor]) -> Iterator[t
 
 
 @torch.no_grad()
-def read_weights(decoder: Decoder, source: ModelSource) -> None:
+def read_weights(decoder: Decoder, source: ModelReader) -> None:
     """Fills a decoder from a model on disk, in the decoder's precision."""
     assert isinstance(source.spec, DecoderSpec), "a model on disk is a decoder"
     chunks = [

@@ -24,8 +24,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from petatron.kernels.attention import blocks, cudnn, dense, flash, gather_scatter_rows, packed_document_attention
-from petatron.kernels.attention.blocks import block_attention
+from petatron.kernels.attention import (
+    blockwise_attention,
+    cudnn,
+    dense_attention,
+    flash,
+    gather_scatter_rows,
+    packed_document_attention,
+)
+from petatron.kernels.attention.blockwise_attention import block_attention
 from petatron.kernels.attention.document_layout import cut_into_chunks
 from petatron.kernels.attention.packed_document_attention import PackingKernels, PaddedKernels, padded_attention
 from petatron.kernels.attention.score_rules import ScoreRules
@@ -147,13 +154,15 @@ def _run_varlen(call: AttentionCall) -> Tensor:
 
 def _run_dense(call: AttentionCall) -> Tensor:
     causal = call.visibility.kind == "causal"
-    return dense.dense_attention(call.q_SBHE, call.k_SBKE, call.v_SBKE, dropout=call.dropout, causal=causal)
+    return dense_attention.dense_attention(call.q_SBHE, call.k_SBKE, call.v_SBKE, dropout=call.dropout, causal=causal)
 
 
 def _run_equal_documents(call: AttentionCall) -> Tensor:
     documents, causal = call.visibility.documents, call.visibility.is_causal
     assert documents is not None and documents.equal_length is not None
-    return dense.equal_length_attention(call.q_SBHE, call.k_SBKE, call.v_SBKE, documents.equal_length, causal=causal)
+    return dense_attention.equal_length_attention(
+        call.q_SBHE, call.k_SBKE, call.v_SBKE, documents.equal_length, causal=causal
+    )
 
 
 def _run_long_documents(call: AttentionCall) -> Tensor:
@@ -173,13 +182,13 @@ def _run_blocks(call: AttentionCall) -> Tensor:
 _DOCUMENTS = VisibilitySupport.of("causal", "full", documents=True)
 
 KERNELS: tuple[AttentionKernel, ...] = (
-    AttentionKernel("dense", dense.VISIBILITY, None, _run_dense),
+    AttentionKernel("dense", dense_attention.VISIBILITY, None, _run_dense),
     AttentionKernel("dense, of equal documents", _DOCUMENTS, _has_equal_documents, _run_equal_documents),
     AttentionKernel(
         "dense, of padded documents", packed_document_attention.VISIBILITY, _has_long_documents, _run_long_documents
     ),
     AttentionKernel("FlashAttention of unequal lengths", flash.VARLEN_VISIBILITY, _varlen_takes, _run_varlen),
-    AttentionKernel("blocks and tiles", blocks.VISIBILITY, None, _run_blocks),
+    AttentionKernel("blocks and tiles", blockwise_attention.VISIBILITY, None, _run_blocks),
 )
 """The kernels, the fastest first; the first that computes a visibility and takes the tensors is used."""
 KERNELS_OF_NEW_LENGTHS = (

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from petatron.base.errors import DataError
-from petatron.kernels.limits import MIN_PADDED_DOCUMENT
+from petatron.kernels.size_limits import MIN_PADDED_DOCUMENT
 
 PADDED_LENGTHS_PER_OCTAVE = 16
 """Padded lengths per octave: more of them waste less arithmetic, and need more plans."""

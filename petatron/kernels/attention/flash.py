@@ -17,7 +17,7 @@ from torch import Tensor
 from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.cpu_matmul import is_widened
-from petatron.kernels.limits import flash_supports_heads
+from petatron.kernels.size_limits import flash_supports_heads
 
 VARLEN_VISIBILITY = VisibilitySupport.of("causal", "full", window=True, documents=True)
 """Of `varlen_attention`."""

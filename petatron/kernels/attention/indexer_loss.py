@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-from petatron.kernels.attention.paged_latent import LatentUpProjection
-from petatron.kernels.attention.sparse_latent import absorbed_queries, gather_rows, index_scores, row_blocks
+from petatron.kernels.attention.paged_latent_attention import LatentUpProjection
+from petatron.kernels.attention.sparse_latent_attention import absorbed_queries, gather_rows, index_scores, row_blocks
 from petatron.kernels.compute_dtype import to_compute_dtype
 
 _EPS = 1e-10

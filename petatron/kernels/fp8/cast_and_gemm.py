@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.fp8.amax import amax_of
-from petatron.kernels.limits import BLOCK, Scaling
+from petatron.kernels.size_limits import BLOCK, Scaling
 from petatron.kernels.strides import is_aligned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

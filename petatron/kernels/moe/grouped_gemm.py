@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.kernels.cpu_matmul import matmul
-from petatron.kernels.limits import grouped_gemm_supports
+from petatron.kernels.size_limits import grouped_gemm_supports
 from petatron.kernels.strides import is_aligned
 from petatron.kernels.weight_grad_gemm import matmul_into
 

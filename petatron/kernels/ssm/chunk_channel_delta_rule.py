@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import ChunkedDeltaInputs, DeltaGrads, chunked_inputs, pass_states
-from petatron.kernels.ssm.chunks import ChunkOptions, from_chunks, recurrence_grads, sums_after
+from petatron.kernels.ssm.chunked_sequence import ChunkOptions, from_chunks, recurrence_grads, sums_after
 
 
 def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:

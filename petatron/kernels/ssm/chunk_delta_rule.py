@@ -1,24 +1,24 @@
 """The gated delta rule in chunks: GEMMs and one triangular solve per chunk instead of one step per token. The reference.
 
-What a token writes depends on what the tokens before it wrote. With s the cumulative sum of g inside a chunk of Q tokens and S the state
-before it, the values v_new that a chunk writes (beta times the difference in the definition, `delta_recurrence.py`) solve
+The value that a token writes depends on the values that earlier tokens wrote. Let s be the cumulative sum of g inside a chunk of Q tokens
+and S the state before the chunk. The values v_new that the chunk writes (beta times the difference in `delta_recurrence.py`) solve
 
     v_new_i + sum over j < i of L_ij v_new_j  =  beta_i v_i - beta_i exp(s_i) S^T k_i          L_ij = beta_i exp(s_i - s_j) (k_i . k_j)
 
-a unit lower triangular system (I + L) v_new = beta v - (beta exp(s) k) S. So v_new = U - W S, with U and W the solutions for its two
-right-hand sides, beta v and beta exp(s) k: the WY representation of a product of Householder-like matrices, by the UT transform
-T = (I + L)^{-1} (Yang et al., parallelizing linear transformers with the delta rule; v_new is its name in flash-linear-attention). So all
-but the states is independent of the chunks before:
+a unit lower triangular system (I + L) v_new = beta v - (beta exp(s) k) S. So v_new = U - W S, where U and W solve the system for the
+right-hand sides beta v and beta exp(s) k: the WY representation of a product of Householder-like matrices, computed by the UT transform
+T = (I + L)^{-1} (Yang et al., parallelizing linear transformers with the delta rule; flash-linear-attention also says v_new). U and W of
+all chunks are computed at once; only the states depend on earlier chunks:
 
     output           o_i = exp(s_i) S^T q_i + sum over j <= i of A_ij v_new_j                  inter-chunk and intra-chunk
                      A_ij = exp(s_i - s_j) (q_i . k_j)                                         the attention matrix
     state passing    S' = exp(s_Q) S + sum over j of exp(s_Q - s_j) k_j v_new_j^T
 
-and the sequential part is two GEMMs per chunk, for v_new and the next state. A decay exp(s_i - s_j) is zero if a document begins after j
-and up to i; all exponents are at most 0. A sequence is padded to whole chunks with g = beta = 0, which leaves a state as it is.
+The sequential part is two GEMMs per chunk, for v_new and the next state. A decay exp(s_i - s_j) is zero if a document begins after j
+and up to i; all exponents are at most 0. A sequence is padded to whole chunks with g = beta = 0, which leaves the state unchanged.
 
-Backward recomputes all of this under autograd, so nothing but the inputs is saved. The logarithm of a decay is a sum of g, never a
-difference of two such sums: decays may be so strong that of a difference of their gradients nothing would be left.
+Backward saves only the inputs and recomputes the rest under autograd. The logarithm of a decay is a sum of g, never a difference of two
+cumulative sums: with strong decays such a difference would cancel in the gradients.
 
 S sequence, B batch, H value heads, P value head dim, G key heads, N key head dim; inside, c chunks of q (or k) tokens, g key heads of
 r value heads each.
@@ -33,15 +33,15 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.ssm.chunks import ChunkOptions, from_chunks, recurrence_grads, sums_after, to_chunks
+from petatron.kernels.ssm.chunked_sequence import ChunkOptions, from_chunks, recurrence_grads, sums_after, to_chunks
 from petatron.kernels.ssm.delta_recurrence import l2_normalize, query_scale
 
 DeltaGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""Of q, k, v, g, beta and the initial state."""
+"""The gradients of q, k, v, g, beta and the initial state."""
 
 
 def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> tuple[Tensor, Tensor]:
-    """Returns the outputs of all tokens [S, B, H, P], and the state [B, H, N, P] after the last, in at least float32.
+    """Returns the outputs [S, B, H, P], and the final state [B, H, N, P] in at least float32.
 
     delta_inputs: queries and keys [S, B, G, N], not yet normalized; values [S, B, H, P]; g [S, B, H], logarithms of decays, at most 0, in
     at least float32; beta [S, B, H], from 0 to 1.
@@ -59,12 +59,12 @@ def chunk_delta_rule(*delta_inputs: Tensor, **options: Unpack[ChunkOptions]) -> 
 def chunk_delta_rule_backward(
     grad_o_SBHP: Tensor, grad_final_state: Tensor | None, *delta_inputs: Tensor, **options: Unpack[ChunkOptions]
 ) -> DeltaGrads:
-    """Returns the gradients of the inputs in their dtypes; that of the initial state is None where there is none."""
+    """Returns the gradients of the inputs in their dtypes; None for the initial state if there is none."""
     return recurrence_grads(chunk_delta_rule, (grad_o_SBHP, grad_final_state), delta_inputs, **options)  # pyright: ignore[reportReturnType]
 
 
 class ChunkedDeltaInputs(NamedTuple):
-    """The inputs in at least float32, normalized and cut into chunks. resets: documents begun in the chunk, up to each token."""
+    """The inputs in at least float32, normalized and cut into chunks. resets: the count of documents begun in the chunk up to a token."""
 
     q: Tensor  # [b, c, g, 1, q, n]
     k: Tensor  # [b, c, g, 1, q, n]
@@ -124,7 +124,7 @@ def _wy_representation(inputs: ChunkedDeltaInputs, intra_chunk: Tensor, from_sta
 def pass_states(
     U: Tensor, W: Tensor, k_to_end: Tensor, chunk_decays: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The inter-chunk recurrence: v_new = U - W S, S' = chunk_decay S + k_to_end^T v_new.
+    """Runs the inter-chunk recurrence: v_new = U - W S, S' = chunk_decay S + k_to_end^T v_new.
 
     Returns the states before each chunk and after the last [b, c + 1, g, r, n, p], and v_new [b, c, g, r, q, p].
 

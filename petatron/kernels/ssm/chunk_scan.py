@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
-from petatron.kernels.ssm.chunks import ChunkOptions, decay_matrix, from_chunks, reverse_cumsum, to_chunks
+from petatron.kernels.ssm.chunked_sequence import ChunkOptions, decay_matrix, from_chunks, reverse_cumsum, to_chunks
 
 ScanGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of x, dt, A, B, C, D and the initial state."""

@@ -21,7 +21,6 @@ from petatron.kernels.activation import GluVariant
 from petatron.kernels.linear_gemms import Gemm
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGrad
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
-from petatron.layers.comm_slot import TensorSlot
 from petatron.layers.mlp import Activation
 from petatron.layers.ops.linear_op import GemmOp, WeightGradTarget
 from petatron.layers.ops.recompute_output import (
@@ -31,6 +30,7 @@ from petatron.layers.ops.recompute_output import (
     apply_recomputable,
     as_recomputable,
 )
+from petatron.layers.parallel_slots import TensorSlot
 
 
 class GroupedLinear(nn.Module):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.model import MoEConfig
-from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.parallel_slots import CommSlot, identity
 
 _SINKHORN_TOLERANCE = 1e-4
 _SINKHORN_ITERATIONS = 100

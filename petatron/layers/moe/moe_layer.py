@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.schema.model import MoEConfig
-from petatron.kernels.limits import grouped_gemm_supports
 from petatron.kernels.moe.grouped_gemm import ExpertCounts
 from petatron.kernels.moe.permute import MoEKernels, permute, permute_router_weights, unpermute
+from petatron.kernels.size_limits import grouped_gemm_supports
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.mlp import MLP, MLPSpec, mlp_flops
@@ -34,7 +34,7 @@ from petatron.layers.moe.load_balancing import ReductionGroup, attach_aux_loss
 from petatron.layers.moe.router import Router, Routing
 from petatron.layers.ops.recompute_output import RecomputableOutput, as_recomputable
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL, BackwardMoment, BranchModule, ChannelMixerSpec
+from petatron.layers.spec.branch_spec import FULL, BackwardMoment, BranchModule, ChannelMixerSpec
 from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, linear_params, with_prefix
 from petatron.layers.token_rows import from_rows, is_batch_first, to_rows
 from petatron.sharding.initial_values import NormalValues

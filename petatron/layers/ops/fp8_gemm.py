@@ -43,10 +43,10 @@ from torch import Tensor
 from petatron.base.log import get_logger
 from petatron.config.schema.parallel import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation
-from petatron.kernels.fp8.mx import MxKernels
-from petatron.kernels.limits import FP8_SIZE_MULTIPLE, MX_BLOCK, SCALINGS, Scaling, fp8_size_multiple
+from petatron.kernels.fp8.mxfp8 import MxKernels
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, GroupedWeightGrad, WriteGrad, write_grad
+from petatron.kernels.size_limits import FP8_SIZE_MULTIPLE, MX_BLOCK, SCALINGS, Scaling, fp8_size_multiple
 from petatron.layers.ops.fp8_scaling import CurrentTensorwiseScaling, DelayedScaling, Quantizer, StatelessScaling
 from petatron.layers.ops.fp8_weight import Fp8WeightCache, cast_with_known_scale
 

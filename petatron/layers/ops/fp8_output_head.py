@@ -26,8 +26,8 @@ from torch import Tensor
 
 from petatron.kernels.fp8.amax import amax_of
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Operand
-from petatron.kernels.limits import FP8_SIZE_MULTIPLE
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad
+from petatron.kernels.size_limits import FP8_SIZE_MULTIPLE
 from petatron.layers.ops.fp8_gemm import LogOnce, fallback_message, sizes_fit
 
 _ACCUMULATE_CHUNK_ROWS = 8192

@@ -7,7 +7,7 @@ from typing import Literal
 
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RunConfig
-from petatron.kernels.limits import BLOCK, MX_BLOCK
+from petatron.kernels.size_limits import BLOCK, MX_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention.paged import PagedBatch
+from petatron.kernels.attention.paged_attention import PagedBatch
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.layers.spec.generation_step_groups import SequenceGroup
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention.paged import PagedBatch, PromptChunk
+from petatron.kernels.attention.paged_attention import PagedBatch, PromptChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-from petatron.layers.comm_slot import ContextSlot, SequenceParts
+from petatron.layers.parallel_slots import ContextSlot, SequenceParts
 
 
 class RecurrenceInputs(Protocol):

@@ -13,7 +13,7 @@ Tensor parallelism shares out heads: v, z, b and a by value head, q and k by key
 than key heads), the convolution, A_log and dt_bias with them, W_out by rows.
 
 Context parallelism gives each rank one contiguous part: the convolution takes the last tokens of the part before, and the
-delta rule the state after it (`recurrence_over_parts.py`). Packed documents reset both.
+delta rule the state after it (`context_parallel_recurrence.py`). Packed documents reset both.
 
 S sequence, B batch, D hidden, C channels of the convolution, H value heads, P value head dim, G key heads, N key head dim; those of
 this rank.
@@ -41,11 +41,11 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import StateSlots, StateTensor
 from petatron.layers.spec.generation_step_groups import SequenceGroup
 from petatron.layers.spec.param_spec import ParamSpec
+from petatron.layers.ssm.autograd_ops import DeltaInputs, NormThenGateKernels, norm_then_gate
 from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
+from petatron.layers.ssm.context_parallel_recurrence import delta_rule_over_parts
 from petatron.layers.ssm.initial_values import LogDecayValues
 from petatron.layers.ssm.mamba2 import CausalConv, document_starts
-from petatron.layers.ssm.ops import DeltaInputs, NormThenGateKernels, norm_then_gate
-from petatron.layers.ssm.recurrence_over_parts import delta_rule_over_parts
 from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec, RecurrentBranch
 from petatron.sharding.initial_values import ONES, NormalValues
 from petatron.sharding.shard_spec import Section, Shard

@@ -13,7 +13,7 @@ This is the recurrence of Mamba-2 with x = v, B = k, C = q, dt = 1, A = -r, D = 
 share the group: the width of heads that the kernels keep in registers.
 
 Tensor parallelism shares out heads; the norm needs two sums over the ranks per token, one in each direction. Context parallelism gives
-each rank one contiguous part, and passes states between the parts (`recurrence_over_parts.py`). Packed documents reset states.
+each rank one contiguous part, and passes states between the parts (`context_parallel_recurrence.py`). Packed documents reset states.
 
 S sequence, B batch, D hidden, C channels of all heads, H heads of the kernels, P their width, G heads, N head dim; those of this rank.
 """
@@ -32,16 +32,16 @@ from torch import Tensor
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.ssm.decode import scan_step as scan_step_reference
 from petatron.kernels.ssm.decode.scan_step import ScanParams
-from petatron.layers.comm_slot import TensorRank, TensorSlot
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
+from petatron.layers.parallel_slots import TensorRank, TensorSlot
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import StateSlots, StateTensor
 from petatron.layers.spec.generation_step_groups import SequenceGroup
 from petatron.layers.spec.param_spec import ParamSpec
+from petatron.layers.ssm.autograd_ops import ScanInputs
 from petatron.layers.ssm.mamba2 import SelectiveScan, document_starts
-from petatron.layers.ssm.ops import ScanInputs
 from petatron.layers.ssm.output_gate import GroupedRMSNorm
 from petatron.layers.ssm.recurrent_branch import RecurrentBranch, RecurrentBranchSpec
 from petatron.sharding.initial_values import ONES

@@ -16,7 +16,7 @@ the convolution, A_log, dt_bias, D and the norm's weight with them, W_out by row
 over them per token, one in each direction (`group_sum_slots`); nothing else is communicated besides what every branch does.
 
 Context parallelism gives each rank one contiguous part. The convolution takes the last tokens of the part before, and the
-scan the state after it (`recurrence_over_parts.py`). Packed documents reset both.
+scan the state after it (`context_parallel_recurrence.py`). Packed documents reset both.
 
 While text is generated, a sequence has the last inputs of its convolution and h: as many bytes after a million tokens as after one.
 
@@ -38,19 +38,19 @@ from petatron.kernels.ssm.decode import conv_step as conv_step_reference
 from petatron.kernels.ssm.decode import scan_step as scan_step_reference
 from petatron.kernels.ssm.decode.scan_step import ScanParams
 from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
-from petatron.layers.comm_slot import ContextSlot, SequenceParts
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
+from petatron.layers.parallel_slots import ContextSlot, SequenceParts
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import StateSlots, StateTensor
 from petatron.layers.spec.generation_step_groups import SequenceGroup
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix
+from petatron.layers.ssm.autograd_ops import ConvKernels, ConvStepKernels, ScanInputs, causal_conv
 from petatron.layers.ssm.chunked_recurrence import ChunkedRecurrence
+from petatron.layers.ssm.context_parallel_recurrence import scan_over_parts
 from petatron.layers.ssm.initial_values import LogDecayValues, StepBiasValues
-from petatron.layers.ssm.ops import ConvKernels, ConvStepKernels, ScanInputs, causal_conv
 from petatron.layers.ssm.output_gate import OutputGate, build_output_gate
-from petatron.layers.ssm.recurrence_over_parts import scan_over_parts
 from petatron.layers.ssm.recurrent_branch import ConvolvedBranchSpec, RecurrentBranch
 from petatron.sharding.initial_values import ONES, UniformValues
 from petatron.sharding.shard_spec import Section, Shard

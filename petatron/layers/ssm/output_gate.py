@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.ssm import output_gate as reference
-from petatron.layers.comm_slot import CommSlot, identity
-from petatron.layers.ssm.ops import GateThenNormKernels, NormGroups, SiluGateKernels, gate_then_norm, silu_gate
+from petatron.layers.parallel_slots import CommSlot, identity
+from petatron.layers.ssm.autograd_ops import GateThenNormKernels, NormGroups, SiluGateKernels, gate_then_norm, silu_gate
 
 OutputGate = Literal["gate_then_norm", "norm_then_gate", "none"]
 

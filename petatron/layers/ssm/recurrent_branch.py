@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from petatron.layers.comm_slot import ContextSlot, SequenceParts
 from petatron.layers.linear import Linear
+from petatron.layers.parallel_slots import ContextSlot, SequenceParts
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import BranchModule, BranchSpec
+from petatron.layers.spec.branch_spec import BranchModule, BranchSpec
 from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
 from petatron.layers.spec.generation_step_groups import SequenceGroup, group_outputs
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels import embedding_grad as embedding_reference
-from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.ops.linear_op import WeightGradTarget
+from petatron.layers.parallel_slots import CommSlot, TensorSlot, identity
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 
 

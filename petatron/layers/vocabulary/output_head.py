@@ -33,9 +33,9 @@ from petatron.kernels.fused_linear_cross_entropy import (
     softcapped_kernels,
 )
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm
-from petatron.layers.comm_slot import CommSlot, TensorSlot, identity
 from petatron.layers.linear import LinearOp
 from petatron.layers.ops.linear_op import WeightGradTarget, local_linear
+from petatron.layers.parallel_slots import CommSlot, TensorSlot, identity
 from petatron.layers.token_rows import from_row_order, from_rows, is_batch_first, to_row_order, to_rows
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-from petatron.layers.comm_slot import CommSlot, identity
+from petatron.layers.parallel_slots import CommSlot, identity
 
 
 class _GatherLogits(AutogradOp):

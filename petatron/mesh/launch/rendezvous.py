@@ -1,7 +1,7 @@
 """The rendezvous of a launch: a store that all ranks reach, a roll call, and reports of ranks that failed.
 
 Who can write to the store belongs to the run: it is a file in the launcher's private folder, or a server that answers only who knows the
-secret of the run (`open_store.py`).
+secret of the run (`open_rendezvous_store.py`).
 
 The roll call comes first, so that a rank that never starts is named, and a rank that fails before it joins ends the others at once
 instead of leaving them waiting for the time limit. Such a rank writes its failure to the store (`report_failure`); rank 0, beside which
@@ -32,10 +32,10 @@ from petatron.mesh.launch.environment import (
     set_default_variables,
     trusted_networks_from_env,
 )
-from petatron.mesh.launch.open_store import open_store
-from petatron.mesh.launch.sealed_store import SealedStore
+from petatron.mesh.launch.nat_addresses import describe_translations, plain_address
+from petatron.mesh.launch.open_rendezvous_store import open_store
+from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
 from petatron.mesh.launch.shared_secret import remove_secret
-from petatron.mesh.launch.translated_addresses import describe_translations, plain_address
 
 _log = get_logger(__name__)
 _GROUP_TIMEOUT = timedelta(hours=6)
@@ -102,7 +102,7 @@ class Rendezvous:
 
     def _export_secret(self) -> None:
         """Exports the secret for other users of the store in this process, such as the watchdog."""
-        if isinstance(self.store, SealedStore) and self.store.secret:
+        if isinstance(self.store, RendezvousStoreClient) and self.store.secret:
             set_default_variables({SECRET: self.store.secret})
 
     def _all_present(self) -> bool:
@@ -125,7 +125,7 @@ class Rendezvous:
 
     def _warn_of_strangers(self) -> None:
         """Warns of connections without the secret: of the first one, and when there are ten times as many."""
-        if not isinstance(self.store, SealedStore):
+        if not isinstance(self.store, RendezvousStoreClient):
             return
         status = self.store.status()
         if status.num_refused >= max(1, 10 * self._num_refused):
@@ -138,7 +138,7 @@ class Rendezvous:
 
     def _claim_rank(self) -> None:
         """Claims the number of this rank: where two runs share a port and a secret, their ranks must not mix."""
-        if not isinstance(self.store, SealedStore):
+        if not isinstance(self.store, RendezvousStoreClient):
             return
         if self.store.compare_set(f"member/{self.rank}", "", self._token) != self._token.encode():
             raise OtherRunError(
@@ -148,7 +148,7 @@ class Rendezvous:
 
     def _check_admission(self) -> None:
         """Raises where rank 0 has admitted the ranks of another run; else records which run this process has joined."""
-        if not isinstance(self.store, SealedStore):
+        if not isinstance(self.store, RendezvousStoreClient):
             return
         if (world_size := self._read("admitted")) != str(self._world_size):
             raise OtherRunError(
@@ -160,7 +160,7 @@ class Rendezvous:
 
     def _report_translation(self) -> None:
         """Reports to rank 0 where its server sees this rank at another address than its own."""
-        if not isinstance(self.store, SealedStore):
+        if not isinstance(self.store, RendezvousStoreClient):
             return
         local, seen = plain_address(self.store.own_address), plain_address(self.store.status().seen_address)
         if local != seen:

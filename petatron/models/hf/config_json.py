@@ -1,8 +1,7 @@
 """Reads the settings of a model from the config.json of a Hugging Face model, and writes that of the first family that can express a model.
 
-How a family does both is its own function (`translation.py`). Everything the decoder (or the family) cannot express is a problem, and all
-problems are raised at once. A setting that matters only in training and that a family has no key for, such as dropout in Llama, is left
-out when writing.
+Each family does both by one function (`config_translation.py`). Whatever the decoder or the family cannot express is a problem, and all
+problems are raised at once. A setting of training alone that a family has no key for, such as dropout in Llama, is not written.
 
 A model that no family can express has a config.json of our own: its `model_type` is "petatron", and it holds the values of `ModelConfig`
 and `MoEConfig` under "model" and "moe", defaults included, so that a later default changes no saved model. Choices of a run, such as the
@@ -21,10 +20,10 @@ from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.model_identity import model_settings
+from petatron.models.hf.config_translation import ConfigReader, ConfigWriter
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config, fp8_block_size, has_mxfp4_weights
 from petatron.models.hf.moe_config_json import format_moe_layer_freq
-from petatron.models.hf.translation import ConfigReader, ConfigWriter
 from petatron.models.model_spec import ModelSpec
 
 

@@ -10,8 +10,8 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.sections.hybrid import ATTENTION, branch_symbols
 from petatron.config.schema.sections.mlp import ActivationName
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.translation import OTHER_MODEL_FIX, REQUIRED, Keys, Settings, Translation
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import OTHER_MODEL_FIX, REQUIRED, Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 _LLAMA_KEYS = {

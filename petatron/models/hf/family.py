@@ -2,7 +2,7 @@
 
 A `ModuleMapping` pairs modules of ours with the Hugging Face module that holds their tensors; `*` stands for the layer and `#` for
 the expert. Whether a row's tensors exist at all (biases, qk-norms, an untied head, experts in this layer) is not in the table: the
-model's spec knows (`ModelSpec.logical_shapes`). `translation.py` says how a function translates settings, in both directions.
+model's spec knows (`ModelSpec.logical_shapes`). `config_translation.py` says how a function translates settings, in both directions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from petatron.models.hf.translation import Translation
+from petatron.models.hf.config_translation import Translation
 
 OWN_MODEL_TYPE = "petatron"
 """The `model_type` of a folder in our own names, for a model that no family can express."""

@@ -8,10 +8,10 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.fields import flag_name
+from petatron.models.hf.config_translation import ConfigReader
 from petatron.models.hf.families import FAMILIES as ALL_FAMILIES
 from petatron.models.hf.family import Family
 from petatron.models.hf.rope_config_json import rope_keys
-from petatron.models.hf.translation import ConfigReader
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in ALL_FAMILIES}
 

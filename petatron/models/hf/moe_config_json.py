@@ -14,8 +14,8 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model import MoEConfig
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation, Write
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import REQUIRED, Keys, Settings, Translation, Write
 from petatron.models.model_spec import ModelSpec
 
 _DENSE, _SPARSE = "dense", "sparse"

@@ -18,8 +18,8 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.sections.rope import format_longrope_factors, is_factor, parse_longrope_factors
 from petatron.layers.rope import yarn_attention_scaling
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.window_config_json import FULL, SLIDING
 
 _DEFAULT_THETA = 10000.0

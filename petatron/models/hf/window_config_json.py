@@ -11,8 +11,8 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.attention_layer_freq import format_layers, linear_layers, window_layers
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Read, Settings, Translation, Write
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import OTHER_MODEL_FIX, Keys, Read, Settings, Translation, Write
 from petatron.models.model_spec import ModelSpec
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

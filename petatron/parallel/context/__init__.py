@@ -21,7 +21,7 @@ The all-gather is repeated in backward: saving the whole sequence's keys would d
 ring step behind the keys, and skip their owner until the end, which saves one of c steps (`ring_attention.py`).
 
 Every visibility is computed by every scheme. Full attention and cross attention have the same work for every rank in either order. A layer
-is never asked for its class: modules declare their slots (`layers/comm_slot.py`).
+is never asked for its class: modules declare their slots (`layers/parallel_slots.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from petatron.kernels.attention import attention
 from petatron.kernels.attention.packed_document_attention import PackingKernels
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
-from petatron.layers.comm_slot import ContextSlot
+from petatron.layers.parallel_slots import ContextSlot
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.batch import Batch, SequencePart

@@ -1,8 +1,8 @@
 """Communication between ranks that have one contiguous part of every sequence each: what a scan over the sequence needs.
 
-A scan passes a state from part to part (`layers/ssm/recurrence_over_parts.py`). A convolution takes a **halo**: each rank sends the last
-tokens of its part, before the convolution, to the next one; gradients go the other way. The first rank gets zeros, the last one's tokens
-go nowhere.
+A scan passes a state from part to part (`layers/ssm/context_parallel_recurrence.py`). A convolution takes a **halo**: each rank sends the
+last tokens of its part, before the convolution, to the next one; gradients go the other way. The first rank gets zeros, the last one's
+tokens go nowhere.
 """
 
 from __future__ import annotations

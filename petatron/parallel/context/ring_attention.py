@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from petatron.kernels.attention.blocks import (
+from petatron.kernels.attention.blockwise_attention import (
     AttentionBackwardInputs,
     PartialAttention,
     QKVGrads,

@@ -45,7 +45,7 @@ from torch import Tensor
 from petatron.base.cublas_workspaces import workspaces_in_graph_pool
 from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
-from petatron.kernels.limits import MIN_PADDED_DOCUMENT
+from petatron.kernels.size_limits import MIN_PADDED_DOCUMENT
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.pipeline.executor import LossScales, StepResult

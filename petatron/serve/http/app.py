@@ -1,4 +1,4 @@
-"""The app: routes, their place in the OpenAPI schema, and errors of the framework as error objects."""
+"""Builds the FastAPI app: routes, OpenAPI schema, and the framework's errors as error objects."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from petatron.base.version import __version__
 from petatron.serve.engine_thread import EngineThread, ServedEngine
 from petatron.serve.http import openai_requests as bodies
 from petatron.serve.http.api_error import ApiError, ErrorAnswer, to_api_error
-from petatron.serve.http.guard import RequestGuard
 from petatron.serve.http.json_body import body_components, body_schema, naming_ignored_fields
 from petatron.serve.http.metrics import ServerMetrics
+from petatron.serve.http.request_guard import RequestGuard
 from petatron.serve.http.responses_requests import ResponsesRequest
 from petatron.serve.http.routes import chat, completions, embeddings, megatron, model_info
 from petatron.serve.http.routes.responses import post_response
@@ -60,7 +60,7 @@ def build_app(
     *,
     background: Callable[[ServerState], AsyncIterator[None]] | None = None,
 ) -> FastAPI:
-    """Builds the app of an engine, which it drives, and closes at its end. background: what runs beside it, from start to end."""
+    """Builds the app, which drives the engine and closes it at the end. background: a task that runs as long as the app."""
     metrics, limits = ServerMetrics(), options.limits
     thread = EngineThread(engine, max_open=limits.max_open, on_finish=metrics.observe)
     isolation = Isolation(
@@ -127,7 +127,7 @@ def _add_routes(app: FastAPI, *, page: PlaygroundPage) -> None:
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Routes read their bodies themselves, so the framework cannot know them."""
+    """Adds request bodies to the OpenAPI schema; routes read them themselves, so the framework does not know them."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -142,7 +142,7 @@ def _describe_bodies(app: FastAPI) -> None:
 
 
 async def _answer_framework_error(request: Request, error: HTTPException) -> Response:
-    """An address or method that does not exist."""
+    """Answers a request for an unknown path or method."""
     texts = {404: "There is nothing at this address.", 405: f"{request.method} is not allowed here."}
     response = ApiError(error.status_code, texts.get(error.status_code, "The request cannot be read.")).response()
     allowed = (error.headers or {}).get("Allow")

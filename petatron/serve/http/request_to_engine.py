@@ -31,9 +31,9 @@ from petatron.serve.http.openai_requests import (
     ResponseFormat,
     SamplingFields,
 )
-from petatron.serve.reasoning import REASONING_TAGS
 from petatron.serve.serve_options import ServeLimits
 from petatron.serve.served_model_properties import ModelCard
+from petatron.serve.split_answer_parts import REASONING_TAGS
 from petatron.serve.tool_calls import TOOL_MARKERS
 
 _CONSTRAINT_NAMES = {

@@ -18,7 +18,7 @@ from petatron.checkpoint.megatron.arguments import unsupported_by_megatron
 from petatron.checkpoint.megatron.open_checkpoint import iteration_folder
 from petatron.checkpoint.save.async_save import AsyncSaveThread
 from petatron.config.schema.run import RunConfig
-from petatron.pretrained.training_state import has_megatron_state
+from petatron.pretrained.stored_training_state import has_megatron_state
 from petatron.train.hooks.step_hook import StepHook
 
 _log = get_logger(__name__)
@@ -62,7 +62,7 @@ class MegatronCopies(StepHook):
     def _convert(self, iteration: int) -> None:
         """Converts beside the other copies, and renames: a folder of an iteration that exists is complete."""
         from petatron.pretrained.convert_model import ConversionOptions, convert
-        from petatron.pretrained.model_source import open_model_source
+        from petatron.pretrained.model_reader import open_model_reader
 
         target, converted = self._folder / iteration_folder(iteration), self._folder / f"copy_of_{iteration}"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class MegatronCopies(StepHook):
             target,
         ):  # by a kill, or from before the run went back to an earlier step
             remove_tree(stopped)
-        source = open_model_source(self._source, model_format="petatron", step=iteration)
+        source = open_model_reader(self._source, model_format="petatron", step=iteration)
         convert(source, converted, ConversionOptions(target_format="megatron", training=not self._why_weights_alone))
         (converted / target.name).rename(target)
         write_atomic(self._folder / TRACKER_FILE, str(iteration))

@@ -22,8 +22,8 @@ import numpy as np
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import escaped_stream, printable, printable_lines, raw_stream
-from petatron.history.curves import Curve, loss_panel
 from petatron.history.draw.terminal import panel_lines
+from petatron.history.metric_curves import Curve, loss_panel
 from petatron.train.report.earlier_loss_curves import RunHistory
 from petatron.train.report.log_records import LogRecord, MetricRecord, MetricWriter, format_duration, format_percent
 from petatron.train.report.record_text import format_record, is_for_consoles

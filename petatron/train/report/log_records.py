@@ -22,7 +22,7 @@ from torch import Tensor
 
 from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.evaluate.confidence_interval import perplexity
-from petatron.evaluate.task import TaskResult
+from petatron.evaluate.eval_task import TaskResult
 from petatron.layers.moe.load_balancing import router_health
 
 MetricRecord = Mapping[str, Any]

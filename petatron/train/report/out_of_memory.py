@@ -24,7 +24,7 @@ from petatron.base.format_text import count_with_noun
 from petatron.config import RunConfig
 from petatron.estimate.memory.advice import SuggestedChange
 from petatron.estimate.memory.forecast import HostMemory, format_gigabytes, largest_forecast, ranks_per_node
-from petatron.estimate.memory.layouts import fitting_changes
+from petatron.estimate.memory.layouts_that_fit import fitting_changes
 from petatron.mesh.launch.environment import read_environment
 
 RESERVE_BYTES = 2_000_000_000

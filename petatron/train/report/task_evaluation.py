@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from petatron.config import RunConfig
 from petatron.data.tokenizer import Tokenizer
-from petatron.evaluate.task import TaskResult
+from petatron.evaluate.eval_task import TaskResult
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.train.stop_monitor import EvaluationStopCheck
 

@@ -16,8 +16,8 @@ from petatron.checkpoint.files.digested_file_io import check_writable
 from petatron.checkpoint.files.signature import open_signer
 from petatron.checkpoint.files.step_list import LATEST_FILE, list_steps
 from petatron.config import CheckpointConfig
+from petatron.pretrained.atomic_model_folder import check_not_inside_step
 from petatron.pretrained.folder_kind import check_load_dir, refuse_unconverted
-from petatron.pretrained.new_folder import check_not_inside_step
 
 _log = get_logger(__name__)
 

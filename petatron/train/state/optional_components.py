@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from petatron.base.errors import Problem, raise_problems
-from petatron.checkpoint.stateful import Stateful
+from petatron.checkpoint.stateful_components import Stateful
 from petatron.config import RunConfig
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel

@@ -8,7 +8,7 @@ from typing import Any
 
 from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.files.manifest import METADATA_KEY
-from petatron.checkpoint.stateful import FixedPlace, SavedState, Stateful
+from petatron.checkpoint.stateful_components import FixedPlace, SavedState, Stateful
 from petatron.optim.loss_scaler import LossScaler
 from petatron.train.state.run_metadata import TrainProgress
 

@@ -23,10 +23,10 @@ from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.pretrained.checkpoint_components import model_components
 from petatron.pretrained.folder_kind import check_load_dir, refuse_unconverted
-from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state
+from petatron.pretrained.load_checkpoint import LoadedState, has_weights, load_state
 from petatron.pretrained.saveable_model import StartFolder
-from petatron.pretrained.saved_model_state import model_components
 from petatron.train.state.check_run_dirs import same_path
 from petatron.train.state.run_metadata import check_same_model
 

@@ -14,7 +14,7 @@ from petatron.checkpoint.files.signature import open_signer
 from petatron.checkpoint.files.step_folder import damaged_error
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.checkpoint.manager import CheckpointManager, Retention
-from petatron.checkpoint.stateful import Stateful, check_names
+from petatron.checkpoint.stateful_components import Stateful, check_names
 from petatron.config import CheckpointConfig, RunConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
@@ -24,10 +24,11 @@ from petatron.optim.lr_schedule import LearningRateSchedule, RunSchedules, Weigh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer, UpdateResult
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.requested_cuda_graphs import enable_auto_cuda_graphs
+from petatron.pretrained.checkpoint_components import Fp8HistoryState, MomentState, RandomState, model_components
 from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.launch_and_build_model import HasConfig, build_initial_model, config_of
-from petatron.pretrained.save_and_load import LoadedState, has_weights, load_state, save_with_manager
-from petatron.pretrained.saved_model_state import Fp8HistoryState, MomentState, RandomState, model_components
+from petatron.pretrained.load_checkpoint import LoadedState, has_weights, load_state
+from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.frozen_models import open_frozen_models
@@ -243,7 +244,7 @@ class TrainState:
         """Publishes a checkpoint of this iteration; every rank calls it. Without `wait` the save is async."""
         config = self.run.checkpoint
         assert self.checkpoint_manager is not None, "this run saves nothing"
-        save_with_manager(
+        publish_checkpoint(
             self.checkpoint_manager,
             self.components(moments=not config.no_save_optim, random_states=not config.no_save_rng),
             step=self.progress.iteration,

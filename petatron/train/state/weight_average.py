@@ -21,8 +21,8 @@ from torch import Tensor
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.checkpoint.state import Chunk
-from petatron.checkpoint.stateful import SavedState
+from petatron.checkpoint.chunk import Chunk
+from petatron.checkpoint.stateful_components import SavedState
 from petatron.config import RunConfig
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel

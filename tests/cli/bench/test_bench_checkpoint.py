@@ -18,8 +18,8 @@ import torch
 from petatron.base.errors import CheckpointError, ConfigError, LaunchError
 from petatron.bench import checkpoint as bench_checkpoint
 from petatron.bench.checkpoint import _describe_cold, model_shapes
-from petatron.bench.loading.busy_processes import BusyProcesses
-from petatron.bench.loading.load_process import (
+from petatron.bench.loading.keep_cpus_busy import BusyProcesses
+from petatron.bench.loading.time_checkpoint_load import (
     COMPARED_LOADERS,
     LOADERS,
     LoadFiles,
@@ -29,8 +29,8 @@ from petatron.bench.loading.load_process import (
     measure_load,
     read_into_page_cache,
 )
+from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
 from tests.load_deadline import wait_until
@@ -269,7 +269,7 @@ def test_busy_processes_compute_only_while_told_to(own_sessions: bool):
 def test_busy_processes_end_with_their_parent(state: str, own_sessions: bool):
     program = f"""
 import time
-from petatron.bench.loading.busy_processes import BusyProcesses
+from petatron.bench.loading.keep_cpus_busy import BusyProcesses
 busy = BusyProcesses(2, own_sessions={own_sessions})
 running = busy.running()
 if {state == "running"}:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from petatron.base.device import DeviceInfo
-from petatron.bench.measure.step_floor import step_floor
+from petatron.bench.measure.step_time_roofline import step_floor
 from petatron.bench.measure.train_report import TrainMeasurements, report
 from petatron.bench.peers.bench_workload import bench_spec
 from petatron.estimate.flops import model_flops_per_token, parameter_count

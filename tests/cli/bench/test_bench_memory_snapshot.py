@@ -20,7 +20,7 @@ from petatron.bench.measure.peak_memory_breakdown import (
 )
 from petatron.bench.measure.saved_tensors import SavedTensor, SavedTensorLog
 from petatron.bench.peers.bench_workload import bench_spec, make_batches
-from petatron.bench.peers.ours import PetatronContender
+from petatron.bench.peers.petatron_step import PetatronContender
 from petatron.cli.bench import main
 from petatron.estimate.activation_bytes import layer_bytes
 from petatron.estimate.state_bytes import state_bytes

@@ -18,10 +18,10 @@ from petatron.base.errors import ConfigError, DataError
 from petatron.bench import train as bench_train
 from petatron.bench.measure import run_contenders as bench_runner
 from petatron.bench.measure import timing as bench_timing
+from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.measure.run_contenders import BenchRunner
-from petatron.bench.measure.units import format_si
 from petatron.bench.peers import BenchSpec, Contender
-from petatron.bench.peers.ours_without_fp8 import without_fp8
+from petatron.bench.peers.petatron_step_without_fp8 import without_fp8
 from petatron.cli import bench
 from petatron.models.batch import Batch
 from petatron.validate import load_config

@@ -26,7 +26,7 @@ FLAGS = (
 # A mutex that is locked twice: no signal wakes the main thread, and no bytecode runs there any more.
 HANGING = """
 import ctypes, sys
-import petatron.train.loop as loop
+import petatron.train.training_loop as loop
 step = loop.train_step
 def hanging(state, batches, *more):
     if state.progress.iteration == 3 and state.mesh.rank == state.mesh.world.size - 1:

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from petatron.cli.main import main
-from petatron.history.curves import build_panels
 from petatron.history.draw.terminal import print_panels
+from petatron.history.metric_curves import build_panels
 from petatron.history.run_folder import open_runs
 from tests.unit.history.run_files import event, finished_run, train, write_run
 

@@ -79,7 +79,7 @@ def test_three_launchers_one_program(
 def test_failing_rank_stops_all_with_its_traceback(tmp_path: Path):
     program = """
 import os, sys
-import petatron.train.loop as loop
+import petatron.train.training_loop as loop
 step = loop.train_step
 def failing(state, batches, *more):
     assert "sympy" not in sys.modules, "a rank that has built its model has spent a second on an import it does not need"
@@ -166,7 +166,7 @@ def test_interrupt_ends_a_long_evaluation_of_two_ranks_and_the_run_resumes(
 
 FAULTY = """
 import os, signal, sys, time
-import petatron.train.loop as loop
+import petatron.train.training_loop as loop
 step = loop.train_step
 def faulty(state, batches, *more):
     if state.mesh.rank == 2 and state.progress.iteration == 2:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from petatron.cli.main import main
-from petatron.train import loop as loop_module
+from petatron.train import training_loop as loop_module
 
 MODEL = (
     "tiny-llama --mock-data --num-layers 1 --hidden-size 16 --num-attention-heads 2 --num-query-groups 1 --seq-length 16 "

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from petatron.data.fetch.plan_fetch import RECORD_FILE, FetchOptions, plan_fetch
-from petatron.data.fetch.run_fetch import run_fetch
+from petatron.data.fetch.download_dataset import run_fetch
+from petatron.data.fetch.plan_download import RECORD_FILE, FetchOptions, plan_fetch
 from tests.fuzz.kind import Kind
 from tests.fuzz.kinds.files import files_of
 

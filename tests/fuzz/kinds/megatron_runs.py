@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.chunk import Chunk
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from tests.fuzz.kind import Kind
 from tests.fuzz.kinds.files import files_of
 from tests.fuzz.kinds.models import digest, values_of
@@ -39,7 +39,7 @@ def make(name: str) -> Kind:
 
 def read_state(folder: Path, scratch: Path) -> Any:
     """Opens a run and reads all of its state."""
-    source = open_model_source(folder)
+    source = open_model_reader(folder)
     tensors = values_of(source)
     if source.open_training is None:
         return tensors
@@ -53,5 +53,5 @@ def read_state(folder: Path, scratch: Path) -> Any:
 
 def to_run(folder: Path, scratch: Path) -> Any:
     """Converts a run to one of ours, which would resume."""
-    result = convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="petatron"))
+    result = convert(open_model_reader(folder), scratch / "new", ConversionOptions(target_format="petatron"))
     return result.has_training, sorted(files_of(scratch / "new"))

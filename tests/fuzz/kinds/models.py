@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.chunk import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import ModelSource, open_model_source
+from petatron.pretrained.model_reader import ModelReader, open_model_reader
 from petatron.pretrained.saveable_model import Model
 from tests.fuzz.kinds.files import files_of
 
@@ -46,7 +46,7 @@ def digest(tensor: Tensor) -> str:
     return content.hexdigest()
 
 
-def values_of(source: ModelSource) -> dict[str, str]:
+def values_of(source: ModelReader) -> dict[str, str]:
     """Every tensor of an opened model."""
     found = {}
     for key, shape in source.shapes.items():
@@ -58,22 +58,22 @@ def values_of(source: ModelSource) -> dict[str, str]:
 
 def read(folder: Path, scratch: Path) -> Any:
     """Opens a model of any form and reads all of it."""
-    return values_of(open_model_source(folder))
+    return values_of(open_model_reader(folder))
 
 
 def to_huggingface(folder: Path, scratch: Path) -> Any:
-    convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(folder), scratch / "new", ConversionOptions(target_format="huggingface"))
     return _written(scratch / "new")
 
 
 def to_petatron(folder: Path, scratch: Path) -> Any:
-    convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="petatron", training=False))
+    convert(open_model_reader(folder), scratch / "new", ConversionOptions(target_format="petatron", training=False))
     return {name: content for name, content in _written(scratch / "new").items() if not name.endswith("config.yaml")}
 
 
 def to_megatron(folder: Path, scratch: Path) -> Any:
-    convert(open_model_source(folder), scratch / "new", ConversionOptions(target_format="megatron"))
-    return values_of(open_model_source(scratch / "new"))
+    convert(open_model_reader(folder), scratch / "new", ConversionOptions(target_format="megatron"))
+    return values_of(open_model_reader(scratch / "new"))
 
 
 def _written(folder: Path) -> Mapping[str, str]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from petatron.mesh.launch.sealed_channel import MAGIC, ChannelError, ClientChannel, ServerChannel
-from petatron.mesh.launch.store_table import Operation, StoreTable, decode_fields, encode_request
+from petatron.mesh.launch.encrypted_channel import MAGIC, ChannelError, ClientChannel, ServerChannel
+from petatron.mesh.launch.rendezvous_store_table import Operation, StoreTable, decode_fields, encode_request
 from tests.fuzz.kind import Case, Door, Files, Kind, Refused
 
 _SECRET = "correct horse battery"

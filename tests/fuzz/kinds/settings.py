@@ -15,7 +15,7 @@ from petatron.config.yaml_file import dump_yaml
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.data.tokenizer import ByteTokenizer
-from petatron.evaluate.task import ContextLimits
+from petatron.evaluate.eval_task import ContextLimits
 from petatron.evaluate.task_list import build_tasks, read_task_list
 from petatron.validate import load_config
 from petatron.validate.preflight import preflight

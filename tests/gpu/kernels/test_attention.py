@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.attention import AttentionCall, attention, block_attention, chosen_kernel, flash
-from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
+from petatron.kernels.attention.blockwise_attention import (
+    AttentionBackwardInputs,
+    PartialAttention,
+    block_backward,
+    zero_qkv_grads,
+)
 from petatron.kernels.attention.document_layout import Documents, KeySpans
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys

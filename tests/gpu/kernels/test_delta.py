@@ -11,7 +11,7 @@ from torch import Tensor
 
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.kernels.ssm import chunk_channel_delta_rule, chunk_delta_rule, output_gate
-from petatron.layers.ssm.ops import DeltaInputs
+from petatron.layers.ssm.autograd_ops import DeltaInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

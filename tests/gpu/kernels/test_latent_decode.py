@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import paged_latent as plain
-from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.attention.paged_latent import LatentPages
+from petatron.kernels.attention import paged_latent_attention as plain
+from petatron.kernels.attention.paged_attention import PagedBatch
+from petatron.kernels.attention.paged_latent_attention import LatentPages
 from petatron.kernels.registry import KernelContext, choose_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -22,7 +22,7 @@ from petatron.base.errors import CheckpointError, ConfigError
 from petatron.models.batch import Batch
 from petatron.models.hf import family_name_of_config, from_hf_config, matching_family, to_hf_config
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.saveable_model import Model
 from petatron.train.build_run import build_model
 from petatron.validate import load_config, resolve_config
@@ -251,7 +251,7 @@ def test_weights_in_fp8_are_dequantized_in_every_layout(ranks: RankPool, fp8: tu
 
 def test_a_conversion_writes_them_dequantized(fp8: tuple[Path, dict[str, Tensor]], tmp_path: Path):
     folder, wide = fp8
-    convert(open_model_source(folder), tmp_path / "plain", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(folder), tmp_path / "plain", ConversionOptions(target_format="huggingface"))
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     written = load_file(tmp_path / "plain" / "model.safetensors")
     assert written.keys() == wide.keys()
@@ -307,7 +307,7 @@ def test_fp8_without_a_word_in_the_config_is_refused(fp8: tuple[Path, dict[str, 
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="_scale_inv is not a tensor of this model"):
-        open_model_source(tmp_path)
+        open_model_reader(tmp_path)
 
 
 _PREDICTING = (

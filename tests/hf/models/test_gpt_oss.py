@@ -23,7 +23,7 @@ from petatron.estimate.flops import parameter_count
 from petatron.models.hf import from_hf_config, matching_family, to_hf_config
 from petatron.models.registry import model_spec
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.hf.ours import weights_of
@@ -166,7 +166,7 @@ def test_every_layout_reads_its_part(ranks: RankPool, folders: tuple[Path, Path]
 
 def test_a_conversion_writes_bfloat16_that_transformers_opens(folders: tuple[Path, Path], tmp_path: Path):
     packed, plain = folders
-    convert(open_model_source(packed), tmp_path / "out", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(packed), tmp_path / "out", ConversionOptions(target_format="huggingface"))
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert same(load_file(tmp_path / "out" / "model.safetensors"), load_file(plain / "model.safetensors"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -220,4 +220,4 @@ def test_mxfp4_without_a_word_in_the_config_is_refused(folders: tuple[Path, Path
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="_blocks is not a tensor of this model"):
-        open_model_source(tmp_path)
+        open_model_reader(tmp_path)

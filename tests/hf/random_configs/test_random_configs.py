@@ -23,9 +23,9 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import FAMILIES, from_hf_config
-from petatron.models.hf.translation import ConfigReader
+from petatron.models.hf.config_translation import ConfigReader
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from tests.hf.random_configs import families
 from tests.hf.random_configs.families import random_config
 from tests.hf.zoo import weights_of
@@ -99,8 +99,8 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 def check_round_trip(folder: Path, target: Path, config: dict[str, Any]) -> None:
     """The same tensors bit for bit, and a config.json that means the same."""
-    convert(open_model_source(folder), target / "ours", ConversionOptions(target_format="petatron"))
-    convert(open_model_source(target / "ours"), target / "back", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(folder), target / "ours", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(target / "ours"), target / "back", ConversionOptions(target_format="huggingface"))
     before, after = stored(folder), stored(target / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert from_hf_config(json.loads((target / "back" / "config.json").read_text())) == from_hf_config(config)

@@ -21,8 +21,8 @@ import petatron
 from petatron.base.errors import ConfigError, DataError
 from petatron.cli.main import main
 from petatron.data.tokenizer import ByteTokenizer, Tokenizer
-from petatron.evaluate.score import score_sequences
-from petatron.evaluate.task import ContextLimits
+from petatron.evaluate.eval_task import ContextLimits
+from petatron.evaluate.score_sequences import score_sequences
 from petatron.evaluate.task_list import TaskSettings, build_tasks
 from petatron.infer.engine_options import EngineOptions
 from petatron.integrations.lm_eval.lm_eval_model import PetatronLM

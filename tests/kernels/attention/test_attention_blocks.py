@@ -13,7 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from petatron.kernels.attention import attention, block_attention, flash
-from petatron.kernels.attention.blocks import AttentionBackwardInputs, PartialAttention, block_backward, zero_qkv_grads
+from petatron.kernels.attention.blockwise_attention import (
+    AttentionBackwardInputs,
+    PartialAttention,
+    block_backward,
+    zero_qkv_grads,
+)
 from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.attention.tile_attention import AttentionDropout, TileRules, tile_backward, tile_forward
 from petatron.kernels.attention.visibility import Visibility

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from petatron.kernels.attention import cudnn, document_layout, flash, gather_scatter_rows
-from petatron.kernels.attention.dense import equal_length_attention
+from petatron.kernels.attention.dense_attention import equal_length_attention
 from petatron.kernels.attention.document_layout import (
     MIN_PADDED_DOCUMENT,
     PADDED_LENGTHS_PER_OCTAVE,

@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import sparse_latent
 from petatron.kernels.attention.indexer_loss import AttentionTarget, IndexVectors, indexer_loss
-from petatron.kernels.attention.paged_latent import LatentUpProjection
-from petatron.kernels.attention.sparse_latent import (
+from petatron.kernels.attention.paged_latent_attention import LatentUpProjection
+from petatron.kernels.attention.sparse_latent_attention import (
     hadamard_rotation,
     index_scores,
     sparse_latent_attention,
     topk_positions,
 )
-from petatron.layers.comm_slot import identity
+from petatron.layers.parallel_slots import identity
 
 B, S, H, N, R, C, V, J, E = 2, 9, 3, 6, 4, 10, 5, 2, 8
 WIDTHS = {"nope_dim": N, "v_dim": V, "scale": 0.3}
@@ -24,7 +23,7 @@ WIDTHS = {"nope_dim": N, "v_dim": V, "scale": 0.3}
 @pytest.fixture(params=[1, 1 << 27], ids=["one query at once", "all at once"], autouse=True)
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one query, and one block of all."""
-    monkeypatch.setattr(sparse_latent, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr("petatron.kernels.attention.sparse_latent_attention.BLOCK_BYTES", request.param)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import DataError
-from petatron.kernels.attention import KERNELS, AttentionCall, attention, block_attention, chosen_kernel, paged
+from petatron.kernels.attention import (
+    KERNELS,
+    AttentionCall,
+    attention,
+    block_attention,
+    chosen_kernel,
+    paged_attention,
+)
 from petatron.kernels.attention.document_layout import PADDING_DOCUMENT, Documents, KeySpans
-from petatron.kernels.attention.paged import KeyValue, PagedBatch, PromptChunk
+from petatron.kernels.attention.paged_attention import KeyValue, PagedBatch, PromptChunk
 from petatron.kernels.attention.score_rules import ScoreRules
 from petatron.kernels.attention.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
 from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
@@ -288,8 +295,10 @@ def test_pages_are_seen_as_whole_sequences_are(visibility: Visibility, one_seque
     for first, stop in [(0, 5), (5, 11), *((position, position + 1) for position in range(11, S))]:
         batch = paged_step(first, stop, decodes=first >= 11, one_sequence=one_sequence)
         rows = slice(first, stop)
-        kernels = {"visibility": visibility, "kernels": paged}
+        kernels = {"visibility": visibility, "kernels": paged_attention}
         parts.append(
-            paged.paged_attention(q[rows], KeyValue(k[rows], v[rows]), KeyValue(k_pages, v_pages), batch, **kernels)
+            paged_attention.paged_attention(
+                q[rows], KeyValue(k[rows], v[rows]), KeyValue(k_pages, v_pages), batch, **kernels
+            )
         )
     torch.testing.assert_close(torch.cat(parts), wanted, rtol=0, atol=1e-12)

@@ -10,7 +10,7 @@ from petatron.kernels.ssm import chunk_channel_delta_rule as kernels
 from petatron.kernels.ssm.chunk_channel_delta_rule import chunk_delta_rule
 from petatron.kernels.ssm.chunk_delta_rule import chunk_delta_rule as scalar_rule
 from petatron.kernels.ssm.delta_recurrence import delta_gates
-from petatron.layers.ssm.ops import DeltaInputs
+from petatron.layers.ssm.autograd_ops import DeltaInputs
 from tests.kernels.ssm.by_token import delta_rule_by_token
 from tests.kernels.ssm.recurrence_checks import EXACT, assert_exact, document_starts
 from tests.kernels.ssm.test_delta_rule import N, delta_inputs, delta_recurrence

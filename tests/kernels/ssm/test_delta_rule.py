@@ -15,9 +15,9 @@ from petatron.kernels.ssm import chunk_delta_rule as delta_kernels
 from petatron.kernels.ssm import output_gate as norm_kernels
 from petatron.kernels.ssm.chunk_delta_rule import chunk_delta_rule
 from petatron.kernels.ssm.delta_recurrence import L2_EPS, delta_update
-from petatron.layers.ssm import ops
+from petatron.layers.ssm import autograd_ops
+from petatron.layers.ssm.autograd_ops import DeltaInputs
 from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
-from petatron.layers.ssm.ops import DeltaInputs
 from tests.kernels.ssm.by_token import delta_rule_by_token
 from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
 from tests.longform import later
@@ -136,7 +136,7 @@ def test_the_norm_comes_before_its_gate():
     y, z, weight = norm_then_gate_inputs()
 
     def gated(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        return ops.norm_then_gate(y, z, weight, eps=1e-5, kernels=norm_kernels)
+        return autograd_ops.norm_then_gate(y, z, weight, eps=1e-5, kernels=norm_kernels)
 
     expected = F.rms_norm(y, (6,), weight, eps=1e-5) * F.silu(z)
     torch.testing.assert_close(gated(y, z, weight), expected, **EXACT)

@@ -16,10 +16,10 @@ from petatron.kernels.ssm import output_gate as norm_kernels
 from petatron.kernels.ssm.causal_conv import causal_conv
 from petatron.kernels.ssm.chunk_scan import chunk_scan
 from petatron.kernels.ssm.recurrence import state_update
-from petatron.layers.comm_slot import identity
-from petatron.layers.ssm import ops
+from petatron.layers.parallel_slots import identity
+from petatron.layers.ssm import autograd_ops
+from petatron.layers.ssm.autograd_ops import NormGroups, ScanInputs
 from petatron.layers.ssm.chunked_recurrence import chunked_recurrence
-from petatron.layers.ssm.ops import NormGroups, ScanInputs
 from tests.kernels.ssm.by_token import scan_by_token
 from tests.kernels.ssm.recurrence_checks import EXACT, Recurrence, assert_exact, document_starts
 from tests.longform import later
@@ -141,11 +141,11 @@ def test_the_gradients_of_the_convolution(packed: bool):
     tensors = [tensor.requires_grad_() for tensor in (x, weight, bias, window)]
 
     def conv(x: Tensor, weight: Tensor, bias: Tensor, window: Tensor) -> Tensor:
-        return ops.causal_conv(x, weight, bias, kernels=conv_kernels, starts_SB=starts, window=window)
+        return autograd_ops.causal_conv(x, weight, bias, kernels=conv_kernels, starts_SB=starts, window=window)
 
     assert torch.autograd.gradcheck(conv, tensors)
-    without = ops.causal_conv(x, weight, None, kernels=conv_kernels)
-    zero_bias = ops.causal_conv(x, weight, torch.zeros_like(bias), kernels=conv_kernels)
+    without = autograd_ops.causal_conv(x, weight, None, kernels=conv_kernels)
+    zero_bias = autograd_ops.causal_conv(x, weight, torch.zeros_like(bias), kernels=conv_kernels)
     torch.testing.assert_close(without, zero_bias, **EXACT)
     grads = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (without, zero_bias))
     for one, other in zip(*grads):
@@ -159,7 +159,7 @@ def test_the_norm_after_the_gate_normalizes_each_group(num_groups: int):
     norm = NormGroups(6 // num_groups, num_groups, 1e-5, identity)
 
     def gated(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-        return ops.gate_then_norm(y, z, weight, norm, kernels=norm_kernels)
+        return autograd_ops.gate_then_norm(y, z, weight, norm, kernels=norm_kernels)
 
     value = (y * F.silu(z)).unflatten(-1, (num_groups, -1))
     expected = F.rms_norm(value, value.shape[-1:], eps=1e-5).flatten(-2) * weight
@@ -174,7 +174,7 @@ def test_the_norm_without_a_gate_normalizes_each_group(num_groups: int):
     norm = NormGroups(6 // num_groups, num_groups, 1e-5, identity)
 
     def normed(y: Tensor, weight: Tensor) -> Tensor:
-        return ops.gate_then_norm(y, None, weight, norm, kernels=norm_kernels)
+        return autograd_ops.gate_then_norm(y, None, weight, norm, kernels=norm_kernels)
 
     groups = y.unflatten(-1, (num_groups, -1))
     expected = F.rms_norm(groups, groups.shape[-1:], eps=1e-5).flatten(-2) * weight
@@ -187,7 +187,7 @@ def test_the_gate_is_that_of_pytorch():
     y, z = (torch.randn(4, 2, 6, dtype=torch.float64).requires_grad_() for _ in range(2))
 
     def gated(y: Tensor, z: Tensor) -> Tensor:
-        return ops.silu_gate(y, z, kernels=gate_kernels)
+        return autograd_ops.silu_gate(y, z, kernels=gate_kernels)
 
     torch.testing.assert_close(gated(y, z), y * F.silu(z), **EXACT)
     assert torch.autograd.gradcheck(gated, (y, z))

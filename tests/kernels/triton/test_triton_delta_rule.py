@@ -16,8 +16,8 @@ from tests.longform import later
 
 pytest.importorskip("triton")
 from petatron.kernels.triton.ssm import chunk_delta_rule as ours
-from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
-from petatron.kernels.triton.ssm.delta.ut_transform import ut_transform
+from petatron.kernels.triton.ssm.delta_rule.tiles import delta_chunks
+from petatron.kernels.triton.ssm.delta_rule.ut_transform import ut_transform
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]

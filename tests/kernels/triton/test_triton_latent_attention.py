@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import paged_latent as plain
-from petatron.kernels.attention.paged import PagedBatch
-from petatron.kernels.attention.paged_latent import LatentPages, LatentUpProjection, PagedLatentKernels
+from petatron.kernels.attention import paged_latent_attention as plain
+from petatron.kernels.attention.paged_attention import PagedBatch
+from petatron.kernels.attention.paged_latent_attention import LatentPages, LatentUpProjection, PagedLatentKernels
 from petatron.kernels.attention.visibility import CAUSAL
 from tests.longform import diagonal, later, one_in
 
 pytest.importorskip("triton")
-from petatron.kernels.triton.attention import paged_latent, split_kv
+from petatron.kernels.triton.attention import paged_latent_attention, split_kv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3} | ({torch.bfloat16: 5e-3} if DEVICE == "cuda" else {})
@@ -27,7 +27,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch):
     """The interpreter runs them one by one: three splits or fewer instead of 64, of 32 tokens or more."""
     if DEVICE == "cpu":
         monkeypatch.setattr(split_kv, "_MAX_SPLITS", 3)
-        monkeypatch.setattr(paged_latent, "_MIN_SPLIT_TOKENS", 32)
+        monkeypatch.setattr(paged_latent_attention, "_MIN_SPLIT_TOKENS", 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ KINDS = [(case, torch.float32) for case in CASES] + [
 @pytest.mark.parametrize(("case", "dtype"), KINDS, ids=str)
 def test_equals_the_gathered_one(case: Case, dtype: torch.dtype):
     q, q_rope, pages, batch = inputs_of(case, dtype)
-    found = paged_latent.decode_latents(q, q_rope, pages, batch, scale=0.3, window=case.window)
+    found = paged_latent_attention.decode_latents(q, q_rope, pages, batch, scale=0.3, window=case.window)
     assert found.dtype == dtype and found.shape == q.shape
     assert far(found, truth(q, q_rope, pages, batch, case.window)) < BOUNDS[dtype]
 
@@ -110,9 +110,9 @@ def test_equals_the_gathered_one(case: Case, dtype: torch.dtype):
 def test_every_blocking_of_heads_computes_the_same(name: str, splits: int, monkeypatch: pytest.MonkeyPatch):
     """On a CPU all in float16, whichever of them a GPU would take for 40 heads."""
     q, q_rope, pages, batch = inputs_of(Case((200, 31), heads=40), torch.float16)
-    monkeypatch.setattr(paged_latent, "_blocking", lambda q: getattr(paged_latent, name))
+    monkeypatch.setattr(paged_latent_attention, "_blocking", lambda q: getattr(paged_latent_attention, name))
     monkeypatch.setattr(split_kv, "_MAX_SPLITS", splits)
-    found = paged_latent.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
+    found = paged_latent_attention.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
     assert far(found, truth(q, q_rope, pages, batch, None)) < BOUNDS[torch.float16]
 
 
@@ -121,15 +121,17 @@ def test_every_blocking_of_heads_computes_the_same(name: str, splits: int, monke
     [(3, torch.float16, "_HEADS_16"), (17, torch.float16, "_HEADS_32"), (16, torch.float32, "_FLOAT32")],
 )
 def test_blocks_follow_from_the_heads_of_a_rank(heads: int, dtype: torch.dtype, name: str):
-    assert paged_latent._blocking(torch.zeros(1, heads, 8, dtype=dtype)) == getattr(paged_latent, name)
+    assert paged_latent_attention._blocking(torch.zeros(1, heads, 8, dtype=dtype)) == getattr(
+        paged_latent_attention, name
+    )
 
 
 def test_heads_of_two_ranks_are_those_of_one():
     """A tensor-parallel rank has some heads, and pages of its own that are the same."""
     q, q_rope, pages, batch = inputs_of(Case((50, 9), heads=6), torch.float32)
-    whole = paged_latent.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
+    whole = paged_latent_attention.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
     shards = [
-        paged_latent.decode_latents(a, b, pages, batch, scale=0.3, window=None)
+        paged_latent_attention.decode_latents(a, b, pages, batch, scale=0.3, window=None)
         for a, b in zip(q.chunk(2, dim=1), q_rope.chunk(2, dim=1), strict=True)
     ]
     torch.testing.assert_close(torch.cat(shards, dim=1), whole, rtol=1e-5, atol=1e-6)
@@ -138,12 +140,12 @@ def test_heads_of_two_ranks_are_those_of_one():
 def test_rows_of_others_are_not_read():
     case = Case((20, 7))
     q, q_rope, pages, batch = inputs_of(case, torch.float32)
-    before = paged_latent.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
+    before = paged_latent_attention.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
     used = set(batch.page_table_NP[0, :2].tolist()) | set(batch.page_table_NP[1, :1].tolist())
     for rows in (pages.latent, pages.rope_key):
         rows[sorted(set(range(rows.shape[0])) - used)] = float("nan")
         rows[int(batch.page_table_NP[1, 0]), 7:] = float("nan")
-    assert torch.equal(paged_latent.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None), before)
+    assert torch.equal(paged_latent_attention.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None), before)
 
 
 def test_what_shares_the_batch_changes_no_bit():
@@ -152,14 +154,15 @@ def test_what_shares_the_batch_changes_no_bit():
     other = replace(batch, lengths_N=batch.lengths_N.clone())
     other.lengths_N[1:] = 1
     whole, changed = (
-        paged_latent.decode_latents(q, q_rope, pages, each, scale=0.3, window=None)[0] for each in (batch, other)
+        paged_latent_attention.decode_latents(q, q_rope, pages, each, scale=0.3, window=None)[0]
+        for each in (batch, other)
     )
     assert torch.equal(whole, changed)
 
 
 def test_latents_too_wide_for_registers_are_gathered():
     q, q_rope, pages, batch = inputs_of(Case((9,), latent=520, rotary=4), torch.float32)
-    found = paged_latent.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
+    found = paged_latent_attention.decode_latents(q, q_rope, pages, batch, scale=0.3, window=None)
     same = plain.decode_latents(q, q_rope, pages, replace(batch, computed={}), scale=0.3, window=None)
     assert torch.equal(found, same)
 
@@ -169,7 +172,7 @@ def test_rows_are_stored(slots: torch.dtype):
     found, true = (LatentPages(torch.zeros(4, 4, 12, device=DEVICE), torch.zeros(4, 4, 6, device=DEVICE)) for _ in "ab")
     rows = torch.randn(3, 18, device=DEVICE)  # both are columns of one GEMM's output
     at = torch.tensor([5, 15, 4], device=DEVICE, dtype=slots)
-    paged_latent.store_latents(found, rows[:, :12], rows[:, 12:], at)
+    paged_latent_attention.store_latents(found, rows[:, :12], rows[:, 12:], at)
     plain.store_latents(true, rows[:, :12], rows[:, 12:], at)
     assert torch.equal(found.latent, true.latent) and torch.equal(found.rope_key, true.rope_key)
     assert bool(true.latent.any()) and bool(true.rope_key.any())
@@ -187,7 +190,7 @@ def test_rows_of_one_sequence_see_each_other():
     queries = torch.randn(3, heads, nope + case.rotary, device=DEVICE)
     new_latent, new_rope = (rows.flatten(0, 1)[slots] for rows in (pages.latent, pages.rope_key))
     rows = replace(batch, page_rows_T=slots, page_table_NP=table, lengths_N=lengths, num_decodes=3, shares_pages=True)
-    both: tuple[PagedLatentKernels, ...] = (plain, paged_latent)
+    both: tuple[PagedLatentKernels, ...] = (plain, paged_latent_attention)
     true, found = (
         plain.paged_latent_attention(
             queries, new_latent, new_rope, pages, replace(rows, computed={}), up=up, visibility=CAUSAL, kernels=kernels

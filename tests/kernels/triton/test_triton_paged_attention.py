@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import paged as plain
-from petatron.kernels.attention.paged import KeyValue, PagedBatch
+from petatron.kernels.attention import paged_attention as plain
+from petatron.kernels.attention.paged_attention import KeyValue, PagedBatch
 from petatron.kernels.attention.visibility import CAUSAL
 
 pytest.importorskip("triton")
-from petatron.kernels.triton.attention import paged, split_kv
+from petatron.kernels.triton.attention import paged_attention, split_kv
 from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,7 +72,7 @@ def batch_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Pa
 def test_equals_the_plain_one(case: Case, dtype: torch.dtype):
     q, k, v, batch = batch_of(case, dtype)
     true = plain.decode_attention(q.double(), KeyValue(k.double(), v.double()), batch, window=case.window)
-    found = paged.decode_attention(q, KeyValue(k, v), batch, window=case.window)
+    found = paged_attention.decode_attention(q, KeyValue(k, v), batch, window=case.window)
     assert found.dtype == dtype and found.shape == q.shape
     assert float((found.double() - true).norm() / true.norm()) < BOUNDS[dtype]
 
@@ -90,10 +90,10 @@ def test_a_new_token_is_stored_and_seen(case: Case):
         for at in last:
             pages[at] = float("nan")
     strided = [x.repeat(1, 2, 1)[:, : case.kv_heads] for x in new]
-    found = paged.store_and_decode(q, KeyValue(*strided), KeyValue(k, v), batch, window=case.window)
+    found = paged_attention.store_and_decode(q, KeyValue(*strided), KeyValue(k, v), batch, window=case.window)
     assert float((found.double() - true).norm() / true.norm()) < BOUNDS[torch.float32]
     assert torch.equal(k, wanted[0]) and torch.equal(v, wanted[1])
-    again = paged.decode_attention(q, KeyValue(k, v), batch, window=case.window)
+    again = paged_attention.decode_attention(q, KeyValue(k, v), batch, window=case.window)
     assert torch.equal(again, found)
 
 
@@ -101,12 +101,12 @@ def test_pages_of_others_are_not_read():
     case = Case((20, 7))
     q, k, v, batch = batch_of(case, torch.float32)
     used = set(batch.page_table_NP[0, :2].tolist()) | set(batch.page_table_NP[1, :1].tolist())
-    before = paged.decode_attention(q, KeyValue(k, v), batch, window=None)
+    before = paged_attention.decode_attention(q, KeyValue(k, v), batch, window=None)
     for page in set(range(k.shape[0])) - used:
         k[page], v[page] = float("nan"), float("nan")
     last = int(batch.page_table_NP[1, 0])
     k[last, 7:], v[last, 7:] = float("nan"), float("nan")
-    assert torch.equal(paged.decode_attention(q, KeyValue(k, v), batch, window=None), before)
+    assert torch.equal(paged_attention.decode_attention(q, KeyValue(k, v), batch, window=None), before)
 
 
 def test_what_shares_the_batch_changes_no_bit():
@@ -114,7 +114,9 @@ def test_what_shares_the_batch_changes_no_bit():
     q, k, v, batch = batch_of(Case((90, 5, 40)), torch.float32)
     other = replace(batch, lengths_N=batch.lengths_N.clone())
     other.lengths_N[1:] = 1
-    whole, changed = (paged.decode_attention(q, KeyValue(k, v), each, window=None)[0] for each in (batch, other))
+    whole, changed = (
+        paged_attention.decode_attention(q, KeyValue(k, v), each, window=None)[0] for each in (batch, other)
+    )
     assert torch.equal(whole, changed)
 
 
@@ -127,7 +129,7 @@ def test_rows_are_stored(strided: bool):
     if not strided:
         k, v = k.contiguous(), v.contiguous()
     slots = torch.tensor([5, 15, 4], device=DEVICE)
-    paged.store_key_value(KeyValue(*found), KeyValue(k, v), slots)
+    paged_attention.store_key_value(KeyValue(*found), KeyValue(k, v), slots)
     plain.store_key_value(KeyValue(*true), KeyValue(k, v), slots)
     assert all(torch.equal(a, b) for a, b in zip(found, true)) and bool(true[0].any())
 
@@ -144,5 +146,7 @@ def test_rows_of_one_sequence_see_each_other():
     for pages in (k, v):
         pages.flatten(0, 1)[slots] = float("nan")
     rows = replace(rows, shares_pages=True, computed={})
-    found = plain.paged_attention(queries, KeyValue(*new), KeyValue(k, v), rows, visibility=CAUSAL, kernels=paged)
+    found = plain.paged_attention(
+        queries, KeyValue(*new), KeyValue(k, v), rows, visibility=CAUSAL, kernels=paged_attention
+    )
     assert float((found - true).norm() / true.norm()) < BOUNDS[torch.float32]

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention import paged as plain
-from petatron.kernels.attention.paged import ChunkBounds, KeyValue, PagedBatch, PromptChunk
+from petatron.kernels.attention import paged_attention as plain
+from petatron.kernels.attention.paged_attention import ChunkBounds, KeyValue, PagedBatch, PromptChunk
 from petatron.kernels.attention.visibility import Visibility
 
 pytest.importorskip("triton")
-from petatron.kernels.triton.attention import paged
+from petatron.kernels.triton.attention import paged_attention
 from tests.longform import diagonal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +82,7 @@ def test_equals_the_plain_one(case: Case, dtype: torch.dtype):
     plain.chunk_attention(
         q[decodes:].double(), KeyValue(k.double(), v.double()), batch, true[decodes:], window=case.window
     )
-    paged.chunk_attention(q[decodes:], KeyValue(k, v), batch, found[decodes:], window=case.window)
+    paged_attention.chunk_attention(q[decodes:], KeyValue(k, v), batch, found[decodes:], window=case.window)
     end = decodes + sum(rows for rows, _ in case.chunks)
     assert bool((found[:decodes] == 7.0).all() and (found[end:] == 7.0).all()), "rows of no chunk stay"
     error = (found[decodes:end].double() - true[decodes:end]).norm() / true.norm()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, tiny_run, train

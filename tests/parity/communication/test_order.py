@@ -14,8 +14,8 @@ from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loaders
-from petatron.train.loop import TrainLoop
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainLoop
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import check_order, tiny_run

@@ -11,7 +11,7 @@ from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import build_model
 from petatron.verify.compare_traces import Tolerances, compare_traces
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run, train
 

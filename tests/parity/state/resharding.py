@@ -21,12 +21,12 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_loaders
-from petatron.train.loop import TrainLoop
 from petatron.train.report.log_records import MetricRecord
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainLoop
 from petatron.validate import load_config
-from petatron.verify.matrix import MatrixEntry, parse_entry
-from petatron.verify.trace import TracedShard, assemble_tensors
+from petatron.verify.proof_matrix import MatrixEntry, parse_entry
+from petatron.verify.record_trace import TracedShard, assemble_tensors
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 

@@ -25,7 +25,7 @@ from petatron.parallel.tensor_parallel import apply_tensor_parallel
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 from petatron.train.build_run import build_loader, build_model, build_optimizer
-from petatron.verify.trace import TracedShard, _traced_shards, assemble_tensors
+from petatron.verify.record_trace import TracedShard, _traced_shards, assemble_tensors
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import check_order, tiny_run

@@ -22,7 +22,7 @@ from petatron.parallel.parallel_model import ParallelModel
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_loader, build_model, build_optimizer
 from petatron.verify.compare_traces import compare_traces
-from petatron.verify.trace import StepTrace, _traced_shards, assemble_tensors
+from petatron.verify.record_trace import StepTrace, _traced_shards, assemble_tensors
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import BOUNDS, layout_run, tiny_run

@@ -17,7 +17,7 @@ from petatron.optim.matrix_update import MatrixUpdate
 from petatron.optim.update_rules import MatrixBatch
 from petatron.sharding.logical_matrices import LogicalMatrix, matrix_shape
 from petatron.verify.compare_traces import Tolerances, compare_traces
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankFailure, RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import check_order, layout_run, reference, tiny_run, train, train_recorded

@@ -12,7 +12,7 @@ import petatron
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.verify.trace import TracedShard
+from petatron.verify.record_trace import TracedShard
 from tests.dist import RankPool
 from tests.longform import diagonal
 from tests.parity.harness import tiny_run

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from petatron.verify.matrix import MatrixEntry, parse_entry
+from petatron.verify.proof_matrix import MatrixEntry, parse_entry
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run

@@ -19,8 +19,8 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.sharding.flat_shard import group_tensor_shards
 from petatron.train.build_run import build_loaders
-from petatron.train.loop import TrainLoop
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainLoop
 from tests.checkpoint_chunks import checkpoint_chunks
 from tests.dist import RankFailure, RankPool
 from tests.longform import diagonal, later

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from petatron.verify.matrix import parse_entry
+from petatron.verify.proof_matrix import parse_entry
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.state.resharding import SMALL_BATCH, STOP, Life, configured, live, whole

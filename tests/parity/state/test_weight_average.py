@@ -22,13 +22,13 @@ from petatron.estimate.state_bytes import state_bytes
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loader, build_loaders
-from petatron.train.evaluation import EvaluatedLosses, evaluate
-from petatron.train.loop import TrainLoop
+from petatron.train.evaluate_loss import EvaluatedLosses, evaluate
 from petatron.train.state.optional_components import check_components
 from petatron.train.state.train_state import TrainState
 from petatron.train.state.weight_average import WeightAverage
 from petatron.train.train_step import train_step
-from petatron.verify.trace import TracedShard, assemble_tensors
+from petatron.train.training_loop import TrainLoop
+from petatron.verify.record_trace import TracedShard, assemble_tensors
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.harness import tiny_run

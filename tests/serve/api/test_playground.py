@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 import pytest
 
-from petatron.history.report.style import report_style
+from petatron.history.report.html_style import report_style
 from petatron.infer.engine_outputs import TokenEvent
 from petatron.serve.playground import PlaygroundPage
 from petatron.serve.serve_options import ServeLimits

@@ -19,17 +19,17 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
+from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.save import file_plan as file_plans
-from petatron.checkpoint.state import Chunk
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf import folder_entries, parse_config_json
 from petatron.pretrained import convert_model as convert_module
-from petatron.pretrained import model_source
+from petatron.pretrained import model_reader
 from petatron.pretrained.convert_model import (
     ConversionOptions,
     ConversionProgress,
@@ -38,7 +38,7 @@ from petatron.pretrained.convert_model import (
     convert,
 )
 from petatron.pretrained.folder_kind import detect_format
-from petatron.pretrained.model_source import ModelSource, open_model_source
+from petatron.pretrained.model_reader import ModelReader, open_model_reader
 from petatron.train.state.check_run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
@@ -90,14 +90,14 @@ def saved(name: str, folder: Path, extra: str = "", step: int = 3) -> Path:
     return folder
 
 
-def whole(source: ModelSource, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def whole(source: ModelReader, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     tensors = {key: torch.empty(shape, dtype=dtype) for key, shape in source.shapes.items()}
     source.fill([Chunk(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in tensors.items()])
     return tensors
 
 
 def same(one: Path, other: Path) -> None:
-    first, second = whole(open_model_source(one)), whole(open_model_source(other))
+    first, second = whole(open_model_reader(one)), whole(open_model_reader(other))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
 
@@ -106,12 +106,12 @@ def same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_to_a_model_folder_and_back(tmp_path: Path, name: str):
     run = saved(name, tmp_path / "run")
-    convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     kept = run / "step-00000003" / "model"
     assert {p.name: p.read_bytes() for p in kept.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "model").iterdir()
     }, "a checkpoint's model folder is what a conversion makes"
-    convert(open_model_source(tmp_path / "model"), tmp_path / "again", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(tmp_path / "model"), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
     again = petatron.from_pretrained(tmp_path / "again")
     assert again.spec.config.activation == run_of(name).model.activation
@@ -126,9 +126,9 @@ def test_a_run_of_the_same_model_has_nothing_to_say(tmp_path: Path, name: str, b
     """The settings of its own config.yaml, or those that the model was trained with; others are told."""
     first = saved(name, tmp_path / "first")
     if by != "petatron":
-        convert(open_model_source(first), tmp_path / "between", ConversionOptions(target_format=by))
+        convert(open_model_reader(first), tmp_path / "between", ConversionOptions(target_format=by))
         first = tmp_path / "between"
-    convert(open_model_source(first), tmp_path / "start", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(first), tmp_path / "start", ConversionOptions(target_format="petatron"))
     load = f"--load {tmp_path}/start --finetune"
     words = f"--config {tmp_path}/start/config.yaml {load} --mock-data --lr 1e-3 --train-iters 1".split()
     written = load_config(words, world_size=1).config
@@ -153,12 +153,12 @@ def test_a_checkpoint_that_does_not_say_its_settings_is_not_said_to_have_others(
 def test_a_model_of_no_family_stays_ours(tmp_path: Path):
     run = saved("no family", tmp_path / "run")
     with pytest.raises(CheckpointError) as caught:
-        convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
+        convert(open_model_reader(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     assert "no Hugging Face family can express:" in str(caught.value) and "--to petatron" in str(caught.value)
     assert "--activation squared_relu" in str(caught.value) and not (tmp_path / "model").exists()
     petatron.from_pretrained(run).save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "petatron"
-    convert(open_model_source(tmp_path / "model"), tmp_path / "again", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(tmp_path / "model"), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
     assert petatron.from_pretrained(tmp_path / "again").spec.config.activation == "squared_relu"
 
@@ -169,13 +169,13 @@ def test_a_model_of_no_family_stays_ours(tmp_path: Path):
 def test_to_megatron_and_back(tmp_path: Path, name: str, form: Any):
     run = saved(name, tmp_path / "run")
     layout = MegatronLayout(format=form, tp=2, pp=2, ep=2 if name == "mixtral" else 1)
-    convert(open_model_source(run), tmp_path / "theirs", ConversionOptions(target_format="megatron", megatron=layout))
-    source = open_model_source(tmp_path / "theirs")
+    convert(open_model_reader(run), tmp_path / "theirs", ConversionOptions(target_format="megatron", megatron=layout))
+    source = open_model_reader(tmp_path / "theirs")
     assert (source.format, source.step) == ("megatron", 3)
     convert(source, tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
     convert(
-        open_model_source(tmp_path / "theirs", step=3),
+        open_model_reader(tmp_path / "theirs", step=3),
         tmp_path / "model",
         ConversionOptions(target_format="huggingface"),
     )
@@ -190,10 +190,10 @@ def test_other_kinds_of_layers_to_megatron_and_back(tmp_path: Path, name: str, f
     """Also as a Hugging Face folder, whose config.json says the same of the model."""
     run = saved(name, tmp_path / "run")
     layout = MegatronLayout(format=form, tp=2, ep=2 if name == "deepseek" else 1)
-    convert(open_model_source(run), tmp_path / "theirs", ConversionOptions(target_format="megatron", megatron=layout))
-    convert(open_model_source(tmp_path / "theirs"), tmp_path / "again", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(run), tmp_path / "theirs", ConversionOptions(target_format="megatron", megatron=layout))
+    convert(open_model_reader(tmp_path / "theirs"), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
-    convert(open_model_source(tmp_path / "theirs"), tmp_path / "model", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(tmp_path / "theirs"), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     folders = (run / "step-00000003" / "model", tmp_path / "model")
     before, after = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert before == after
@@ -203,16 +203,16 @@ def test_other_kinds_of_layers_to_megatron_and_back(tmp_path: Path, name: str, f
 
 def test_expert_biases_go_along(tmp_path: Path):
     run = saved("expert bias", tmp_path / "run")
-    convert(open_model_source(run), tmp_path / "again", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(run), tmp_path / "again", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "again")
-    convert(open_model_source(run), tmp_path / "theirs", ConversionOptions(target_format="megatron"))
-    convert(open_model_source(tmp_path / "theirs"), tmp_path / "back", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(run), tmp_path / "theirs", ConversionOptions(target_format="megatron"))
+    convert(open_model_reader(tmp_path / "theirs"), tmp_path / "back", ConversionOptions(target_format="petatron"))
     same(run, tmp_path / "back")
     loaded = dict(petatron.from_pretrained(tmp_path / "back").router_statistics.expert_biases())
-    wanted = whole(open_model_source(run))
+    wanted = whole(open_model_reader(run))
     assert loaded and all(torch.equal(wanted[f"router/{name}"], bias) for name, bias in loaded.items())
     with pytest.raises(CheckpointError, match="--moe-router-enable-expert-bias True cannot be written"):
-        convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
+        convert(open_model_reader(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "model").exists() and not (tmp_path / "model.tmp").exists()
 
 
@@ -226,7 +226,7 @@ def test_the_folder_of_a_model_holds_its_expert_biases(tmp_path: Path):
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], bias) for name, bias in wanted.items())
         assert any(bias.any() for bias in wanted.values())
     convert(
-        open_model_source(tmp_path / "model"),
+        open_model_reader(tmp_path / "model"),
         tmp_path / "half",
         ConversionOptions(target_format="petatron", dtype=torch.bfloat16),
     )
@@ -235,7 +235,7 @@ def test_the_folder_of_a_model_holds_its_expert_biases(tmp_path: Path):
     weights = load_file(tmp_path / "model" / "model.safetensors")
     without = {name: value for name, value in weights.items() if "layers.1.mlp.router.expert_bias" not in name}
     save_file(without, tmp_path / "model" / "model.safetensors")
-    for opened in (open_model_source, petatron.from_pretrained):
+    for opened in (open_model_reader, petatron.from_pretrained):
         with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.router\.expert_bias is missing"):
             opened(tmp_path / "model")
 
@@ -244,7 +244,7 @@ def test_wide_weights_come_from_the_optimizer(tmp_path: Path):
     run = saved("llama", tmp_path / "run", "--bf16")
     narrow = load_file(run / "step-00000003" / "model" / "model.safetensors")
     for flag, folder in ((None, "as it is"), (torch.float32, "wide"), (torch.float16, "half")):
-        convert(open_model_source(run), tmp_path / folder, ConversionOptions(target_format="huggingface", dtype=flag))
+        convert(open_model_reader(run), tmp_path / folder, ConversionOptions(target_format="huggingface", dtype=flag))
     as_it_is, wide, half = (load_file(tmp_path / f / "model.safetensors") for f in ("as it is", "wide", "half"))
     assert all(torch.equal(as_it_is[key], value) for key, value in narrow.items())
     assert all(value.dtype == torch.float32 for value in wide.values())
@@ -265,17 +265,17 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path, to: Any):
     with pytest.raises(
         CheckpointError, match=r"layers.1.mlp.down.* has values up to 1e\+05, and float16 ends at 6.55e\+04"
     ):
-        convert(open_model_source(folder), tmp_path / "half", ConversionOptions(target_format=to, dtype=torch.float16))
+        convert(open_model_reader(folder), tmp_path / "half", ConversionOptions(target_format=to, dtype=torch.float16))
     assert not (tmp_path / "half").exists() and not (tmp_path / "half.tmp").exists()
-    convert(open_model_source(folder), tmp_path / "brain", ConversionOptions(target_format=to, dtype=torch.bfloat16))
+    convert(open_model_reader(folder), tmp_path / "brain", ConversionOptions(target_format=to, dtype=torch.bfloat16))
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = math.inf  # was there before, and is nobody's loss
     save_file(tensors, folder / "model.safetensors")
-    convert(open_model_source(folder), tmp_path / "half", ConversionOptions(target_format=to, dtype=torch.float16))
+    convert(open_model_reader(folder), tmp_path / "half", ConversionOptions(target_format=to, dtype=torch.float16))
 
 
 def test_one_tensor_at_a_time(tmp_path: Path):
     """Every tensor is read into the same memory, which has the size of the largest."""
-    source = open_model_source(saved("mixtral", tmp_path / "run"))
+    source = open_model_reader(saved("mixtral", tmp_path / "run"))
     entries = folder_entries(source.spec)
     memories = set()
 
@@ -298,7 +298,7 @@ def test_one_tensor_at_a_time(tmp_path: Path):
 
 def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     convert(
-        open_model_source(saved("mixtral", tmp_path / "run")),
+        open_model_reader(saved("mixtral", tmp_path / "run")),
         tmp_path / "theirs",
         ConversionOptions(target_format="megatron"),
     )
@@ -313,8 +313,8 @@ def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pyte
 
     checkpoint = open_megatron(tmp_path / "theirs")
     tensors = {name: replace(lazy, load=partial(load, name, lazy)) for name, lazy in checkpoint.tensors.items()}
-    monkeypatch.setattr(model_source, "open_megatron", lambda path: replace(checkpoint, tensors=tensors))
-    source = open_model_source(tmp_path / "theirs")
+    monkeypatch.setattr(model_reader, "open_megatron", lambda path: replace(checkpoint, tensors=tensors))
+    source = open_model_reader(tmp_path / "theirs")
     convert(source, tmp_path / "out", ConversionOptions(target_format="huggingface"))
     assert sorted(loads) == sorted(tensors)
 
@@ -322,7 +322,7 @@ def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pyte
 def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(file_plans, "_MAX_FILE_BYTES", 4000)
     run = saved("llama", tmp_path / "run")
-    convert(open_model_source(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     for name, file in index["weight_map"].items():
@@ -334,16 +334,16 @@ def test_all_names_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = saved("llama", tmp_path / "run")
     saved("llama", run, step=5)
     for path, step in ((run, 5), (run / "step-00000003", 3), (run / "step-00000003" / "model", 3)):
-        assert (detect_format(path), open_model_source(path).step) == ("petatron", step)
-    assert open_model_source(run, step=3).step == 3
-    assert open_model_source(run / "step-00000003", step=3).step == 3
+        assert (detect_format(path), open_model_reader(path).step) == ("petatron", step)
+    assert open_model_reader(run, step=3).step == 3
+    assert open_model_reader(run / "step-00000003", step=3).step == 3
     monkeypatch.chdir(run / "step-00000003" / "model")
-    assert open_model_source(Path(".")).step == 3
+    assert open_model_reader(Path(".")).step == 3
     assert petatron.from_pretrained(".").dtype == torch.float32
     with pytest.raises(CheckpointError, match=r"step-00000003 is one step, and not step 5\. Leave"):
-        open_model_source(run / "step-00000003", step=5)
+        open_model_reader(run / "step-00000003", step=5)
     with pytest.raises(CheckpointError, match="no checkpoint of step 4"):
-        open_model_source(run, step=4)
+        open_model_reader(run, step=4)
 
 
 class Killed(BaseException):
@@ -371,7 +371,7 @@ def test_what_is_there_is_complete(tmp_path: Path, to: Any):
         target = tmp_path / f"out-{at}"
         error = Killed() if at % 2 else OSError(28, "No space left on device")
         try:
-            convert(open_model_source(run), target, ConversionOptions(target_format=to), disk=FailingDisk(at, error))
+            convert(open_model_reader(run), target, ConversionOptions(target_format=to), disk=FailingDisk(at, error))
             finished = True
         except (Killed, CheckpointError) as caught:
             assert isinstance(caught, Killed) or "No space left on device" in str(caught)
@@ -383,7 +383,7 @@ def test_what_is_there_is_complete(tmp_path: Path, to: Any):
 
 
 def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = open_model_source(saved("llama", tmp_path / "run"))
+    source = open_model_reader(saved("llama", tmp_path / "run"))
     (tmp_path / "empty").mkdir()
     convert(source, tmp_path / "empty", ConversionOptions(target_format="huggingface"))
     with pytest.raises(CheckpointError, match="is already there, and nothing is written over it"):
@@ -411,7 +411,7 @@ def test_nothing_is_put_into_a_checkpoint(tmp_path: Path):
         with pytest.raises(
             CheckpointError, match=r"is inside the checkpoint .*step-00000003, where nothing else may be"
         ):
-            convert(open_model_source(run), inside, ConversionOptions(target_format="huggingface"))
+            convert(open_model_reader(run), inside, ConversionOptions(target_format="huggingface"))
         with pytest.raises(CheckpointError, match="is inside the checkpoint"):
             petatron.from_pretrained(run).save_pretrained(inside)
     for save in (step, step / "run"):
@@ -419,12 +419,12 @@ def test_nothing_is_put_into_a_checkpoint(tmp_path: Path):
             check_run_dirs(CheckpointConfig(save=str(save)))
     assert sorted(path.name for path in step.iterdir()) == ["manifest.json", "model", "state"]
     (tmp_path / "manifest.json").write_text('{"name": "an app"}')  # a stranger's
-    convert(open_model_source(run), run / "hf", ConversionOptions(target_format="huggingface"))
+    convert(open_model_reader(run), run / "hf", ConversionOptions(target_format="huggingface"))
 
 
 def model_folder(tmp_path: Path) -> Path:
     convert(
-        open_model_source(saved("llama", tmp_path / "run")),
+        open_model_reader(saved("llama", tmp_path / "run")),
         tmp_path / "model",
         ConversionOptions(target_format="huggingface"),
     )
@@ -438,7 +438,7 @@ def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path):
     tensors["model.norm.weight"] = torch.zeros(17)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        open_model_source(folder)
+        open_model_reader(folder)
     for part in (
         "model.layers.1.mlp.up_proj.weight is missing",
         "visual.patch.weight is not a tensor",
@@ -453,10 +453,10 @@ def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(CheckpointError, match=rf"lacks {gone.name}, which model.safetensors.index.json names"):
-        open_model_source(folder)
+        open_model_reader(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
     with pytest.raises(CheckpointError, match=r"index.json cannot be understood"):
-        open_model_source(folder)
+        open_model_reader(folder)
 
 
 def test_a_run_of_other_settings_is_told_where_to_get_them(tmp_path: Path):
@@ -469,12 +469,12 @@ def test_a_checkpoint_with_another_models_config(tmp_path: Path):
     run = saved("llama", tmp_path / "run")
     path = run / "step-00000003" / "model" / "config.json"
     path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    for use in (open_model_source, petatron.from_pretrained):
+    for use in (open_model_reader, petatron.from_pretrained):
         with pytest.raises(CheckpointError, match=r"config.json does not have the content that was saved.*Restore it"):
             use(run)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        open_model_source(run)
+        open_model_reader(run)
 
 
 def test_flipped_bits_are_noticed(tmp_path: Path):
@@ -484,14 +484,14 @@ def test_flipped_bits_are_noticed(tmp_path: Path):
     content[-5] ^= 4
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="its digest differs"):
-        convert(open_model_source(run), tmp_path / "out", ConversionOptions(target_format="huggingface"))
+        convert(open_model_reader(run), tmp_path / "out", ConversionOptions(target_format="huggingface"))
     assert not (tmp_path / "out").exists()
 
 
 def test_pickles_are_refused(tmp_path: Path):
     folder = model_folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    for attempt in (open_model_source, petatron.from_pretrained):
+    for attempt in (open_model_reader, petatron.from_pretrained):
         with pytest.raises(CheckpointError, match=r"pickles \(pytorch_model.bin\).*Save it again as safetensors"):
             attempt(folder)
     with pytest.raises(CheckpointError, match="Save it again as safetensors"):
@@ -500,14 +500,14 @@ def test_pickles_are_refused(tmp_path: Path):
         check_run_dirs(CheckpointConfig(pretrained_checkpoint=str(folder)))
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match=r"has config.json and no safetensors"):
-        open_model_source(folder)
+        open_model_reader(folder)
     with pytest.raises(CheckpointError, match=r"has no config.json"):
-        open_model_source(tmp_path / "run" / "step-00000003" / "state", model_format="huggingface")
+        open_model_reader(tmp_path / "run" / "step-00000003" / "state", model_format="huggingface")
 
 
 def test_what_holds_no_model(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"is not a folder.*the name of a model on the hub"):
-        open_model_source(tmp_path / "meta-llama" / "Llama-3.1-8B")
+        open_model_reader(tmp_path / "meta-llama" / "Llama-3.1-8B")
     with pytest.raises(CheckpointError, match="holds no model: neither steps of Petatron"):
         petatron.from_pretrained(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
@@ -528,7 +528,7 @@ def test_a_run_starts_from_a_model_only_when_told(tmp_path: Path):
 
 def test_settings_that_make_no_sense_for_a_model_folder(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
-        open_model_source(model_folder(tmp_path), step=3, vocab_size=5)
+        open_model_reader(model_folder(tmp_path), step=3, vocab_size=5)
     assert len(caught.value.problems) == 2
 
 
@@ -536,14 +536,14 @@ def test_a_tokenizer_goes_along(tmp_path: Path):
     folder = model_folder(tmp_path)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "old"}')
     (folder / "README.md").write_text("no part of a model")
-    convert(open_model_source(folder), tmp_path / "ours", ConversionOptions(target_format="petatron"))
+    convert(open_model_reader(folder), tmp_path / "ours", ConversionOptions(target_format="petatron"))
     kept = tmp_path / "ours" / "step-00000000" / "model"
     assert (kept / "tokenizer_config.json").read_text() == '{"eos_token": "old"}'
     assert not (kept / "README.md").exists()
     assert petatron.from_pretrained(tmp_path / "ours").spec.config.vocab_size == 37
     new = TokenizerFiles({"tokenizer.json": b"{}"}, eod=7)
     convert(
-        open_model_source(tmp_path / "ours"),
+        open_model_reader(tmp_path / "ours"),
         tmp_path / "back",
         ConversionOptions(target_format="huggingface", tokenizer=new),
     )
@@ -701,4 +701,4 @@ def test_a_model_without_a_vocabulary(tmp_path: Path):
     path = model / "config.json"
     path.write_text(path.read_text().replace('"vocab_size": 37', '"vocab_size": null'))
     with pytest.raises(ConfigError, match="--vocab-size is not known"):
-        open_model_source(model)
+        open_model_reader(model)

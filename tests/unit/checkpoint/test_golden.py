@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.inspect.summarize_checkpoint import summarize_checkpoint
 from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.state.train_state import TrainState

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
+from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.digested_file_io import check_writable
 from petatron.checkpoint.files.step_folder import DamagedCheckpointError
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.state import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table
 
@@ -373,7 +373,7 @@ def test_unexpected_failure_while_reading_is_a_checkpoint_error(manager, saved, 
     def explode(*_):
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr("petatron.checkpoint.load.box_reads.execute_reads", explode)
+    monkeypatch.setattr("petatron.checkpoint.load.reshard_reads.execute_reads", explode)
     with pytest.raises(CheckpointError, match="could not be read: RuntimeError: surprise"):
         manager.load(10, [whole("model/w", saved)])
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from petatron.checkpoint.files.step_list import DamagedCheckpointError
-from petatron.checkpoint.load import box_reads
-from petatron.checkpoint.load.box_reads import _contiguous_parts, _read_in_order, _ReadBlock
+from petatron.checkpoint.load import reshard_reads
+from petatron.checkpoint.load.reshard_reads import _contiguous_parts, _read_in_order, _ReadBlock
 
 BLOCKS = [_ReadBlock(at, at + 4, None, []) for at in range(0, 40, 4)]
 
@@ -26,13 +26,13 @@ def test_a_thread_that_fails_stops_the_others(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "file"
     path.write_bytes(bytes(30))
     read: list[int] = []
-    original = box_reads._read_block
+    original = reshard_reads._read_block
 
     def recorded(path: Path, descriptor: int, block: _ReadBlock, buffers: threading.local) -> None:
         original(path, descriptor, block, buffers)
         read.append(block.begin)
 
-    monkeypatch.setattr(box_reads, "_read_block", recorded)
+    monkeypatch.setattr(reshard_reads, "_read_block", recorded)
     failed = threading.Event()
     with pytest.raises(DamagedCheckpointError, match="ends before all of it was read"):
         _read_in_order(path, BLOCKS, threading.local(), failed)

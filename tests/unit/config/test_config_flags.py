@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.cli.main import SUBCOMMANDS
 from petatron.cli.train import read_checkpoint
-from petatron.config.flags import foreign_names, megatron_flags
-from petatron.config.flags.foreign_names import ALTERNATIVES, absent_feature
+from petatron.config.flags import flag_names_of_other_trainers, megatron_flags
+from petatron.config.flags.flag_names_of_other_trainers import ALTERNATIVES, absent_feature
 from petatron.config.flags.megatron_table import megatron_flags as megatron_table
-from petatron.config.flags.parse import known_flags, parse_flags
+from petatron.config.flags.parse_command_line import known_flags, parse_flags
 from petatron.config.schema.fields import all_fields, fields_by_name, flag_name
 from petatron.validate import load_config, resolve_config
 
@@ -240,16 +240,16 @@ def test_what_is_absent_is_named_in_a_file_too(tmp_path: Path):
 
 def test_alternatives_name_flags_and_commands_that_exist():
     for feature, text in ALTERNATIVES.items():
-        assert set(foreign_names.suggested_flags(text)) <= {*known_flags(), "--to"}, feature
+        assert set(flag_names_of_other_trainers.suggested_flags(text)) <= {*known_flags(), "--to"}, feature
         assert {words.split()[0] for words in re.findall(r"`petatron ([^`]+)`", text)} <= set(SUBCOMMANDS), feature
-    for flag in [*known_flags(), *foreign_names.SUGGESTIONS]:
+    for flag in [*known_flags(), *flag_names_of_other_trainers.SUGGESTIONS]:
         assert absent_feature(flag) is None, flag
 
 
 def test_suggestions_name_flags_that_exist():
-    for flag, text in foreign_names.SUGGESTIONS.items():
+    for flag, text in flag_names_of_other_trainers.SUGGESTIONS.items():
         assert flag not in known_flags() and flag.startswith("--") and "_" not in flag, flag
-        named = foreign_names.suggested_flags(text)
+        named = flag_names_of_other_trainers.suggested_flags(text)
         assert named and set(named) <= set(known_flags()), flag
         words = re.sub(r"\([^)]*\)", "", text).split(" or ")[0].split()
         assert len(words) == 1 or parse_flags(words).problems == [], flag
@@ -304,7 +304,7 @@ def test_each_spelling_stands_in_one_table_only():
         megatron_flags.SHORTHANDS,
         megatron_flags.CHOICE_FLAGS,
         {flag for flag, answer in megatron_table().items() if answer.kind != "works"},
-        foreign_names.SUGGESTIONS,
+        flag_names_of_other_trainers.SUGGESTIONS,
     ]
     seen = set(own)
     for table in tables:
@@ -422,7 +422,7 @@ def test_flags_that_the_table_says_work_are_spellings_of_fields():
 
 def test_the_table_names_flags_and_commands_that_exist():
     for flag, answer in megatron_table().items():
-        named = set(foreign_names.suggested_flags(f"{answer.text} {answer.remedy}"))
+        named = set(flag_names_of_other_trainers.suggested_flags(f"{answer.text} {answer.remedy}"))
         assert named <= {*known_flags(), "--config", "--to"}, flag
         commands = re.findall(r"`petatron ([^`]+)`", f"{answer.text} {answer.remedy} `{answer.command}`")
         assert {words.split()[0] for words in commands} <= set(SUBCOMMANDS), flag

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from petatron.config.flags.parse import parse_flags
+from petatron.config.flags.parse_command_line import parse_flags
 from petatron.config.pipeline_stages import pipeline_stages
 from petatron.config.schema.moe_layer_freq import moe_layers
 from petatron.validate import resolve_config

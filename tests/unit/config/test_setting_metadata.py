@@ -23,10 +23,10 @@ from petatron.config.declared_rules import (
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.schema import fields, model_identity
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flatten_config, unflatten_config
-from petatron.config.schema.metadata import Feature, NotWith, ToySize, settings_section, used_with
 from petatron.config.schema.model_identity import identity_differences, is_identity_field
 from petatron.config.schema.numeric_bounds import Size
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
+from petatron.config.schema.setting_metadata import Feature, NotWith, ToySize, settings_section, used_with
 from petatron.config.schema.training import WeightsCopy
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.validate import load_config, resolve_config

@@ -16,11 +16,11 @@ import pytest
 
 from petatron.base.errors import DataError
 from petatron.cli.main import main
-from petatron.data.fetch import run_fetch as run_fetch_module
+from petatron.data.fetch import download_dataset as run_fetch_module
 from petatron.data.fetch.dataset_hub import HubDataset, HuggingFaceHub
+from petatron.data.fetch.download_dataset import FetchProgress, run_fetch
 from petatron.data.fetch.known_datasets import KNOWN_DATASETS
-from petatron.data.fetch.plan_fetch import FetchOptions, plan_fetch
-from petatron.data.fetch.run_fetch import FetchProgress, run_fetch
+from petatron.data.fetch.plan_download import FetchOptions, plan_fetch
 from petatron.data.indexed_dataset import IndexedDataset
 from tests.unit.data.stand_in_hub import COMMIT, StandInHub, serve, write_parquet
 

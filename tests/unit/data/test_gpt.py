@@ -14,7 +14,7 @@ from petatron.data import gpt_dataset
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.data.split_units import split_units
+from petatron.data.train_valid_test_split import split_units
 
 from .conftest import MakeDataset
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, TrainError
 from petatron.config import RunConfig
-from petatron.evaluate.score import plan_micro_batches, score_sequences
+from petatron.evaluate.score_sequences import plan_micro_batches, score_sequences
 from petatron.kernels.fused_linear_cross_entropy import VocabColumns, linear_losses_and_greedy
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout

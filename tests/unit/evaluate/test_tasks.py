@@ -17,12 +17,12 @@ from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import ByteTokenizer, NullTokenizer
 from petatron.evaluate.comparison_table import result_table
 from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate, ratio_estimate
+from petatron.evaluate.eval_task import ContextLimits, EvalTask, TaskResult
 from petatron.evaluate.examples_file import read_examples
 from petatron.evaluate.lambada import read_lambada
 from petatron.evaluate.language_modeling import detokenize_wikitext, read_text_task, read_wikitext103
 from petatron.evaluate.multiple_choice import FORMATS, encode_pairs, read_multiple_choice
-from petatron.evaluate.score import SequenceScore
-from petatron.evaluate.task import ContextLimits, EvalTask, TaskResult
+from petatron.evaluate.score_sequences import SequenceScore
 from petatron.evaluate.task_list import TaskSettings, build_tasks, read_task_list, setting_problems
 from tests.integrations.lm_eval.bos_tokenizer import bos_tokenizer
 

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.history.curves import build_panels, check_metrics, moving_average, thin, x_values
 from petatron.history.draw.axes import compact, ticks
 from petatron.history.draw.braille import BrailleCanvas
 from petatron.history.draw.terminal import panel_lines
+from petatron.history.metric_curves import build_panels, check_metrics, moving_average, thin, x_values
 from petatron.history.run_folder import RecordedRun, open_run
 from tests.longform import diagonal
 from tests.unit.history.run_files import START_S, event, finished_run, train, valid, write_run

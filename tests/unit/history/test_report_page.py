@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from petatron.history.curves import build_panels
 from petatron.history.draw.svg import figure_svg
 from petatron.history.draw.theme import THEMES
-from petatron.history.report.page import report_html
+from petatron.history.metric_curves import build_panels
+from petatron.history.report.html_page import report_html
 from petatron.history.run_folder import open_run
 from tests.unit.history.run_files import event, finished_run, train, valid, write_run
 

@@ -11,7 +11,7 @@ import pytest
 from petatron.config.layout_and_precision_text import layout_text
 from petatron.history.run_folder import open_run
 from petatron.history.run_state import is_locked, run_state
-from petatron.history.summary import common_step_losses, result_differences, setting_differences, summarize_run
+from petatron.history.run_summary import common_step_losses, result_differences, setting_differences, summarize_run
 from tests.unit.history.run_files import START_S, event, finished_run, train, valid, write_run
 
 STOPPED = event("stopping at iteration 20: SIGTERM", 20)

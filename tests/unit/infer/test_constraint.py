@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError, DataError
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from petatron.infer.constraint import ConstraintCompiler
+from petatron.infer.constrained_decoding import ConstraintCompiler
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion

@@ -11,8 +11,8 @@ import torch
 
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_PAGE, SCRATCH_SLOT
-from petatron.infer.step.decode_graphs import _HostInputs
+from petatron.infer.kv_cache_pages import SCRATCH_PAGE, SCRATCH_SLOT
+from petatron.infer.step.decode_cuda_graphs import _HostInputs
 from petatron.infer.step.packed_step import CacheLocations
 from tests.unit.infer.test_sample import model_in
 

@@ -17,8 +17,8 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.generate import generate
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step import model_steps
-from petatron.infer.step.graph_capture import GraphCapture
+from petatron.infer.step import run_model_step
+from petatron.infer.step.cuda_graph_capture import GraphCapture
 from petatron.layers.linear import Linear
 from petatron.layers.ops import fp8_weight
 from petatron.mesh.mesh import ParallelMesh
@@ -192,8 +192,8 @@ def test_a_capture_uses_no_workspace_of_the_process(capture_calls: list[str]):
 @pytest.mark.usefixtures("capture_calls")
 def test_what_is_cached_lives_as_long_as_the_graphs_that_read_it(cached: bool, monkeypatch: pytest.MonkeyPatch):
     """Weights, or their scales alone where each use casts them. An evaluation drops them; a graph knows their addresses alone."""
-    monkeypatch.setattr(model_steps, "can_capture", lambda model: True)
-    monkeypatch.setattr(model_steps, "can_capture_prompts", lambda model: False)
+    monkeypatch.setattr(run_model_step, "can_capture", lambda model: True)
+    monkeypatch.setattr(run_model_step, "can_capture_prompts", lambda model: False)
     model = build_model(tiny_run(f"{FP8_RUN} tensorwise"), ParallelMesh.single())
     steps = Engine(model, options=EngineOptions(cuda_graphs=True))._steps
     assert steps.graphs is not None

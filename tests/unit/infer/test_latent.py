@@ -10,8 +10,8 @@ import torch
 
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.step.layer_states import layer_states
-from petatron.kernels.attention.paged_latent import LatentUpProjection
+from petatron.infer.step.kv_cache_and_states import layer_states
+from petatron.kernels.attention.paged_latent_attention import LatentUpProjection
 from petatron.layers.mla import MlaSpec
 from petatron.layers.spec.generation_state import PagedState
 from petatron.models.decoder import Decoder

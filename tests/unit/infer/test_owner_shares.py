@@ -8,7 +8,7 @@ import pytest
 
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion
-from petatron.infer.pages import CacheSize
+from petatron.infer.kv_cache_pages import CacheSize
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import ScheduledSequence, Scheduler
 from petatron.infer.sequence import Sequence

@@ -12,9 +12,9 @@ import torch
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step import prompt_graphs
-from petatron.infer.step.graph_capture import GraphSizes
-from petatron.infer.step.prompt_graphs import GraphShape, PromptGraphs
+from petatron.infer.step import prompt_cuda_graphs
+from petatron.infer.step.cuda_graph_capture import GraphSizes
+from petatron.infer.step.prompt_cuda_graphs import GraphShape, PromptGraphs
 from tests.longform import diagonal
 from tests.unit.infer.test_recurrent import DELTA, MAMBA
 from tests.unit.infer.test_sample import LATENT, POSITIONS, VOCAB, model_in
@@ -82,7 +82,7 @@ def prompts_of(seed: int, count: int) -> list[list[int]]:
 )
 def test_prompts_in_graphs_change_no_token(flags: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch):
     """Prompts that share beginnings, are cut into chunks, and come while others decode."""
-    monkeypatch.setattr(prompt_graphs, "_FIRST_STEPS", 0)
+    monkeypatch.setattr(prompt_cuda_graphs, "_FIRST_STEPS", 0)
     params = [
         SamplingParams(max_new_tokens=5, temperature=0.0, logprobs=2),
         SamplingParams(max_new_tokens=3, temperature=1.0, seed=3),
@@ -99,7 +99,7 @@ def test_prompts_in_graphs_change_no_token(flags: str, options: dict[str, int], 
 
 
 def test_pooled_hidden_states_are_those_of_the_prompts_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prompt_graphs, "_FIRST_STEPS", 0)
+    monkeypatch.setattr(prompt_cuda_graphs, "_FIRST_STEPS", 0)
     prompts = prompts_of(2, 7)
     found = []
     for graphs in (False, True):
@@ -120,8 +120,8 @@ def test_a_shape_is_captured_when_it_has_occurred_a_few_times():
 
 
 def test_steps_that_fit_no_graph_run_without(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prompt_graphs, "_FIRST_STEPS", 0)
-    monkeypatch.setattr(prompt_graphs, "MAX_LENGTH", 8)
+    monkeypatch.setattr(prompt_cuda_graphs, "_FIRST_STEPS", 0)
+    monkeypatch.setattr(prompt_cuda_graphs, "MAX_LENGTH", 8)
     engine = engine_of(graphs=True, max_sequences=4)
     params = SamplingParams(max_new_tokens=1)
     engine.complete([[1] * 9], params)

@@ -18,9 +18,9 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.step.packed_step import CacheLocations
-from petatron.infer.step.recorded_calls import RecordedCalls, Unrecordable
-from petatron.infer.step.recorded_cpu_steps import RecordedSteps, padded_pages
-from petatron.kernels.attention.paged import PagedBatch
+from petatron.infer.step.recorded_cpu_decode import RecordedSteps, padded_pages
+from petatron.infer.step.recorded_tensor_ops import RecordedCalls, Unrecordable
+from petatron.kernels.attention.paged_attention import PagedBatch
 from tests.longform import diagonal
 from tests.unit.infer.test_sample import model_in
 
@@ -74,7 +74,7 @@ def test_a_shape_is_recorded_when_it_has_occurred_a_few_times():
 
 
 def test_the_oldest_recording_is_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("petatron.infer.step.recorded_cpu_steps._MAX_RECORDINGS", 2)
+    monkeypatch.setattr("petatron.infer.step.recorded_cpu_decode._MAX_RECORDINGS", 2)
     engine = Engine(model_in())
     for count in (1, 2, 3):
         engine.complete([PROMPTS[0]] * count, GREEDY)
@@ -82,7 +82,7 @@ def test_the_oldest_recording_is_forgotten(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_long_sequences_are_not_recorded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("petatron.infer.step.recorded_cpu_steps._MAX_GATHERED_TOKENS", 31)
+    monkeypatch.setattr("petatron.infer.step.recorded_cpu_decode._MAX_GATHERED_TOKENS", 31)
     engine = Engine(model_in())
     engine.complete([PROMPTS[0]], GREEDY)
     assert not recordings(engine)._recorded and padded_pages(1) * engine.options.page_size == 32

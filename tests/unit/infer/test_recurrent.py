@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.pages import SCRATCH_SLOT, SlotPool
+from petatron.infer.kv_cache_pages import SCRATCH_SLOT, SlotPool
 from petatron.infer.sampling_params import SamplingParams
-from petatron.infer.step.layer_states import layer_states, page_bytes, slot_bytes
+from petatron.infer.step.kv_cache_and_states import layer_states, page_bytes, slot_bytes
 from petatron.layers.spec.generation_state import PagedState, RecurrentState, StateTensor
 from tests.dist import RankPool
 from tests.longform import diagonal, later, over_nccl
@@ -186,7 +186,7 @@ def test_slots_of_lightning_attention_hold_the_state_alone():
 def test_memory_decides_how_many_run_at_once(monkeypatch: pytest.MonkeyPatch):
     model = exact_model(f"--fp64 {HYBRID}")
     room = 8 * slot_bytes(model)
-    monkeypatch.setattr("petatron.infer.step.layer_states._free_bytes", lambda model: float(room))
+    monkeypatch.setattr("petatron.infer.step.kv_cache_and_states._free_bytes", lambda model: float(room))
     engine = Engine(model, options=EngineOptions(page_size=1))
     assert free_slots(engine) == 3, "half of the memory, and one slot is for padding"
     assert engine.stats.pages_total == room // 2 // page_bytes(model, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from petatron.infer.engine_options import EngineOptions
-from petatron.infer.step.layer_states import layer_states
+from petatron.infer.step.kv_cache_and_states import layer_states
 from petatron.layers.spec.generation_state import PagedState
 from tests.dist import RankPool
 from tests.longform import diagonal, later

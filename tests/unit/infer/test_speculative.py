@@ -17,7 +17,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
-from petatron.infer.step.layer_states import layer_states
+from petatron.infer.step.kv_cache_and_states import layer_states
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.spec.generation_state import PagedState
 from petatron.mesh.mesh import ParallelMesh

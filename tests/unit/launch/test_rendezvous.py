@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from petatron.base.errors import LaunchError, PeerFailure
-from petatron.mesh.launch import open_store, rendezvous, shared_secret
+from petatron.mesh.launch import open_rendezvous_store, rendezvous, shared_secret
 from petatron.mesh.launch.environment import (
     SINGLE_PROCESS,
     STORE_FILE,
@@ -119,7 +119,7 @@ def test_torchruns_own_store_is_used_where_it_has_one() -> None:
 
 def test_srun_ranks_find_the_secret_that_the_first_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an earlier run left another one; and when all have joined it is gone."""
-    for module, name in ((shared_secret, "find_secret_folder"), (open_store, "secret_folder")):
+    for module, name in ((shared_secret, "find_secret_folder"), (open_rendezvous_store, "secret_folder")):
         monkeypatch.setattr(module, name, lambda: tmp_path / "secrets")
     monkeypatch.setattr(rendezvous, "set_default_variables", lambda wanted: None)
     port = free_port()
@@ -155,8 +155,8 @@ def test_rank_0_starts_one_server_however_often_it_opens_the_store(over_tcp: Cal
 def test_a_port_of_another_program_is_named(
     over_tcp: Callable[..., RankEnvironment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_store, "_PORT_IN_USE_S", 0.2)
-    monkeypatch.setattr(open_store, "_OWN_SERVER_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(open_rendezvous_store, "_PORT_IN_USE_S", 0.2)
+    monkeypatch.setattr(open_rendezvous_store, "_OWN_SERVER_TIMEOUT", timedelta(seconds=0.2))
     words = r"cannot listen at 127\.0\.0\.1, port \d+: Address already in use\. Another run"
     with socket.create_server(("127.0.0.1", over_tcp(0).master_port)), pytest.raises(LaunchError, match=words):
         Rendezvous(over_tcp(0))

@@ -18,7 +18,7 @@ from petatron.kernels.fp8 import cast_and_gemm
 from petatron.kernels.fp8.amax import amax_of, attach_amax, attached_amax
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Matrix
 from petatron.layers.mlp import Activation
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.parity.harness import tiny_run, train
 
 LAYERS, ROWS, MICRO_BATCHES = 2, 32, 4

@@ -26,7 +26,7 @@ from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.registry import model_spec
 from petatron.validate import load_config
 from petatron.verify.compare_traces import Tolerances, compare_traces
-from petatron.verify.trace import StepTrace
+from petatron.verify.record_trace import StepTrace
 from tests.dist import RankPool
 from tests.longform import diagonal
 from tests.parity.harness import tiny_run, train

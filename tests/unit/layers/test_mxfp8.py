@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from petatron.config.schema.parallel import PrecisionConfig
-from petatron.kernels.fp8 import mx
+from petatron.kernels.fp8 import mxfp8
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Operand
-from petatron.kernels.fp8.mx import REFERENCE, MxKernels
+from petatron.kernels.fp8.mxfp8 import REFERENCE, MxKernels
 from petatron.kernels.linear_gemms import PLAIN_GEMM
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, looped_linear
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, Fp8Recipe, fp8_gemm_factory
@@ -98,7 +98,7 @@ def test_nothing_saturates_where_the_specifications_formula_would():
     x = torch.full((1, 32), 500.0)
     cast = REFERENCE.cast_block_1x32(x, E4M3, orientation="rows").rows
     assert cast.scale.view(torch.uint8).item() == 128
-    assert mx.dequantize(cast.values, cast.scale).unique().item() == 512.0
+    assert mxfp8.dequantize(cast.values, cast.scale).unique().item() == 512.0
     assert torch.full((1,), 500.0).clamp(max=448).item() == 448.0
 
 
@@ -106,7 +106,7 @@ def test_not_finite_numbers_are_nan_and_leave_their_neighbors_alone():
     x = torch.ones(3, 32)
     x[0, 3], x[1, 4] = float("inf"), float("nan")
     cast = REFERENCE.cast_block_1x32(x, E4M3, orientation="rows").rows
-    back = mx.dequantize(cast.values, cast.scale)
+    back = mxfp8.dequantize(cast.values, cast.scale)
     assert back.isnan().nonzero().tolist() == [[0, 3], [1, 4]] and back.nansum() == 94
 
 
@@ -117,7 +117,7 @@ def test_both_orientations_are_cast_from_the_tensor():
     other = REFERENCE.cast_block_1x32(x.t().contiguous(), E4M3).rows
     for ours, theirs in ((cast.columns.values, other.values), (cast.columns.scale, other.scale)):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-    rows, columns = (mx.dequantize(each.values, each.scale) for each in (cast.rows, cast.columns))
+    rows, columns = (mxfp8.dequantize(each.values, each.scale) for each in (cast.rows, cast.columns))
     assert not torch.equal(rows, columns.t())
     assert distance(rows, x) < 0.04 and distance(columns.t(), x) < 0.04
 
@@ -128,15 +128,15 @@ def test_dequantized_numbers_are_bfloat16_numbers():
         every = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(1, 1)
         for byte in (16, 127, 230):
             scale = torch.full((1, 8), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-            exact = mx.dequantize(every, scale)
+            exact = mxfp8.dequantize(every, scale)
             finite = exact.isfinite()
-            assert torch.equal(mx.dequantize(every, scale, torch.bfloat16).float()[finite], exact[finite])
+            assert torch.equal(mxfp8.dequantize(every, scale, torch.bfloat16).float()[finite], exact[finite])
 
 
-@pytest.mark.parametrize("kernels", [REFERENCE, mx.BFLOAT16])
+@pytest.mark.parametrize("kernels", [REFERENCE, mxfp8.BFLOAT16])
 def test_a_gemm_is_that_of_the_dequantized_operands(kernels: MxKernels):
     a, b = (kernels.cast_block_1x32(draw(64, 96, seed=seed), E4M3).rows for seed in (0, 1))
-    exact = (mx.dequantize(a.values, a.scale).double() @ mx.dequantize(b.values, b.scale).double().t()).float()
+    exact = (mxfp8.dequantize(a.values, a.scale).double() @ mxfp8.dequantize(b.values, b.scale).double().t()).float()
     found = kernels.gemm(a, b, dtype=torch.bfloat16, fast=True)
     assert found.dtype == torch.bfloat16 and distance(found, exact) < 2**-8
     if kernels is REFERENCE:
@@ -147,7 +147,7 @@ def test_a_gemm_is_that_of_the_dequantized_operands(kernels: MxKernels):
 @pytest.mark.parametrize(("rows", "columns"), [(128, 4), (32, 1), (300, 9)])
 def test_scales_are_where_tensor_cores_read_them(rows: int, columns: int):
     scale = torch.randint(0, 255, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    flat = mx.swizzled(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    flat = mxfp8.swizzled(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
     tiles_wide, tiles_high = -(-columns // 4), -(-rows // 128)
     assert flat.numel() == tiles_wide * tiles_high * 512
     wanted = torch.zeros_like(flat)
@@ -166,15 +166,15 @@ def test_the_hardware_gets_operands_and_scales_as_it_reads_them(monkeypatch: pyt
     def scaled_mm(a: Tensor, b: Tensor, left: Tensor, right: Tensor, *, out_dtype: torch.dtype) -> Tensor:
         seen.update(left=left, right=right)
         operands = zip((a, b.t()), (x.scale for x in operands_given), strict=True)
-        first, second = (mx.dequantize(values, scale) for values, scale in operands)
+        first, second = (mxfp8.dequantize(values, scale) for values, scale in operands)
         return (first @ second.t()).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     operands_given = [REFERENCE.cast_block_1x32(draw(64, 96, seed=seed), E4M3).rows for seed in (0, 1)]
     options: dict[str, Any] = {"dtype": torch.bfloat16, "fast": True}
-    assert torch.equal(mx.hardware_gemm(*operands_given, **options), REFERENCE.gemm(*operands_given, **options))
+    assert torch.equal(mxfp8.hardware_gemm(*operands_given, **options), REFERENCE.gemm(*operands_given, **options))
     for name, operand in zip(("left", "right"), operands_given, strict=True):
-        assert torch.equal(seen[name].view(torch.uint8), mx.swizzled(operand.scale).view(torch.uint8))
+        assert torch.equal(seen[name].view(torch.uint8), mxfp8.swizzled(operand.scale).view(torch.uint8))
 
 
 @pytest.mark.parametrize(("fp8_format", "rough"), [("e4m3", 0.045), ("hybrid", 0.08)])
@@ -224,7 +224,7 @@ def test_sizes_that_are_no_multiples_of_32_stay_as_they_are(rows: int, shape: tu
 
 
 @pytest.mark.parametrize("counts", [torch.tensor([5, 0, 27]), torch.tensor([5, 0, 20]), 16])
-@pytest.mark.parametrize("kernels", [REFERENCE, mx.BFLOAT16])
+@pytest.mark.parametrize("kernels", [REFERENCE, mxfp8.BFLOAT16])
 def test_experts(counts: ExpertCounts, kernels: MxKernels):
     experts = 3 if isinstance(counts, Tensor) else 2
     x, w, g = draw(32, 64, seed=0), draw(experts, 96, 64, seed=1), draw(32, 96, seed=2)
@@ -250,7 +250,7 @@ def test_experts_have_a_scale_for_32_elements_of_a_row():
 
 
 def shard(operand: Fp8Operand, part: slice) -> Tensor:
-    return mx.dequantize(operand.values, operand.scale)[:, part]
+    return mxfp8.dequantize(operand.values, operand.scale)[:, part]
 
 
 def test_shards_of_whole_blocks_have_the_bits_of_the_whole():
@@ -259,7 +259,7 @@ def test_shards_of_whole_blocks_have_the_bits_of_the_whole():
     for rank in range(2):
         part = slice(64 * rank, 64 * (rank + 1))
         own = REFERENCE.cast_block_1x32(x[:, part].contiguous(), E4M3).rows
-        assert torch.equal(mx.dequantize(own.values, own.scale), shard(whole, part))
+        assert torch.equal(mxfp8.dequantize(own.values, own.scale), shard(whole, part))
 
 
 def test_a_small_network_learns_as_well_as_in_full_precision():

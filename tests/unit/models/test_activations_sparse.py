@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from petatron.estimate.flops import flops_formula, model_flops_per_token
-from petatron.kernels.attention.sparse_latent import hadamard_rotation
+from petatron.kernels.attention.sparse_latent_attention import hadamard_rotation
 from petatron.layers.sparse_mla import SparseMlaSpec
 from petatron.models.registry import model_spec
 from tests.unit.models.test_activations import LLAMA, MLA, RECOMPUTE, batch_of, build, measured, recompute, run_of

@@ -23,7 +23,7 @@ from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.models.hf.config_json import FAMILIES
-from petatron.models.hf.translation import ConfigWriter
+from petatron.models.hf.config_translation import ConfigWriter
 from petatron.models.mtp_and_longrope_arrays import add_shifted_arrays, labels_name, mask_name, tokens_name
 from petatron.models.registry import model_spec
 from petatron.pretrained.saveable_model import Model

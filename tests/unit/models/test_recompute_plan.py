@@ -25,7 +25,7 @@ from petatron.estimate.recompute_plan import (
     recompute_modules,
 )
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL
+from petatron.layers.spec.branch_spec import FULL
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec

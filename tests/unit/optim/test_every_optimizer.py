@@ -101,7 +101,6 @@ def test_nobody_compares_the_name_of_an_optimizer():
         "bench/train.py",
         "config/declared_optimizers.py",
         "pretrained/convert_model.py",
-        "pretrained/training_state.py",
+        "pretrained/stored_training_state.py",
         "train/state/run_metadata.py",
-        "validate/run.py",
     }

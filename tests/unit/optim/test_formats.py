@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from petatron.mesh.mesh import ParallelMesh
-from petatron.pretrained.save_and_load import load_checkpoint
+from petatron.pretrained.load_checkpoint import load_checkpoint
 from petatron.train.build_run import build_loader, build_model, build_optimizer
-from petatron.train.own_loop import save_checkpoint
+from petatron.train.custom_loop import save_checkpoint
 from petatron.validate import resolve_config
 from tests.checkpoint_chunks import checkpoint_chunks
 from tests.longform import diagonal

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from petatron.kernels.attention.blocks import PartialAttention
+from petatron.kernels.attention.blockwise_attention import PartialAttention
 from petatron.kernels.attention.document_layout import Documents, KeySpans
 from petatron.kernels.attention.visibility import CAUSAL, Visibility
 from petatron.layers.core_attention import CoreAttention

@@ -18,7 +18,7 @@ from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.offload_plan import plan_offload
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL
+from petatron.layers.spec.branch_spec import FULL
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.models.registry import model_spec

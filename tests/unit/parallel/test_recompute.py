@@ -22,7 +22,7 @@ from petatron.layers.dropout import Dropout
 from petatron.layers.moe.experts import GroupedLinear
 from petatron.layers.norm import RMSNorm
 from petatron.layers.spec.activation_shape import ActivationShape
-from petatron.layers.spec.branch import FULL
+from petatron.layers.spec.branch_spec import FULL
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams

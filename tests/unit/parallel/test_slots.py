@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import petatron.parallel
-from petatron.layers.comm_slot import ContextSlot, TensorSlot
+from petatron.layers.parallel_slots import ContextSlot, TensorSlot
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 from petatron.mesh.comm_record import CommRecord

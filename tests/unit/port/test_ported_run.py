@@ -10,14 +10,14 @@ import yaml
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.config.schema.fields import flatten_config
-from petatron.port.flag_answers import answer_flags
 from petatron.port.launch_command import find_launches, scheduler_variables
+from petatron.port.plan_and_toy_settings import toy_yaml
+from petatron.port.port_flags import port_flags
 from petatron.port.ported_run import PortedRun, port_file
 from petatron.port.ported_yaml import is_unchanged
 from petatron.port.read_script import MAX_SCRIPT_BYTES
 from petatron.port.shell_interpreter import interpret
 from petatron.port.shell_values import ShellText
-from petatron.port.small_run import toy_yaml
 from petatron.validate import resolve_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -66,7 +66,7 @@ def test_scripts_of_every_style(name: str, tmp_path: Path):
     assert not run.blocks, run.groups()
     made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
     assert {key: made[key] for key in settings} == settings
-    assert (run.world_size, len(run.flags.answers)) == (world_size, count)
+    assert (run.world_size, len(run.flags.all_flags)) == (world_size, count)
     file = tmp_path / "ported.yaml"
     file.write_text(run.yaml())
     assert is_unchanged(run.yaml()) and not is_unchanged(f"{run.yaml()}#")
@@ -110,7 +110,7 @@ def test_megatrons_positions_beside_latent_attention(tmp_path: Path):
         "--overlap-moe-expert-parallel-comm --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
     )
     (answer,) = (
-        item for item in port(f"torchrun pretrain_gpt.py {overlap}", tmp_path).flags.answers if "overlap" in item.text
+        item for item in port(f"torchrun pretrain_gpt.py {overlap}", tmp_path).flags.all_flags if "overlap" in item.text
     )
     assert answer.kind == "implied" and "does not overlap; no number changes" in answer.why
 
@@ -128,14 +128,14 @@ def test_no_flag_is_lost(name: str):
     """Every flag of the command is a setting with its line as a comment, or a comment below."""
     run = port_file(SCRIPTS / name, given={})
     text = run.yaml()
-    assert all(answer.flag.text.partition("=")[0] in text for answer in run.flags.answers)
+    assert all(answer.flag.text.partition("=")[0] in text for answer in run.flags.all_flags)
     assert not [key for section in yaml.safe_load(text).values() for key in section if key.startswith("-")]
 
 
 def test_every_kind_of_answer(tmp_path: Path):
     flags = "--num-layers 4 --swiglu --use-mcore-models --encoder-num-layers 2 --lr $LR --window-size 127,0 --num-layers 8 --bogus-thing 3"
     run = port(f"torchrun pretrain_gpt.py {flags} --fp16 --tp 3 --fp8-margin 0", tmp_path, left_out=["fp16"])
-    kinds = [(answer.flag.text, answer.kind) for answer in run.flags.answers]
+    kinds = [(answer.flag.text, answer.kind) for answer in run.flags.all_flags]
     assert kinds[:-1] == [
         ("--num-layers", "implied"),
         ("--swiglu", "translated"),
@@ -171,7 +171,7 @@ def test_the_tables_of_flags_are_asked():
         "--learning-rate",
         "1",
     ]
-    answers = answer_flags([ShellText(text, 1) for text in texts], set()).answers
+    answers = port_flags([ShellText(text, 1) for text in texts], set()).answers
     assert [answer.kind for answer in answers] == ["translated", "translated", "translated", "implied", "blocking"]
     assert "Did you mean --lr?" in answers[-1].why
 
@@ -179,15 +179,15 @@ def test_the_tables_of_flags_are_asked():
 def test_the_strategy_of_fsdp_wins_over_its_switch(tmp_path: Path):
     run = port("torchrun pretrain_gpt.py --data-parallel-sharding-strategy optim_grads --use-megatron-fsdp", tmp_path)
     assert {setting.value for setting, _ in run.settings} == {"optim_grads", *GELU.values()}
-    assert [answer.kind for answer in run.flags.answers] == ["kept", "kept", "implied"]
+    assert [answer.kind for answer in run.flags.all_flags] == ["kept", "kept", "implied"]
 
 
 def test_a_name_without_a_value_in_place_of_flags_counts_as_empty(tmp_path: Path):
     run = port("torchrun pretrain_gpt.py --bf16 $EXTRA --num-layers 2 $MORE", tmp_path)
-    assert [answer.kind for answer in run.flags.answers] == ["kept"] * 3
+    assert [answer.kind for answer in run.flags.all_flags] == ["kept"] * 3
     assert "EXTRA has no value and counts as empty: --set EXTRA=VALUE" in str(run.groups())
     more = port("torchrun pretrain_gpt.py --bf16 $EXTRA", tmp_path, given={"EXTRA": "--num-layers 2 --lr 1e-3"})
-    assert len(more.flags.answers) == 4
+    assert len(more.flags.all_flags) == 4
 
 
 def test_a_value_in_a_comment_is_shown(tmp_path: Path):
@@ -266,7 +266,7 @@ def test_functional_tests(tmp_path: Path):
         **GELU,
     }
     assert "flags of a second run are not ported" in str(run.groups())
-    assert [answer.flag.line for answer in run.flags.answers][1:] == [4, 5, 6, 7]
+    assert [answer.flag.line for answer in run.flags.all_flags][1:] == [4, 5, 6, 7]
 
 
 def test_functional_tests_are_unquoted_twice_and_brackets_hold_several_values(tmp_path: Path):

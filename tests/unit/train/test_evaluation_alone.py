@@ -15,10 +15,10 @@ from petatron.data.indexed_writer import IndexedWriter
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loaders
-from petatron.train.evaluation import evaluated_batches
-from petatron.train.loop import TrainLoop
+from petatron.train.evaluate_loss import evaluated_batches
 from petatron.train.report.log_records import MetricRecord
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainLoop
 from petatron.validate import load_config
 from tests.parity.harness import tiny_run
 

@@ -15,7 +15,7 @@ from petatron.base.errors import CheckpointError
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.pretrained.save_and_load import has_weights
+from petatron.pretrained.load_checkpoint import has_weights
 from petatron.sharding import initial_values
 from petatron.train.state.train_state import TrainState
 from tests.checkpoint_chunks import checkpoint_chunks

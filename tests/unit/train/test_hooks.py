@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import TrainError
-from petatron.checkpoint.state import Chunk
+from petatron.checkpoint.chunk import Chunk
 from petatron.config import RunConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.pretrained.model_source import ModelSource, open_model_source
-from petatron.pretrained.training_state import TrainingState
+from petatron.pretrained.model_reader import ModelReader, open_model_reader
+from petatron.pretrained.stored_training_state import TrainingState
 from petatron.train.hooks.energy import EnergyMeter
 from petatron.train.hooks.megatron_copies import megatron_copy_problems
 from petatron.train.hooks.memory_hooks import MemoryHistory, UnusedMemory
 from petatron.train.hooks.replica_check import ReplicaCheck
 from petatron.train.hooks.result_validation import ResultValidation
 from petatron.train.hooks.step_hook import StepHook
-from petatron.train.loop import TrainingResult
 from petatron.train.report.log_records import StepMetrics
 from petatron.train.report.metric_writers import tagged_scalars
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainingResult
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 from tests.unit.train.test_loop import Memory, weights
@@ -226,7 +226,7 @@ def test_megatron_copies_have_weights_and_optimizer_state_and_follow_pruning(tmp
         "iter_0000003",
         "latest_checkpointed_iteration.txt",
     ]
-    sources = [open_model_source(folder) for folder in (ours, theirs)]
+    sources = [open_model_reader(folder) for folder in (ours, theirs)]
     assert [source.step for source in sources] == [3, 3]
     states = [source.open_training() for source in sources if source.open_training is not None]
     assert len(states) == 2 and states[0].updates == states[1].updates == 3
@@ -236,7 +236,7 @@ def test_megatron_copies_have_weights_and_optimizer_state_and_follow_pruning(tmp
         assert torch.equal(tensor, copied[name]), name
 
 
-def _tensors(source: ModelSource, state: TrainingState) -> dict[str, torch.Tensor]:
+def _tensors(source: ModelReader, state: TrainingState) -> dict[str, torch.Tensor]:
     tensors = {key: torch.empty(shape) for key, shape in (*source.shapes.items(), *state.shapes.items())}
     for fill, shapes in ((source.fill, source.shapes), (state.fill, state.shapes)):
         fill([Chunk(key, shapes[key], (0,) * len(shapes[key]), tensors[key]) for key in shapes])
@@ -266,7 +266,7 @@ def test_megatron_copies_without_optimizer_state_say_so(
     caplog.set_level("INFO")
     finish(f"--train-iters 1 {ROPE} {flags} --save {tmp_path / 'ours'} --save-megatron {tmp_path / 'theirs'}")
     assert f"(weights alone: {text}" in caplog.text or text in caplog.text.partition("weights alone")[2]
-    assert open_model_source(tmp_path / "theirs").step == 1
+    assert open_model_reader(tmp_path / "theirs").step == 1
 
 
 def test_a_model_without_a_form_in_megatron_is_refused_before_it_trains(tmp_path: Path):

@@ -24,10 +24,10 @@ from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.stage_inputs_outputs import LossSpec, ModelIO, StageOutput
 from petatron.train.build_run import RunLength, build_loaders
-from petatron.train.evaluation import EvaluatedLosses, evaluate
-from petatron.train.loop import TrainingResult, TrainLoop
+from petatron.train.evaluate_loss import EvaluatedLosses, evaluate
 from petatron.train.report.log_records import MetricRecord
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainingResult, TrainLoop
 from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.load_deadline import scaled

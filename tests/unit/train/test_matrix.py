@@ -17,8 +17,9 @@ from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import SINGLE_PROCESS
 from petatron.validate import load_config
-from petatron.verify.matrix import MATRIX, MODEL_FLAGS, MatrixEntry, parse_entry, select_entries
-from petatron.verify.matrix_run import (
+from petatron.verify.proof_matrix import MATRIX, MODEL_FLAGS, MatrixEntry, parse_entry, select_entries
+from petatron.verify.random_model_shapes import random_model_flags
+from petatron.verify.run_proof_matrix import (
     CaseResult,
     MatrixCase,
     make_case,
@@ -28,7 +29,6 @@ from petatron.verify.matrix_run import (
     run_cases,
     write_cases,
 )
-from petatron.verify.random_model_shapes import random_model_flags
 from petatron.verify.verify_layouts import plan_verification
 from tests.longform import diagonal
 

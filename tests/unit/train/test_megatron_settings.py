@@ -11,7 +11,7 @@ import torch
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.mesh.rank_layout import Layout
 from petatron.train.build_run import build_loaders
-from petatron.train.evaluation import EvaluatedLosses, evaluate
+from petatron.train.evaluate_loss import EvaluatedLosses, evaluate
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.validate import resolve_config
 from tests.dist import RankPool

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from petatron.config import TrainConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train import loop as loop_module
+from petatron.train import training_loop as loop_module
 from petatron.train.stop_monitor import StopMonitor
 from tests.dist import RankPool
 from tests.heard import heard

@@ -13,7 +13,7 @@ import pytest
 import petatron
 from petatron.base.errors import ConfigError, DataError
 from petatron.cli.main import main
-from petatron.evaluate.score import score_sequences
+from petatron.evaluate.score_sequences import score_sequences
 from petatron.train.report.metric_writers import tagged_scalars
 from petatron.train.report.record_text import format_record
 from petatron.validate import resolve_config
@@ -90,7 +90,7 @@ def test_a_run_in_python_has_the_numbers_of_the_evaluation_room(tasks: Path):
 
 
 def test_a_signal_ends_a_task(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    scoring = sys.modules["petatron.evaluate.task"]
+    scoring = sys.modules["petatron.evaluate.eval_task"]
     score = score_sequences
 
     def interrupted(*args: Any, **options: Any) -> Any:

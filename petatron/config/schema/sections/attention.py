@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
 from petatron.config.schema.numeric_bounds import DropoutRate, PositiveFactor, SequenceLength, Size, Width
 from petatron.config.schema.sections.hybrid import HAS_ATTENTION
 from petatron.config.schema.sections.latent_attention import LATENT_HEADS, NOT_LATENT
 from petatron.config.schema.sections.rope import ROTARY_ONLY, WINDOW_ONLY
+from petatron.config.schema.setting_metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 
 _ROTARY_LAYERS = replace(ROTARY_ONLY, rule=f"is for layers with {ROTARY_ONLY.rule.removeprefix('is about ')}")
 _WINDOWS = replace(WINDOW_ONLY, rule="says which layers have a window, but there is no --window-size", shown="{}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.metadata import Feature, settings_section, used_with
 from petatron.config.schema.numeric_bounds import Fraction
+from petatron.config.schema.setting_metadata import Feature, settings_section, used_with
 
 
 @settings_section

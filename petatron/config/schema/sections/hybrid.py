@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
-from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Fraction
+from petatron.config.schema.setting_metadata import Feature, NotWith, UsedWhen, settings_section
 
 MAMBA, DELTA, ATTENTION, MLP, EXPERTS, PARALLEL = "M", "G", "*", "-", "E", "P"
 SYMBOLS = MAMBA + DELTA + ATTENTION + MLP + EXPERTS + PARALLEL

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.metadata import Feature, NotWith, ToySize, UsedWhen, settings_section, used_with
 from petatron.config.schema.numeric_bounds import PositiveFactor, Size
 from petatron.config.schema.sections.hybrid import HAS_ATTENTION
+from petatron.config.schema.setting_metadata import Feature, NotWith, ToySize, UsedWhen, settings_section, used_with
 
 NOT_LATENT = NotWith("multi_latent_attention", rule="cannot be combined with --multi-latent-attention")
 LATENT_HEADS = UsedWhen(lambda run: not run.model.multi_latent_attention, "latent attention has head widths of its own")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import unmarked_by_multiples
 from petatron.config.schema.numeric_bounds import PositiveFactor, SequenceLength, Size, Width
 from petatron.config.schema.sections.hybrid import DELTA, all_symbols
 from petatron.config.schema.sections.norm import STREAM
+from petatron.config.schema.setting_metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section
 
 LinearAttentionName = Literal["gated_delta_net", "kimi_delta_attention", "lightning_attention"]
 AttentionVariantName = Literal["gated_delta_net", "kimi_delta_attention", "lightning_attention", "dsa"]

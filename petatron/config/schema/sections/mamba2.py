@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, ToySize, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, SequenceLength, Size, Width
 from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
+from petatron.config.schema.setting_metadata import Feature, ToySize, UsedWhen, settings_section
 
 MAMBA_CONV_WIDTH = 4
 """Tokens that the convolution of every published Mamba-2 sees."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, NotWith, RunSettings, ToySize, UsedWhen, settings_section
 from petatron.config.schema.moe_layer_freq import every_layer_has_experts
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
 from petatron.config.schema.sections.hybrid import EXPERTS, MLP, all_symbols
+from petatron.config.schema.setting_metadata import Feature, NotWith, RunSettings, ToySize, UsedWhen, settings_section
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
 ActivationName = Literal[

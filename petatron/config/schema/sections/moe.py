@@ -5,9 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import ComparedAs, Feature, NotWith, ToySize, UsedWhen, settings_section, used_with
 from petatron.config.schema.moe_layer_freq import marked_from_the_first
 from petatron.config.schema.numeric_bounds import DropoutRate, ExpertCount, Factor, PositiveFactor, Size
+from petatron.config.schema.setting_metadata import (
+    ComparedAs,
+    Feature,
+    NotWith,
+    ToySize,
+    UsedWhen,
+    settings_section,
+    used_with,
+)
 
 HAS_EXPERTS = used_with("moe.num_experts", reason="the model has no experts")
 _SHARED = used_with("moe.moe_shared_expert_intermediate_size", reason="there is no shared expert")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from petatron.config.schema.metadata import ComparedAs, Feature, ToySize, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Factor, LayerCount
+from petatron.config.schema.setting_metadata import ComparedAs, Feature, ToySize, UsedWhen, settings_section
 
 _IN_HYBRIDS = UsedWhen(lambda run: run.model.hybrid_layer_pattern is not None, "it is for --hybrid-layer-pattern")
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section, used_with
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, Size
 from petatron.config.schema.sections.hybrid import HAS_ATTENTION
+from petatron.config.schema.setting_metadata import Feature, NotWith, UsedWhen, settings_section, used_with
 
 _SCORES = UsedWhen(lambda run: not run.model.multi_latent_attention, "latent attention sets its own softmax scale")
 _TWO_FACTORS = NotWith("scale_embeddings", rule="and --scale-embeddings are two factors on embeddings", shown="{:g}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import Feature, NotWith, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import DropoutRate, PositiveFactor
+from petatron.config.schema.setting_metadata import Feature, NotWith, UsedWhen, settings_section
 
 NormPlacementName = Literal["pre", "both", "output", "stream"]
 _PARALLEL = NotWith("residual_branches", lambda kind: kind != "sequential")

@@ -8,15 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.metadata import (
-    ComparedAs,
-    Feature,
-    NotWith,
-    RunSettings,
-    UsedWhen,
-    settings_section,
-    used_with,
-)
 from petatron.config.schema.moe_layer_freq import marked_by_multiples
 from petatron.config.schema.numeric_bounds import (
     Factor,
@@ -27,6 +18,15 @@ from petatron.config.schema.numeric_bounds import (
     SignedFactor,
 )
 from petatron.config.schema.sections.latent_attention import LATENT_HEADS, NOT_LATENT
+from petatron.config.schema.setting_metadata import (
+    ComparedAs,
+    Feature,
+    NotWith,
+    RunSettings,
+    UsedWhen,
+    settings_section,
+    used_with,
+)
 
 ROTARY_TYPES = ("rope", "yarn")
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "alibi", "none"]

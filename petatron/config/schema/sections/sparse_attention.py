@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from petatron.config.schema.metadata import Feature, ToySize, UsedWhen, settings_section
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, SequenceLength, Size
+from petatron.config.schema.setting_metadata import Feature, ToySize, UsedWhen, settings_section
 
 SPARSE_ATTENTION = "dsa"
 

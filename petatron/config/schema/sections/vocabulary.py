@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.metadata import Feature, NotWith, settings_section
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, VocabularySize
+from petatron.config.schema.setting_metadata import Feature, NotWith, settings_section
 
 _TWO_FACTORS = NotWith("scale_embeddings", rule="and --scale-embeddings are two factors on embeddings", shown="{:g}")
 

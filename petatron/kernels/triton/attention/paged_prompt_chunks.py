@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petatron.kernels.attention.paged import KeyValue, PagedBatch
+from petatron.kernels.attention.paged_attention import KeyValue, PagedBatch
 from petatron.kernels.triton.attention.split_kv import online_softmax_update, rows_in_pages
 
 

@@ -3,13 +3,13 @@ other ones here.
 
 | step                                                    | reads, besides gates       | writes                                |
 |---------------------------------------------------------|----------------------------|---------------------------------------|
-| `delta/channel_decays.py`                               | q, k, g                    | s; q exp(s), k exp(s), k exp(s_Q - s) |
-| `delta/channel_intra_chunk.py`                          | q, k, s                    | A, T                                  |
-| `delta/states.py`, sequential                           | decayed k, v, T            | states, v_new                         |
-| `delta/outputs.py`                                      | decayed q, A, v_new, states| o                                     |
-| backward: the first three again; `delta/outputs.py`     | A, do                      | d_v_new                               |
-| `delta/states.py`, sequential, in reverse               | decayed q, k, do, d_v_new, T | gradients of states; d_rhs over d_v_new |
-| `delta/channel_grads.py`                                | all but decayed q, k, A, T | all gradients                         |
+| `delta_rule/channel_decays.py`                               | q, k, g                    | s; q exp(s), k exp(s), k exp(s_Q - s) |
+| `delta_rule/channel_intra_chunk.py`                          | q, k, s                    | A, T                                  |
+| `delta_rule/states.py`, sequential                           | decayed k, v, T            | states, v_new                         |
+| `delta_rule/outputs.py`                                      | decayed q, A, v_new, states| o                                     |
+| backward: the first three again; `delta_rule/outputs.py`     | A, do                      | d_v_new                               |
+| `delta_rule/states.py`, sequential, in reverse               | decayed q, k, do, d_v_new, T | gradients of states; d_rhs over d_v_new |
+| `delta_rule/channel_grads.py`                                | all but decayed q, k, A, T | all gradients                         |
 
 Decays of channels are inside the products, so every value head has queries, keys, A and gradients of queries and keys of its own.
 
@@ -23,15 +23,15 @@ from typing import Unpack
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads
-from petatron.kernels.ssm.chunks import ChunkOptions
+from petatron.kernels.ssm.chunked_sequence import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
-from petatron.kernels.triton.ssm.delta.channel_decays import decayed_qk
-from petatron.kernels.triton.ssm.delta.channel_grads import channel_grads
-from petatron.kernels.triton.ssm.delta.channel_intra_chunk import channel_intra_chunk
-from petatron.kernels.triton.ssm.delta.input_grads import DeltaIntermediates
-from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, intra_chunk_v_new_grads
-from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
-from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
+from petatron.kernels.triton.ssm.delta_rule.channel_decays import decayed_qk
+from petatron.kernels.triton.ssm.delta_rule.channel_grads import channel_grads
+from petatron.kernels.triton.ssm.delta_rule.channel_intra_chunk import channel_intra_chunk
+from petatron.kernels.triton.ssm.delta_rule.input_grads import DeltaIntermediates
+from petatron.kernels.triton.ssm.delta_rule.outputs import chunk_outputs, intra_chunk_v_new_grads
+from petatron.kernels.triton.ssm.delta_rule.states import chunk_state_grads, chunk_states
+from petatron.kernels.triton.ssm.delta_rule.tiles import delta_chunks
 from petatron.kernels.triton.ssm.scan_tiles import chunk_tokens
 
 

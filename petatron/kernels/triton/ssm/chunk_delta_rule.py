@@ -3,18 +3,18 @@
 The equations are those of `kernels/ssm/chunk_delta_rule.py`, but for one: the values that a chunk writes are
 v_new = T beta (v - exp(s) k S), with the UT transform T = (I + L)^{-1}, instead of U - W S. The difference is taken in float32, and T has
 fewer bytes than U and W; in exchange the sequential kernel has a GEMM more for each chunk. How long a chunk is changes no result but by
-rounding, so the kernels take their own. `delta/tiles.py` has the notation.
+rounding, so the kernels take their own. `delta_rule/tiles.py` has the notation.
 
 | step                                                | reads, besides gates            | writes                                  |
 |-----------------------------------------------------|---------------------------------|-----------------------------------------|
-| `delta/ut_transform.py`                             | k                               | T                                       |
-| `delta/states.py`, sequential                       | k, v, T                         | states, v_new                           |
-| `delta/outputs.py`                                  | q, k, v_new, states             | o                                       |
-| backward: the first two again; `delta/outputs.py`   | q, k, do                        | d_v_new                                 |
-| `delta/states.py`, sequential, in reverse           | q, k, do, d_v_new, T            | gradients of states; d_rhs over d_v_new |
-| `delta/intra_chunk_grads.py`                        | q, k, v, do, d_rhs, v_new twice | dv, parts of dq, dk, dg and dbeta       |
-| `delta/input_grads.py`, queries                     | q, do, states                   | dq                                      |
-| `delta/input_grads.py`, keys                        | k, d_rhs, v_new, states and grads | dk, dg, dbeta                         |
+| `delta_rule/ut_transform.py`                             | k                               | T                                       |
+| `delta_rule/states.py`, sequential                       | k, v, T                         | states, v_new                           |
+| `delta_rule/outputs.py`                                  | q, k, v_new, states             | o                                       |
+| backward: the first two again; `delta_rule/outputs.py`   | q, k, do                        | d_v_new                                 |
+| `delta_rule/states.py`, sequential, in reverse           | q, k, do, d_v_new, T            | gradients of states; d_rhs over d_v_new |
+| `delta_rule/intra_chunk_grads.py`                        | q, k, v, do, d_rhs, v_new twice | dv, parts of dq, dk, dg and dbeta       |
+| `delta_rule/input_grads.py`, queries                     | q, do, states                   | dq                                      |
+| `delta_rule/input_grads.py`, keys                        | k, d_rhs, v_new, states and grads | dk, dg, dbeta                         |
 
 States of 64 tokens each, with N = P = 128, have twice the bytes of v in the same dtype; T has half the bytes of v.
 
@@ -28,13 +28,13 @@ from typing import Unpack
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_delta_rule import DeltaGrads
-from petatron.kernels.ssm.chunks import ChunkOptions
+from petatron.kernels.ssm.chunked_sequence import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
-from petatron.kernels.triton.ssm.delta.input_grads import DeltaIntermediates, input_grads
-from petatron.kernels.triton.ssm.delta.outputs import chunk_outputs, intra_chunk_v_new_grads
-from petatron.kernels.triton.ssm.delta.states import chunk_state_grads, chunk_states
-from petatron.kernels.triton.ssm.delta.tiles import delta_chunks
-from petatron.kernels.triton.ssm.delta.ut_transform import ut_transform
+from petatron.kernels.triton.ssm.delta_rule.input_grads import DeltaIntermediates, input_grads
+from petatron.kernels.triton.ssm.delta_rule.outputs import chunk_outputs, intra_chunk_v_new_grads
+from petatron.kernels.triton.ssm.delta_rule.states import chunk_state_grads, chunk_states
+from petatron.kernels.triton.ssm.delta_rule.tiles import delta_chunks
+from petatron.kernels.triton.ssm.delta_rule.ut_transform import ut_transform
 from petatron.kernels.triton.ssm.scan_tiles import chunk_tokens
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.ssm.chunk_scan import ScanGrads
-from petatron.kernels.ssm.chunks import ChunkOptions
+from petatron.kernels.ssm.chunked_sequence import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.ssm import sequential_scan
 from petatron.kernels.triton.ssm.scan_grads import chunk_grads

@@ -33,7 +33,7 @@ from petatron.kernels.triton.ssm.scan_tiles import (
 from petatron.kernels.triton.ssm.sequential_scan import row_descriptor, state_descriptor
 
 _PROGRAMS = 512
-"""So many programs, if there are enough heads: some for every multiprocessor."""
+"""The target number of programs: a few per multiprocessor."""
 _STATE_ROWS = 64
 """Rows of a state [N, P] that a program of `_inter_chunk_grads` has: its sums over heads take 64 registers of each of 128 threads."""
 _HEADS = 16

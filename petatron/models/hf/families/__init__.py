@@ -9,7 +9,7 @@ from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
 from petatron.models.hf.families.experts.llama4 import LLAMA4
 from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from petatron.models.hf.families.glm import GLM, GLM4, GLM4_MOE
-from petatron.models.hf.families.gpt import GPT2, GPT_NEOX
+from petatron.models.hf.families.gpt2_and_neox import GPT2, GPT_NEOX
 from petatron.models.hf.families.granite import GRANITE, GRANITE_MOE
 from petatron.models.hf.families.hybrid.bamba import BAMBA, FALCON_H1
 from petatron.models.hf.families.hybrid.granite_hybrid import GRANITE_HYBRID

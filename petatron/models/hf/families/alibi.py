@@ -12,11 +12,11 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.sections.rope import is_factor
-from petatron.models.hf.families.gpt import gpt
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import OTHER_MODEL_FIX, Keys, Settings, Translation
+from petatron.models.hf.families.gpt2_and_neox import gpt
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import QKV
-from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Settings, Translation
+from petatron.models.hf.shared_tensor_names import QKV
 from petatron.models.model_spec import ModelSpec
 
 _BLOOM_LAYER, _MPT_LAYER = "transformer.h.*", "transformer.blocks.*"

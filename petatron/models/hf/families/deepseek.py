@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.models.hf import moe_config_json as moe
-from petatron.models.hf import shared_tables as tables
+from petatron.models.hf import shared_tensor_names as tables
+from petatron.models.hf.config_translation import REQUIRED, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import latent_attention, llama, no_biases, predictions
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
 
 SHARED_EXPERTS = (
     tables.ROUTER_MAPPING,

@@ -12,11 +12,11 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.config.required_settings import required
 from petatron.config.schema.sections.mlp import ActivationName
+from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import GATED, activation, llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import LLAMA_MAPPINGS, llama_mappings_without
-from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.shared_tensor_names import LLAMA_MAPPINGS, llama_mappings_without
 from petatron.models.hf.window_config_json import windows
 from petatron.models.model_spec import ModelSpec
 

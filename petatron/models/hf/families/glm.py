@@ -8,12 +8,17 @@ apart.
 from __future__ import annotations
 
 from petatron.models.hf import moe_config_json as moe
+from petatron.models.hf.config_translation import Translation
 from petatron.models.hf.decoder_config_json import llama, predictions
 from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, MTP_COPIES, MTP_MAPPINGS, SHARED_EXPERTS
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import FUSED_EXPERTS, LLAMA_MAPPINGS, SEPARATE_EXPERTS, llama_mappings_without
-from petatron.models.hf.translation import Translation
+from petatron.models.hf.shared_tensor_names import (
+    FUSED_EXPERTS,
+    LLAMA_MAPPINGS,
+    SEPARATE_EXPERTS,
+    llama_mappings_without,
+)
 
 _GATE_UP = ("layers.*.mlp.gate", "layers.*.mlp.up")
 _MAPPINGS = (

@@ -6,12 +6,12 @@ weights are the softmax over the chosen logits.
 
 from __future__ import annotations
 
+from petatron.models.hf.config_translation import Translation
 from petatron.models.hf.decoder_config_json import biases, llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS, fused_experts
-from petatron.models.hf.translation import Translation
+from petatron.models.hf.shared_tensor_names import EXPERTS, LLAMA_MAPPINGS, fused_experts
 
 _MOE = "model.layers.*.block_sparse_moe"
 EXPERTS_IN_FILES = (

@@ -15,12 +15,18 @@ from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.config.schema.attention_layer_freq import format_layers, no_rope_layers
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import PLAIN, SQUARED_RELU, biases, dropouts, llama
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import GATED_MLP, LLAMA_MAPPINGS, QKV, llama_mappings_without, module_mappings
-from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.shared_tensor_names import (
+    GATED_MLP,
+    LLAMA_MAPPINGS,
+    QKV,
+    llama_mappings_without,
+    module_mappings,
+)
 from petatron.models.hf.window_config_json import windows
 from petatron.models.model_spec import ModelSpec
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from petatron.models.hf.config_translation import Translation
 from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import EXPERTS, FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS, module_mappings
-from petatron.models.hf.translation import Translation
+from petatron.models.hf.shared_tensor_names import EXPERTS, FUSED_EXPERT_MAPPINGS, LLAMA_MAPPINGS, module_mappings
 from petatron.models.hf.window_config_json import windows
 
 MIXTRAL_EXPERTS = module_mappings(

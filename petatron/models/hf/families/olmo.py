@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from petatron.models.hf.config_translation import Translation
 from petatron.models.hf.decoder_config_json import llama
 from petatron.models.hf.families.qwen import head_norms
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, normalized_weights, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, SEPARATE_EXPERT_MAPPINGS, llama_mappings_without
-from petatron.models.hf.translation import Translation
+from petatron.models.hf.shared_tensor_names import (
+    FUSED_EXPERT_MAPPINGS,
+    SEPARATE_EXPERT_MAPPINGS,
+    llama_mappings_without,
+)
 from petatron.models.hf.window_config_json import windows
 
 # The names of these norms mean other places than in a Llama.

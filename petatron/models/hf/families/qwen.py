@@ -6,12 +6,12 @@ routing without `moe_router_pre_softmax`. Not dividing is our routing with it.
 
 from __future__ import annotations
 
-from petatron.models.hf import shared_tables as tables
+from petatron.models.hf import shared_tensor_names as tables
+from petatron.models.hf.config_translation import Translation
 from petatron.models.hf.decoder_config_json import llama, no_biases
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_at_steps, normalized_weights, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.translation import Translation
 from petatron.models.hf.window_config_json import windows
 
 _SHARED_EXPERT_MAPPINGS = (

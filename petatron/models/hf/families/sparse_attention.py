@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.models.hf import moe_config_json as moe
-from petatron.models.hf import shared_tables as tables
+from petatron.models.hf import shared_tensor_names as tables
+from petatron.models.hf.config_translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import latent_attention, llama, no_biases, predictions
 from petatron.models.hf.families.deepseek import (
     EXPERT_BIAS_MAPPING,
@@ -22,7 +23,6 @@ from petatron.models.hf.families.deepseek import (
 )
 from petatron.models.hf.family import Family
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 
 _INDEXER = {"q_up": "wq_b", "k": "wk", "k_norm": "k_norm", "head_weights": "weights_proj"}
 _MAPPINGS = (

@@ -18,7 +18,7 @@ from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.beams import check_beams
+from petatron.serve.http.beam_search import check_beams
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
 from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
@@ -28,8 +28,8 @@ from petatron.serve.http.run_generations import TokenStream
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import RunningUsage, reasoning_tokens_of, usage
 from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
-from petatron.serve.reasoning import AnswerSplitter, ReasoningParser, opens_reasoning
 from petatron.serve.served_model_properties import ModelCard
+from petatron.serve.split_answer_parts import AnswerSplitter, ReasoningParser, opens_reasoning
 from petatron.serve.tool_calls import ToolCallParser
 
 THINKING = "enable_thinking"
@@ -88,7 +88,7 @@ def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCa
 def splitter_of(
     prompt: str, tools: ToolChoice, state: ServerState, *, separates_reasoning: bool
 ) -> Callable[[], AnswerSplitter]:
-    """Returns what makes the splitter of one answer to a prompt. A parser is a state, so each answer has its own."""
+    """Returns a factory of answer splitters: parsers have state, so each answer needs its own."""
     form = state.options.reasoning_tags(_template_source(state.model)) if separates_reasoning else None
 
     def build() -> AnswerSplitter:
@@ -106,7 +106,7 @@ def _template_source(model: ModelCard) -> str:
 async def chat_prompt(
     messages: Sequence[ChatMessage], body: ChatPromptFields, model: ModelCard, *, tools: Sequence[ChatTool]
 ) -> str:
-    """Returns the text of the messages; where the last one is to be continued, it ends with it."""
+    """Returns the text of the messages; it ends with the last message if that is to be continued."""
     given = [tool.model_dump(exclude_unset=True) for tool in tools] or None
     values = _template_values(body, model)
 
@@ -154,7 +154,7 @@ def unread_template_values(body: ChatPromptFields, model: ModelCard) -> list[str
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    """Returns a message as templates read it. Its reasoning has two names, and a content that is absent would be written as None."""
+    """Returns a message as templates read it: reasoning under both of its names, and no missing content, which they write as None."""
     extra, content = message.model_extra or {}, message_text(message)
     if isinstance(former := extra.get("tool_calls"), list):
         extra = {**extra, "tool_calls": [_readable_call(call) for call in former]}
@@ -171,7 +171,7 @@ def message_text(message: ChatMessage) -> str | None:
 
 
 def _readable_call(call: Any) -> Any:
-    """Clients send the arguments of former calls as text; templates write them as objects."""
+    """Parses the arguments of earlier tool calls, which clients send as text and templates read as objects."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(given := function.get("arguments"), str):
         return call
@@ -184,7 +184,7 @@ def _readable_call(call: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat as the engine gets it. text: of its prompt. splitter: makes that of one answer."""
+    """A chat, prepared for the engine. text: its prompt. splitter: returns the splitter of one answer."""
 
     text: str
     ids: Sequence[int]
@@ -194,7 +194,7 @@ class PreparedChat:
 
 
 class ChatAnswer:
-    """Of one request. The text of an assistant's last message is echoed before each answer, where the request asks for it."""
+    """The answers to one request; each echoes the assistant's last message if the request asks for it."""
 
     def __init__(self, body: ChatCompletionRequest, model: ModelCard, chat: PreparedChat) -> None:
         self._body, self._model, self._prompt_ids, self._prompt_text = body, model, chat.ids, chat.text
@@ -262,7 +262,7 @@ class ChatAnswer:
         return piece
 
     def _first_piece(self, index: int) -> dict[str, Any]:
-        """Returns the piece before the first token, which tells the prompt where it is asked for."""
+        """Returns the chunk before the first token; it has the prompt if the request asks for it."""
         piece = self._piece(index, {"role": "assistant", "content": self._echoed}) | self._prompt_parts()
         if self._running is not None:
             piece["usage"] = self._running.after(len(self._prompt_ids), index, None)
@@ -277,7 +277,7 @@ class ChatAnswer:
         return chat_logprobs(entries, self._model.texts, as_ids=as_ids)
 
     def _split(self, index: int, text: str, *, final: bool) -> dict[str, Any]:
-        """Returns the new parts of an answer under the names that clients read; those that are empty are left out."""
+        """Returns the new parts of an answer by the names of the API, without empty ones."""
         if index not in self._splitters:
             self._splitters[index] = self._splitter()
         splitter = self._splitters[index]

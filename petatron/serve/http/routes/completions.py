@@ -14,7 +14,7 @@ from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.beams import beam_params, check_beams, complete_by_beams
+from petatron.serve.http.beam_search import beam_params, check_beams, complete_by_beams
 from petatron.serve.http.json_body import read_request
 from petatron.serve.http.openai_requests import CompletionRequest, SamplingFields
 from petatron.serve.http.request_to_engine import (

@@ -18,7 +18,7 @@ from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.serve.generation_handle import Generation
 from petatron.serve.http.api_error import ApiError
-from petatron.serve.http.beams import search_beams
+from petatron.serve.http.beam_search import search_beams
 from petatron.serve.http.json_body import read_body
 from petatron.serve.http.request_to_engine import (
     check_ids,

@@ -19,7 +19,7 @@ from petatron.checkpoint.megatron.read_megatron_pickles import load_torch_file
 from petatron.config.schema.model import ModelConfig
 from petatron.models.registry import spec_from_config
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from tests.golden.make_megatron import CASES, FOLDER
 from tests.megatron_core.compare import logit_difference
 from tests.megatron_core.models import VOCAB, arguments
@@ -34,7 +34,11 @@ def old_rank(tensors: dict[str, torch.Tensor], rank: int, version: float | None)
     """The state of one of two ranks as in 2019: nested names, and all queries, all keys, all values (version 0) or these by element (1)."""
     layers, position = {}, tensors["position.weight"]
     names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    names |= {"attention.out": "attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
+    names |= {
+        "attention.out": "attention.dense_attention",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    }
     for name, tensor in tensors.items():
         if not name.startswith("layers."):
             continue
@@ -115,7 +119,7 @@ def test_what_is_written_for_the_local_layers_is_what_megatron_core_wrote(tmp_pa
     layout = MegatronLayout(
         format=case.get("format", "torch_dist"), tp=case.get("tp", 1), pp=case.get("pp", 1), layer_spec="local"
     )
-    convert(open_model_source(source), tmp_path / "back", ConversionOptions(target_format="megatron", megatron=layout))
+    convert(open_model_reader(source), tmp_path / "back", ConversionOptions(target_format="megatron", megatron=layout))
     theirs, ours = (stored_tensors(folder / "iter_0000010") for folder in (source, tmp_path / "back"))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():

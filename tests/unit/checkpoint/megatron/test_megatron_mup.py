@@ -15,7 +15,7 @@ from petatron.checkpoint.megatron.arguments import config_from_arguments, unsupp
 from petatron.checkpoint.megatron.read_megatron_pickles import load_torch_file
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.convert_model import ConversionOptions, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.train.state.train_state import TrainState
 from petatron.train.train_step import train_step
 from petatron.validate import load_config
@@ -45,7 +45,7 @@ def saved(flags: str, folder: Path) -> petatron.RunConfig:
 
 
 def to(target: Path, source: Path, form: Any) -> None:
-    convert(open_model_source(source), target, ConversionOptions(target_format=form))
+    convert(open_model_reader(source), target, ConversionOptions(target_format=form))
 
 
 def arguments_of(**more: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_there_and_back(flags: str, tmp_path: Path):
     check_groups(stored["optimizer"]["optimizer"]["param_groups"])
     to(tmp_path / "again", tmp_path / "theirs", "petatron")
     for folder in ("theirs", "again"):
-        model = open_model_source(tmp_path / folder).spec.config
+        model = open_model_reader(tmp_path / folder).spec.config
         for name in (*TYPED, "embedding_multiplier", "logits_scaling", "softmax_scale", "mup_width_mult"):
             assert getattr(model, name) == getattr(run.model, name), name
     tokens = torch.arange(8)[None]
@@ -120,4 +120,4 @@ def test_damaged_settings_of_a_step_are_told(tmp_path: Path):
     assert '"mup_base_hidden_size": 4' in text
     manifest.write_text(text.replace('"mup_base_hidden_size": 4', '"mup_base_hidden_size": "many"'))
     with pytest.raises((CheckpointError, petatron.ConfigError)):
-        open_model_source(tmp_path / "run")
+        open_model_reader(tmp_path / "run")

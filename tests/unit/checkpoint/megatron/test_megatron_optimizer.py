@@ -25,7 +25,7 @@ from petatron.checkpoint.megatron.weight_names import MegatronWeight
 from petatron.cli.main import main
 from petatron.models.batch import Batch
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
-from petatron.pretrained.model_source import open_model_source
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.train.state.train_state import TrainState
 from petatron.validate import load_config
 from tests.golden.make_megatron import FOLDER, NUM_LOSSES, RUNS, SAVED_AT
@@ -33,7 +33,7 @@ from tests.megatron_core.models import TRAINING
 
 
 def to_petatron(source: Path, target: Path) -> Path:
-    assert convert(open_model_source(source), target, ConversionOptions(target_format="petatron")).has_training
+    assert convert(open_model_reader(source), target, ConversionOptions(target_format="petatron")).has_training
     return target
 
 
@@ -72,7 +72,7 @@ def test_there_and_back_is_the_same_bit_for_bit(tmp_path: Path, name: str):
     source = to_petatron(FOLDER / name, tmp_path / "in")
     layout = MegatronLayout(layer_spec="local", optimizer=RUNS[name].get("optimizer", "plain"))
     back = ConversionOptions(target_format="megatron", megatron=layout)
-    assert convert(open_model_source(source), tmp_path / "back", back).has_training
+    assert convert(open_model_reader(source), tmp_path / "back", back).has_training
     tensors, training, _ = state_of(FOLDER / name)
     ours, ours_training, opened = state_of(tmp_path / "back")
     assert ours.keys() == tensors.keys() and {key.partition("/")[0] for key in tensors} >= {"exp_avg", "exp_avg_sq"}
@@ -93,7 +93,7 @@ def test_there_and_back_is_the_same_bit_for_bit(tmp_path: Path, name: str):
 
 def test_the_state_of_the_schedule_is_written_as_megatron_wrote_it(tmp_path: Path):
     source = to_petatron(FOLDER / "run-torch_dist-distributed-bf16", tmp_path / "in")
-    convert(open_model_source(source), tmp_path / "back", ConversionOptions(target_format="megatron"))
+    convert(open_model_reader(source), tmp_path / "back", ConversionOptions(target_format="megatron"))
     ours, theirs = (
         common_of(folder / "iter_0000003" / "common.pt")
         for folder in (tmp_path / "back", FOLDER / "run-torch_dist-distributed-bf16")
@@ -166,9 +166,9 @@ def test_other_state_is_refused_by_name(tmp_path: Path, change: Any, message: st
     """And the weights alone convert."""
     folder = changed(tmp_path, "run-torch_dist-distributed-bf16", "common.pt", change)
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        convert(open_model_source(folder), tmp_path / "in", ConversionOptions(target_format="petatron"))
+        convert(open_model_reader(folder), tmp_path / "in", ConversionOptions(target_format="petatron"))
     options = ConversionOptions(target_format="petatron", training=False)
-    assert not convert(open_model_source(folder), tmp_path / "in", options).has_training
+    assert not convert(open_model_reader(folder), tmp_path / "in", options).has_training
 
 
 def test_settings_that_are_missing_are_told_together(tmp_path: Path):
@@ -179,7 +179,7 @@ def test_settings_that_are_missing_are_told_together(tmp_path: Path):
 
     folder = changed(tmp_path, "run-torch_dist-distributed-bf16", "common.pt", change)
     with pytest.raises(ConfigError) as caught:
-        convert(open_model_source(folder), tmp_path / "in", ConversionOptions(target_format="petatron"))
+        convert(open_model_reader(folder), tmp_path / "in", ConversionOptions(target_format="petatron"))
     assert [problem.where for problem in caught.value.problems] == ["--lr", "--global-batch-size", "--train-iters"]
 
 
@@ -189,7 +189,7 @@ def test_legacy_state_that_is_not_of_the_weights_is_refused(tmp_path: Path):
 
     folder = changed(tmp_path, "run-legacy-plain-bf16", "mp_rank_00/model_optim_rng.pt", change)
     with pytest.raises(CheckpointError, match=r"is not that of its weights: a group has .* torch_dist"):
-        convert(open_model_source(folder), tmp_path / "in", ConversionOptions(target_format="petatron"))
+        convert(open_model_reader(folder), tmp_path / "in", ConversionOptions(target_format="petatron"))
 
 
 def test_a_changed_batch_size_continues_in_samples():

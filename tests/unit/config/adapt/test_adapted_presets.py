@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import ConfigError
-from petatron.config.load import with_vocab_size
+from petatron.config.read_config_sources import with_vocab_size
 from petatron.validate import load_config, resolve_config
 
 TRAIN = "--mock-data --train-iters 2 --lr 1e-3".split()

@@ -19,7 +19,7 @@ from petatron.estimate.flops import parameter_count
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.registry import model_spec
 from petatron.validate import load_config
-from petatron.verify.trace import record_steps
+from petatron.verify.record_trace import record_steps
 from tests.longform import diagonal
 
 TRAIN = "--mock-data --train-iters 2 --lr 1e-3".split()

@@ -230,9 +230,9 @@ class Failing:
     [
         ("petatron.train.state.train_state.TrainState", "build", "building the model"),
         ("petatron.train.state.train_state.TrainState", "load", "loading the checkpoint"),
-        ("petatron.checkpoint.load.box_reads", "execute_reads", "loading the checkpoint"),
+        ("petatron.checkpoint.load.reshard_reads", "execute_reads", "loading the checkpoint"),
         ("petatron.train.state.train_state.TrainState", "load_pretrained_weights", "loading the checkpoint"),
-        ("petatron.train.loop.TrainLoop", "run", "iteration 3"),
+        ("petatron.train.training_loop.TrainLoop", "run", "iteration 3"),
     ],
 )
 def test_a_run_reports_it_whatever_it_was_doing(

@@ -9,7 +9,7 @@ import pytest
 
 from petatron.mesh.launch.environment import SINGLE_PROCESS, Launcher, rank_variables, read_environment
 from petatron.train.report.closing_summary import RunTotals, summary_lines, summary_record
-from petatron.train.report.next_commands import next_commands
+from petatron.train.report.suggested_commands import suggested_commands
 from petatron.validate import load_config
 from tests.unit.train.report.records import SUMMARY, log_record
 
@@ -76,7 +76,7 @@ def test_mfu_is_unknown_if_one_log_point_has_none() -> None:
 def test_commands_name_the_runs_own_paths_and_no_subcommand_that_does_not_exist() -> None:
     run = load_config([*RUN, "--train-iters", "40", "--save", "my runs/a"], preset="tiny-llama").config
     known = {"subcommands": {"train", "checkpoint"}, "log_dir": Path("my runs/a"), "train_iters": 40}
-    found = [command for command, _ in next_commands(run, **known, complete=False, saved=True)]
+    found = [command for command, _ in suggested_commands(run, **known, complete=False, saved=True)]
     assert found == [
         "petatron train 'my runs/a/config.yaml' --load 'my runs/a'",
         "petatron checkpoint verify 'my runs/a'",
@@ -87,15 +87,17 @@ def test_commands_name_the_runs_own_paths_and_no_subcommand_that_does_not_exist(
     subcommands = known["subcommands"] | {"generate", "chat"}
     left = [
         command
-        for command, _ in next_commands(unwritable, **{**known, "subcommands": subcommands}, complete=False, saved=True)
+        for command, _ in suggested_commands(
+            unwritable, **{**known, "subcommands": subcommands}, complete=False, saved=True
+        )
     ]
     assert [command.split()[1] for command in left] == ["train", "generate", "chat", "checkpoint"], "no export"
     assert "verify" in left[3]
-    longer, purpose = next_commands(run, **known, complete=True, saved=True)[0]
+    longer, purpose = suggested_commands(run, **known, complete=True, saved=True)[0]
     assert longer.endswith("--load 'my runs/a' --train-iters 80 --override-opt-param-scheduler")
     assert purpose == "train twice as long, from this checkpoint"
-    assert next_commands(run, **known, complete=True, saved=False) == []
-    with_plot = next_commands(run, **{**known, "subcommands": {"plot"}}, complete=True, saved=True)
+    assert suggested_commands(run, **known, complete=True, saved=False) == []
+    with_plot = suggested_commands(run, **{**known, "subcommands": {"plot"}}, complete=True, saved=True)
     assert [command for command, _ in with_plot] == ["petatron plot 'my runs/a'"]
 
 
@@ -137,7 +139,7 @@ def test_the_command_that_resumes_starts_as_many_ranks_in_the_same_way(
     )
     run = load_config([*RUN, "--train-iters", "4", "--save", "a"], preset="tiny-llama").config
     known = {"subcommands": {"train"}, "log_dir": Path("a"), "train_iters": 4, "complete": False, "saved": True}
-    assert next_commands(run, **known, environment=environment) == [(command, f"go on from this checkpoint{how}")]
+    assert suggested_commands(run, **known, environment=environment) == [(command, f"go on from this checkpoint{how}")]
 
 
 def test_ranks_of_our_own_launcher_are_not_those_of_torchrun() -> None:
@@ -157,18 +159,18 @@ def test_a_model_that_knows_text_can_be_asked_for_some() -> None:
         "saved": True,
     }
     run = load_config([*RUN, "--train-iters", "4", *text], preset="tiny-llama").config
-    assert [command for command, _ in next_commands(run, **known)] == [
+    assert [command for command, _ in suggested_commands(run, **known)] == [
         "petatron generate 'my runs/a' --prompt 'Once upon a time'",
         "petatron chat 'my runs/a'",
         "petatron serve 'my runs/a'",
     ]
     without = load_config([*RUN, "--train-iters", "4", *text[:2]], preset="tiny-llama").config
-    assert next_commands(without, **known) == [], "ids alone are no text"
+    assert suggested_commands(without, **known) == [], "ids alone are no text"
 
 
 def test_a_run_measured_in_samples_is_doubled_in_samples() -> None:
     run = load_config([*RUN, "--train-samples", "64"], preset="tiny-llama").config
-    command, _ = next_commands(
+    command, _ = suggested_commands(
         run, subcommands=["train"], log_dir=Path("runs/a"), train_iters=64, complete=True, saved=True
     )[0]
     assert "--train-samples 128" in command and "--train-iters" not in command
@@ -179,4 +181,4 @@ def test_a_toy_of_a_family_of_hugging_face_can_be_exported_as_well(preset: str) 
     """How many tokens a chunk of the computation has is no property of the model."""
     run = load_config([*RUN, "--train-iters", "4", "--save", "a", "--toy"], preset=preset).config
     known = {"subcommands": {"checkpoint"}, "log_dir": Path("a"), "train_iters": 4, "complete": True, "saved": True}
-    assert [command.split()[2] for command, _ in next_commands(run, **known)] == ["verify", "convert"]
+    assert [command.split()[2] for command, _ in suggested_commands(run, **known)] == ["verify", "convert"]

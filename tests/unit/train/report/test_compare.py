@@ -8,7 +8,7 @@ from torch import Tensor
 
 from petatron.mesh.mesh import ParallelMesh
 from petatron.verify.compare_traces import TOLERANCES, Tolerances, compare_traces
-from petatron.verify.trace import Injection, StepTrace, TracedShard, assemble_tensors, record_steps
+from petatron.verify.record_trace import Injection, StepTrace, TracedShard, assemble_tensors, record_steps
 from tests.longform import diagonal
 from tests.parity.harness import tiny_run
 

@@ -17,9 +17,9 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
 from petatron.models.stage_module import StageModule
 from petatron.train.build_run import build_loaders
-from petatron.train.loop import TrainLoop
 from petatron.train.report.text_samples import TextSampler, read_prompts
 from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainLoop
 from petatron.validate import load_config, resolve_config
 from petatron.validate.preflight import preflight
 from tests.dist import RankPool

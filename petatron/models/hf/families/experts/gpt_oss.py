@@ -6,12 +6,12 @@ The rows of gate and up alternate, and matrices of experts are [in, out]. OpenAI
 
 from __future__ import annotations
 
+from petatron.models.hf.config_translation import REQUIRED, Translation
 from petatron.models.hf.decoder_config_json import llama
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_in_every_layer, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import EXPERTS, LLAMA_MAPPINGS
-from petatron.models.hf.translation import REQUIRED, Translation
+from petatron.models.hf.shared_tensor_names import EXPERTS, LLAMA_MAPPINGS
 from petatron.models.hf.window_config_json import windows
 
 _GATE_UP, _DOWN = (f"{EXPERTS}.gate", f"{EXPERTS}.up"), (f"{EXPERTS}.down",)

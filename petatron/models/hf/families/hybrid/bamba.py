@@ -12,16 +12,16 @@ from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.sections.hybrid import ATTENTION, MAMBA, MLP, PARALLEL
 from petatron.config.schema.sections.rope import is_factor
-from petatron.models.hf.families.hybrid import mamba_tables
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import Keys, Settings, Translation
+from petatron.models.hf.families.hybrid import shared_mamba_config
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.translation import Keys, Settings, Translation
 from petatron.models.model_spec import ModelSpec
 
 
 def _read_bamba_layers(keys: Keys) -> str | Problem:
-    count, chosen = mamba_tables.read_layer_count(keys), keys.get("attn_layer_indices") or []
+    count, chosen = shared_mamba_config.read_layer_count(keys), keys.get("attn_layer_indices") or []
     if isinstance(count, Problem):
         return count
     if not isinstance(chosen, list) or not all(is_count(index) and index < count for index in chosen):
@@ -38,9 +38,9 @@ def _write_bamba_layers(pattern: str) -> Keys:
 
 def _bamba(config: Translation) -> None:
     config.layer_pattern(r"([M*]-)+", _read_bamba_layers, _write_bamba_layers, stand_in="M-*-")
-    mamba_tables.bamba_decoder(config, max_position_embeddings=262144, head_dim=False)
+    shared_mamba_config.bamba_decoder(config, max_position_embeddings=262144, head_dim=False)
     rope(config, only_part=0.5)
-    mamba_tables.bamba_expansion(config)
+    shared_mamba_config.bamba_expansion(config)
 
 
 BAMBA = Family(
@@ -48,7 +48,10 @@ BAMBA = Family(
     architecture="BambaForCausalLM",
     models="Bamba",
     what_differs="a [hybrid](mamba.md): Mamba-2 in most layers, half of each attention head rotated",
-    mappings=(ModuleMapping(("layers.*.mamba_norm",), "model.layers.*.input_layernorm"), *mamba_tables.BAMBA_MAPPINGS),
+    mappings=(
+        ModuleMapping(("layers.*.mamba_norm",), "model.layers.*.input_layernorm"),
+        *shared_mamba_config.BAMBA_MAPPINGS,
+    ),
     branches=2,
     translate=_bamba,
 )
@@ -129,8 +132,8 @@ def _write_factors(spec: ModelSpec) -> Keys:
 
 
 def _falcon_h1(config: Translation) -> None:
-    mamba_tables.equal_layers(config, PARALLEL + MLP)
-    mamba_tables.bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
+    shared_mamba_config.equal_layers(config, PARALLEL + MLP)
+    shared_mamba_config.bamba_decoder(config, max_position_embeddings=8192, head_dim=True)
     config.only(projectors_bias=False)
     rope(config)
     config.copy_same(**dict.fromkeys(_FACTORS, 1.0))
@@ -151,7 +154,7 @@ FALCON_H1 = Family(
     architecture="FalconH1ForCausalLM",
     models="Falcon-H1",
     what_differs="a [hybrid](mamba.md): attention and Mamba-2 in parallel in every layer, with factors on all they take and give",
-    mappings=mamba_tables.BAMBA_MAPPINGS,
+    mappings=shared_mamba_config.BAMBA_MAPPINGS,
     ignored_tensors=("*rotary_emb.inv_freq", "*.mup_vector"),
     branches=2,
     translate=_falcon_h1,

@@ -8,15 +8,15 @@ from __future__ import annotations
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
 from petatron.config.schema.sections.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
+from petatron.models.hf.config_translation import REQUIRED, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.families.granite import EXPERTS_IN_FILES, EXPERTS_IN_MEMORY, multipliers
-from petatron.models.hf.families.hybrid import mamba_tables
+from petatron.models.hf.families.hybrid import shared_mamba_config
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_of_pattern, softmax_router
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import ATTENTION as SELF_ATTENTION
-from petatron.models.hf.shared_tables import module_mappings
-from petatron.models.hf.translation import REQUIRED, Keys, Settings, Translation
+from petatron.models.hf.shared_tensor_names import ATTENTION as SELF_ATTENTION
+from petatron.models.hf.shared_tensor_names import module_mappings
 from petatron.models.model_spec import ModelSpec
 
 _LAYER = "model.layers.*"
@@ -24,7 +24,7 @@ _MAPPINGS = (
     ModuleMapping(("embedding",), "model.embed_tokens"),
     ModuleMapping(("layers.*.mamba_norm",), f"{_LAYER}.input_layernorm"),
     ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.input_layernorm"),
-    *mamba_tables.mixer_mappings(f"{_LAYER}.mamba"),
+    *shared_mamba_config.mixer_mappings(f"{_LAYER}.mamba"),
     *module_mappings("layers.*.attention", f"{_LAYER}.self_attn", SELF_ATTENTION),
     ModuleMapping(("layers.*.mlp_norm",), f"{_LAYER}.post_attention_layernorm"),
     ModuleMapping(("layers.*.mlp.gate", "layers.*.mlp.up"), f"{_LAYER}.shared_mlp.input_linear"),
@@ -43,10 +43,10 @@ _NO_SCALING = {"use_rope_scaling": False, **dict.fromkeys(_FACTORS)}
 
 def _read_layers(keys: Keys) -> str | Problem:
     count = keys.get("num_hidden_layers")
-    if not any(keys.get(key) for key in mamba_tables.LAYER_KEYS):
-        layers = mamba_tables.read_layer_count(keys)
+    if not any(keys.get(key) for key in shared_mamba_config.LAYER_KEYS):
+        layers = shared_mamba_config.read_layer_count(keys)
         return layers if isinstance(layers, Problem) else (MAMBA + _channel_mixer(keys)) * layers
-    mixers = mamba_tables.read_layer_kinds(keys, "layer_types", MAMBA + ATTENTION)
+    mixers = shared_mamba_config.read_layer_kinds(keys, "layer_types", MAMBA + ATTENTION)
     if isinstance(mixers, Problem):
         return mixers
     if is_count(count) and len(mixers) != count:
@@ -60,7 +60,7 @@ def _channel_mixer(keys: Keys) -> str:
 
 
 def _write_layers(pattern: str) -> Keys:
-    kinds = [mamba_tables.LAYER_TYPES[symbol] for symbol in pattern[::2]]
+    kinds = [shared_mamba_config.LAYER_TYPES[symbol] for symbol in pattern[::2]]
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
@@ -89,8 +89,8 @@ def _translate(config: Translation) -> None:
     config.only(attention_bias=False)
     rope(config, optional=True)
     config.convert((), _read_positions, _write_positions, num_local_experts=8, num_experts_per_tok=2)
-    mamba_tables.bamba_mixers(config)
-    mamba_tables.bamba_expansion(config)
+    shared_mamba_config.bamba_mixers(config)
+    shared_mamba_config.bamba_expansion(config)
     if EXPERTS in pattern:
         expert_sizes(config, defaults=(8, 2, REQUIRED))
         config.copy("moe_shared_expert_intermediate_size", "shared_intermediate_size", 1024)

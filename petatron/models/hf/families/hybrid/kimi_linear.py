@@ -18,13 +18,13 @@ from petatron.base.untrusted_files import is_count
 from petatron.config.schema.attention_layer_freq import format_layers, linear_layers
 from petatron.models.hf import moe_config_json as moe
 from petatron.models.hf.check_claimed_counts import MAX_HEADS
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import SILU_ALONE, latent_attention, llama, no_biases
 from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, LATENT_MAPPINGS, SHARED_EXPERTS
 from petatron.models.hf.families.mistral import MIXTRAL_EXPERTS
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import FUSED_EXPERTS, leaf_mappings, module_mappings
-from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.shared_tensor_names import FUSED_EXPERTS, leaf_mappings, module_mappings
 from petatron.models.hf.window_config_json import linear_attention, read_linear_layers, write_linear_layers
 from petatron.models.model_spec import ModelSpec
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.families.mistral import MIXTRAL, mixtral_experts
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import FUSED_EXPERT_MAPPINGS, module_mappings
-from petatron.models.hf.translation import OTHER_MODEL_FIX, Keys, Settings, Translation
+from petatron.models.hf.shared_tensor_names import FUSED_EXPERT_MAPPINGS, module_mappings
 from petatron.models.hf.window_config_json import (
     FULL,
     LINEAR,

@@ -16,12 +16,12 @@ from petatron.base.errors import Problem
 from petatron.config.schema.sections.hybrid import EXPERTS as EXPERT_LAYER
 from petatron.models.hf import moe_config_json as moe
 from petatron.models.hf.check_claimed_counts import MAX_LAYERS
+from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
+from petatron.models.hf.config_translation import Keys, Translation
 from petatron.models.hf.decoder_config_json import SQUARED_RELU, activation, llama, no_biases
-from petatron.models.hf.families.hybrid import mamba_tables
+from petatron.models.hf.families.hybrid import shared_mamba_config
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.setting_types import OWN_FOLDER_FIX
-from petatron.models.hf.shared_tables import ATTENTION, EXPERTS, module_mappings
-from petatron.models.hf.translation import Keys, Translation
+from petatron.models.hf.shared_tensor_names import ATTENTION, EXPERTS, module_mappings
 
 _NO_BOUND = 1e-30
 _LAYER = "backbone.layers.*"
@@ -37,7 +37,7 @@ _MAPPINGS = (
     ModuleMapping(("layers.*.mamba_norm",), f"{_LAYER}.norm"),
     ModuleMapping(("layers.*.attention_norm",), f"{_LAYER}.norm"),
     ModuleMapping(("layers.*.mlp_norm",), f"{_LAYER}.norm"),
-    *mamba_tables.mixer_mappings(_MIXER),
+    *shared_mamba_config.mixer_mappings(_MIXER),
     *module_mappings("layers.*.attention", _MIXER, ATTENTION),
     *module_mappings("layers.*.mlp", _MIXER, _UNGATED_MLP),
     *module_mappings("layers.*.mlp.shared", f"{_MIXER}.shared_experts", _UNGATED_MLP),
@@ -49,13 +49,13 @@ _MAPPINGS = (
     ModuleMapping(("norm",), "backbone.norm_f"),
     ModuleMapping(("head",), "lm_head"),
 )
-_SYMBOLS = "".join(mamba_tables.LAYER_TYPES)
+_SYMBOLS = "".join(shared_mamba_config.LAYER_TYPES)
 
 
 def _read_layers(keys: Keys) -> str | Problem:
     pattern = keys.get("hybrid_override_pattern")
-    if pattern is None or any(keys.get(key) is not None for key in mamba_tables.LAYER_KEYS):
-        return mamba_tables.read_layer_kinds(keys, "layers_block_type", _SYMBOLS)
+    if pattern is None or any(keys.get(key) is not None for key in shared_mamba_config.LAYER_KEYS):
+        return shared_mamba_config.read_layer_kinds(keys, "layers_block_type", _SYMBOLS)
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_LAYERS or set(pattern) - set(_SYMBOLS):
         rule = f"is no pattern of the symbols {_SYMBOLS}"
         return Problem("hybrid_override_pattern", f"{pattern!r:.40}", rule, OWN_FOLDER_FIX)
@@ -63,7 +63,7 @@ def _read_layers(keys: Keys) -> str | Problem:
 
 
 def _write_layers(pattern: str) -> Keys:
-    kinds = [mamba_tables.LAYER_TYPES[symbol] for symbol in pattern]
+    kinds = [shared_mamba_config.LAYER_TYPES[symbol] for symbol in pattern]
     return {"layers_block_type": kinds, "hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
 
 
@@ -100,14 +100,16 @@ def _translate(config: Translation) -> None:
 
 def _mixers(config: Translation) -> None:
     keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "chunk_size")
-    mamba_tables.mixer_sizes(config, keys, (128, 64, 8, 128, 128))
+    shared_mamba_config.mixer_sizes(config, keys, (128, 64, 8, 128, 128))
     config.only(conv_kernel=4, use_conv_bias=True, mamba_hidden_act="silu")
     groups, rest = "mamba_norm_groups", {"time_step_min": _NO_BOUND, "num_nextn_predict_layers": 0}
     config.convert((groups,), lambda keys: ({groups: keys["n_groups"]}, []), lambda spec: rest)
     config.expect(
         groups,
         "a gated norm over as many groups as B and C have",
-        lambda spec: not mamba_tables.has_mamba(spec) or spec.config.mamba_norm_groups == spec.config.mamba_num_groups,
+        lambda spec: (
+            not shared_mamba_config.has_mamba(spec) or spec.config.mamba_norm_groups == spec.config.mamba_num_groups
+        ),
     )
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
+from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama
 from petatron.models.hf.families.qwen import QWEN2_MOE, head_norms, qwen_experts, shared_expert
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tables import leaf_mappings, module_mappings
-from petatron.models.hf.translation import Keys, Settings, Translation
+from petatron.models.hf.shared_tensor_names import leaf_mappings, module_mappings
 from petatron.models.hf.window_config_json import (
     linear_attention,
     linear_settings,

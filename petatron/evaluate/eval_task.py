@@ -1,0 +1,77 @@
+"""`EvalTask`: sequences to score, and metrics of their scores. A task is read and tokenized once, and run as often as one likes."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from petatron.evaluate.confidence_interval import Estimate
+from petatron.evaluate.score_sequences import OnProgress, SequenceScore, score_sequences
+from petatron.parallel.parallel_model import ParallelModel
+
+BITS_PER_NAT = 1 / math.log(2)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLimits:
+    """What a model reads at once: tokens of one sequence at most, and inputs of a window over longer texts."""
+
+    max_tokens: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """What a task found: metrics with intervals, and counts of what they are made of."""
+
+    metrics: Mapping[str, Estimate]
+    counts: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def values(self) -> dict[str, float]:
+        return {name: estimate.value for name, estimate in self.metrics.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values; what is not finite becomes text, since JSON has no such numbers."""
+        metrics = {
+            name: {key: v if v is None or math.isfinite(v) else str(v) for key, v in asdict(estimate).items()}
+            for name, estimate in self.metrics.items()
+        }
+        return {
+            "metrics": metrics,
+            "counts": dict(self.counts),
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(slots=True)
+class EvalTask(ABC):
+    """Sequences of token ids, and how their scores become metrics."""
+
+    sequences: list[list[int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @abstractmethod
+    def metrics(self, scores: Sequence[SequenceScore]) -> tuple[dict[str, Estimate], dict[str, int]]:
+        """Returns metrics and counts."""
+
+    def run(
+        self, model: ParallelModel, *, batch_tokens: int | None = None, on_progress: OnProgress | None = None
+    ) -> TaskResult:
+        """Scores the sequences; every rank calls it, and all get the same result."""
+        started = time.perf_counter()
+        options = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
+        metrics, counts = self.metrics(score_sequences(model, self.sequences, on_progress=on_progress, **options))
+        seconds = time.perf_counter() - started
+        return TaskResult(metrics=metrics, counts=counts, notes=tuple(self.notes), seconds=seconds)
+
+
+def truncate_left(ids: list[int], max_tokens: int) -> tuple[list[int], bool]:
+    """Returns the last `max_tokens` ids, and whether there were more."""
+    return ids[-max_tokens:], len(ids) > max_tokens
