@@ -268,9 +268,9 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             used.add(f"petatron.kernels.{module}")
     steps = ["sequential_scan", "sequential_scan_grads"]
     steps += [f"scan_{part}" for part in ("tiles", "states", "outputs", "grads")]
-    steps += [f"delta.{part}" for part in ("tiles", "ut_transform", "states", "outputs")]
+    steps += [f"delta_rule.{part}" for part in ("tiles", "ut_transform", "states", "outputs")]
     steps += ["delta_rule.intra_chunk_grads", "delta_rule.input_grads"]
-    steps += [f"delta.channel_{part}" for part in ("decays", "intra_chunk", "grads")]
+    steps += [f"delta_rule.channel_{part}" for part in ("decays", "intra_chunk", "grads")]
     steps += ["decode.step_tiles"]
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {
