@@ -1,4 +1,4 @@
-"""A training loop of your own on the library alone: build, train, save, reload, and see that nothing was lost.
+"""Your own training loop with the library alone: build, train, save, reload, and check that nothing was lost.
 
     torchrun --nproc_per_node=2 examples/run_simple_mcore_train_loop.py
 
@@ -30,9 +30,10 @@ def train(
     """Trains to iteration `to`, on the samples that come after those already consumed."""
     first = state.progress.iteration + 1
     for batches in petatron.build_loader(run, model.mesh, state=state):
-        loss = model.train_step(batches)  # forward and backward of every micro-batch; gradients are reduced
-        result = optimizer.step(lr=run.config.optim.lr)
-        state.advance(batches, result)
+        settings = state.update_settings()  # learning rate, weight decay and loss scale at this point of the schedules
+        loss = model.train_step(batches, loss_scale=settings["loss_scale"])  # forward, backward, gradient reduction
+        result = optimizer.step(**settings)
+        state.advance(batches, result)  # iteration, samples, loss scale
         step = state.progress.iteration
         if model.mesh.rank == 0 and (step == first or step % 5 == 0):
             print(f"step {step:3d}  loss {loss:.4f}  gradient norm {result.grad_norm:.3f}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from petatron.models.hf.families import FAMILIES
 from petatron.validate import load_config
 from tests.load_deadline import scaled
 
@@ -63,6 +64,25 @@ def test_what_the_python_blocks_import_exists(page: Path):
 def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names under which GitHub links to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL), re.M)
+    texts = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_to_headings_lead_to_a_heading(page: Path):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert anchor in _anchors(linked), f"{page.name} links to {target}#{anchor}, which is no heading"
+
+
+def test_the_readme_counts_the_families():
+    counted = re.search(r"(\d+) Hugging Face families", (ROOT / "README.md").read_text())
+    assert counted is not None and int(counted[1]) == len(FAMILIES)
 
 
 def test_the_index_lists_every_page():
