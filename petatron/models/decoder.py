@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.default_objective_names import LM_LOSS
-from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext, StatisticsKey
 from petatron.layers.mtp import EMBEDDING_AHEAD, embedding_name
-from petatron.layers.norm import NormSpec
-from petatron.layers.rope import RopeSpec, RotaryEmbedding, split_long_marks
+from petatron.layers.rope import RotaryEmbedding, split_long_marks
 from petatron.layers.spec.generation_state import GenerationStep, Pages
-from petatron.layers.transformer_layer import LayerSpec
 from petatron.layers.vocabulary.embedding import PositionEmbedding, TokenEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
 from petatron.models.mtp_and_longrope_arrays import are_rows_long, labels_name, tokens_name
 from petatron.models.stage_inputs_outputs import StageOutput
 from petatron.models.stage_module import StageModule, run_layers_sequentially
+
+if TYPE_CHECKING:
+    from petatron.models.decoder_spec import DecoderSpec
 
 HIDDEN = "hidden"
 """The tensor between two stages."""
@@ -41,39 +41,10 @@ def mtp_loss(depth: int) -> str:
     return f"mtp {depth} loss"
 
 
-class DecoderParts(Protocol):
-    """What a decoder is built of; `DecoderSpec` has it and says how settings lead to it."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]: ...
-    @property
-    def final_norm(self) -> NormSpec: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def has_position_table(self) -> bool: ...
-    @property
-    def token_scale(self) -> float | None: ...
-    @property
-    def embedding_scale(self) -> float | None: ...
-    @property
-    def embedding_norm(self) -> NormSpec | None: ...
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]: ...
-    @property
-    def layers_need_positions(self) -> bool: ...
-    @property
-    def original_context(self) -> int | None: ...
-    @property
-    def tied_params(self) -> Mapping[str, str]: ...
-
-
 class Decoder(StageModule):
     """Embedding, layers, final norm, output head; or one pipeline stage of that: some layers, and the ends it has."""
 
-    def __init__(self, spec: DecoderParts, stage: PipelineStage) -> None:
+    def __init__(self, spec: DecoderSpec, stage: PipelineStage) -> None:
         super().__init__()
         config = self.config = spec.config
         self.stage = stage
