@@ -22,12 +22,11 @@ class EscapedFormatter(logging.Formatter):
         return printable_lines(super().format(record))
 
 
-def configure_logging(*, rank: int = 0, verbose: bool = False) -> None:
+def configure_logging(*, rank: int = 0) -> None:
     """Logs info and above of rank 0 to stderr, and errors of the other ranks with their rank."""
     root = logging.getLogger("petatron")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EscapedFormatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     root.handlers[:] = [handler]
     root.propagate = False
-    quiet = logging.INFO if rank == 0 else logging.ERROR
-    root.setLevel(logging.DEBUG if verbose else quiet)
+    root.setLevel(logging.INFO if rank == 0 else logging.ERROR)

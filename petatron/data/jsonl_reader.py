@@ -27,7 +27,6 @@ from petatron.base.untrusted_files import open_regular_file
 
 InputFormat = Literal["jsonl", "text", "text-file"]
 """JSON lines; text whose paragraphs are documents; text whose files are documents."""
-INPUT_FORMATS: tuple[InputFormat, ...] = ("jsonl", "text", "text-file")
 BLOCK_BYTES = 1 << 18
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"

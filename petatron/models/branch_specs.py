@@ -64,7 +64,7 @@ def attention_specs(config: ModelConfig) -> Iterator[AttentionSpec | MlaSpec]:
     if has_sparse_attention(config):
         mixer = sparse_mla_spec(config)
     else:
-        mixer = mla_spec(config) if config.multi_latent_attention else attention_spec(config)
+        mixer = MlaSpec(**_latent_sizes(config)) if config.multi_latent_attention else attention_spec(config)
     local_rope = mixer.rope
     if mixer.rope is not None and config.rotary_base_local is not None:
         local_rope = RopeSpec(rotary_dim=mixer.rope.rotary_dim, base=config.rotary_base_local)
@@ -142,10 +142,6 @@ def sparse_mla_spec(config: ModelConfig) -> SparseMlaSpec:
         sparse_loss=config.dsa_indexer_use_sparse_loss,
     )
     return SparseMlaSpec(**_latent_sizes(config), indexer=indexer)
-
-
-def mla_spec(config: ModelConfig) -> MlaSpec:
-    return MlaSpec(**_latent_sizes(config))
 
 
 def _latent_sizes(config: ModelConfig) -> dict[str, Any]:

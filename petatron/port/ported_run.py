@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from petatron.base.errors import PetatronError, Problem
 from petatron.base.format_text import count_with_noun
@@ -24,7 +23,6 @@ from petatron.port.read_script import (
     check_options,
     missing_variables,
     note_line,
-    read_script,
 )
 from petatron.port.shell_interpreter import ScriptNote
 from petatron.port.shell_values import ShellText
@@ -115,13 +113,6 @@ class PortedRun:
     def _made_by(self, ported: PortedFlag) -> str:
         made = [setting for setting, maker in self.settings if maker == ported]
         return ", ".join(f"{setting.path.partition('.')[2]}: {setting.value}" for setting in made)
-
-
-def port_file(
-    source: Path, *, given: Mapping[str, str], left_out: Iterable[str] = (), world_size: int | None = None
-) -> PortedRun:
-    """Reads a script or a functional-test file; `DataError` or `ConfigError` if there is nothing to port."""
-    return port_script(read_script(source, given), left_out=left_out, world_size=world_size)
 
 
 def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size: int | None = None) -> PortedRun:

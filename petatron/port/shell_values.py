@@ -66,7 +66,7 @@ class ShellVariables:
         """Returns the words that a word becomes: none for an empty list, several for an array or an unquoted list."""
         fields: list[_Field] = [_Field()]
         for part in word.parts:
-            self._append_part(fields, part, word.line, depth=0)
+            self._append_part(fields, part, word.line)
             if sum(len(item.text) for item in fields) > MAX_VALUE_LENGTH:
                 raise ScriptError(word.line, f"this word grows beyond {MAX_VALUE_LENGTH:,} characters")
         return [item.finished(word.line) for item in fields if item.text or item.is_quoted]
@@ -77,9 +77,9 @@ class ShellVariables:
         joined = "".join(" " * (index > 0 and item.follows_blank) + item.text for index, item in enumerate(texts))
         return ShellText(joined, word.line, tuple(dict.fromkeys(name for item in texts for name in item.missing)))
 
-    def _append_part(self, fields: list[_Field], part: WordPart, line: int, depth: int) -> None:
+    def _append_part(self, fields: list[_Field], part: WordPart, line: int) -> None:
         is_array = part.kind == "variable" and part.is_quoted and re.search(r"^@$|\[@\]$", part.text) is not None
-        values = self._part(part, line, depth)
+        values = self._part(part, line, depth=0)
         if is_array and not values and len(fields) == 1 and not fields[0].text:
             return
         if part.is_quoted or part.kind in ("literal", "placeholder"):

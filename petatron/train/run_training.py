@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -36,7 +36,6 @@ from petatron.train.state.check_run_dirs import lock_save_dir
 from petatron.train.training_loop import TrainingResult, TrainLoop
 
 _log = get_logger(__name__)
-Result = TypeVar("Result")
 
 
 def run_training(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> TrainingResult:

@@ -12,7 +12,8 @@ import pytest
 
 from petatron.cli.train import load_planned
 from petatron.config.schema.fields import flatten_config
-from petatron.port.ported_run import port_file
+from petatron.port.ported_run import port_script
+from petatron.port.read_script import read_script
 from petatron.validate import resolve_config
 from tests.examples.example_scripts import (
     ROOT,
@@ -94,7 +95,7 @@ def test_data_and_variables_of_the_environment_reach_the_command(name: str, tmp_
 @scripts
 def test_port_reads_a_script_as_bash_does(name: str, tmp_path: Path):
     command = started_command(TRAINING[name], tmp_path)
-    run = port_file(TRAINING[name], given={})
+    run = port_script(read_script(TRAINING[name], {}))
     assert not run.blocks, run.groups()
     assert run.world_size == launched_ranks(command)
     ported, _ = resolve_config(run.flags.argv, world_size=run.world_size)

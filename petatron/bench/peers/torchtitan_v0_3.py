@@ -36,7 +36,6 @@ from petatron.bench.peers.peer_source import PeerSource, read_imports
 from petatron.bench.peers.process_group import process_group_size
 from petatron.bench.peers.torchtitan_weights import load_torchtitan_weights
 from petatron.config.required_settings import required
-from petatron.config.schema.model import ModelConfig
 from petatron.models.batch import Batch
 from petatron.optim.loss_scaler import compute_dtype
 
@@ -169,7 +168,16 @@ def _model_config(spec: BenchSpec, load: Callable[[str], Any], *, enable_sp: boo
         n_heads=model.num_attention_heads,
         n_kv_heads=model.num_query_groups,
         hidden_dim=model.ffn_hidden_size,
-        rope=_rope(model, llama),
+        rope=llama.ComplexRoPE.Config(
+            dim=model.kv_channels,
+            max_seq_len=model.seq_length,
+            theta=model.rotary_base,
+            scaling="llama" if model.use_rope_scaling else "none",
+            scaling_factor=model.rope_scaling_factor,
+            low_freq_factor=model.rope_low_freq_factor,
+            high_freq_factor=model.rope_high_freq_factor,
+            original_max_position_embeddings=model.original_max_position_embeddings,
+        ),
         attn_backend="flex",
     )
     config = llama.Llama3Model.Config(
@@ -201,19 +209,6 @@ def _model_config(spec: BenchSpec, load: Callable[[str], Any], *, enable_sp: boo
         config = converter.build().convert(config)
     load("models.llama3.sharding").set_llama3_sharding_config(config, enable_sp=enable_sp)
     return config
-
-
-def _rope(model: ModelConfig, llama: Any) -> Any:
-    return llama.ComplexRoPE.Config(
-        dim=model.kv_channels,
-        max_seq_len=model.seq_length,
-        theta=model.rotary_base,
-        scaling="llama" if model.use_rope_scaling else "none",
-        scaling_factor=model.rope_scaling_factor,
-        low_freq_factor=model.rope_low_freq_factor,
-        high_freq_factor=model.rope_high_freq_factor,
-        original_max_position_embeddings=model.original_max_position_embeddings,
-    )
 
 
 def _chunked_loss(spec: BenchSpec, model: Any, compile_config: Any, load: Callable[[str], Any]) -> Any:

@@ -29,7 +29,7 @@ def extract_logical(weight: MegatronWeight, full_weight: Tensor, logical_index: 
         return full_weight.split(weight.rows)[logical_index]
     if weight.layout != "qkv":
         return full_weight
-    per_group = _heads_per_group(model)
+    per_group = model.num_attention_heads // model.num_query_groups
     grouped = full_weight.unflatten(0, (model.num_query_groups, per_group + 2, model.kv_channels))
     heads = grouped[:, :per_group] if logical_index == 0 else grouped[:, per_group + logical_index - 1]
     return heads.reshape(-1, *full_weight.shape[1:])
@@ -49,10 +49,6 @@ def fuse_logical(
         return parts[0]
     split = (model.num_query_groups, -1, model.kv_channels)
     return torch.cat([part.unflatten(0, split) for part in parts], dim=1).flatten(0, 2)
-
-
-def _heads_per_group(model: ModelConfig) -> int:
-    return model.num_attention_heads // model.num_query_groups
 
 
 def shard_dim(layout: WeightLayout) -> int | None:

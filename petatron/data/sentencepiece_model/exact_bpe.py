@@ -37,13 +37,9 @@ def inexact_reason(model: PieceModel) -> str | None:
         "special pieces of one character": any(
             len(piece.text) == 1 for piece in model.pieces if piece.kind != "normal"
         ),
-        "not all 256 bytes": model.byte_fallback and byte_names != {_byte_name(byte) for byte in range(256)},
+        "not all 256 bytes": model.byte_fallback and byte_names != {f"<0x{byte:02X}>" for byte in range(256)},
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _byte_name(byte: int) -> str:
-    return f"<0x{byte:02X}>"
 
 
 def build_exact_bpe(model: PieceModel) -> FastTokenizer:

@@ -21,12 +21,10 @@ import torch.distributed.distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the fake backend; nothing public does
 
 from petatron.base.errors import LaunchError
-from petatron.base.log import get_logger
 from petatron.mesh.launch.environment import Backend, RankEnvironment, interface_variables, set_default_variables
 from petatron.mesh.launch.nccl_options import env_variables
 from petatron.mesh.launch.rendezvous import Rendezvous
 
-_log = get_logger(__name__)
 _MAX_OPEN_FILES = 65_536
 """The limit of open files a rank requests; sockets count."""
 

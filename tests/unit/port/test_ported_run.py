@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,9 +15,9 @@ from petatron.config.schema.fields import flatten_config
 from petatron.port.launch_command import find_launches, scheduler_variables
 from petatron.port.plan_and_toy_settings import toy_yaml
 from petatron.port.port_flags import port_flags
-from petatron.port.ported_run import PortedRun, port_file
+from petatron.port.ported_run import PortedRun, port_script
 from petatron.port.ported_yaml import is_unchanged
-from petatron.port.read_script import MAX_SCRIPT_BYTES
+from petatron.port.read_script import MAX_SCRIPT_BYTES, read_script
 from petatron.port.shell_interpreter import interpret
 from petatron.port.shell_values import ShellText
 from petatron.validate import resolve_config
@@ -57,6 +59,10 @@ GELU = {"activation": "gelu_tanh"}
 def port(text: str, tmp_path: Path, name: str = "train.sh", **options: object) -> PortedRun:
     (tmp_path / name).write_text(text)
     return port_file(tmp_path / name, **{"given": {}, **options})  # type: ignore[arg-type]
+
+
+def port_file(source: Path, *, given: Mapping[str, str], **options: Any) -> PortedRun:
+    return port_script(read_script(source, given), **options)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
