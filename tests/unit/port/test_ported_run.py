@@ -177,7 +177,7 @@ def test_the_tables_of_flags_are_asked():
         "--learning-rate",
         "1",
     ]
-    answers = port_flags([ShellText(text, 1) for text in texts], set()).answers
+    answers = port_flags([ShellText(text, 1) for text in texts], set()).all_flags
     assert [answer.kind for answer in answers] == ["translated", "translated", "translated", "implied", "blocking"]
     assert "Did you mean --lr?" in answers[-1].why
 
