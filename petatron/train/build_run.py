@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from petatron.base.log import get_logger
 from petatron.config import RunConfig, parse_split
@@ -28,6 +28,7 @@ from petatron.pretrained.launch_and_build_model import launch as launch
 from petatron.pretrained.saveable_model import Model
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.frozen_models import open_frozen_models
+from petatron.train.state.run_metadata import TrainProgress
 from petatron.train.state.start_weights import (
     find_start_folder,
     load_master_weights,
@@ -35,9 +36,6 @@ from petatron.train.state.start_weights import (
     saved_position,
     unrestored_notice,
 )
-
-if TYPE_CHECKING:
-    from petatron.train.state.train_state import TrainState
 
 _log = get_logger(__name__)
 
@@ -199,11 +197,20 @@ def evaluation_samples(run: RunConfig) -> tuple[int, int]:
     return validation if shares[1] else 0, samples if shares[2] else 0
 
 
+class HasPosition(Protocol):
+    """The state of a run that knows how far it is, such as `petatron.restore` returns."""
+
+    progress: TrainProgress
+
+    def run_length(self) -> RunLength: ...
+    def record_data_fingerprint(self, fingerprint: str) -> list[str]: ...
+
+
 def build_loader(
     run: RunConfig | HasConfig,
     mesh: ParallelMesh,
     *,
-    state: TrainState | None = None,
+    state: HasPosition | None = None,
     consumed_samples: int | None = None,
 ) -> Iterator[list[Batch]]:
     """Yields this rank's training micro-batches on the device, step after step, to the end of the run.
