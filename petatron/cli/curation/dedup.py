@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step_arguments(parser)
     add("--near", action="store_true", help="drop near duplicates too (MinHash of word n-grams, bands)")
     add("--threshold", type=float, metavar="J", help="Jaccard similarity of near duplicates (default: 0.8)")
-    add("--bands", type=int, metavar="N", help="bands of a signature: documents that share one are compared (32)")
+    add("--bands", type=int, metavar="N", help="bands of a signature: documents that share one are compared (40)")
     add("--rows", type=int, metavar="N", help="hashes of a band (8)")
     add("--ngram", type=int, metavar="N", help="words of a shingle (5)")
     add("--seed", type=int, metavar="N", help="of the hashes (1)")

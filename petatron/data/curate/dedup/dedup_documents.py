@@ -146,7 +146,8 @@ class _Near:
 
     def _by_signature(self, first: Documents, second: Documents) -> NDArray[np.float64]:
         estimates = self.sketches.estimate(first, second, self.near)
-        return np.where(estimates >= self.near.lowest_estimate, estimates, -1.0)
+        lowest = self.near.lowest_estimate(lenient=self.options.exact_jaccard)
+        return np.where(estimates >= lowest, estimates, -1.0)
 
     def _mark(self, similar: NDArray[np.bool_], first: Documents, second: Documents) -> NDArray[np.float64]:
         """Marks the documents of pairs with similar signatures; connects none, so that a leader is compared with all."""
