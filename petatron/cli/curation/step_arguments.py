@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from petatron.data.curate.files.step_summary import StepSummary
 
 
-def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+def add_step_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the flags that name inputs and output."""
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines: plain, gzip or zstd")
-    add("--output", required=True, metavar="FOLDER", help="folder to write: a file for each input, and summary.json")
+    add("--input", nargs="+", required=required, metavar="FILE", help="JSON lines: plain, gzip or zstd")
+    add(
+        "--output", required=required, metavar="FOLDER", help="folder to write: a file for each input, and summary.json"
+    )
     add("--json-key", default="text", metavar="KEY", help="key of the text (default: text)")
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
     add("--on-error", choices=("fail", "skip"), default="fail", help="what a malformed line does (default: fail)")
