@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import configure_logging
+from petatron.cli.curation import dedup, filter
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import progress_bar
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.preprocess import PreprocessProgress, PreprocessReport
 
+_CURATION = {
+    "dedup": (dedup, "drop documents that are there already, or nearly"),
+    "filter": (filter, "drop documents by rules: lengths, Gopher, C4, language, perplexity"),
+}
+"""Subcommands with a module of their own, and what they do."""
 SENTENCE_FLAGS = ("split_sentences", "keep_newlines", "lang")
 SHOWN_TOKENS = 24
 SHOWN_CHARACTERS = 400
@@ -44,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     add = subcommands.add_parser("merge", help="join datasets into one").add_argument
     add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
     add("--output-prefix", required=True, metavar="PREFIX", help="dataset to write")
+    for name, (module, text) in _CURATION.items():
+        module.add_arguments(subcommands.add_parser(name, help=text))
     return root
 
 
@@ -52,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     configure_logging()
     actions = {"fetch": data_fetch.run, "preprocess": _preprocess, "inspect": _inspect, "merge": _merge}
+    actions |= {name: module.run for name, (module, _) in _CURATION.items()}
     return actions[args.subcommand](args)
 
 
