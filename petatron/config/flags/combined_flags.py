@@ -14,11 +14,8 @@ from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting
 
-_MEGATRON_FSDP, _FSDP_GRADS, _EXPORTED_L2_NORM = (
-    "--use-megatron-fsdp",
-    "--megatron-fsdp-main-grads-dtype",
-    "--export-qk-l2-norm",
-)
+_MEGATRON_FSDP = ("--use-megatron-fsdp", "--use-megatron-fsdp-v2")
+_FSDP_GRADS, _EXPORTED_L2_NORM = "--megatron-fsdp-main-grads-dtype", "--export-qk-l2-norm"
 
 
 def apply_combined_rules(parsed: ParsedFlags) -> None:
@@ -90,10 +87,13 @@ def _drop_unusable_overlap(parsed: ParsedFlags) -> None:
         for name in ("overlap_moe_expert_parallel_comm", "fine_grained_activation_offloading")
     )
     overlaps = [setting for setting in parsed.settings if setting.path == path and setting.value]
-    beside = None
-    if any(setting.origin.detail.replace("_", "-") == _MEGATRON_FSDP for setting in parsed.settings):
-        beside = _MEGATRON_FSDP
-    elif parsed.megatron_defaults and any(setting.path == offload and setting.value for setting in parsed.settings):
+    spellings_typed = {setting.origin.detail.replace("_", "-") for setting in parsed.settings}
+    beside = next((flag for flag in _MEGATRON_FSDP if flag in spellings_typed), None)
+    if (
+        beside is None
+        and parsed.megatron_defaults
+        and any(setting.path == offload and setting.value for setting in parsed.settings)
+    ):
         beside = fields_by_path()[offload].flag
     if beside is None:
         return
