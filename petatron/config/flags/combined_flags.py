@@ -158,8 +158,15 @@ def _split_hybrid_pattern(parsed: ParsedFlags) -> None:
     parts = split_depths(pattern)
     stages = parts.main.split(STAGE_BOUNDARY)
     if len(stages) > 1:
-        layout = STAGE_BOUNDARY.join("t" * len(stage) for stage in stages)
-        parsed.add_setting(fields_by_name()["pipeline_model_parallel_layout"], f"E{layout}L", spelling)
+        layout = f"E{STAGE_BOUNDARY.join('t' * len(stage) for stage in stages)}L"
+        field = fields_by_name()["pipeline_model_parallel_layout"]
+        other = parsed.settings[given[field.path]] if field.path in given else None
+        if other is not None and other.value not in (None, layout):
+            rule = f"cuts the layers into stages, and so do the bars of {spelling} {pattern}"
+            parsed.problems.append(
+                Problem(other.origin.detail, str(other.value), rule, "Keep one way to cut the layers.")
+            )
+        parsed.add_setting(field, layout, spelling)
     parsed.problems += depth_problems(spelling, pattern)
     if parts.depths and not parts.main:
         parsed.doubtful_flags.add(info.flag)

@@ -54,6 +54,12 @@ GELU = {"activation": "gelu_tanh"}
 """The activation of Megatron's default, a fused kernel of bias and gelu, which a script has that names no other."""
 
 
+MODEL = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --position-embedding-type none --vocab-size 64 --mock-data "
+    "--micro-batch-size 1 --lr 0.1 --train-iters 2"
+)
+
+
 def port(text: str, tmp_path: Path, name: str = "train.sh", **options: object) -> PortedRun:
     (tmp_path / name).write_text(text)
     return port_file(tmp_path / name, **{"given": {}, **options})  # type: ignore[arg-type]
@@ -245,6 +251,16 @@ def test_other_programs_block_with_what_to_use(script: str, why: str, tmp_path: 
 def test_a_mamba_script_is_a_hybrid_model(tmp_path: Path):
     run = port("torchrun pretrain_mamba.py --num-layers 2", tmp_path)
     assert {setting.path: setting.value for setting, _ in run.settings}["model.is_hybrid_model"] is True
+
+
+def test_bars_of_a_pattern_on_one_rank_are_no_layout(tmp_path: Path):
+    flags = f"{MODEL} --hybrid-layer-pattern 'M*|M-M-' --mamba-num-groups 1"
+    run = port(f"torchrun --nproc_per_node 1 pretrain_hybrid.py {flags}", tmp_path)
+    (tmp_path / "ported.yaml").write_text(run.yaml())
+    assert not run.blocks and not resolve_config(files=(tmp_path / "ported.yaml",))[1]
+    assert "pipeline_model_parallel_layout" not in run.yaml() and "M*M-M-" in run.yaml()
+    run = port(f"torchrun --nproc_per_node 2 pretrain_hybrid.py {flags} --pipeline-model-parallel-size 2", tmp_path)
+    assert "pipeline_model_parallel_layout: Ett|ttttL" in run.yaml()
 
 
 def test_files_that_are_not_here_do_not_block():
