@@ -22,6 +22,7 @@ from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
 from petatron.config.flags.megatron_semantics import dependent_defaults
 from petatron.config.flags.parse_command_line import FROM_FLAG, ParsedFlags, parse_flags
+from petatron.config.hybrid_bars import drop_bars_of_one_rank
 from petatron.config.import_user_modules import (
     IMPORTS_PATH,
     NamedImport,
@@ -134,6 +135,7 @@ def parse_config(
     named = _named_imports([setting for source in (*documents, flags) for setting in source.settings], stored)
     values[IMPORTS_PATH] = tuple(dict.fromkeys(module.name for module in named))
     problems += import_modules(named)
+    of_bars = drop_bars_of_one_rank(values, origins)
     given = {path for path, origin in origins.items() if origin.is_explicit}
     raw = unflatten_config(values)
     problems += _source_problems(raw, flags, world_size)
@@ -148,6 +150,7 @@ def parse_config(
     switches = [f"sequence parallelism is on: {switch.detail}"] if is_on else []
     notices = (
         *flags.all_notices,
+        *of_bars,
         *adapted.notices,
         *stored.notices,
         *switches,

@@ -23,6 +23,8 @@ RENAMED = {
     "--inference-max-seq-length": ("--max-length", ""),
     "--inference-max-requests": ("--max-batch-size", ""),
     "--inference-dynamic-batching-max-requests": ("--max-batch-size", ""),
+    "--inference-dynamic-batching-max-requests-override": ("--max-batch-size", ""),
+    "--inference-dynamic-batching-max-tokens-override": ("--max-batch-tokens", ""),
     "--inference-max-requests-override": ("--max-batch-size", ""),
     "--inference-dynamic-batching-max-tokens": ("--max-batch-tokens", ""),
     "--inference-dynamic-batching-block-size": ("--page-size", ""),

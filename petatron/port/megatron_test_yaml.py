@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ _INFERENCE = "gpt_dynamic_inference.py"
 _PROMPT_FLAGS = ("--prompts", "--prompt-file", "--num-tokens-to-generate")
 _BRACKETS = re.compile(r"\[([^\]]+)\]", re.S)
 _ESCAPED = re.compile(r"\\(.)")
+_MERGE_TAG, _NULL_TAG = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:null"
 _MODES_KEYS = ("MODES", "MODE", "TEST_TYPE", "TRAINING_SCRIPT_PATH")
 
 
@@ -30,17 +31,8 @@ def read_functional_test(
     text: str, given: Mapping[str, str]
 ) -> tuple[TrainingLaunch, ShellVariables, list[ScriptNote]]:
     """Returns the run of a functional-test file; its world size is not in it."""
-    import yaml
-
-    try:
-        root: Any = yaml.compose(text, Loader=limited_loader())
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise DataError(
-            f"{where}it is not valid YAML: {getattr(error, 'problem', None) or 'it cannot be parsed'}"
-        ) from error
-    keys = {key.value: node for key, node in root.value} if root is not None and root.id == "mapping" else {}
+    root, merged = _composed(text)
+    keys = {key.value: node for key, node in _entries(root)}
     model = keys.get(_FLAGS_KEY)
     if model is None or model.id != "mapping":
         raise DataError(
@@ -48,21 +40,84 @@ def read_functional_test(
         )
     variables = ShellVariables(given)
     environment = keys.get(_VARIABLES_KEY)
-    for key, node in environment.value if environment is not None and environment.id == "mapping" else ():
+    for key, node in _entries(environment):
         line = key.start_mark.line + 1
         value = variables.expand_text(word_of(node.value if node.id == "scalar" else "", line))
         variables.assign(key.value, [value], line=line, appends=False, is_array=False)
-    flags = [flag for key, node in model.value for flag in _flag(key, node, variables)]
+    flags = [flag for key, node in _entries(model) for flag in _flag(key, node, variables)]
     modes = {name: _plain(keys[name]) for name in _MODES_KEYS if name in keys}
     notes = [
         _other_key_note(name, node)
         for name, node in keys.items()
-        if name not in (_FLAGS_KEY, _VARIABLES_KEY, *_MODES_KEYS)
+        if name not in (_FLAGS_KEY, _VARIABLES_KEY, *_MODES_KEYS) and id(node) not in merged
     ]
+    notes += [note for key, node in _entries(model) for note in _value_notes(key, node)]
     notes += [ScriptNote(keys[name].start_mark.line + 1, f"{name} is {value}") for name, value in modes.items()]
     answers = "inference" in " ".join(modes.values()) or any(spelled(flag.text) in _PROMPT_FLAGS for flag in flags)
     script = modes.get("TRAINING_SCRIPT_PATH", _INFERENCE if answers else "pretrain_gpt.py")
     return TrainingLaunch(model.start_mark.line, "torchrun", script, tuple(flags)), variables, notes
+
+
+def _composed(text: str) -> tuple[Any, set[int]]:
+    """Returns the document, with merge keys (`<<: *BASE`) replaced by what they stand for, and the identities of the mappings merged."""
+    import yaml
+
+    loader = limited_loader()(text)
+    merged: set[int] = set()
+    try:
+        root: Any = loader.get_single_node()
+        nodes = [root] if root is not None and root.id == "mapping" else []
+        nodes += [node for _, node in nodes[0].value if node.id == "mapping"] if nodes else []
+        for node in nodes:
+            _merge(node, loader, merged)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise DataError(
+            f"{where}it is not valid YAML: {getattr(error, 'problem', None) or 'it cannot be parsed'}"
+        ) from error
+    finally:
+        loader.dispose()
+    return root, merged
+
+
+def _merge(mapping: Any, loader: Any, merged: set[int]) -> None:
+    """Puts the entries of merged mappings before a mapping's own, without those that it has itself."""
+    sources = [node for key, node in mapping.value if key.tag == _MERGE_TAG]
+    if not sources:
+        return
+    sources = [node for source in sources for node in (source.value if source.id == "sequence" else [source])]
+    merged.update(map(id, sources))
+    own = [(key, node) for key, node in mapping.value if key.tag != _MERGE_TAG]
+    loader.flatten_mapping(mapping)
+    names = {key.value for key, _ in own if key.id == "scalar"}
+    inherited = {
+        key.value: (key, node) for key, node in mapping.value[: len(mapping.value) - len(own)] if key.id == "scalar"
+    }
+    mapping.value = [*(entry for name, entry in inherited.items() if name not in names), *own]
+
+
+def _entries(mapping: Any) -> list[tuple[Any, Any]]:
+    """Returns the pairs of a mapping; none of what is no mapping."""
+    entries = mapping.value if mapping is not None and mapping.id == "mapping" else []
+    for key, _ in entries:
+        if key.id != "scalar":
+            raise DataError(f"line {key.start_mark.line + 1}: a {key.id} is a key, where a name is expected")
+    return entries
+
+
+def _value_notes(key: Any, node: Any) -> Iterator[ScriptNote]:
+    line = key.start_mark.line + 1
+    if node.tag == _NULL_TAG:
+        yield ScriptNote(
+            line, f"{key.value} is null: it counts as the flag alone; Megatron's runner writes the word null behind it"
+        )
+    elif _is_empty_text(node):
+        yield ScriptNote(line, f"{key.value} is an empty text, and left out: Megatron's runner leaves it out too")
+
+
+def _is_empty_text(node: Any) -> bool:
+    return node.id == "scalar" and node.style is not None and node.value == ""
 
 
 def _other_key_note(name: str, node: Any) -> ScriptNote:
@@ -71,15 +126,22 @@ def _other_key_note(name: str, node: Any) -> ScriptNote:
 
 
 def _flag(key: Any, node: Any, variables: ShellVariables) -> list[ShellText]:
-    """Returns a flag with its values, split as Megatron's runner does: `true` is a flag alone, brackets hold several values,
-    and everything is unquoted twice. Blanks without brackets separate the values of a flag that takes several."""
+    """Returns a flag with its values, split as Megatron's runner does: `true` is a flag alone, brackets hold several values, an empty
+    text leaves the flag out, and everything is unquoted twice. Blanks without brackets separate the values of a flag that takes several.
+    """
     line = key.start_mark.line + 1
     flag = ShellText(str(key.value), line)
     if node.id == "mapping":
         raise DataError(f"line {line}: {key.value} has a mapping, where a value is expected")
     if node.id == "sequence":
+        for item in node.value:
+            if item.id != "scalar" or item.tag == _NULL_TAG:
+                what = "null" if item.id == "scalar" else f"a {item.id}"
+                raise DataError(f"line {line}: {key.value} has {what} in its list, where a value is expected")
         return [flag, *(variables.expand_text(word_of(str(item.value), line)) for item in node.value)]
-    if node.value.lower() in ("true", "") and node.style is None:
+    if _is_empty_text(node):
+        return []
+    if node.tag == _NULL_TAG or node.value == "true" or (node.value.lower() == "true" and node.style is None):
         return [flag]
     text = _unquoted(node.value)
     inner = _BRACKETS.fullmatch(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from petatron.base.errors import PetatronError, Problem
 from petatron.base.format_text import count_with_noun
@@ -131,6 +131,9 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
     check_options(script, [ported.flag for ported in flags.all_flags], removed)
     size = world_size or launch.world_size
     loaded, problems, check_notes = _check(flags, size)
+    if loaded is not None and loaded.config.parallel.pipeline_model_parallel_layout is None:
+        layout = fields_by_name()["pipeline_model_parallel_layout"].path  # of a pattern's bars, for one pipeline rank
+        flags = replace(flags, settings=tuple(item for item in flags.settings if item[0].path != layout))
     users = [(ported.flag.text.partition("=")[0], ported.missing) for ported in flags.of_kind("missing")]
     missing = missing_variables(script, users)
     unknown = [name for name in launch.unknown_counts if name not in {variable.name for variable in missing}]

@@ -27,6 +27,7 @@ from petatron.port.shell_parser import (
     parse_script,
 )
 from petatron.port.shell_values import ShellText, ShellVariables
+from petatron.port.source_lines import NO_LINES, SourceLines
 
 _MAX_DEPTH = 8
 _MAX_STEPS = 20_000
@@ -163,9 +164,9 @@ class _Interpreter:
         elif name in self.functions:
             self.call(name, arguments[1:], command.line)
         elif name == "eval":
-            self.inner(" ".join(texts[1:]), command.line, ())
+            self.inner(_with_blanks(arguments[1:], command.line), command.line, ())
         elif (at := _shell_argument(texts)) is not None:
-            self.inner(texts[at], command.line, tuple(arguments[: at - 2]))
+            self.inner(arguments[at], command.line, tuple(arguments[: at - 2]))
         else:
             self.result.commands.append(ShellCommand(command.line, (*self.prefix, *arguments)))
 
@@ -204,14 +205,14 @@ class _Interpreter:
                 del self.variables.values[key]
             self.variables.values |= saved
 
-    def inner(self, text: str, line: int, prefix: tuple[ShellText, ...]) -> None:
+    def inner(self, text: ShellText, line: int, prefix: tuple[ShellText, ...]) -> None:
         """Reads the text that `eval` or `bash -c` would run. Placeholders in it are names again."""
         if self.depth >= _MAX_DEPTH:
             raise ScriptError(line, f"eval and bash -c nest more than {_MAX_DEPTH} deep")
         self.depth += 1
         before, self.prefix = self.prefix, (*self.prefix, *prefix)
         try:
-            self.run(parse_script(text, first_line=line).nodes)
+            self.run(parse_script(text.text, text.source).nodes)
         finally:
             self.depth -= 1
             self.prefix = before
@@ -348,6 +349,12 @@ class _Interpreter:
     def unset(self, text: ShellText) -> list[str]:
         """The missing names of a text that are variables which nobody set, and not results of commands."""
         return [name for name in text.missing if re.fullmatch(r"\w+", name) and self.variables.get(name) is None]
+
+
+def _with_blanks(texts: Sequence[ShellText], line: int) -> ShellText:
+    """Returns words as one text with blanks between them, as `eval` reads its arguments."""
+    pieces = [piece for text in texts for piece in ((" ", NO_LINES), (text.text, text.source))][1:]
+    return ShellText("".join(text for text, _ in pieces), line, lines=SourceLines.joined(pieces))
 
 
 def _shell_argument(texts: Sequence[str]) -> int | None:

@@ -6,10 +6,11 @@ Comments, continuations, redirections and here-documents are removed, since none
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from petatron.base.errors import DataError
+from petatron.port.source_lines import SourceLines
 
 PartKind = Literal["literal", "variable", "arithmetic", "command", "placeholder"]
 _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", ";", "|", "&", "(", ")")
@@ -28,11 +29,15 @@ class ScriptError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class WordPart:
-    """Part of a word: text, or what is inside `${...}`, `$((...))` or `$(...)`; `<Specify path>` is a placeholder."""
+    """Part of a word: text, or what is inside `${...}`, `$((...))` or `$(...)`; `<Specify path>` is a placeholder.
+
+    line: where it begins, if that is not the line of the word; quoted text has a part for each of its lines.
+    """
 
     kind: PartKind
     text: str
     is_quoted: bool
+    line: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,12 @@ class TokenizedScript:
     open_documents: list[int] = field(default_factory=list)
 
 
-def tokenize(text: str, *, first_line: int = 1) -> TokenizedScript:
-    """Returns the tokens of a script; `ScriptError` for a quote or bracket without an end."""
-    return _Lexer(text, first_line).run()
+def tokenize(text: str, lines: SourceLines | None = None) -> TokenizedScript:
+    """Returns the tokens of a script; `ScriptError` for a quote or bracket without an end.
+
+    lines: where the text has them, if it is not a whole file.
+    """
+    return _Lexer(text, 1, lines).run()
 
 
 def word_of(text: str, line: int) -> Word:
@@ -85,8 +93,9 @@ def word_of(text: str, line: int) -> Word:
 
 
 class _Lexer:
-    def __init__(self, text: str, first_line: int) -> None:
-        self.text, self.at, self.line = text, 0, first_line
+    def __init__(self, text: str, first_line: int, lines: SourceLines | None = None) -> None:
+        self.text, self.at, self.lines = text, 0, lines
+        self.line = first_line if lines is None else lines.at(0)
         self.script = TokenizedScript()
         self.is_test = False  # inside [[ ]], where < > ( ) && || are words
         self.documents: list[tuple[str, bool, int]] = []  # delimiter, whether tabs are stripped, line
@@ -119,8 +128,8 @@ class _Lexer:
 
     def _advance(self, count: int) -> str:
         passed = self.text[self.at : self.at + count]
-        self.line += passed.count("\n")
         self.at += count
+        self.line = self.line + passed.count("\n") if self.lines is None else self.lines.at(self.at)
         return passed
 
     def _token(self, adjacent: bool) -> None:
@@ -201,7 +210,7 @@ class _Lexer:
             elif char == "\\":
                 add([WordPart("literal", self._advance(2)[1:], True)])
             elif char == "'":
-                add([WordPart("literal", self._single_quoted(), True)])
+                add(self._single_quoted_parts())
             elif char == '"':
                 add(self._double_quoted())
             elif char in "$`":
@@ -226,6 +235,16 @@ class _Lexer:
             raise ScriptError(line, "this quote (') has no end")
         return self._advance(end + 1 - self.at)[1:-1]
 
+    def _single_quoted_parts(self) -> list[WordPart]:
+        """Returns a part for each line of a quoted text."""
+        begin, lexer = self.at + 1, _Lexer(self.text, self.line, self.lines)
+        text = self._single_quoted()
+        lexer.at, parts = begin, []
+        for line_text in text.splitlines(keepends=True) or [""]:
+            parts.append(WordPart("literal", line_text, True, lexer.line))
+            lexer._advance(len(line_text))
+        return parts
+
     def _double_quoted(self) -> list[WordPart]:
         line = self.line
         self._advance(1)
@@ -236,21 +255,30 @@ class _Lexer:
         return parts
 
     def quoted_parts(self, closing: str = "") -> list[WordPart]:
-        """Returns the parts up to the closing quote; an empty one if there is nothing, which still is a word."""
+        """Returns the parts up to the closing quote, one for each line of text; an empty one if there is nothing, which still is a word."""
         parts: list[WordPart] = []
-        text = ""
+        text, line = "", self.line
+
+        def end_text() -> None:
+            nonlocal text, line
+            parts.extend([WordPart("literal", text, True, line)] if text else [])
+            text, line = "", self.line
+
         while self.at < len(self.text) and not (closing and self._starts(closing)):
             if self._starts("\\\n"):
                 self._advance(2)
             elif self.text[self.at] == "\\" and self.text[self.at + 1 : self.at + 2] in ("$", "`", '"', "\\"):
                 text += self._advance(2)[1]
             elif self.text[self.at] in "$`":
-                parts += [WordPart("literal", text, True)] if text else []
-                text = ""
-                parts.append(self._expansion(is_quoted=True))
+                end_text()
+                parts.append(replace(self._expansion(is_quoted=True), line=line))
+                line = self.line
             else:
                 text += self._advance(1)
-        return [*parts, WordPart("literal", text, True)] if text or not parts else parts
+            if self.line != line:
+                end_text()
+        end_text()
+        return parts or [WordPart("literal", "", True)]
 
     def _expansion(self, *, is_quoted: bool) -> WordPart:
         line = self.line

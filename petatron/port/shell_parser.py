@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from petatron.port.shell_lexer import ScriptError, Token, Word, WordPart, tokenize
+from petatron.port.source_lines import SourceLines
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _FUNCTION_NAME = re.compile(r"[\w.:-]+")
@@ -88,9 +89,9 @@ class ParsedScript:
     open_documents: tuple[int, ...]
 
 
-def parse_script(text: str, *, first_line: int = 1) -> ParsedScript:
-    """Returns the commands of a script; `ScriptError` for a quote, bracket or block without an end."""
-    script = tokenize(text, first_line=first_line)
+def parse_script(text: str, lines: SourceLines | None = None) -> ParsedScript:
+    """Returns the commands of a script; `ScriptError` for a quote, bracket or block without an end. lines: of a text within a script."""
+    script = tokenize(text, lines)
     parser = _Parser(script.tokens)
     nodes = parser.commands(())
     if (extra := parser.peek()) is not None:

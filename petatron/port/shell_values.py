@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from petatron.port.shell_arithmetic import UnknownNumber, evaluate
 from petatron.port.shell_lexer import ScriptError, Word, WordPart, word_of
+from petatron.port.source_lines import NO_LINES, SourceLines
 
 MAX_VALUE_LENGTH = 100_000
 """Characters of a value; `A=$A$A` in a loop of lines would need more memory than there is."""
@@ -26,12 +27,20 @@ _STRIP = re.compile(r"(##?|%%?)(.*)", re.S)
 
 @dataclass(frozen=True, slots=True)
 class ShellText:
-    """A word after expansion. `missing` are names without a value; `is_bare`: it is nothing but such a name, unquoted."""
+    """A word after expansion. `missing` are names without a value; `is_bare`: it is nothing but such a name, unquoted.
+
+    lines: where its text comes from, if that is more than one line.
+    """
 
     text: str
     line: int
     missing: tuple[str, ...] = ()
     is_bare: bool = False
+    lines: SourceLines = NO_LINES
+
+    @property
+    def source(self) -> SourceLines:
+        return self.lines if self.lines.starts else SourceLines.of(self.line)
 
 
 @dataclass(slots=True)
@@ -53,7 +62,8 @@ class ShellVariables:
             values = before + values
         elif appends and before:
             missing = (*before[0].missing, *values[0].missing)
-            values = (ShellText(before[0].text + values[0].text, line, missing),)
+            lines = SourceLines.joined((text.text, text.source) for text in (before[0], values[0]))
+            values = (ShellText(before[0].text + values[0].text, line, missing, lines=lines),)
         elif not is_array and (source := _replaced_name(values[0])) not in (None, name):
             self.reasons[name] = self.reasons[source]
             values = (ShellText(_shown(name), line, (name,)),)
@@ -73,13 +83,12 @@ class ShellVariables:
 
     def expand_text(self, word: Word, *, depth: int = 0) -> ShellText:
         """Returns a word as one text, as an assignment takes it: nothing is split."""
-        texts = [text for part in word.parts for text in self._part(part, word.line, depth)]
-        joined = "".join(" " * (index > 0 and item.follows_blank) + item.text for index, item in enumerate(texts))
-        return ShellText(joined, word.line, tuple(dict.fromkeys(name for item in texts for name in item.missing)))
+        values = [value for part in word.parts for value in self._part(part, part.line or word.line, depth)]
+        return _joined(values, word.line)
 
     def _append_part(self, fields: list[_Field], part: WordPart, line: int) -> None:
         is_array = part.kind == "variable" and part.is_quoted and re.search(r"^@$|\[@\]$", part.text) is not None
-        values = self._part(part, line, depth=0)
+        values = self._part(part, part.line or line, depth=0)
         if is_array and not values and len(fields) == 1 and not fields[0].text:
             return
         if part.is_quoted or part.kind in ("literal", "placeholder"):
@@ -88,17 +97,20 @@ class ShellVariables:
             if is_array and index:
                 fields.append(_Field(is_quoted=True))
             if part.is_quoted or part.kind in ("literal", "placeholder"):
-                separator = " " if index and not is_array else ""
-                fields[-1].add(separator + value.text, value)
+                if index and not is_array:
+                    fields[-1].add(" ", _Value(" "))
+                fields[-1].add(value.text, value)
                 continue
             if index or value.text[:1].isspace():
                 fields.append(_Field())
-            pieces = value.text.split()
-            for number, piece in enumerate(pieces):
+            pieces = list(re.finditer(r"\S+", value.text))
+            for number, match in enumerate(pieces):
                 if number:
                     fields.append(_Field())
+                piece, lines = match[0], value.source.part(*match.span())
                 names = _names_in(piece, value)
-                fields[-1].add(piece, replace(value, missing=names), is_bare=piece in map(_shown, names))
+                part_of_value = replace(value, missing=names, line=lines.at(0), lines=lines)
+                fields[-1].add(piece, part_of_value, is_bare=piece in map(_shown, names))
             if pieces and value.text[-1:].isspace():
                 fields.append(_Field())
 
@@ -188,12 +200,15 @@ class ShellVariables:
         if index not in ("@", "*"):
             at = int(index) if index and index.isdigit() else 0
             values = values[at : at + 1]
-        return tuple(_Value(value.text, value.missing, value.line, number > 0) for number, value in enumerate(values))
+        return tuple(
+            _Value(value.text, value.missing, value.line, number > 0, value.lines)
+            for number, value in enumerate(values)
+        )
 
     def _positional(self) -> Iterator[_Value]:
         number = 1
         while (values := self.get(str(number))) is not None:
-            yield _Value(values[0].text, values[0].missing, values[0].line, number > 1)
+            yield _Value(values[0].text, values[0].missing, values[0].line, number > 1, values[0].lines)
             number += 1
 
     def _with_default(
@@ -211,9 +226,7 @@ class ShellVariables:
         parts = _default_parts(argument, line)
         made = [value for part in parts for value in self._part(part, line, depth + 1)]
         if kind == "=" and name.isidentifier():  # `: ${X=default}` is an assignment too
-            text = "".join(" " * (index > 0 and item.follows_blank) + item.text for index, item in enumerate(made))
-            missing = tuple(name for item in made for name in item.missing)
-            self.assign(name, [ShellText(text, line, missing)], line=line, appends=False, is_array=False)
+            self.assign(name, [_joined(made, line)], line=line, appends=False, is_array=False)
         return made
 
 
@@ -270,6 +283,21 @@ class _Value:
     missing: tuple[str, ...] = ()
     line: int = 0
     follows_blank: bool = False
+    lines: SourceLines = NO_LINES
+
+    @property
+    def source(self) -> SourceLines:
+        return self.lines if self.lines.starts else SourceLines.of(self.line)
+
+
+def _joined(values: Sequence[_Value], line: int) -> ShellText:
+    """Returns values as one text; those of a list have blanks between them."""
+    pieces: list[tuple[str, SourceLines]] = []
+    for value in values:
+        pieces += [(" ", NO_LINES)] if pieces and value.follows_blank else []
+        pieces.append((value.text, value.source))
+    missing = tuple(dict.fromkeys(name for value in values for name in value.missing))
+    return ShellText("".join(text for text, _ in pieces), line, missing, lines=SourceLines.joined(pieces))
 
 
 def _names_in(piece: str, value: _Value) -> tuple[str, ...]:
@@ -286,12 +314,15 @@ class _Field:
     is_quoted: bool = False
     is_bare: bool = False
     line: int = 0
+    pieces: list[tuple[str, SourceLines]] = field(default_factory=list)
 
     def add(self, text: str, value: _Value, *, is_bare: bool = False) -> None:
         self.is_bare = is_bare and not self.text
+        self.pieces.append((text, value.source))
         self.text += text
         self.missing = tuple(dict.fromkeys((*self.missing, *value.missing)))
         self.line = self.line or value.line
 
     def finished(self, line: int) -> ShellText:
-        return ShellText(self.text, self.line or line, self.missing, self.is_bare and bool(self.missing))
+        lines = SourceLines.joined(self.pieces)
+        return ShellText(self.text, self.line or line, self.missing, self.is_bare and bool(self.missing), lines)

@@ -11,7 +11,7 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.checkpoint.megatron import open_megatron
-from petatron.cli.subcommands.megatron_convert import from_megatron_flags
+from petatron.cli.subcommands.megatron_convert import from_megatron_flags, parser
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
 from tests.golden.make_megatron import FOLDER
@@ -39,6 +39,18 @@ def test_the_converter_writes_what_its_flags_ask_for(
     assert open_megatron(target).model["num_layers"] == 2
     assert "is now" in capsys.readouterr().out
     assert run("checkpoint/convert.py", source, tmp_path / "ours", "--to", "petatron", monkeypatch=monkeypatch) == 0
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--help"], 0), (["--loader", "core", "-h"], 0), ([], 2)])
+def test_the_help_of_the_converter_has_the_flags_that_it_takes(
+    words: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert run("checkpoint/convert.py", *words, monkeypatch=monkeypatch) == status
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: tools/checkpoint/convert.py") and "SOURCE TARGET --to" in shown
+    flags = {flag for action in parser()._actions for flag in action.option_strings}
+    assert {"--load-dir", "--target-pipeline-parallel-size", "--megatron-path"} <= flags
+    assert all(flag in shown for flag in flags)
 
 
 def test_flags_of_the_converter():

@@ -27,6 +27,7 @@ _SAVERS = {
     **dict.fromkeys(("hf", "huggingface"), _HUGGING_FACE),
     "petatron": "petatron",
 }
+_IGNORED_HELP = "accepted, and changes nothing"
 _SPECS = {"transformer_engine": "te", "local": "local"}
 _SIZES = {"--tp": "tensor", "--pp": "pipeline", "--ep": "expert"}
 _IGNORED_SWITCHES = ("--no-checking", "--add-qkv-bias")
@@ -49,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     root = CommandParser(
         prog="tools/checkpoint/convert.py",
         description="Converts a model, with Megatron-LM's flags.",
-        epilog="All other words are flags of `petatron checkpoint convert`.",
+        epilog="All other words are flags of `petatron checkpoint convert`, whose own command line (SOURCE TARGET --to FORMAT) is "
+        "understood too; it has a --help of its own.",
     )
     add = root.add_argument
     add("--model-type", help="GPT")
@@ -65,9 +67,9 @@ def parser() -> argparse.ArgumentParser:
     add("--bf16", action="store_true", help="weights in bfloat16")
     add("--fp16", action="store_true", help="weights in float16")
     for name in _IGNORED_SWITCHES:
-        add(name, action="store_true", help=argparse.SUPPRESS)
+        add(name, action="store_true", help=_IGNORED_HELP)
     for name in _IGNORED_VALUES:
-        add(name, help=argparse.SUPPRESS)
+        add(name, metavar="X", help=_IGNORED_HELP)
     return root
 
 

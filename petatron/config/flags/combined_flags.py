@@ -14,11 +14,8 @@ from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.sections.hybrid import STAGE_BOUNDARY
 from petatron.config.value_origins import Setting
 
-_MEGATRON_FSDP, _FSDP_GRADS, _EXPORTED_L2_NORM = (
-    "--use-megatron-fsdp",
-    "--megatron-fsdp-main-grads-dtype",
-    "--export-qk-l2-norm",
-)
+_MEGATRON_FSDP = ("--use-megatron-fsdp", "--use-megatron-fsdp-v2")
+_FSDP_GRADS, _EXPORTED_L2_NORM = "--megatron-fsdp-main-grads-dtype", "--export-qk-l2-norm"
 
 
 def apply_combined_rules(parsed: ParsedFlags) -> None:
@@ -90,10 +87,13 @@ def _drop_unusable_overlap(parsed: ParsedFlags) -> None:
         for name in ("overlap_moe_expert_parallel_comm", "fine_grained_activation_offloading")
     )
     overlaps = [setting for setting in parsed.settings if setting.path == path and setting.value]
-    beside = None
-    if any(setting.origin.detail.replace("_", "-") == _MEGATRON_FSDP for setting in parsed.settings):
-        beside = _MEGATRON_FSDP
-    elif parsed.megatron_defaults and any(setting.path == offload and setting.value for setting in parsed.settings):
+    spellings_typed = {setting.origin.detail.replace("_", "-") for setting in parsed.settings}
+    beside = next((flag for flag in _MEGATRON_FSDP if flag in spellings_typed), None)
+    if (
+        beside is None
+        and parsed.megatron_defaults
+        and any(setting.path == offload and setting.value for setting in parsed.settings)
+    ):
         beside = fields_by_path()[offload].flag
     if beside is None:
         return
@@ -158,8 +158,15 @@ def _split_hybrid_pattern(parsed: ParsedFlags) -> None:
     parts = split_depths(pattern)
     stages = parts.main.split(STAGE_BOUNDARY)
     if len(stages) > 1:
-        layout = STAGE_BOUNDARY.join("t" * len(stage) for stage in stages)
-        parsed.add_setting(fields_by_name()["pipeline_model_parallel_layout"], f"E{layout}L", spelling)
+        layout = f"E{STAGE_BOUNDARY.join('t' * len(stage) for stage in stages)}L"
+        field = fields_by_name()["pipeline_model_parallel_layout"]
+        other = parsed.settings[given[field.path]] if field.path in given else None
+        if other is not None and other.value not in (None, layout):
+            rule = f"cuts the layers into stages, and so do the bars of {spelling} {pattern}"
+            parsed.problems.append(
+                Problem(other.origin.detail, str(other.value), rule, "Keep one way to cut the layers.")
+            )
+        parsed.add_setting(field, layout, spelling)
     parsed.problems += depth_problems(spelling, pattern)
     if parts.depths and not parts.main:
         parsed.doubtful_flags.add(info.flag)

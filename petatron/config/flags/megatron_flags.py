@@ -87,6 +87,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     # Megatron's switches for FSDP; the strategy decides how much is sharded when that is given too.
     "--use-torch-fsdp2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
     "--use-megatron-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
+    "--use-megatron-fsdp-v2": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
     "--use-custom-fsdp": Shorthand("data_parallel_sharding_strategy", "optim_grads_params", is_overridable=True),
 }
 

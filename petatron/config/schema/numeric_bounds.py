@@ -60,5 +60,7 @@ RotaryBase = Annotated[float, NumericBounds(1e15)]
 LearningRate = Annotated[float, NumericBounds(1e4)]
 LossScale = Annotated[float, NumericBounds(2.0**64)]
 Minutes = Annotated[float, NumericBounds(1e7)]
+RunMinutes = Annotated[float, NumericBounds(1e12)]
+"""How long a run may take: scripts that want no limit give one of centuries."""
 Seconds = Annotated[float, NumericBounds(1e7)]
 Gigabytes = Annotated[float, NumericBounds(1e6)]

@@ -14,9 +14,9 @@ from petatron.config.schema.numeric_bounds import (
     Fraction,
     IterationCount,
     LearningRate,
-    Minutes,
     PortNumber,
     RankCount,
+    RunMinutes,
     SampleCount,
     Seconds,
     Seed,
@@ -191,7 +191,7 @@ class RawTrainConfig(EvaluationSettings, StepCheckSettings):
     """Updates between two that the average of `--ema-decay` takes."""
     exit_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Save and exit when the iteration is a multiple of this."""
-    exit_duration_in_mins: Annotated[Minutes, "above 0"] | None = None
+    exit_duration_in_mins: Annotated[RunMinutes, "above 0"] | None = None
     """Save and exit after this many minutes."""
     exit_signal_grace_s: Annotated[Seconds, "at least 0"] = 25.0
     """Seconds after SIGTERM within which the step must end; then the run exits (code 143) without saving. 0 means no limit."""

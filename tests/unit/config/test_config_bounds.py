@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.config.derived_defaults import derive_defaults
 from petatron.config.schema.fields import FieldInfo, all_fields, replace_fields
+from petatron.train.stop_monitor import time_limit_left_s
 from petatron.validate import check_config, load_config, resolve_config
 
 NUMBERS = [info for info in all_fields() if info.kind in ("int", "float")]
@@ -41,6 +44,13 @@ def test_each_number_alone_is_a_problem_also_when_it_was_never_text(value: int):
         config = replace_fields(base, {info.path: (value,) if info.is_list else value})
         config, _ = derive_defaults(config, chosen_paths={info.path})
         assert info.flag in {problem.where for problem in check_config(config)}, f"{info.flag} {value}"
+
+
+def test_a_time_limit_of_centuries_is_none():
+    """Megatron's scripts write 235000000 minutes where a run shall not end by itself."""
+    config = load_config([*TRAINING, "--exit-duration-in-mins", "235000000"]).config
+    left_s = time_limit_left_s(config.train, time.monotonic())
+    assert left_s is not None and left_s > 1e10
 
 
 def test_a_slipped_digit_names_the_flag_and_the_bound():

@@ -435,6 +435,8 @@ def test_the_table_names_flags_and_commands_that_exist():
         "--rerun-mode disabled",
         "--main-params-dtype fp32",
         "--fp8-margin 0",
+        "--tokenizer-library huggingface",
+        "--tokenizer-library=sentencepiece",
         "--megatron-fsdp-grad-comm-dtype fp32",
         "--spec local",
         "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
@@ -462,10 +464,19 @@ def test_latent_attention_rotates_beside_a_learned_table_as_in_megatron():
     }
 
 
-def test_megatrons_fsdp_goes_on_without_the_overlap_of_experts():
-    parsed = parse_flags("--overlap-moe-expert-parallel-comm --use-megatron-fsdp".split())
+@pytest.mark.parametrize("switch", ["--use-megatron-fsdp", "--use-megatron-fsdp-v2"])
+def test_megatrons_fsdp_goes_on_without_the_overlap_of_experts(switch: str):
+    parsed = parse_flags(["--overlap-moe-expert-parallel-comm", switch])
     assert [setting.path for setting in parsed.settings] == ["parallel.data_parallel_sharding_strategy"]
-    assert "--use-megatron-fsdp it does not overlap; no number changes" in parsed.implied[0].reason
+    assert f"{switch} it does not overlap; no number changes" in parsed.implied[0].reason
+
+
+def test_flags_of_other_versions_of_megatron_change_nothing():
+    typed = "--dist-ckpt-use-dtensor-format --inference-dynamic-batching-max-requests-override 8 --mfsdp-cuda-graph attn mlp"
+    parsed = parse_flags(typed.split())
+    assert not parsed.problems and not parsed.settings and len(parsed.implied) == 3
+    [problem] = problems("--tokenizer-library byte-level")
+    assert "needs this library of tokenizers" in problem and "--tokenizer-type" in problem
 
 
 def test_megatrons_scripts_go_on_without_the_overlap_of_experts_where_modules_are_offloaded():

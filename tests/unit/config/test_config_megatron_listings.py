@@ -201,6 +201,46 @@ def test_bars_of_a_hybrid_pattern_are_pipeline_stages():
     assert config.parallel.num_virtual_stages_per_pipeline_rank == 2
 
 
+BARRED = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 64 --mock-data --lr 1 --train-iters 2"
+
+
+def test_bars_of_a_hybrid_pattern_cut_nothing_on_one_rank():
+    argv = [*BARRED.split(), "--hybrid-layer-pattern", "M-M*-|M-M-M", "--mamba-num-groups", "1"]
+    loaded, problems = resolve_config(argv)
+    assert problems == [] and len(pipeline_stages(loaded.config)) == 1
+    assert "the bars of --hybrid-layer-pattern have no effect: the pipeline-parallel size is 1" in loaded.notices
+    assert resolve_config([*argv, "--pp", "2"])[0].config.parallel.pipeline_model_parallel_layout == "Ettttt|tttttL"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (
+            "--hybrid-layer-pattern M-M*-|M-M-|M",
+            "--hybrid-layer-pattern M-M*-|M-M-|M has 3 stages, which is not a multiple of --pipeline-model-parallel-size 2. "
+            "Use 2 or 4 stages; | ends a stage.",
+        ),
+        (
+            "--hybrid_override_pattern M-|M-M*|-M|M --num-virtual-stages-per-pipeline-rank 3",
+            "--hybrid_override_pattern M-|M-M*|-M|M has 4 stages, but pp 2 x virtual 3 is 6. Write 6 stages, or leave out the "
+            "number of virtual stages.",
+        ),
+        (
+            "--hybrid-layer-pattern M-M*-|M-M-M --decoder-first-pipeline-num-layers 3",
+            "--decoder-first-pipeline-num-layers cannot be combined with the bars of --hybrid-layer-pattern. Keep one way to cut "
+            "the layers.",
+        ),
+        (
+            "--hybrid-layer-pattern M-M*|M-M- --pipeline-model-parallel-layout Ettt|tttttL",
+            "--pipeline-model-parallel-layout Ettt|tttttL cuts the layers into stages, and so do the bars of --hybrid-layer-pattern "
+            "M-M*|M-M-. Keep one way to cut the layers.",
+        ),
+    ],
+)
+def test_what_is_wrong_with_bars_is_told_of_the_pattern(flags: str, problem: str):
+    assert messages([*BARRED.split(), "--mamba-num-groups", "1", "--pp", "2", *flags.split()]) == {problem}
+
+
 def test_a_tokenizer_that_is_not_here_asks_for_no_files_of_another():
     argv = [*TOY, "--no-mock-data", "--data-path", "a", "--vocab-file", "v", "--tokenizer-type", "BertWordPieceCase"]
     assert [problem.where for problem in resolve_config(argv)[1]] == ["--tokenizer-type"]

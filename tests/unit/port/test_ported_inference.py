@@ -71,6 +71,13 @@ def test_a_script_that_serves(tmp_path: Path):
         assert "each request says it: --temperature, --ignore-eos, --seed" in "\n".join(run.accepted)
 
 
+@pytest.mark.parametrize("kind", ["requests", "tokens"])
+def test_limits_of_the_engine_have_earlier_names_too(kind: str, tmp_path: Path):
+    text = "python gpt_dynamic_inference.py --load /x --prompts a --inference-dynamic-batching-max"
+    now, before = (port(f"{text}-{kind}{ending} 4096", tmp_path) for ending in ("", "-override"))
+    assert not before.blocks and before.argv == now.argv and "4096" in now.argv
+
+
 def test_flags_of_tests_of_an_engine_change_nothing(tmp_path: Path):
     """Answers do not depend on them: how caches, graphs and replicas are made, and how often prompts are repeated."""
     flags = " ".join(f"{flag} 1" for flag in sorted(WITHOUT_EFFECT))

@@ -56,6 +56,12 @@ GELU = {"activation": "gelu_tanh"}
 """The activation of Megatron's default, a fused kernel of bias and gelu, which a script has that names no other."""
 
 
+MODEL = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --position-embedding-type none --vocab-size 64 --mock-data "
+    "--micro-batch-size 1 --lr 0.1 --train-iters 2"
+)
+
+
 def port(text: str, tmp_path: Path, name: str = "train.sh", **options: object) -> PortedRun:
     (tmp_path / name).write_text(text)
     return port_file(tmp_path / name, **{"given": {}, **options})  # type: ignore[arg-type]
@@ -253,6 +259,16 @@ def test_a_mamba_script_is_a_hybrid_model(tmp_path: Path):
     assert {setting.path: setting.value for setting, _ in run.settings}["model.is_hybrid_model"] is True
 
 
+def test_bars_of_a_pattern_on_one_rank_are_no_layout(tmp_path: Path):
+    flags = f"{MODEL} --hybrid-layer-pattern 'M*|M-M-' --mamba-num-groups 1"
+    run = port(f"torchrun --nproc_per_node 1 pretrain_hybrid.py {flags}", tmp_path)
+    (tmp_path / "ported.yaml").write_text(run.yaml())
+    assert not run.blocks and not resolve_config(files=(tmp_path / "ported.yaml",))[1]
+    assert "pipeline_model_parallel_layout" not in run.yaml() and "M*M-M-" in run.yaml()
+    run = port(f"torchrun --nproc_per_node 2 pretrain_hybrid.py {flags} --pipeline-model-parallel-size 2", tmp_path)
+    assert "pipeline_model_parallel_layout: Ett|ttttL" in run.yaml()
+
+
 def test_files_that_are_not_here_do_not_block():
     run = port_file(SCRIPTS / "mini_moe.sh", given={})
     assert not run.blocks and len(run.absent_files) == 3
@@ -301,6 +317,52 @@ def test_functional_tests_are_unquoted_twice_and_brackets_hold_several_values(tm
         "save": "it's",
         **GELU,
     }
+
+
+def test_functional_tests_with_anchors_and_merge_keys(tmp_path: Path):
+    """A mapping's own values win, then those of the first mapping that is merged; lines are those of the values."""
+    text = """BASE: &BASE
+  --num-layers: 2
+  --lr: &RATE 0.1
+MORE: &MORE
+  <<: *BASE
+  --num-layers: 3
+  --bf16: true
+ENV_VARS: &VARIABLES {ROOT: /data}
+OTHER: *VARIABLES
+MODEL_ARGS:
+  <<: [*MORE, {--seed: 5, --num-layers: 7}]
+  --min-lr: *RATE
+  --lr: 0.2
+  --save: ${ROOT}
+"""
+    run = port(text, tmp_path, "model_config.yaml")
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    expected = {"num_layers": 3, "bf16": True, "seed": 5, "min_lr": 0.1, "lr": 0.2, "save": "/data", **GELU}
+    assert made == expected and not run.flags.of_kind("blocking")
+    lines = {answer.flag.text: answer.flag.line for answer in run.flags.answers}
+    assert (lines["--num-layers"], lines["--bf16"], lines["--lr"]) == (6, 7, 13)
+    notes = " ".join(note.text for note in run.notes)
+    assert "OTHER: is not a setting" in notes and "BASE" not in notes and "MORE" not in notes
+
+
+def test_functional_tests_with_values_that_are_none(tmp_path: Path):
+    text = """MODEL_ARGS:
+  --bf16:
+  --lr: ~
+  --num-layers: null
+  --save: ""
+  --swiglu: "true"
+  --seed: 5
+"""
+    run = port(text, tmp_path, "model_config.yaml")
+    made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
+    assert made == {"bf16": True, "activation": "swiglu", "seed": 5}
+    blocking = {answer.flag.text: answer.why for answer in run.flags.of_kind("blocking")}
+    assert set(blocking) == {"--lr", "--num-layers"} and blocking["--lr"].startswith("needs a value")
+    notes = {note.line: note.text for note in run.notes}
+    assert "--lr is null" in notes[3] and "--bf16 is null: it counts as the flag alone" in notes[2]
+    assert "--save is an empty text, and left out" in notes[5]
 
 
 def test_flags_that_no_command_uses_are_those_of_a_training_script(tmp_path: Path):
@@ -370,6 +432,11 @@ def test_functional_tests_of_hybrids_with_depths(
         ("open.yaml", b"MODEL_ARGS: {\n", "it is not valid YAML"),
         ("deep.yaml", b"MODEL_ARGS: " + b"[" * 50 + b"]" * 50, "nested too deeply"),
         ("mapping.yaml", b"MODEL_ARGS:\n  --lr:\n    a: 1\n", "line 2: --lr has a mapping"),
+        ("merged.yaml", b"MODEL_ARGS:\n  <<: 5\n", "line 2: it is not valid YAML: expected a mapping"),
+        ("key.yaml", b"MODEL_ARGS:\n  ? [a]\n  : 1\n", "line 2: a sequence is a key, where a name is expected"),
+        ("top.yaml", b"? {a: 1}\n: 1\n", "line 1: a mapping is a key"),
+        ("items.yaml", b"MODEL_ARGS:\n  --data-path: [a, null]\n", "line 2: --data-path has null in its list"),
+        ("nested.yaml", b"MODEL_ARGS:\n  --data-path: [[a]]\n", "line 2: --data-path has a sequence in its list"),
         ("objects.yaml", b"MODEL_ARGS: !!python/object/apply:os.system ['touch x']\n", "it has no MODEL_ARGS"),
     ],
 )  # fmt: skip

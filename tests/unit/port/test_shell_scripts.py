@@ -149,6 +149,36 @@ def test_a_value_of_the_user_wins():
     assert arguments('run $1 "$@"', {"1": "a b", "2": "c"}) == ["run", "a", "b", "a b", "c"]
 
 
+PLAIN = "--num-layers 2\n  --lr 1\n\n  --seed 5"
+CONTINUED = "--num-layers 2 \\\n  --lr 1 \\\n \\\n  --seed $SEED"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f'A="\n"\nA="{PLAIN}\n"\nrun $A',
+        f"A=x\n\nA='{PLAIN}'\nA=\"$A \\\n--bf16\"\nrun $A",
+        f"A=x\n\nrun {CONTINUED}",
+        f'A=x\n\neval "run {CONTINUED}"',
+        f'A=x\n\nC="run {CONTINUED}"\neval $C > log',
+        f"A=x\n\nC='run {CONTINUED}'\nsrun bash -c \"${{C}}\"",
+        f'A="run "\n\nA+="{CONTINUED}"\n$A',
+        f'f() {{\n run $1\n}}; f "{CONTINUED}"',
+        f'A=x\n\nA=(run "{CONTINUED}")\neval "${{A[@]}}"',
+    ],
+)
+def test_a_word_of_a_quoted_text_has_its_own_line(script: str):
+    lines = {text.text: text.line for text in read(script).commands[-1].arguments}
+    assert (lines["--num-layers"], lines["2"], lines["--lr"], lines["1"], lines["--seed"]) == (3, 3, 4, 4, 6)
+
+
+def test_a_command_in_a_text_begins_at_its_own_line():
+    script = read('C="\ncd /x;\nfirst\n  second \\\n --x\n"\neval "$C"')
+    assert [(command.line, command.arguments[0].text) for command in script.commands] == [
+        *((2, "cd"), (3, "first"), (4, "second"))
+    ]
+
+
 @pytest.mark.parametrize(
     ("script", "line", "why"),
     [
@@ -167,7 +197,7 @@ def test_a_value_of_the_user_wins():
         ("A=(1; 2)", 1, "not expected in an array"),
         ("run ([0]*2)", 1, "needs quotes"),
         ("f() { f; }\nf", 1, "calls nest"),
-        ("C='eval $C'\neval $C", 2, "nest more than"),
+        ("C='eval $C'\neval $C", 1, "nest more than"),
         ("if true; then " * 60 + "run" + "; fi" * 60, 1, "blocks nest"),
         ("run " + "$((" * 80 + "1" + "))" * 80, 1, "deep"),
         ("run " + "${A:-" * 80 + "1" + "}" * 80, 1, "deep"),

@@ -117,8 +117,9 @@ ONE_PROBLEM = [
         "Write one of M G * - E P (Mamba-2, gated delta net, attention, MLP, experts, attention and Mamba-2 in parallel) for each layer.",
     ),
     (
-        f"{PATTERN} M*|M-",
-        "--pipeline-model-parallel-layout Ett|ttL needs --pipeline-model-parallel-size above 1. Leave it out.",
+        f"{PATTERN} M*|M-|M --pp 2",
+        "--hybrid-layer-pattern M*|M-|M has 3 stages, which is not a multiple of --pipeline-model-parallel-size 2. Use 2 or 4 "
+        "stages; | ends a stage.",
     ),
     (
         f"{PATTERN} MM/M*/** --position-embedding-type none",

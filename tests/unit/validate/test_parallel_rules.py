@@ -161,7 +161,8 @@ def test_derived(flags: str, path: str, value: object, why: str):
 
 
 @pytest.mark.parametrize(
-    "switch", ["--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp", "--use_torch_fsdp2"]
+    "switch",
+    ["--use-torch-fsdp2", "--use-megatron-fsdp", "--use-megatron-fsdp-v2", "--use-custom-fsdp", "--use_torch_fsdp2"],
 )
 def test_the_switch_for_fsdp_leaves_the_strategy_to_its_own_flag(switch: str):
     assert load(switch).config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
