@@ -68,7 +68,9 @@ def test_links_lead_somewhere(page: Path):
 
 def _anchors(page: Path) -> set[str]:
     """The names under which GitHub links to the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL), re.M)
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL), re.M
+    )
     texts = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts}
 

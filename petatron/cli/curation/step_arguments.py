@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun, format_bytes
-from petatron.cli.subcommands.progress import StderrProgress
+from petatron.cli.subcommands.stderr_progress import StderrProgress
 
 if TYPE_CHECKING:
     from petatron.data.curate.files.pass_progress import OnProgress, StepProgress

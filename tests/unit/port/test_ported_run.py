@@ -340,7 +340,7 @@ MODEL_ARGS:
     made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
     expected = {"num_layers": 3, "bf16": True, "seed": 5, "min_lr": 0.1, "lr": 0.2, "save": "/data", **GELU}
     assert made == expected and not run.flags.of_kind("blocking")
-    lines = {answer.flag.text: answer.flag.line for answer in run.flags.answers}
+    lines = {answer.flag.text: answer.flag.line for answer in run.flags.all_flags}
     assert (lines["--num-layers"], lines["--bf16"], lines["--lr"]) == (6, 7, 13)
     notes = " ".join(note.text for note in run.notes)
     assert "OTHER: is not a setting" in notes and "BASE" not in notes and "MORE" not in notes
