@@ -119,7 +119,7 @@ def test_settings_that_contradict_each_other_are_told_together(files: Path, caps
             assert main([*command, *flags.split()]) == 2
             told = capsys.readouterr().err
             assert [text for text in expected if text not in told] == [], flags
-    assert main(["data", "inspect", "x", "--tokenizer-type", "BertWordPieceCase"]) in (1, 2)
+    assert main(["data", "inspect", "x", "--tokenizer-type", "MultimodalTokenizer"]) in (1, 2)
     assert main(["train", *MODEL, "--mock-data", "--tokenizer-model", "gone.model"]) == 2
     assert "--tokenizer-model gone.model does not exist" in capsys.readouterr().err
     assert (

@@ -202,5 +202,5 @@ def test_bars_of_a_hybrid_pattern_are_pipeline_stages():
 
 
 def test_a_tokenizer_that_is_not_here_asks_for_no_files_of_another():
-    argv = [*TOY, "--no-mock-data", "--data-path", "a", "--vocab-file", "v", "--tokenizer-type", "BertWordPieceCase"]
+    argv = [*TOY, "--no-mock-data", "--data-path", "a", "--vocab-file", "v", "--tokenizer-type", "MultimodalTokenizer"]
     assert [problem.where for problem in resolve_config(argv)[1]] == ["--tokenizer-type"]

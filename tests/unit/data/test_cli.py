@@ -79,9 +79,9 @@ def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("flags", "code", "message"),
     [
         (
-            ("--tokenizer-type", "BertWordPieceLowerCase"),
+            ("--tokenizer-type", "MultimodalTokenizer"),
             2,
-            "--tokenizer-type BertWordPieceLowerCase is not in this version",
+            "--tokenizer-type MultimodalTokenizer is not in this version",
         ),
         (("--split-sentences", "--keep-newlines"), 2, "2 problems"),
         (("--log-interval", "0"), 2, "--log-interval 0 must be at least 1"),
