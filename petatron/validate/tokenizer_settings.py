@@ -44,7 +44,7 @@ def check_tokenizer(tokenizer: TokenizerConfig) -> Iterator[Problem]:
     elif kind in SENTENCEPIECE_TYPES:
         yield from _pieces(tokenizer)
     elif kind in WORDPIECE_TYPES:
-        yield from _word_pieces(tokenizer)
+        yield from _word_pieces(tokenizer, kind)
     elif kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer") and tokenizer.tokenizer_special_tokens:
         rule = f"names tokens that a {kind} has in its own files"
         yield Problem(
@@ -77,8 +77,7 @@ def _pieces(tokenizer: TokenizerConfig) -> Iterator[Problem]:
         yield Problem("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "", rule, fix)
 
 
-def _word_pieces(tokenizer: TokenizerConfig) -> Iterator[Problem]:
-    kind = tokenizer.tokenizer_type
+def _word_pieces(tokenizer: TokenizerConfig, kind: str) -> Iterator[Problem]:
     if tokenizer.vocab_file is None:
         yield Problem("--tokenizer-type", kind, "needs --vocab-file", "Give the vocab.txt of a BERT model.")
     for name in ("tokenizer_model", "merge_file"):

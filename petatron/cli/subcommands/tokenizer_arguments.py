@@ -38,6 +38,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab-extra-ids", type=int, metavar="N", help="sentinels after the vocabulary of WordPiece or SentencePiece")
     text = "divide texts into words as BERT's tokenizer in Python does (WordPiece)"
     add("--tokenizer-hf-no-use-fast", action="store_true", default=None, help=text)
+    add("--extra-vocab-size", type=int, metavar="N", help=argparse.SUPPRESS)
 
 
 def _types() -> tuple[str, ...]:
@@ -70,6 +71,8 @@ def tokenizer_settings(args: argparse.Namespace, problems: list[Problem]) -> Tok
     reported = {problem.where for problem in numbers}
     beyond = [problem for problem in out_of_bounds(run, reported=reported) if problem.where in flags]
     problems += [*numbers, *beyond, *check_tokenizer(config)]
+    if args.extra_vocab_size is not None:
+        print("note: --extra-vocab-size has no effect: token files have the ids of texts alone.", file=sys.stderr)
     for info in infos:
         if why := info.unused_reason(run):
             print(f"note: {info.flag} has no effect: {why}.", file=sys.stderr)

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bert_vocabulary(tmp_path_factory.mktemp("bert") / "vocab.txt")
 
 
-def opened(vocab: Path, kind: str, **settings: object) -> Tokenizer:
+def opened(vocab: Path, kind: Any, **settings: Any) -> Tokenizer:
     return build_tokenizer(TokenizerConfig(tokenizer_type=kind, vocab_file=str(vocab), **settings))
 
 
@@ -62,7 +63,7 @@ def test_ids_are_those_of_transformers(vocab: Path, kind: str, in_python: bool):
 
 def test_the_two_implementations_differ_where_unicode_is_newer_or_composed(vocab: Path):
     """The difference that --tokenizer-hf-no-use-fast makes; without such texts the test above would show nothing."""
-    for kind, text in (("BertWordPieceLowerCase", "\u0378"), ("BertWordPieceCase", "e\u0301"), (KINDS[0], "ΑΣ")):
+    for kind, text in (("BertWordPieceLowerCase", "\u0378"), ("BertWordPieceCase", "e\u0301"), (KINDS[0], "ΣΣ")):
         library, python = opened(vocab, kind), opened(vocab, kind, tokenizer_hf_no_use_fast=True)
         assert library.encode(text) != python.encode(text)
         assert library.encode("The café, 東京!") == python.encode("The café, 東京!")
@@ -120,7 +121,7 @@ def test_the_files_of_a_model_folder_give_the_same_ids(vocab: Path, kind: str, t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_with_a_vocab_txt_alone(vocab: Path, kind: str, tmp_path: Path):
+def test_a_folder_with_a_vocab_txt_alone(vocab: Path, kind: Any, tmp_path: Path):
     ours = opened(vocab, kind, tokenizer_special_tokens=("[EOS]",), vocab_extra_ids=2, tokenizer_hf_no_use_fast=True)
     for name, content in ours.files().items():
         (tmp_path / name).write_bytes(content)
