@@ -82,7 +82,7 @@ class WordPieceTokenizer(LibraryTokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._splitter is not None:
-            texts = [" ".join(self._splitter.words(text)) for text in texts]
+            texts = [" ".join(self._splitter.split(text)) for text in texts]
         return super().encode_batch(texts)
 
     def files(self) -> dict[str, bytes]:

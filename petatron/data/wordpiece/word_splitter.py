@@ -64,30 +64,30 @@ class WordSplitter:
         self._special_tokens = frozenset(special_tokens)
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        self._cleaned, self._split = _CleanedCharacters(), _SplitCharacters(drops_accents=lowercase)
+        self._cleaned, self._divided = _CleanedCharacters(), _SplitCharacters(drops_accents=lowercase)
 
-    def words(self, text: str) -> list[str]:
+    def split(self, text: str) -> list[str]:
         """Returns the words of a text.
 
-        >>> WordSplitter(["[MASK]"], lowercase=True).words("Ça va? 東京 [MASK]")
+        >>> WordSplitter(["[MASK]"], lowercase=True).split("Ça va? 東京 [MASK]")
         ['ca', 'va', '?', '東', '京', '[MASK]']
         """
-        words: list[str] = []
+        divided: list[str] = []
         for part in self._pattern.split(text):
-            words += [part] if part in self._special_tokens else self._plain_words(part)
-        return words
+            divided += [part] if part in self._special_tokens else self._split_plain(part)
+        return divided
 
-    def _plain_words(self, text: str) -> list[str]:
+    def _split_plain(self, text: str) -> list[str]:
         composed = unicodedata.normalize("NFC", text.translate(self._cleaned))
         if self._special_tokens.isdisjoint(composed.split()):
-            return self._split_words(composed)
+            return self._split_composed(composed)
         # The characters that cleaning drops may have hidden the name of a special token.
-        words: list[str] = []
+        divided: list[str] = []
         for word in composed.split():
-            words += [word] if word in self._special_tokens else self._split_words(word)
-        return words
+            divided += [word] if word in self._special_tokens else self._split_composed(word)
+        return divided
 
-    def _split_words(self, text: str) -> list[str]:
+    def _split_composed(self, text: str) -> list[str]:
         if self._lowercase:
             text = unicodedata.normalize("NFD", text.lower())
-        return text.translate(self._split).split()
+        return text.translate(self._divided).split()

@@ -140,7 +140,13 @@ def test_tokenizing_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=scaled(60))
 
 
-@pytest.mark.parametrize("name", ["indexed_dataset", "indexed_writer", "split_units", "blended_dataset", "tokenizer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("indexed_dataset", "indexed_writer", "split_units", "blended_dataset", "tokenizer"),
+        *("wordpiece.word_splitter", "sentences.sentence_splitter", "sentences.language_rules"),
+    ],
+)
 def test_examples_in_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"petatron.data.{name}"))
     assert result.attempted > 0 and result.failed == 0
