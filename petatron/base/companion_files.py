@@ -27,6 +27,7 @@ COMPANION_FILES = (
     "chat_template.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
 )
 """Files of a model folder that are copied along with the weights."""
 _MAX_BYTES = 1 << 28

@@ -15,19 +15,15 @@ from pathlib import Path
 
 from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
-from petatron.base.untrusted_files import is_count, read_limited_json, reading_untrusted
-from petatron.data.data_file_error import data_file_error
+from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.sentencepiece_model.exact_bpe import vocabulary_as_json
 from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
 from petatron.data.sentencepiece_model.piece_decoder import PieceDecoder
 from petatron.data.sentencepiece_model.piece_encoder import ExactBpeEncoder, build_piece_encoder
-from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES, tokenizer_config
+from petatron.data.stored_tokenizer_options import OPTIONS_KEY, read_stored_options
+from petatron.data.tokenizers_library import tokenizer_config
 
 MODEL_FILE = "tokenizer.model"
-OPTIONS_KEY = "petatron"
-"""The key of a tokenizer_config.json that stores the non-default options of a tokenizer.model."""
-MAX_EXTRA_IDS = 1 << 16
-"""The most sentinels after a vocabulary; T5 has 100."""
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -157,18 +153,12 @@ def _token_ids(model: PieceModel, tokens: Sequence[str]) -> dict[str, int]:
 
 def stored_options(folder: Path) -> SentencePieceOptions:
     """Returns the options of a folder's tokenizer.model that `files` stored."""
-    config = folder / "tokenizer_config.json"
-    if not config.is_file():
-        return SentencePieceOptions()
-    with reading_untrusted(config, data_file_error):
-        stored = read_limited_json(config, MAX_TOKENIZER_BYTES).get(OPTIONS_KEY, {})
-        tokens, extra_ids = stored.get("special_tokens", []), stored.get("vocab_extra_ids")
-        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-            raise TypeError(f"{OPTIONS_KEY}.special_tokens is no list of texts")
-        if extra_ids is not None and not (is_count(extra_ids) and extra_ids <= MAX_EXTRA_IDS):
-            raise ValueError(f"{OPTIONS_KEY}.vocab_extra_ids is no number from 0 to {MAX_EXTRA_IDS:,}")
-        keeps = stored.get("keep_extra_spaces", False) is True
-        return SentencePieceOptions(special_tokens=tuple(tokens), vocab_extra_ids=extra_ids, keep_extra_spaces=keeps)
+    stored = read_stored_options(folder)
+    return SentencePieceOptions(
+        special_tokens=stored.special_tokens,
+        vocab_extra_ids=stored.vocab_extra_ids,
+        keep_extra_spaces=stored.options.get("keep_extra_spaces", False) is True,
+    )
 
 
 def _encode_error(name: Path, why: str) -> DataError:

@@ -26,6 +26,7 @@ from petatron.base.untrusted_files import read_limited_bytes, read_limited_json,
 from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
     DEFAULT_SPECIAL_TOKENS,
+    WORDPIECE_TYPES,
     TokenizerType,
     infer_tokenizer_type,
 )
@@ -40,6 +41,12 @@ from petatron.data.sentencepiece_tokenizer import (
 )
 from petatron.data.tiktoken_tokenizer import TikTokenizer
 from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
+from petatron.data.wordpiece_tokenizer import (
+    VOCABULARY_FILE,
+    WordPieceOptions,
+    WordPieceTokenizer,
+    stored_wordpiece_options,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_UNUSED_IDS = 1 << 16
@@ -212,10 +219,19 @@ def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -
     if kind == "GPT2BPETokenizer":
         vocab = _required(config.vocab_file, kind, "--vocab-file")
         return GPT2BPETokenizer(vocab, _required(config.merge_file, kind, "--merge-file"))
+    if kind in WORDPIECE_TYPES:
+        wordpiece = WordPieceOptions(
+            lowercase=kind == "BertWordPieceLowerCase",
+            special_tokens=config.tokenizer_special_tokens,
+            vocab_extra_ids=config.vocab_extra_ids or 0,
+            splits_in_python=config.tokenizer_hf_no_use_fast,
+        )
+        return WordPieceTokenizer(_required(config.vocab_file, kind, "--vocab-file"), wordpiece)
     if kind is None:
         raise DataError(
-            "No tokenizer is given. Use --tokenizer-model FILE (a tokenizer.json), --vocab-file and --merge-file (GPT-2), "
-            "--tokenizer-type ByteTokenizer, or --tokenizer-type NullTokenizer with --vocab-size."
+            "No tokenizer is given. Use --tokenizer-model FILE (a tokenizer.json), --vocab-file and --merge-file (GPT-2), --vocab-file "
+            "with --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase, --tokenizer-type ByteTokenizer, or --tokenizer-type "
+            "NullTokenizer with --vocab-size."
         )
     model = _required(config.tokenizer_model, kind, "--tokenizer-model")
     if kind == "HuggingFaceTokenizer":
@@ -263,6 +279,15 @@ def folder_tokenizer(folder: Path) -> TokenizerConfig | None:
             tokenizer_sentencepiece_ignore_extra_whitespaces=not options.keep_extra_spaces,
             vocab_extra_ids=options.vocab_extra_ids,
         )
+    if (folder / VOCABULARY_FILE).is_file():
+        wordpiece = stored_wordpiece_options(folder)
+        return TokenizerConfig(
+            tokenizer_type="BertWordPieceLowerCase" if wordpiece.lowercase else "BertWordPieceCase",
+            vocab_file=str(folder / VOCABULARY_FILE),
+            tokenizer_special_tokens=wordpiece.special_tokens,
+            vocab_extra_ids=wordpiece.vocab_extra_ids or None,
+            tokenizer_hf_no_use_fast=wordpiece.splits_in_python,
+        )
     return None
 
 
@@ -274,6 +299,8 @@ def open_tokenizer_files(path: Path) -> Tokenizer:
 
 def missing_for_transformers(tokenizer: Tokenizer) -> str | None:
     """Returns what a model folder with this tokenizer lacks; None if transformers opens it, or if it has no text at all."""
+    if isinstance(tokenizer, WordPieceTokenizer) and tokenizer.splits_in_python:
+        return f"transformers divides texts into words in its own way, and gives rare characters other ids than {tokenizer.name} here"
     if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.has_exact_json:
         return None
     return (
@@ -284,7 +311,7 @@ def missing_for_transformers(tokenizer: Tokenizer) -> str | None:
 
 def vocabulary_json(tokenizer: Tokenizer) -> bytes | None:
     """Returns a tokenizer.json that says what the ids stand for; None if there is no text for them. It may encode otherwise."""
-    if isinstance(tokenizer, SentencePieceTokenizer):
+    if isinstance(tokenizer, SentencePieceTokenizer | WordPieceTokenizer):
         return tokenizer.vocabulary_json()
     return tokenizer.files().get("tokenizer.json")
 

@@ -122,7 +122,7 @@ REFUSED = {
 _ANSWERS = "--n"
 TOKENIZER = (
     *("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-extra-ids"),
-    *("--tokenizer-special-tokens", "--tokenizer-sentencepiece-legacy"),
+    *("--tokenizer-special-tokens", "--tokenizer-sentencepiece-legacy", "--tokenizer-hf-no-use-fast"),
 )
 """Flags of a tokenizer, which are passed on if it can be read here; otherwise the checkpoint's own takes its place."""
 

@@ -34,7 +34,13 @@ def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None
     tokenizer = build_tokenizer(config.tokenizer, vocab_size=_asked_vocab_size(loaded))
     if start is not None:
         _check_start_tokenizer(loaded, tokenizer, start)
-    return with_vocab_size(loaded, tokenizer.vocab_size, f"{tokenizer.name} tokenizer"), tokenizer
+    return with_vocab_size(loaded, *_vocab_size(loaded, tokenizer)), tokenizer
+
+
+def _vocab_size(loaded: LoadedConfig, tokenizer: Tokenizer) -> tuple[int, str]:
+    """Returns the size of the model's vocabulary, and where it comes from."""
+    extra, name = loaded.config.model.extra_vocab_size, f"{tokenizer.name} tokenizer"
+    return tokenizer.vocab_size + extra, f"{name} and --extra-vocab-size {extra}" if extra else name
 
 
 def _asked_vocab_size(loaded: LoadedConfig) -> int | None:

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.sections.tokenizer_options import SENTENCEPIECE_TYPES, special_token_problem
+from petatron.config.schema.sections.tokenizer_options import (
+    SENTENCEPIECE_TYPES,
+    WORDPIECE_TYPES,
+    special_token_problem,
+)
 from petatron.config.schema.training import TokenizerConfig
 
 _MODELS = {
@@ -23,16 +27,24 @@ def check_tokenizer(tokenizer: TokenizerConfig) -> Iterator[Problem]:
     yield from _unread_files(tokenizer)
     if kind in _MODELS and tokenizer.tokenizer_model is None:
         yield Problem("--tokenizer-type", kind, "needs --tokenizer-model", _MODELS[kind])
-    half_given = (tokenizer.vocab_file is None) != (tokenizer.merge_file is None)
+    half_given = kind not in WORDPIECE_TYPES and (tokenizer.vocab_file is None) != (tokenizer.merge_file is None)
     if half_given or (kind == "GPT2BPETokenizer" and tokenizer.vocab_file is None):
         missing = "--vocab-file" if tokenizer.vocab_file is None else "--merge-file"
-        yield Problem(missing, "", "is not set, and GPT-2 BPE needs --vocab-file and --merge-file", "Give both.")
+        is_text = missing == "--merge-file" and str(tokenizer.vocab_file).endswith(".txt")
+        fix = (
+            f"For a vocab.txt of WordPiece, use --tokenizer-type {' or '.join(WORDPIECE_TYPES)}."
+            if is_text
+            else "Give both."
+        )
+        yield Problem(missing, "", "is not set, and GPT-2 BPE needs --vocab-file and --merge-file", fix)
     if kind == "TikTokenizer":
         wrong = special_token_problem(tokenizer.tokenizer_special_tokens, tokenizer.tiktoken_num_special_tokens)
         if wrong is not None:
             yield Problem(_SPECIAL_TOKENS, " ".join(tokenizer.tokenizer_special_tokens), *wrong)
     elif kind in SENTENCEPIECE_TYPES:
         yield from _pieces(tokenizer)
+    elif kind in WORDPIECE_TYPES:
+        yield from _word_pieces(tokenizer, kind)
     elif kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer") and tokenizer.tokenizer_special_tokens:
         rule = f"names tokens that a {kind} has in its own files"
         yield Problem(
@@ -63,3 +75,12 @@ def _pieces(tokenizer: TokenizerConfig) -> Iterator[Problem]:
         rule = f"is for plain text, without {_SPECIAL_TOKENS if named else '--vocab-extra-ids'}"
         fix = "Leave one of the two out."
         yield Problem("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "", rule, fix)
+
+
+def _word_pieces(tokenizer: TokenizerConfig, kind: str) -> Iterator[Problem]:
+    if tokenizer.vocab_file is None:
+        yield Problem("--tokenizer-type", kind, "needs --vocab-file", "Give the vocab.txt of a BERT model.")
+    for name in ("tokenizer_model", "merge_file"):
+        if (path := getattr(tokenizer, name)) is not None:
+            rule = f"is no file of a {kind}, which reads a vocab.txt alone"
+            yield Problem(flag_name(name), path, rule, "Leave it out, and give --vocab-file.")

@@ -11,7 +11,13 @@ import pytest
 from petatron.cli.main import main
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
-from tests.unit.data.vocabularies import LINES, piece_model, trained_tokens, write_vocabulary
+from tests.unit.data.vocabularies import (
+    LINES,
+    piece_model,
+    trained_tokens,
+    write_bert_vocabulary,
+    write_vocabulary,
+)
 
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --position-embedding-type rope "
@@ -119,7 +125,7 @@ def test_settings_that_contradict_each_other_are_told_together(files: Path, caps
             assert main([*command, *flags.split()]) == 2
             told = capsys.readouterr().err
             assert [text for text in expected if text not in told] == [], flags
-    assert main(["data", "inspect", "x", "--tokenizer-type", "BertWordPieceCase"]) in (1, 2)
+    assert main(["data", "inspect", "x", "--tokenizer-type", "MultimodalTokenizer"]) in (1, 2)
     assert main(["train", *MODEL, "--mock-data", "--tokenizer-model", "gone.model"]) == 2
     assert "--tokenizer-model gone.model does not exist" in capsys.readouterr().err
     assert (
@@ -148,3 +154,54 @@ def test_a_script_that_names_them_is_ported(files: Path, capsys: pytest.CaptureF
     assert main(["port", "run.sh", "--out", "here.yaml"]) == 0
     assert main(["train", "--config", "here.yaml", "--device", "cpu", "--live", "off", "--eval-iters", "0"]) == 0
     assert "429 ids" in capsys.readouterr().out
+
+
+WORDPIECE = "--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --vocab-extra-ids 5".split()
+
+
+def test_word_pieces_from_text_to_generated_text(files: Path, capsys: pytest.CaptureFixture[str]):
+    """A model has rows for the tokenizer's ids and for those of --extra-vocab-size, and its folder has the tokenizer."""
+    write_bert_vocabulary(files / "vocab.txt")
+    made = ["--input", "text.jsonl", "--output-prefix", "data", "--workers", "1", "--append-eod"]
+    assert main(["data", "preprocess", *made, *WORDPIECE, "--extra-vocab-size", "9"]) == 0
+    assert "note: --extra-vocab-size has no effect" in capsys.readouterr().err
+    assert main(["data", "inspect", "data_text_document", *WORDPIECE, "--document", "1"]) == 0
+    assert "for item in items" in (printed := capsys.readouterr().out) and "[SEP]" in printed
+    given = [*MODEL, *WORDPIECE, "--extra-vocab-size", "7", "--data-path", "data_text_document", "--save", "run"]
+    assert main(["train", *given]) == 0
+    model = Path("run/step-00000002/model")
+    config = TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file="vocab.txt", vocab_extra_ids=5)
+    tokenizer = build_tokenizer(config)
+    settings = json.loads((model / "config.json").read_text())
+    assert (settings["vocab_size"], settings["eos_token_id"]) == (tokenizer.vocab_size + 7, tokenizer.eod)
+    assert (model / "vocab.txt").read_bytes() == Path("vocab.txt").read_bytes()
+    Path("vocab.txt").unlink()
+    capsys.readouterr()
+    assert main(["generate", "run", "--prompt", "The item", "--max-tokens", "4", "--temperature", "0"]) == 0
+    assert main(["checkpoint", "convert", "run", "converted", "--to", "huggingface"]) == 0
+    assert (Path("converted") / "vocab.txt").is_file()
+
+
+def test_settings_of_word_pieces_that_contradict_each_other(files: Path, capsys: pytest.CaptureFixture[str]):
+    cases = {
+        "--tokenizer-type BertWordPieceCase": "--tokenizer-type BertWordPieceCase needs --vocab-file. Give the vocab.txt",
+        "--tokenizer-type BertWordPieceCase --vocab-file v.txt --merge-file m": "--merge-file m is no file of a BertWordPieceCase",
+        "--vocab-file v.txt": "For a vocab.txt of WordPiece, use --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase.",
+        "--vocab-file v.json": "needs --vocab-file and --merge-file. Give both.",
+    }
+    for flags, expected in cases.items():
+        for command in (
+            ["train", *MODEL, "--mock-data"],
+            ["data", "preprocess", "--input", "text.jsonl", "--output-prefix", "x"],
+        ):
+            assert main([*command, *flags.split()]) == 2
+            assert expected in capsys.readouterr().err, flags
+    made = ["data", "preprocess", "--input", "text.jsonl", "--output-prefix", "bytes", "--workers", "1"]
+    assert main([*made, "--tokenizer-type", "ByteTokenizer", "--tokenizer-hf-no-use-fast"]) == 0
+    assert "--tokenizer-hf-no-use-fast has no effect: only WordPiece" in capsys.readouterr().err
+    capsys.readouterr()
+    assert (
+        main(["train", *MODEL, "--vocab-size", "300", "--data-path", "bytes_text_document", "--extra-vocab-size", "3"])
+        == 0
+    )
+    assert "--extra-vocab-size has no effect: there is no tokenizer" in capsys.readouterr().err

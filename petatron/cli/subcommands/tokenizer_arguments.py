@@ -20,7 +20,7 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer-type", metavar="TYPE", help=f"{', '.join(_types())} (default: from the files given)")
     text = "tokenizer.json or its folder; a tiktoken vocabulary; a SentencePiece .model"
     add("--tokenizer-model", metavar="PATH", help=text)
-    add("--vocab-file", metavar="FILE", help="GPT-2 vocab.json")
+    add("--vocab-file", metavar="FILE", help="GPT-2 vocab.json, or BERT's vocab.txt")
     add("--merge-file", metavar="FILE", help="GPT-2 merges.txt")
     text = "number of ids of the NullTokenizer; of a TikTokenizer, where its vocabulary is cut"
     add("--vocab-size", type=int, metavar="N", help=text)
@@ -28,14 +28,17 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tiktoken-pattern", choices=fields_by_name()["tiktoken_pattern"].choices, help=text)
     text = "ids before the vocabulary of a TikTokenizer (default: 1000)"
     add("--tiktoken-num-special-tokens", type=int, metavar="N", help=text)
-    text = "special tokens of a TikTokenizer, or of --tokenizer-sentencepiece-legacy"
+    text = "special tokens of a TikTokenizer or of WordPiece, or of --tokenizer-sentencepiece-legacy"
     add("--tokenizer-special-tokens", "--tiktoken-special-tokens", nargs="+", metavar="TOKEN", help=text)
     text = "find --tokenizer-special-tokens in a text before SentencePiece divides the rest"
     add("--tokenizer-sentencepiece-legacy", action="store_true", default=None, help=text)
     name = "tokenizer-sentencepiece-ignore-extra-whitespaces"
     text = "give ids to spaces that a SentencePiece model would join"
     add(f"--no-{name}", dest=name.replace("-", "_"), action="store_false", default=None, help=text)
-    add("--vocab-extra-ids", type=int, metavar="N", help="sentinels after the pieces of a SentencePieceTokenizer")
+    add("--vocab-extra-ids", type=int, metavar="N", help="sentinels after the vocabulary of WordPiece or SentencePiece")
+    text = "divide texts into words as BERT's tokenizer in Python does (WordPiece)"
+    add("--tokenizer-hf-no-use-fast", action="store_true", default=None, help=text)
+    add("--extra-vocab-size", type=int, metavar="N", help=argparse.SUPPRESS)
 
 
 def _types() -> tuple[str, ...]:
@@ -68,6 +71,8 @@ def tokenizer_settings(args: argparse.Namespace, problems: list[Problem]) -> Tok
     reported = {problem.where for problem in numbers}
     beyond = [problem for problem in out_of_bounds(run, reported=reported) if problem.where in flags]
     problems += [*numbers, *beyond, *check_tokenizer(config)]
+    if args.extra_vocab_size is not None:
+        print("note: --extra-vocab-size has no effect: token files have the ids of texts alone.", file=sys.stderr)
     for info in infos:
         if why := info.unused_reason(run):
             print(f"note: {info.flag} has no effect: {why}.", file=sys.stderr)

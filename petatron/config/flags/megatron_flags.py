@@ -208,7 +208,6 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "offload_modules": {"gdp_qkv": "gated delta products"},
     "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {
-        **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), "BERT"),
         **dict.fromkeys(("MultimodalTokenizer", "NullMultimodalTokenizer"), "multimodal models"),
         "SFTTokenizer": CONVERSATIONS,
     },

@@ -264,7 +264,7 @@ class TokenizerConfig(TokenizerOptions):
     tokenizer_model: FilePath | None = None
     """tokenizer.json, or a folder that holds one; of a TikTokenizer its .json or .tiktoken vocabulary, of SentencePiece the .model."""
     vocab_file: FilePath | None = None
-    """GPT-2 vocab.json."""
+    """GPT-2 vocab.json; of WordPiece the vocab.txt."""
     merge_file: FilePath | None = None
     """GPT-2 merges.txt."""
     force_tokenizer: Annotated[NotSavedFlag, _STARTS] = False

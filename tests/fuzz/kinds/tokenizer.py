@@ -1,4 +1,4 @@
-"""A tokenizer: tokenizer.json with its config, GPT-2's vocabulary and merges, tiktoken's and SentencePiece's. No digest covers them."""
+"""A tokenizer: tokenizer.json with its config, and the files of GPT-2, tiktoken, SentencePiece and BERT. No digest covers them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from petatron.data.tokenizer import (
 from tests.fuzz.kind import Kind, Refused
 from tests.unit.data.vocabularies import piece_model
 
+_BERT_TOKENS = "[PAD] [UNK] [CLS] [SEP] [MASK] some text times , ##s s ##mes so ##me ö m ##t".split()
 _TEXT = "some text, sömetimes more\n"
 
 
@@ -43,11 +44,13 @@ def make(name: str) -> Kind:
         "ranks/vocab.json": _ranks(),
         "pieces/tokenizer.model": piece_model("llama"),
         "pieces/tokenizer_config.json": b'{"petatron": {"special_tokens": ["<x>"], "vocab_extra_ids": null}}',
+        "bert/vocab.txt": "".join(f"{token}\n" for token in _BERT_TOKENS).encode(),
+        "bert/tokenizer_config.json": b'{"do_lower_case": false, "petatron": {"vocab_extra_ids": 2, "splits_in_python": true}}',
     }
     return Kind(
         name,
         files,
-        doors={"folder": _folder, "file": _file, "gpt2": _gpt2, "ranks": _ranks_door, "pieces": _pieces},
+        doors={"folder": _folder, "file": _file, "gpt2": _gpt2, "ranks": _ranks_door, "pieces": _pieces, "bert": _bert},
         formats={".json": "json", ".txt": "text"},
         reads={
             "folder": ("tokenizer", "special"),
@@ -55,6 +58,7 @@ def make(name: str) -> Kind:
             "gpt2": ("gpt2/",),
             "ranks": ("ranks/",),
             "pieces": ("pieces/",),
+            "bert": ("bert/",),
         },
     )
 
@@ -82,10 +86,18 @@ def _ranks_door(folder: Path, scratch: Path) -> Any:
 
 
 def _pieces(folder: Path, scratch: Path) -> Any:
-    config = folder_tokenizer(folder / "pieces")
+    return _used(_of_folder(folder / "pieces"))
+
+
+def _bert(folder: Path, scratch: Path) -> Any:
+    return _used(_of_folder(folder / "bert"))
+
+
+def _of_folder(folder: Path) -> Tokenizer:
+    config = folder_tokenizer(folder)
     if config is None:
         raise Refused("there is no tokenizer")
-    return _used(build_tokenizer(config))
+    return build_tokenizer(config)
 
 
 def _used(tokenizer: Tokenizer) -> Any:

@@ -79,9 +79,9 @@ def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("flags", "code", "message"),
     [
         (
-            ("--tokenizer-type", "BertWordPieceLowerCase"),
+            ("--tokenizer-type", "MultimodalTokenizer"),
             2,
-            "--tokenizer-type BertWordPieceLowerCase is not in this version",
+            "--tokenizer-type MultimodalTokenizer is not in this version",
         ),
         (("--split-sentences", "--keep-newlines"), 2, "2 problems"),
         (("--log-interval", "0"), 2, "--log-interval 0 must be at least 1"),
@@ -141,7 +141,11 @@ def test_tokenizing_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["indexed_dataset", "indexed_writer", "train_valid_test_split", "blended_dataset", "tokenizer"]
+    "name",
+    [
+        *("indexed_dataset", "indexed_writer", "train_valid_test_split", "blended_dataset", "tokenizer"),
+        *("wordpiece.word_splitter", "sentences.sentence_splitter", "sentences.language_rules"),
+    ],
 )
 def test_examples_in_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"petatron.data.{name}"))

@@ -116,3 +116,51 @@ def piece_model(name: str) -> bytes:
         **PIECE_MODELS[name],
     )
     return out.getvalue()
+
+
+BERT_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LETTERS = (
+    *"abcdeéèEÉÀzZßİıĲǅάΣσςΩΐЙй",
+    *("\u0301", "\u0308", "\u0345", "\u0940", "\u05bc", "\uff9e"),  # marks
+    *("한", "\u1112", "\u1161", "東", "京", "〆", "豈", "\U0002f800", "ね", "カ"),
+    *("ﬁ", "K", "Å", "\u1fbe", "٣", "１", "²", "Ⅷ"),
+    *"'’«»–…?!()$^`",
+    *("\u2e4f", "\U00016fe2", "᙭", "\U00011660", "\u2329"),  # punctuation, some of it newer than the library's tables
+    *("\0", "\u200b", "\u00ad", "\ufeff", "\ufffd", "\x85", "\u2028", "\u3000", "\u00a0", "\u0378", "\ue000", "\x1c"),
+    *" \t\r\n",
+)
+_NAMES = (
+    *BERT_SPECIAL_TOKENS,
+    "[mask]",
+    "[MA\0SK]",
+    " [ SEP ]",
+    "[CLS]]",
+    "the",
+    "item",
+    "##s",
+    "open",
+    "<extra_id_0>",
+)
+
+
+def write_bert_vocabulary(path: Path) -> Path:
+    """Writes a vocab.txt: special tokens, the letters of `bert_texts`, and words of LINES in pieces."""
+    words = sorted({word for line in LINES for word in line.split() if word.isalnum()})
+    words += [word.lower() for word in words]
+    pieces = [f"##{word[cut:]}" for word in words for cut in range(1, len(word))]
+    letters = [letter for letter in _LETTERS if not letter.isspace()]
+    letters += [form for letter in letters for form in (letter.lower(), letter.upper())]
+    tokens = [*BERT_SPECIAL_TOKENS, *words, "items", *letters, *(f"##{letter}" for letter in letters), *pieces]
+    path.write_text("".join(f"{token}\n" for token in dict.fromkeys(tokens)), encoding="utf-8", newline="\n")
+    return path
+
+
+def bert_texts(count: int, seed: int = 0) -> list[str]:
+    """Random texts: of any characters, of those with rules of their own, and of words among special tokens."""
+    chance = random.Random(seed)
+    texts = random_texts(count // 2, seed)
+    while len(texts) < count:
+        letters = chance.choices(_LETTERS, k=chance.randint(1, 20))
+        names = chance.choices(_NAMES, k=3) if chance.random() < 0.5 else [""]
+        texts.append(chance.choice(("", " ", "a")).join([*letters, *names, *letters[:3]]))
+    return texts

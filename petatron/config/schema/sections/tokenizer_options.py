@@ -1,4 +1,4 @@
-"""The settings of tokenizers that read tiktoken's vocabularies and SentencePiece's models, and the type that files imply."""
+"""The settings of tokenizers of tiktoken's vocabularies, SentencePiece's models and WordPiece's, and the type that files imply."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ TokenizerType = Literal[
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
     "ByteTokenizer",
     "NullTokenizer",
 ]
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 """Megatron's three names for a tokenizer of a SentencePiece model."""
+WORDPIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+"""Megatron's names for the tokenizers of BERT's vocab.txt."""
 DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 """The first special tokens of a TikTokenizer; Megatron's, which a list of one's own must contain."""
 DEFAULT_NUM_SPECIAL_TOKENS = 1000
@@ -30,15 +34,19 @@ _TIKTOKEN = UsedWhen(
     lambda run: run.tokenizer.tokenizer_type == "TikTokenizer", "no other tokenizer than tiktoken's reads it"
 )
 _NAMED = UsedWhen(
-    lambda run: run.tokenizer.tokenizer_type in ("TikTokenizer", *SENTENCEPIECE_TYPES),
-    "only tokenizers of tiktoken and SentencePiece read it",
+    lambda run: run.tokenizer.tokenizer_type in ("TikTokenizer", *SENTENCEPIECE_TYPES, *WORDPIECE_TYPES),
+    "only tokenizers of tiktoken, SentencePiece and WordPiece read it",
 )
 _PIECES = UsedWhen(
     lambda run: run.tokenizer.tokenizer_type in SENTENCEPIECE_TYPES, "no other tokenizer than SentencePiece's reads it"
 )
 _SENTINELS = UsedWhen(
-    lambda run: run.tokenizer.tokenizer_type == "SentencePieceTokenizer",
-    "no other tokenizer than SentencePieceTokenizer reads it",
+    lambda run: run.tokenizer.tokenizer_type in ("SentencePieceTokenizer", *WORDPIECE_TYPES),
+    "only SentencePieceTokenizer and WordPiece's tokenizers read it",
+)
+_WORDPIECE = UsedWhen(
+    lambda run: run.tokenizer.tokenizer_type in WORDPIECE_TYPES,
+    "only WordPiece's tokenizers exist in two implementations",
 )
 
 
@@ -60,7 +68,7 @@ class SpecialTokenSettings:
     feature: ClassVar = Feature("tokenizer", (_NAMED,), role="runtime")
     tokenizer_special_tokens: tuple[str, ...] = ()
     """The first special tokens of a TikTokenizer, by default `<unk> <s> </s> <mask> <pad> <cls> <sep>`, which others must contain; of
-    SentencePiece, those that `--tokenizer-sentencepiece-legacy` finds."""
+    SentencePiece, those that `--tokenizer-sentencepiece-legacy` finds; of WordPiece, those beside BERT's own."""
 
 
 @settings_section
@@ -72,12 +80,31 @@ class SentencePieceSettings:
     """Find `--tokenizer-special-tokens` in a text before the rest is divided into pieces."""
     tokenizer_sentencepiece_ignore_extra_whitespaces: bool = True
     """Spaces that the SentencePiece model joins are joined; turned off, they have ids all the same."""
-    vocab_extra_ids: Annotated[SmallCount, "at least 0", _SENTINELS] | None = None
-    """SentencePieceTokenizer: sentinels `<extra_id_0>` ... after the pieces, behind `<CLS>`, `<SEP>`, `<EOD>` and `<MASK>`."""
 
 
 @settings_section
-class TokenizerOptions(TikTokenSettings, SpecialTokenSettings, SentencePieceSettings):
+class SentinelSettings:
+    """Special tokens that take the place of spans of text (T5)."""
+
+    feature: ClassVar = Feature("tokenizer", (_SENTINELS,), role="runtime")
+    vocab_extra_ids: Annotated[SmallCount, "at least 0"] | None = None
+    """Sentinels `<extra_id_0>` ... after the vocabulary of WordPiece, or after SentencePieceTokenizer's pieces, behind `<CLS>`, `<SEP>`,
+    `<EOD>` and `<MASK>`."""
+
+
+@settings_section
+class WordPieceSettings:
+    """Tokenizers of WordPiece."""
+
+    feature: ClassVar = Feature("tokenizer", (_WORDPIECE,), role="runtime")
+    tokenizer_hf_no_use_fast: bool = False
+    """WordPiece: divide texts into words as BERT's tokenizer in Python does; the tokenizers library differs in rare characters."""
+
+
+@settings_section
+class TokenizerOptions(
+    TikTokenSettings, SpecialTokenSettings, SentencePieceSettings, SentinelSettings, WordPieceSettings
+):
     """What a tokenizer needs to know besides its files."""
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 from petatron.config.schema.numeric_bounds import Factor, PositiveFactor, VocabularySize
-from petatron.config.schema.setting_metadata import Feature, NotWith, settings_section
+from petatron.config.schema.setting_metadata import Feature, NotWith, UsedWhen, settings_section
 
+_HAS_TOKENIZER = UsedWhen(
+    lambda run: run.tokenizer.tokenizer_type is not None, "there is no tokenizer whose ids they would follow"
+)
 _TWO_FACTORS = NotWith("scale_embeddings", rule="and --scale-embeddings are two factors on embeddings", shown="{:g}")
 
 
@@ -16,7 +19,9 @@ class VocabularySettings:
 
     feature: ClassVar = Feature("vocabulary")
     vocab_size: Annotated[VocabularySize, "at least 1"] | None = None
-    """Number of token ids. Derived: from the tokenizer."""
+    """Number of token ids. Derived: from the tokenizer, and `--extra-vocab-size`."""
+    extra_vocab_size: Annotated[VocabularySize, "at least 0", "runtime", _HAS_TOKENIZER] = 0
+    """Ids of the model after those of its tokenizer, for tokens to be named later; no text has them."""
     make_vocab_size_divisible_by: Annotated[VocabularySize, "at least 1", "runtime"] = 128
     """The vocabulary is padded in memory to a multiple of this x tensor-parallel size; checkpoints never hold the padding."""
     untie_embeddings_and_output_weights: bool = False

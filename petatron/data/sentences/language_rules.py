@@ -1,0 +1,64 @@
+"""What the sentence splitter knows of a language, from languages.txt."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from petatron.base.errors import DataError
+
+DEFAULT_LANGUAGE = "english"
+_FILE = Path(__file__).with_name("languages.txt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageRules:
+    """Words in lowercase; abbreviations without their last period.
+
+    never, sometimes: abbreviations that end no sentence, or only before one of `starters`, the frequent first words. number: abbreviations
+    before a number only. has_ordinals: whether "3." may be an ordinal. questions: characters beside ? that end a question.
+    """
+
+    never: frozenset[str]
+    sometimes: frozenset[str]
+    number: frozenset[str]
+    starters: frozenset[str]
+    has_ordinals: bool
+    questions: str
+
+
+def language_rules(name: str) -> LanguageRules:
+    """Returns the rules of a language by its English name or its ISO code; `DataError` if there are none.
+
+    >>> language_rules("de") is language_rules("German")
+    True
+    """
+    languages = _languages()
+    if name.lower() not in languages:
+        known = {id(rules): language for language, rules in reversed(languages.items())}  # the first name of each
+        raise DataError(f"--lang {name} has no rules for sentences. Use one of {', '.join(sorted(known.values()))}.")
+    return languages[name.lower()]
+
+
+@functools.cache
+def _languages() -> Mapping[str, LanguageRules]:
+    """Returns the rules by every name of their language."""
+    languages: dict[str, LanguageRules] = {}
+    for section in _FILE.read_text(encoding="utf-8").split("\n> ")[1:]:
+        names, _, body = section.partition("\n")
+        words: dict[str, list[str]] = {}
+        for line in filter(None, body.splitlines()):
+            kind, _, listed = line.partition(": ")
+            words.setdefault(kind, []).extend(listed.split())
+        rules = LanguageRules(
+            never=frozenset(words.get("never", ())),
+            sometimes=frozenset(words.get("sometimes", ())),
+            number=frozenset(words.get("number", ())),
+            starters=frozenset(words.get("starters", ())),
+            has_ordinals="ordinals" in words,
+            questions="".join(words.get("questions", ())),
+        )
+        languages |= dict.fromkeys(names.split(), rules)
+    return languages
