@@ -48,17 +48,17 @@ def _languages() -> Mapping[str, LanguageRules]:
     languages: dict[str, LanguageRules] = {}
     for section in _FILE.read_text(encoding="utf-8").split("\n> ")[1:]:
         names, _, body = section.partition("\n")
-        words: dict[str, list[str]] = {}
+        lists: dict[str, list[str]] = {}
         for line in filter(None, body.splitlines()):
             kind, _, listed = line.partition(": ")
-            words.setdefault(kind, []).extend(listed.split())
+            lists.setdefault(kind, []).extend(listed.split())
         rules = LanguageRules(
-            never=frozenset(words.get("never", ())),
-            sometimes=frozenset(words.get("sometimes", ())),
-            number=frozenset(words.get("number", ())),
-            starters=frozenset(words.get("starters", ())),
-            has_ordinals="ordinals" in words,
-            questions="".join(words.get("questions", ())),
+            never=frozenset(lists.get("never", ())),
+            sometimes=frozenset(lists.get("sometimes", ())),
+            number=frozenset(lists.get("number", ())),
+            starters=frozenset(lists.get("starters", ())),
+            has_ordinals="ordinals" in lists,
+            questions="".join(lists.get("questions", ())),
         )
         languages |= dict.fromkeys(names.split(), rules)
     return languages
