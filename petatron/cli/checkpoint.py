@@ -7,7 +7,7 @@ import importlib
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _CONVERT = "petatron.cli.subcommands.checkpoint_convert"
 _SHOWN_KEYS = 5
+_NAMED_EQUAL_KEYS = 12
 
 
 def main(argv: Sequence[str]) -> int:
@@ -271,6 +272,11 @@ def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol:
     differing = [tensor for tensor in diff.tensors if tensor.relative > rtol]
     equal = len(diff.tensors) - len(differing)
     print(f"\n{equal} of {len(diff.tensors)} tensors are equal" + (f" within {rtol:g}" if rtol else ""))
+    if differing:
+        print("; ".join(_equal_by_component(diff, rtol)))
+        keys = sorted(tensor.key for tensor in diff.tensors if tensor.relative <= rtol)
+        if 0 < len(keys) <= _NAMED_EQUAL_KEYS:
+            print(f"equal: {', '.join(map(printable, keys))}")
     if differing[:top]:
         head = ("  tensor", "worst relative", "absolute", "elements that differ")
         rows = [
@@ -285,6 +291,20 @@ def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol:
         print(align_columns([head, *rows]))
     if len(differing) > top:
         print(f"  and {len(differing) - top} more; --top {len(differing)} lists all")
+
+
+def _equal_by_component(diff: CheckpointDiff, rtol: float) -> Iterator[str]:
+    """Yields how many tensors of each component are equal: weights, master weights, moments by their names."""
+    from petatron.checkpoint.chunk import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX
+
+    names = {WEIGHT_PREFIX: "weights", MASTER_PREFIX: "master weights", ROUTER_PREFIX: "routers"}
+    prefixes = [tensor.key.partition("/")[0] + "/" for tensor in diff.tensors]
+    for prefix in sorted(set(prefixes), key=lambda prefix: (prefix not in names, prefix != WEIGHT_PREFIX, prefix)):
+        equal = sum(
+            tensor.relative <= rtol for tensor, of_tensor in zip(diff.tensors, prefixes) if of_tensor == prefix
+        )
+        name = printable(names.get(prefix, prefix.removesuffix("/")))
+        yield f"{name}: {equal} of {prefixes.count(prefix)} equal"
 
 
 # prune

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from petatron.base.check_output_file import writable_problems
-from petatron.base.errors import ConfigError, Problem, raise_problems
+from petatron.base.errors import CheckpointError, ConfigError, DataError, Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.cli.train import read_settings_alone
 from petatron.config.flags.megatron_page import megatron_page
@@ -92,13 +93,17 @@ def _params(argv: list[str]) -> int:
     named = bool(argv) and not argv[0].startswith("-")
     sources = _locate(argv[0]) if named else ConfigSources()
     flags, note = argv[named:], ""
-    if resolve_config(flags, require_training=False, **sources)[0].config.model.vocab_size is None:
-        flags, note = [*flags, "--vocab-size", "128"], "; the size of the vocabulary is not known, 128 stands for it"
-    loaded, problems = resolve_config(flags, require_training=False, **sources)
     from petatron.models.frozen_params import describe_frozen, frozen_params, name_params
     from petatron.models.registry import model_spec
+    from petatron.pretrained.open_tokenizer import open_tokenizer
 
-    run = without_problems(loaded, problems).config
+    loaded = without_problems(*resolve_config(flags, require_training=False, **sources))
+    with contextlib.suppress(ConfigError, DataError, CheckpointError):  # its files may be on another machine
+        loaded, _ = open_tokenizer(loaded)
+    if loaded.config.model.vocab_size is None:
+        flags, note = [*flags, "--vocab-size", "128"], "; the size of the vocabulary is not known, 128 stands for it"
+        loaded = without_problems(*resolve_config(flags, require_training=False, **sources))
+    run = loaded.config
     spec, frozen = model_spec(run), frozen_params(run)
     rows = name_params(spec)
     width = max(len(name) for name in rows)

@@ -48,6 +48,20 @@ def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str
     return values
 
 
+def format_named_settings(plugin: object) -> str:
+    """Returns the settings of a plug-in in parentheses; nothing if it has none.
+
+    >>> @dataclasses.dataclass
+    ... class Rule:
+    ...     momentum: float = 0.9
+    ...     steps: int = 2
+    >>> format_named_settings(Rule(steps=3))
+    ' (momentum 0.9, steps 3)'
+    """
+    texts = [f"{field.name} {getattr(plugin, field.name)}" for field in _settings_of(type(plugin))]
+    return f" ({', '.join(texts)})" if texts else ""
+
+
 def _settings_of(kind: type) -> Iterator[dataclasses.Field[Any]]:
     fields = dataclasses.fields(typing.cast(Any, kind)) if dataclasses.is_dataclass(kind) else ()
     return (field for field in fields if field.metadata != NOT_A_SETTING)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from petatron.config.declared_rules import unused_settings
 from petatron.config.import_user_modules import IMPORTS_PATH, absolute_import
 from petatron.config.read_config_sources import LoadedConfig
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, read_blend_file
@@ -49,6 +50,7 @@ def saved_yaml(loaded: LoadedConfig) -> str:
     the end keep where values first came from.
     """
     config = without_private_paths(with_absolute_paths(loaded.config))
+    config = replace_fields(config, _unused_default_paths(loaded.config))
     values = flatten_config(config)
     load, save = config.checkpoint.load, config.checkpoint.save
     continues = load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
@@ -60,6 +62,14 @@ def saved_yaml(loaded: LoadedConfig) -> str:
     kept = {path: origin for path, origin in loaded.origins.items() if path not in reasons}
     settings = dump_yaml(config, origins=loaded.origins, commented_out=reasons)
     return f"{settings}\n{format_origin_comments(values, kept, yaml_value)}"
+
+
+def _unused_default_paths(config: RunConfig) -> dict[str, Any]:
+    """Returns the default paths that have no effect, as they are: made absolute, they would look as if somebody had set them."""
+    values, unused = flatten_config(config), unused_settings(config)
+    return {
+        info.path: info.default for info in path_fields() if info.path in unused and values[info.path] == info.default
+    }
 
 
 def path_fields() -> list[FieldInfo]:

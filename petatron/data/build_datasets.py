@@ -90,9 +90,12 @@ class _SplitSource:
 
 def chosen_kind(config: RunConfig) -> DatasetKind:
     """Returns the kind of a run's datasets: that of `--dataset-type`, else of its objective, else text."""
-    data = config.data
-    name = data.dataset_type or build_objective(config).dataset_type or GPT_DATASET
-    return dataset_kind(name, data.dataset_settings)
+    return dataset_kind(chosen_kind_name(config), config.data.dataset_settings)
+
+
+def chosen_kind_name(config: RunConfig) -> str:
+    """Returns the name that the kind of a run's datasets is registered by."""
+    return config.data.dataset_type or build_objective(config).dataset_type or GPT_DATASET
 
 
 def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> SplitDatasets:

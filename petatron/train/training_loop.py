@@ -72,7 +72,12 @@ class TrainLoop:
         self._run_length = state.run_length()
         self._started_s = time.monotonic() if started_s is None else started_s
         self._sampler = sampler
-        self.totals = RunTotals(first_iteration=state.progress.iteration, first_tokens=state.progress.consumed_tokens)
+        self.totals = RunTotals(
+            first_iteration=state.progress.iteration,
+            first_tokens=state.progress.consumed_tokens,
+            loss_name="total loss" if len(state.model.objective.losses) > 1 else "loss",
+            validation_set=next(iter(loaders.valid), None),
+        )
         self._last_saved_iteration: int | None = None
         self._saving = False
         self._pending_save_iteration: int | None = None

@@ -51,10 +51,13 @@ class RunTotals:
     """Adds up one start of a run: its log points, evaluations and saves.
 
     first_iteration, first_tokens: what was done before this start. first_loss, last_loss: of the first and the last log point.
+    loss_name: what they are, `total loss` of several losses. validation_set: the name of the set of `validations`, if it has one.
     """
 
     first_iteration: int
     first_tokens: int
+    loss_name: str = "loss"
+    validation_set: str | None = None
     first_loss: float | None = None
     last_loss: float | None = None
     validations: list[Validation] = field(default_factory=list)
@@ -125,6 +128,8 @@ def summary_record(
         "evaluation_s": totals.seconds.get("evaluation", 0.0),
         "saving_s": totals.seconds.get("saving", 0.0),
         "sampling_s": totals.seconds.get("sampling", 0.0),
+        "loss_name": totals.loss_name,
+        "validation_set": totals.validation_set,
         "first_loss": totals.first_loss,
         "last_loss": totals.last_loss,
         "best_validation_loss": None if best is None else best[1],
@@ -146,7 +151,7 @@ def summary_lines(record: MetricRecord) -> str:
         "run": f"{ended}, at iteration {record['iteration']:,} of {record['train_iters']:,}",
         "duration": f"{format_duration(record['duration_s'])}{_activities(record)}",
         "steps": _steps(record),
-        "loss": "" if None in losses else "{:.4f} -> {:.4f}".format(*losses),
+        record["loss_name"]: "" if None in losses else "{:.4f} -> {:.4f}".format(*losses),
         "validation": _validation(record),
         "speed": _speed(record),
         "checkpoint": record["checkpoint"] or "none was saved in this start",
@@ -180,8 +185,11 @@ def _steps(record: MetricRecord) -> str:
 
 def _validation(record: MetricRecord) -> str:
     best, test = record["best_validation_loss"], record["test_loss"]
-    parts = [] if best is None else [f"best loss {best:.4f} at iteration {record['best_validation_iteration']:,}"]
-    return ", ".join([*parts, *([] if test is None else [f"test loss {test:.4f}"])])
+    loss, dataset = record["loss_name"], record["validation_set"]
+    of_set = "" if dataset is None else f" on {dataset}"
+    at = f"at iteration {record['best_validation_iteration']:,}" if best is not None else ""
+    parts = [] if best is None else [f"best {loss}{of_set} {best:.4f} {at}"]
+    return ", ".join([*parts, *([] if test is None else [f"test {loss} {test:.4f}"])])
 
 
 def _speed(record: MetricRecord) -> str:

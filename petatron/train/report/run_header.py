@@ -18,13 +18,17 @@ from petatron.base.format_text import abbreviate_names, count_with_noun
 from petatron.base.version import __version__
 from petatron.config import RunConfig
 from petatron.config.layout_and_precision_text import precision_text
+from petatron.config.parse_name_value import format_named_settings
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.schema.default_objective_names import NEXT_TOKEN
 from petatron.data.blended_dataset import parse_weighted_prefixes
+from petatron.data.build_datasets import chosen_kind, chosen_kind_name
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.memory.forecast import forecast_memory, format_gigabytes
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.models.frozen_params import describe_frozen, frozen_params
+from petatron.models.objective import build_objective
 from petatron.models.registry import model_spec
 from petatron.schedule.pipeline_of_run import num_micro_batches
 from petatron.train.build_run import RunLength
@@ -49,6 +53,8 @@ class RunHeader:
             "precision": precision_text(self._run),
             "memory": self._memory(),
         }
+        if self._run.train.objective not in (None, NEXT_TOKEN):
+            lines["objective"] = _objective(self._run)
         if frozen := frozen_params(self._run):
             lines["trained"] = describe_frozen(model_spec(self._run), frozen)
         return [f"{name + ':':<11}{text}" for name, text in lines.items()]
@@ -122,7 +128,19 @@ def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
     ids = "no tokenizer" if tokenizer is None else f"{tokenizer.name}, {tokenizer.vocab_size:,} ids"
     padded = known_vocab_size(run.model)
     more = "" if tokenizer is None or padded == tokenizer.vocab_size else f" of the model's {padded:,}"
-    return f"{source}; {ids}{more}"
+    return f"{source}{_dataset_kind(run)}; {ids}{more}"
+
+
+def _dataset_kind(run: RunConfig) -> str:
+    name = chosen_kind_name(run)
+    return "" if name == GPT_DATASET else f", dataset {name}{format_named_settings(chosen_kind(run))}"
+
+
+def _objective(run: RunConfig) -> str:
+    objective = build_objective(run)
+    weights = [f"{loss.name} {loss.weight:g}" for loss in objective.losses if loss.weight != 1]
+    weighted = f"; loss weights: {', '.join(weights)}" if weights else ""
+    return f"{run.train.objective}{format_named_settings(objective)}{weighted}"
 
 
 def _length(run: RunConfig, length: RunLength) -> str:

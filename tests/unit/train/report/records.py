@@ -48,6 +48,8 @@ SUMMARY: dict[str, Any] = {
     "evaluation_s": 61.0,
     "saving_s": 4.25,
     "sampling_s": 0.0,
+    "loss_name": "loss",
+    "validation_set": None,
     "first_loss": 5.5,
     "last_loss": 4.25,
     "best_validation_loss": 4.5,
