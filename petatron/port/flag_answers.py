@@ -12,6 +12,7 @@ from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG, NO_POSI
 from petatron.config.flags.parse import ParsedFlags, known_flags, parse_flags
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
+from petatron.port.environment_names import is_of_environment
 from petatron.port.shell_values import ShellText
 
 AnswerKind = Literal["kept", "translated", "typed", "implied", "left out", "missing", "blocking"]
@@ -42,17 +43,23 @@ class FlagAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredFlags:
-    """All flags of a script in their order, the settings that they make together, and names that count as empty."""
+    """All flags of a script in their order, the settings that they make together, and words that are nothing but a name without a value.
+
+    What has to be typed beside a file of settings makes none.
+    """
 
     answers: tuple[FlagAnswer, ...]
     settings: tuple[tuple[Setting, FlagAnswer], ...]
-    empty_names: tuple[ShellText, ...]
+    bare_names: tuple[ShellText, ...]
 
     @property
     def argv(self) -> list[str]:
         """All flags but those left out, for the rules about them together."""
         return [
-            text.text for answer in self.answers if answer.kind != "left out" for text in (answer.flag, *answer.values)
+            text.text
+            for answer in self.answers
+            if answer.kind != "left out" and not answer.flag.is_bare
+            for text in (answer.flag, *answer.values)
         ]
 
     def of_kind(self, *kinds: AnswerKind) -> list[FlagAnswer]:
@@ -67,11 +74,10 @@ def spelled(flag: str) -> str:
 def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> AnsweredFlags:
     """Answers every flag of a command; `left_out` are the ones that the user does not want."""
     answers: list[FlagAnswer] = []
-    empty: list[ShellText] = []
+    bare: list[ShellText] = []
     for flag, values in grouped_flags(texts):
         answer = _answer(flag, values, left_out)
-        if answer.kind not in ("missing", "blocking", "left out"):
-            empty += [value for value in values if value not in answer.values]
+        bare += [text for text in (flag, *values) if text.is_bare and (text is flag or text not in answer.values)]
         answers.append(answer)
     accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "typed", "implied")]
     argv = [text.text for answer in accepted for text in (answer.flag, *answer.values)]
@@ -80,8 +86,8 @@ def answer_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> Answ
     makers = {path: _maker(setting, accepted) for path, setting in last.items()}
     unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
     marked = [_marked_if_replaced(answer, makers, unused) for answer in answers]
-    settings = tuple((setting, makers[path]) for path, setting in last.items())
-    return AnsweredFlags(tuple(marked), settings, tuple(empty))
+    settings = tuple((setting, makers[path]) for path, setting in last.items() if makers[path].kind != "typed")
+    return AnsweredFlags(tuple(marked), settings, tuple(bare))
 
 
 def unquoted(text: ShellText) -> ShellText:
@@ -103,18 +109,29 @@ def grouped_flags(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[She
 
 def _answer(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSet[str]) -> FlagAnswer:
     if spelled(flag.text) in left_out:
-        return FlagAnswer("left out", flag, values, "left out as asked")
-    if flag.is_bare and not values:
-        return FlagAnswer("implied", flag, (), "it has no value and counts as empty")
+        solid = tuple(value for value in values if not value.is_bare)
+        return FlagAnswer("left out", flag, solid or values, "left out as asked")
+    if flag.is_bare:
+        return FlagAnswer("missing", flag, values, "it has no value")
     missing = any(text.missing for text in (flag, *values))
     if missing:
+        alike = _parsed(flag, values)
+        if alike.implied and not alike.problems and not alike.settings:  # whatever its value
+            return _parsed_answer(flag, values)
         solid = tuple(value for value in values if not value.is_bare)
         if not any(text.missing for text in (flag, *solid)) and not _parsed(flag, solid).problems:
             return _parsed_answer(flag, solid)
         if spelled(flag.text) in known_flags():
-            parsed = _parsed(flag, values)
+            parsed = _parsed(flag, solid or values)
             fields = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
             fields += tuple(setting.path for setting in parsed.settings)
+            if (
+                solid
+                and not parsed.problems
+                and all(is_of_environment(name) for text in solid for name in text.missing)
+            ):
+                why = "the shell that starts the run fills in what its environment has"
+                return FlagAnswer("typed", flag, solid, why, tuple(setting.path for setting in parsed.settings))
             return FlagAnswer("missing", flag, values, "its value is not known", fields)
     return _parsed_answer(flag, values)
 
@@ -155,7 +172,7 @@ def _maker(setting: Setting, accepted: Sequence[FlagAnswer]) -> FlagAnswer:
 
 def _marked_if_replaced(answer: FlagAnswer, makers: dict[str, FlagAnswer], unused: Mapping[str, str]) -> FlagAnswer:
     """A flag whose every setting another one makes, or leaves out, has no effect; one that may be repeated adds to the last."""
-    if answer.kind not in ("kept", "translated") or not answer.fields:
+    if answer.kind not in ("kept", "translated", "typed") or not answer.fields:
         return answer
     if makers.keys().isdisjoint(answer.fields):
         return replace(answer, kind="implied", why=unused.get(answer.flag.text, "other flags leave it out"))
