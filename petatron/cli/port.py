@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import ConfigError, PetatronError, Problem, raise_problems
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
+from petatron.port.environment_names import shell_quoted
 from petatron.port.plan_and_toy_settings import assumed_vocabulary, planned_yaml, toy_flags, toy_omissions, toy_yaml
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
 from petatron.port.ported_run import PortedRun, port_script
@@ -160,7 +160,7 @@ def _ranks(run: PortedRun) -> str:
 
 
 def _command(run: PortedRun, out: Path) -> str:
-    start = f"petatron train {shlex.join(['--config', str(out), *run.typed_flags])}"
+    start = f"petatron train {' '.join(map(shell_quoted, ['--config', str(out), *run.typed_flags]))}"
     launch, size = run.launch, run.world_size
     nodes, per_node = launch.nodes or 1, launch.ranks_per_node or 1
     if size is None:

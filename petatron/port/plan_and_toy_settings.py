@@ -35,7 +35,7 @@ def assumed_vocabulary(run: PortedRun) -> int | None:
     values = {setting.path: setting.value for setting, _ in run.settings}
     if values.get("model.vocab_size") is not None:
         return None
-    named = {*values, *(path for ported in run.flags.of_kind("missing") for path in ported.fields)}
+    named = {*values, *(path for answer in run.flags.of_kind("missing", "typed") for path in answer.fields)}
     is_gpt2 = values.get("tokenizer.tokenizer_type") == _GPT2_TOKENIZER or "tokenizer.merge_file" in named
     return _GPT2_VOCABULARY if is_gpt2 else _ASSUMED_VOCABULARY
 

@@ -12,6 +12,7 @@ from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG, NO_POSI
 from petatron.config.flags.parse_command_line import ParsedFlags, known_flags, parse_flags
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
+from petatron.port.environment_names import is_of_environment
 from petatron.port.shell_values import ShellText
 
 PortedKind = Literal["kept", "translated", "typed", "implied", "left out", "missing", "blocking"]
@@ -42,20 +43,23 @@ class PortedFlag:
 
 @dataclass(frozen=True, slots=True)
 class PortedFlags:
-    """All flags of a script in their order, the settings that they make together, and names that count as empty."""
+    """All flags of a script in their order, the settings that they make together, and words that are nothing but a name without a value.
+
+    What has to be typed beside a file of settings makes none.
+    """
 
     all_flags: tuple[PortedFlag, ...]
     settings: tuple[tuple[Setting, PortedFlag], ...]
-    empty_names: tuple[ShellText, ...]
+    bare_names: tuple[ShellText, ...]
 
     @property
     def argv(self) -> list[str]:
         """All flags but those left out, for the rules about them together."""
         return [
             text.text
-            for ported in self.all_flags
-            if ported.kind != "left out"
-            for text in (ported.flag, *ported.values)
+            for answer in self.all_flags
+            if answer.kind != "left out" and not answer.flag.is_bare
+            for text in (answer.flag, *answer.values)
         ]
 
     def of_kind(self, *kinds: PortedKind) -> list[PortedFlag]:
@@ -68,23 +72,22 @@ def spelled(flag: str) -> str:
 
 
 def port_flags(texts: Sequence[ShellText], left_out: AbstractSet[str]) -> PortedFlags:
-    """Ports every flag of a command; `left_out` are the flags that the user does not want."""
-    all_flags: list[PortedFlag] = []
-    empty: list[ShellText] = []
+    """Answers every flag of a command; `left_out` are the ones that the user does not want."""
+    answers: list[PortedFlag] = []
+    bare: list[ShellText] = []
     for flag, values in grouped_flags(texts):
-        ported = _port_flag(flag, values, left_out)
-        if ported.kind not in ("missing", "blocking", "left out"):
-            empty += [value for value in values if value not in ported.values]
-        all_flags.append(ported)
-    accepted = [ported for ported in all_flags if ported.kind in ("kept", "translated", "typed", "implied")]
-    argv = [text.text for ported in accepted for text in (ported.flag, *ported.values)]
+        answer = _port_flag(flag, values, left_out)
+        bare += [text for text in (flag, *values) if text.is_bare and (text is flag or text not in answer.values)]
+        answers.append(answer)
+    accepted = [answer for answer in answers if answer.kind in ("kept", "translated", "typed", "implied")]
+    argv = [text.text for answer in accepted for text in (answer.flag, *answer.values)]
     together = parse_flags([MEGATRON_DEFAULTS_FLAG, *argv])
     last = {setting.path: setting for setting in together.settings}
     makers = {path: _maker(setting, accepted) for path, setting in last.items()}
     unused = {flag.text.partition(" ")[0]: flag.reason for flag in together.implied}
-    marked = [_marked_if_replaced(ported, makers, unused) for ported in all_flags]
-    settings = tuple((setting, makers[path]) for path, setting in last.items())
-    return PortedFlags(tuple(marked), settings, tuple(empty))
+    marked = [_marked_if_replaced(answer, makers, unused) for answer in answers]
+    settings = tuple((setting, makers[path]) for path, setting in last.items() if makers[path].kind != "typed")
+    return PortedFlags(tuple(marked), settings, tuple(bare))
 
 
 def unquoted(text: ShellText) -> ShellText:
@@ -106,18 +109,29 @@ def grouped_flags(texts: Sequence[ShellText]) -> list[tuple[ShellText, tuple[She
 
 def _port_flag(flag: ShellText, values: tuple[ShellText, ...], left_out: AbstractSet[str]) -> PortedFlag:
     if spelled(flag.text) in left_out:
-        return PortedFlag("left out", flag, values, "left out as asked")
-    if flag.is_bare and not values:
-        return PortedFlag("implied", flag, (), "it has no value and counts as empty")
+        solid = tuple(value for value in values if not value.is_bare)
+        return PortedFlag("left out", flag, solid or values, "left out as asked")
+    if flag.is_bare:
+        return PortedFlag("missing", flag, values, "it has no value")
     missing = any(text.missing for text in (flag, *values))
     if missing:
+        alike = _parsed(flag, values)
+        if alike.implied and not alike.problems and not alike.settings:  # whatever its value
+            return _port_parsed_flag(flag, values)
         solid = tuple(value for value in values if not value.is_bare)
         if not any(text.missing for text in (flag, *solid)) and not _parsed(flag, solid).problems:
             return _port_parsed_flag(flag, solid)
         if spelled(flag.text) in known_flags():
-            parsed = _parsed(flag, values)
+            parsed = _parsed(flag, solid or values)
             fields = tuple(path for path, info in fields_by_path().items() if info.flag in parsed.doubtful_flags)
             fields += tuple(setting.path for setting in parsed.settings)
+            if (
+                solid
+                and not parsed.problems
+                and all(is_of_environment(name) for text in solid for name in text.missing)
+            ):
+                why = "the shell that starts the run fills in what its environment has"
+                return PortedFlag("typed", flag, solid, why, tuple(setting.path for setting in parsed.settings))
             return PortedFlag("missing", flag, values, "its value is not known", fields)
     return _port_parsed_flag(flag, values)
 
@@ -156,13 +170,13 @@ def _maker(setting: Setting, accepted: Sequence[PortedFlag]) -> PortedFlag:
     return next((ported for ported in spelling if setting.path in ported.fields), spelling[0])
 
 
-def _marked_if_replaced(ported: PortedFlag, makers: dict[str, PortedFlag], unused: Mapping[str, str]) -> PortedFlag:
-    """Marks a flag as implied if other flags make or leave out all its settings; a repeatable flag adds to the last one instead."""
-    if ported.kind not in ("kept", "translated") or not ported.fields:
-        return ported
-    if makers.keys().isdisjoint(ported.fields):
-        return replace(ported, kind="implied", why=unused.get(ported.flag.text, "other flags leave it out"))
-    others = [makers[path] for path in ported.fields if path in makers and makers[path] is not ported]
-    if len(others) < len(ported.fields) or any("repeatable" in fields_by_path()[path].marks for path in ported.fields):
-        return ported
-    return replace(ported, kind="implied", why=f"{others[0].text} (line {others[0].flag.line}) takes its place")
+def _marked_if_replaced(answer: PortedFlag, makers: dict[str, PortedFlag], unused: Mapping[str, str]) -> PortedFlag:
+    """A flag whose every setting another one makes, or leaves out, has no effect; one that may be repeated adds to the last."""
+    if answer.kind not in ("kept", "translated", "typed") or not answer.fields:
+        return answer
+    if makers.keys().isdisjoint(answer.fields):
+        return replace(answer, kind="implied", why=unused.get(answer.flag.text, "other flags leave it out"))
+    others = [makers[path] for path in answer.fields if path in makers and makers[path] is not answer]
+    if len(others) < len(answer.fields) or any("repeatable" in fields_by_path()[path].marks for path in answer.fields):
+        return answer
+    return replace(answer, kind="implied", why=f"{others[0].text} (line {others[0].flag.line}) takes its place")

@@ -5,12 +5,12 @@ The checkpoint describes the model, so only flags of layout, precision and sampl
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from petatron.base.errors import Problem
+from petatron.port.environment_names import is_of_environment, shell_quoted
 from petatron.port.inference_flags import COORDINATOR, InferenceArguments, read_arguments, sampling_flags, serve_flags
 from petatron.port.launch_command import INFERENCE_SCRIPTS
 from petatron.port.port_flags import grouped_flags, spelled, unquoted
@@ -40,13 +40,12 @@ class PortedInference:
 
     @property
     def command(self) -> str:
-        return shlex.join(("petatron", *self.argv))
+        return " ".join(map(shell_quoted, ("petatron", *self.argv)))
 
     def groups(self) -> list[tuple[str, list[str]]]:
         """Everything besides the command, as headings with lines."""
         return [
-            ("Blocking", [str(problem) for problem in self.problems]),
-            ("Variables without a value", [str(variable) for variable in self.missing]),
+            ("Blocking", [*map(str, self.problems), *map(str, self.missing)]),
             ("Accepted without an effect, or with another", list(self.accepted)),
             ("Not evaluated, or not as written", [note_line(note) for note in self.script.notes]),
         ]
@@ -64,7 +63,7 @@ def port_inference(
     groups = grouped_flags([unquoted(text) for text in script.launch.flags])
     removed = {spelled(name if name.startswith("-") else f"--{name}") for name in left_out}
     check_options(script, [flag for flag, _ in groups], removed)
-    kept = [_without_empty(*group) for group in groups if spelled(group[0].text) not in removed]
+    kept = [group for group in groups if spelled(group[0].text) not in removed]
     size = world_size or script.launch.world_size
     subcommand = INFERENCE_SCRIPTS[PurePosixPath(script.launch.script).name]
     of_server = [group for group in kept if subcommand == "serve" and spelled(group[0].text) in _SERVER_OPTIONS]
@@ -75,32 +74,41 @@ def port_inference(
         arguments.problems.append(Problem("--load", "", "is not given", "Name the folder of a checkpoint."))
     if COORDINATOR in {spelled(flag.text) for flag, _ in kept}:
         argv += _replicas(argv, size)
-    users = [(flag.text, names) for flag, values in kept if (names := _missing(flag, values))]
+    users = [
+        user
+        for group in groups
+        for user in _needing_a_value(*group)
+        if group in kept or (not user[0] and _solid(group[1]))  # behind the value of a flag that is left out
+    ]
+    blocked = {flag for flag, _ in users}
     return PortedInference(
         script,
         (subcommand, checkpoint, *argv),
         tuple(arguments.notices),
-        tuple(problem for problem in arguments.problems if problem.where not in {flag for flag, _ in users}),
+        tuple(problem for problem in arguments.problems if problem.where not in blocked),
         missing_variables(script, users),
         size,
     )
 
 
-def _without_empty(flag: ShellText, values: Sequence[ShellText]) -> _FlagGroup:
-    """Returns a flag without values that are variables of unknown content, if it has other values: they count as empty."""
-    solid = tuple(value for value in values if not value.is_bare)
-    return flag, solid or tuple(values)
-
-
 def _typed_texts(groups: Iterable[_FlagGroup]) -> Iterator[str]:
+    """Yields flags with their values, without words that are nothing but a name without a value behind another value."""
     for flag, values in groups:
         if not flag.is_bare:
             yield flag.text
-            yield from (value.text for value in values)
+            yield from (value.text for value in _solid(values) or values)
 
 
-def _missing(flag: ShellText, values: Sequence[ShellText]) -> tuple[str, ...]:
-    return () if flag.is_bare else tuple(name for text in (flag, *values) for name in text.missing)
+def _solid(values: Sequence[ShellText]) -> list[ShellText]:
+    return [value for value in values if not value.is_bare]
+
+
+def _needing_a_value(flag: ShellText, values: Sequence[ShellText]) -> Iterator[tuple[str, ShellText]]:
+    """Yields the words with a name whose value is needed, each with its flag; a word that may be flags of its own has none."""
+    solid = _solid(values)
+    for text in (flag, *values):
+        if any(not is_of_environment(name) for name in text.missing):
+            yield "" if flag.is_bare or (text.is_bare and solid) else flag.text, text
 
 
 def _generate(arguments: InferenceArguments) -> list[str]:

@@ -66,7 +66,7 @@ class PortedRun:
 
     @property
     def typed_flags(self) -> list[str]:
-        """The flags that start the run beside its file."""
+        """The flags that start the run beside its file; names of the environment are in them as `${NAME}`."""
         return [
             text.text for ported in self.flags.of_kind("typed") for text in (ported.flag, *ported.values) if text.text
         ]
@@ -78,31 +78,29 @@ class PortedRun:
         counts = [f"{len(self.flags.of_kind(kind))} {name}" for kind, name in names.items()]  # type: ignore[arg-type]
         if typed := self.flags.of_kind("typed"):
             counts.append(f"{len(typed)} to type")
-        counts += [
-            f"{len(self.flags.of_kind('missing'))} without a value",
-            f"{len(self.flags.of_kind('blocking'))} blocking",
-        ]
-        return f"{count_with_noun(len(self.flags.all_flags), 'flag')}: {', '.join(counts)}"
+        counts.append(f"{len(self.flags.of_kind('blocking')) + len(self.missing)} blocking")
+        if self.missing:
+            counts[-1] += f" ({count_with_noun(len(self.missing), 'variable')} without a value)"
+        flags = [answer for answer in self.flags.all_flags if not answer.flag.is_bare]
+        return f"{count_with_noun(len(flags), 'flag')}: {', '.join(counts)}"
 
     def groups(self) -> list[tuple[str, list[str]]]:
         """Everything besides the settings, as headings with lines."""
         blocking = [f"{self.launch.script} {self.script_problem}"] if self.script_problem else []
-        blocking += [_line(ported, _remedy(ported)) for ported in self.flags.of_kind("blocking")]
-        translated = [_line(ported, f"is {self._made_by(ported)}") for ported in self.flags.of_kind("translated")]
-        empty = dict.fromkeys(name for text in self.flags.empty_names for name in text.missing)
-        notes = [ScriptNote(0, f"{name} has no value and counts as empty: --set {name}=VALUE") for name in empty]
+        blocking += [_line(answer, _remedy(answer)) for answer in self.flags.of_kind("blocking")]
+        translated = [_line(answer, f"is {self._made_by(answer)}") for answer in self.flags.of_kind("translated")]
+        blocking += [str(variable) for variable in self.missing]
         return [
             ("Blocking", blocking),
-            ("Variables without a value", [str(variable) for variable in self.missing]),
             ("Problems of the settings together", [str(problem) for problem in self.problems]),
             ("Translated", translated),
             (
                 "To type after `petatron train`",
                 [_line(ported, ported.why, ":") for ported in self.flags.of_kind("typed")],
             ),
-            ("Dropped as implied", [_line(ported, ported.why, ":") for ported in self.flags.of_kind("implied")]),
-            ("Left out as asked", [_line(ported, "") for ported in self.flags.of_kind("left out")]),
-            ("Not evaluated, or not as written", [note_line(note) for note in (*self.notes, *notes)]),
+            ("Dropped as implied", [_line(answer, answer.why, ":") for answer in self.flags.of_kind("implied")]),
+            ("Left out as asked", [_line(answer, "") for answer in self.flags.of_kind("left out")]),
+            ("Not evaluated, or not as written", [note_line(note) for note in self.notes]),
             ("Not on this machine, which does not block", [str(problem) for problem in self.absent_files]),
         ]
 
@@ -134,7 +132,13 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
     if loaded is not None and loaded.config.parallel.pipeline_model_parallel_layout is None:
         layout = fields_by_name()["pipeline_model_parallel_layout"].path  # of a pattern's bars, for one pipeline rank
         flags = replace(flags, settings=tuple(item for item in flags.settings if item[0].path != layout))
-    users = [(ported.flag.text.partition("=")[0], ported.missing) for ported in flags.of_kind("missing")]
+    users = [
+        (spelled(answer.flag.text), text)
+        for answer in flags.of_kind("missing")
+        for text in (answer.flag, *answer.values)
+        if not answer.flag.is_bare
+    ]
+    users += [("", text) for text in flags.bare_names]
     missing = missing_variables(script, users)
     unknown = [name for name in launch.unknown_counts if name not in {variable.name for variable in missing}]
     if unknown:
@@ -202,8 +206,8 @@ def _check(
             ScriptNote(0, f"{_CHECKPOINT_ARGS} is applied when the run starts; the flags are checked without it")
         )
         loaded, problems = resolve_config(rest, world_size=world_size)
-    told = [problem for ported in flags.all_flags for problem in ported.problems]
-    unknown = {ported.flag.text.partition("=")[0] for ported in flags.of_kind("missing")}
+    told = [problem for answer in flags.all_flags for problem in answer.problems]
+    unknown = {answer.flag.text.partition("=")[0] for answer in flags.of_kind("missing", "typed") if answer.missing}
     return loaded, [item for item in problems if item not in told and item.where not in unknown], notes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -44,15 +44,23 @@ class ScriptFile:
 
 @dataclass(frozen=True, slots=True)
 class MissingVariable:
-    """A name without a value, why it has none, and the flags that need it."""
+    """A name without a value that reaches the command line, why it has none, and the flags that need it.
+
+    Without such a flag it stands where flags may be, and may be empty; but a list of flags may have been lost with it.
+    """
 
     name: str
     reason: str
     flags: tuple[str, ...]
+    line: int
 
     def __str__(self) -> str:
         how = f"--set {self.name}=VALUE" if is_settable(self.name) else "write the value into the file"
-        return f"{self.name}: {self.reason}; for {abbreviate_names(self.flags)}: {how}"
+        if not self.flags:
+            how += f", or --set {self.name}= if it is empty" if is_settable(self.name) else ", or remove it"
+        user = f"for {abbreviate_names(self.flags)}" if self.flags else "a word of the command line"
+        line = f" (line {self.line})" if self.line else ""
+        return f"{self.name}{line}: {self.reason}; {user}: {how}"
 
 
 def read_script(source: Path, given: Mapping[str, str]) -> ScriptFile:
@@ -90,19 +98,20 @@ def check_options(script: ScriptFile, flags: Iterable[ShellText], removed: set[s
         raise ConfigError(problems)
 
 
-def missing_variables(script: ScriptFile, users: Iterable[tuple[str, Sequence[str]]]) -> tuple[MissingVariable, ...]:
-    """Returns the names without a value, from flags with the names that they need. A listing that lost its line ends may have their
-    values in comments."""
-    flags_by_name: dict[str, list[str]] = {}
-    for flag, names in users:
-        for name in names:
-            flags_by_name.setdefault(name, []).append(flag)
+def missing_variables(script: ScriptFile, users: Iterable[tuple[str, ShellText]]) -> tuple[MissingVariable, ...]:
+    """Returns the names without a value, from the words that need them, each with its flag; a word may have none. A listing that lost its
+    line ends may have their values in comments."""
+    uses_by_name: dict[str, list[tuple[str, ShellText]]] = {}
+    for flag, text in users:
+        for name in text.missing:
+            uses_by_name.setdefault(name, []).append((flag, text))
     missing: list[MissingVariable] = []
-    for name, flags in flags_by_name.items():
+    for name, uses in uses_by_name.items():
         reason = script.variables.reasons.get(name, "it has no value")
         comment = re.search(rf"#.*?\b({re.escape(name)}=[^\s#]+)", script.text) if is_settable(name) else None
         reason += f" (a comment has {comment[1]})" if comment is not None else ""
-        missing.append(MissingVariable(name, reason, tuple(dict.fromkeys(flags))))
+        flags = tuple(dict.fromkeys(flag for flag, _ in uses if flag))
+        missing.append(MissingVariable(name, reason, flags, uses[0][1].line))
     return tuple(missing)
 
 

@@ -16,6 +16,7 @@ PartKind = Literal["literal", "variable", "arithmetic", "command", "placeholder"
 _OPERATORS = (";;&", ";;", ";&", "&&", "||", "|&", ";", "|", "&", "(", ")")
 _SIMPLE_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PLACEHOLDER = re.compile(r"<[A-Za-z][^<>\n|&;\"'`$]*>(?=[\s/;)\"']|$)")
+_BEFORE_HOME, _HOME = re.compile(r"([A-Za-z_]\w*\+?=)?"), re.compile(r"~(?=[/\s;|&)]|$)")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 _MAX_NESTING = 50
 
@@ -209,6 +210,10 @@ class _Lexer:
                 self._advance(2)
             elif char == "\\":
                 add([WordPart("literal", self._advance(2)[1:], True)])
+            elif char == "~" and not parts and _BEFORE_HOME.fullmatch(text) and _HOME.match(self.text, self.at):
+                self._advance(1)
+                add([])
+                parts.append(WordPart("variable", "HOME", True))
             elif char == "'":
                 add(self._single_quoted_parts())
             elif char == '"':

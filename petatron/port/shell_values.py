@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from petatron.port.environment_names import COMMANDS, is_of_environment
 from petatron.port.shell_arithmetic import UnknownNumber, evaluate
 from petatron.port.shell_lexer import ScriptError, Word, WordPart, word_of
 from petatron.port.source_lines import NO_LINES, SourceLines
@@ -99,7 +101,7 @@ class ShellVariables:
             if part.is_quoted or part.kind in ("literal", "placeholder"):
                 if index and not is_array:
                     fields[-1].add(" ", _Value(" "))
-                fields[-1].add(value.text, value)
+                fields[-1].add(value.text, value, is_bare=is_array and value.text in map(_shown, value.missing))
                 continue
             if index or value.text[:1].isspace():
                 fields.append(_Field())
@@ -123,6 +125,8 @@ class ShellVariables:
             return [self._unknown(part.text, line, f"{part.text} is a placeholder")]
         if part.kind == "command":
             command = " ".join(part.text.split())
+            if command in COMMANDS:
+                return self._variable(COMMANDS[command], line, depth)
             return [self._unknown(f"({command})", line, f"it is the output of `{command}`, which is not run")]
         if part.kind == "arithmetic":
             return [self._arithmetic(part.text, line, depth)]
@@ -177,6 +181,8 @@ class ShellVariables:
             return []
         if name.isdigit():
             reason = f"it is ${name}, an argument of the script"
+        elif is_of_environment(name):
+            reason = "the shell that starts the run has it"
         elif name.isidentifier():
             reason = "the script does not set it, and the environment is not read"
         else:
@@ -197,6 +203,8 @@ class ShellVariables:
         values = self.get(name)
         if values is None:
             return None
+        if index in ("@", "*") and name in self.given:
+            values = tuple(replace(values[0], text=word) for word in _given_words(values[0].text))
         if index not in ("@", "*"):
             at = int(index) if index and index.isdigit() else 0
             values = values[at : at + 1]
@@ -230,8 +238,18 @@ class ShellVariables:
         return made
 
 
+def _given_words(text: str) -> list[str]:
+    """Returns the items of an array that the user gives as one text."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
+
+
 def _replaced_name(value: ShellText) -> str | None:
     """Returns the unknown name that a variable's own name takes the place of: all of the value, or of one word that nobody can set."""
+    if any(is_of_environment(name) for name in value.missing):
+        return None
     unsettable = [name for name in value.missing if not is_settable(name)]
     if unsettable and not any(char.isspace() for char in value.text):
         return unsettable[0]
@@ -317,7 +335,7 @@ class _Field:
     pieces: list[tuple[str, SourceLines]] = field(default_factory=list)
 
     def add(self, text: str, value: _Value, *, is_bare: bool = False) -> None:
-        self.is_bare = is_bare and not self.text
+        self.is_bare = is_bare and not self.text and not any(map(is_of_environment, value.missing))
         self.pieces.append((text, value.source))
         self.text += text
         self.missing = tuple(dict.fromkeys((*self.missing, *value.missing)))

@@ -53,6 +53,15 @@ def test_what_blocks_is_in_the_exit_status(capsys: pytest.CaptureFixture[str], f
     assert code == 0 and "start it with" in out
 
 
+def test_names_of_the_environment_are_in_the_command(capsys: pytest.CaptureFixture[str], folder: Path):
+    (folder / "train.sh").write_text(SMALL.replace("--bf16", '--bf16 --save "$HOME/a b" --load $PWD/c'))
+    code, out, _ = port(capsys, "train.sh")
+    assert code == 0 and "To type after `petatron train` (2)" in out
+    assert (
+        'petatron train --config train.petatron.yaml --save "${HOME}/a b" --load "${PWD}/c" --nproc-per-node 8' in out
+    )
+
+
 def test_a_layout_that_does_not_fit_the_ranks_blocks(capsys: pytest.CaptureFixture[str], folder: Path):
     (folder / "train.sh").write_text(SMALL.replace("--bf16", "--bf16 --tensor-model-parallel-size 16"))
     code, out, _ = port(capsys, "train.sh")

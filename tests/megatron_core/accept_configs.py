@@ -30,6 +30,7 @@ from petatron.port.port_flags import PortedFlag, spelled
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
 from petatron.port.ported_run import PortedRun, port_script
 from petatron.port.read_script import ScriptFile, read_script
+from petatron.port.shell_values import is_settable
 
 RANKS = 8
 LIKELY_RANKS = (8, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -182,7 +183,8 @@ def _read(file: Path) -> ScriptFile:
     while new := _unknown_names(script) - given.keys():
         given |= {name: ENVIRONMENT.get(name, f"/{name.lower()}") for name in new}
         script = read_script(file, given)
-    return script
+    more = {name for word in script.launch.flags if word.is_bare for name in word.missing if is_settable(name)}
+    return read_script(file, given | dict.fromkeys(more, "")) if more else script
 
 
 def _unknown_names(script: ScriptFile) -> set[str]:

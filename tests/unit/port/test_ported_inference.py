@@ -52,6 +52,14 @@ def test_a_functional_test_with_a_file_of_prompts(tmp_path: Path):
     assert unknown.blocks and [item.name for item in unknown.missing] == ["ROOT", "OUT"]
 
 
+def test_names_of_the_environment_stay_names(tmp_path: Path):
+    run = port("python gpt_static_inference.py --load $HOME/x --prompts 'of $USER' \"of $USER\"", tmp_path)
+    assert not run.blocks
+    assert run.command.startswith(
+        'petatron generate "${HOME}/x" --prompt \'of $USER\' --prompt "of ${USER}" --max-tokens'
+    )
+
+
 def test_prompts_that_are_in_the_python_script(tmp_path: Path):
     run = port("torchrun --nproc-per-node 2 -m examples.inference.offline_inference --load /x --async-mode", tmp_path)
     assert run.argv[:4] == ("generate", "/x", "--prompt", "Once upon a time") and not run.blocks
@@ -93,7 +101,10 @@ def test_what_blocks_is_told_at_once_and_can_be_left_out(tmp_path: Path):
     assert run.blocks and all(
         part in said for part in ("--lora-path", "--no-such-flag", "--termination-id 7", "--load")
     )
-    rest = port(f"{text} --load /x", tmp_path, left_out=["lora-path", "no-such-flag", "termination-id"])
+    assert "EMPTY (line 1): the script does not set it" in said and "--set EMPTY= if it is empty" in said
+    removed = ["lora-path", "no-such-flag", "termination-id"]
+    assert port(f"{text} --load /x", tmp_path, left_out=removed).blocks
+    rest = port(f"{text} --load /x", tmp_path, left_out=removed, given={"EMPTY": ""})
     assert not rest.blocks
     with pytest.raises(ConfigError, match="--without --nope is not a flag"):
         port(text, tmp_path, left_out=["nope"])

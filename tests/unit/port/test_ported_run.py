@@ -165,10 +165,11 @@ def test_every_kind_of_answer(tmp_path: Path):
     assert "Or --without encoder-num-layers" in groups["Blocking"]
     assert "--window-size 127,0 (line 1) is window_size: 128" in groups["Translated"]
     assert "--num-layers 8 (line 1) takes its place" in groups["Dropped as implied"]
-    assert "for --lr: --set LR=VALUE" in groups["Variables without a value"]
+    assert "LR (line 1): the script does not set it" in groups["Blocking"]
+    assert "for --lr: --set LR=VALUE" in groups["Blocking"]
     assert "--hidden-size is not set" in groups["Problems of the settings together"]
     assert "--lr" not in groups["Problems of the settings together"]
-    assert run.blocks and "10 without" not in run.summary and "1 without a value" in run.summary
+    assert run.blocks and "3 blocking (1 variable without a value)" in run.summary
 
 
 def test_the_tables_of_flags_are_asked():
@@ -194,12 +195,54 @@ def test_the_strategy_of_fsdp_wins_over_its_switch(tmp_path: Path):
     assert [answer.kind for answer in run.flags.all_flags] == ["kept", "kept", "implied"]
 
 
-def test_a_name_without_a_value_in_place_of_flags_counts_as_empty(tmp_path: Path):
-    run = port("torchrun pretrain_gpt.py --bf16 $EXTRA --num-layers 2 $MORE", tmp_path)
+def test_a_name_without_a_value_in_place_of_flags_blocks(tmp_path: Path):
+    """It may be empty, but flags may have been lost with it: a list of a file that is sourced, or a misspelled one."""
+    text = 'MODEL_ARGS=(--num-layers 2)\ntorchrun pretrain_gpt.py "${MODEL_ARG[@]}" --bf16 $EXTRA --num-layers 2 \\\n $MORE'
+    run = port(text, tmp_path)
     assert [answer.kind for answer in run.flags.all_flags] == ["kept"] * 3
-    assert "EXTRA has no value and counts as empty: --set EXTRA=VALUE" in str(run.groups())
-    more = port("torchrun pretrain_gpt.py --bf16 $EXTRA", tmp_path, given={"EXTRA": "--num-layers 2 --lr 1e-3"})
-    assert len(more.flags.all_flags) == 4
+    assert run.blocks and "3 flags: 3 kept" in run.summary and "3 blocking (3 variables without" in run.summary
+    told = "\n".join(dict(run.groups())["Blocking"])
+    assert "EXTRA (line 2): the script does not set it, and the environment is not read; a word of the command" in told
+    assert "--set EXTRA=VALUE, or --set EXTRA= if it is empty" in told and "MORE (line 3)" in told
+    assert "MODEL_ARG (line 2)" in told
+    given = {"EXTRA": "--seed 2 --lr 1e-3", "MODEL_ARG": "", "MORE": ""}
+    rest = port(text, tmp_path, given=given)
+    assert len(rest.flags.all_flags) == 5 and not rest.missing and "0 blocking" in rest.summary
+
+
+def test_the_line_of_a_missing_value_is_that_of_its_flag(tmp_path: Path):
+    run = port('ARGS="\n  --num-layers 2\n  --lr $LR\n"\nC="torchrun pretrain_gpt.py $ARGS"\neval $C', tmp_path)
+    assert [(variable.name, variable.line) for variable in run.missing] == [("LR", 3)]
+    assert {answer.flag.text: answer.flag.line for answer in run.flags.all_flags if answer.flag.line != 5} == {
+        "--num-layers": 2,
+        "--lr": 3,
+    }
+    assert run.title.startswith("train.sh, line 5: torchrun")
+
+
+def test_values_that_decide_nothing_may_be_unknown(tmp_path: Path):
+    run = port("torchrun pretrain_gpt.py --bf16 --attention-backend $BACKEND --use-mcore-models $MORE", tmp_path)
+    assert [answer.kind for answer in run.flags.all_flags][-2:] == ["implied", "implied"]
+    assert [variable.name for variable in run.missing] == ["MORE"]
+
+
+def test_names_of_the_environment_are_typed(tmp_path: Path):
+    """The shell that starts the run has them; what they are here and now is not read."""
+    text = "BASE=$(pwd)/runs\nROOT=$HOME\ntorchrun pretrain_gpt.py --save $BASE/${SLURM_JOB_ID} --load ${ROOT}/x $MORE "
+    text += '--tensorboard-dir ~/tb --wandb-exp-name "of $USER" --seed 5 --data-path 1 ~/a --data-path $PWD/b'
+    run = port(text, tmp_path, given={"MORE": ""})
+    assert not run.missing and not run.flags.of_kind("blocking")
+    assert "5 to type" in run.summary and "${" not in "".join(str(setting.value) for setting, _ in run.settings)
+    assert run.typed_flags == [
+        *("--save", "${PWD}/runs/${SLURM_JOB_ID}", "--load", "${HOME}/x", "--tensorboard-dir", "${HOME}/tb"),
+        *("--wandb-exp-name", "of ${USER}", "--data-path", "${PWD}/b"),
+    ]
+    assert "save:" not in run.yaml() and "#   --save ${PWD}/runs/${SLURM_JOB_ID} (line 3)" in run.yaml()
+    given = {"HOME": "/h", "PWD": "/p", "SLURM_JOB_ID": "7", "USER": "me", "MORE": ""}
+    known = {setting.path: setting.value for setting, _ in port(text, tmp_path, given=given).settings}
+    assert (known["checkpoint.save"], known["checkpoint.load"]) == ("/p/runs/7", "/h/x")
+    counted = port("torchrun pretrain_gpt.py --num-layers $SLURM_NTASKS --save '$HOME' --bogus $HOME", tmp_path)
+    assert [answer.kind for answer in counted.flags.all_flags][-3:] == ["missing", "kept", "blocking"]
 
 
 def test_a_value_in_a_comment_is_shown(tmp_path: Path):

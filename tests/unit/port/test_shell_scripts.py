@@ -32,6 +32,7 @@ def arguments(text: str, given: Mapping[str, str] | None = None) -> list[str]:
         ("A=\"--x 1 \\\n  --y 2\"\nrun $A", ["run", "--x", "1", "--y", "2"]),
         ("A='a b'\nrun \"$A\" x$A-y '$A' \\$A", ["run", "a b", "xa", "b-y", "$A", "$A"]),
         ("run ${X:-y} ${X-z} \"${X:-a b}\" ${X:-$HOME_OF_X}tail", ["run", "y", "z", "a b", "${HOME_OF_X}tail"]),
+        ("HOME=/h\nX=~/x\nrun $X ~ ~/y '~' a~ ~b --z=~ \"~\"", ["run", "/h/x", "/h", "/h/y", "~", "a~", "~b", "--z=~", "~"]),
         ("X=\nrun ${X:-y} ${X-z} [\"$X\"]", ["run", "y", "[]"]),
         ("X=set\nrun ${X:+alternative} ${X:-no} ${Y:+none}", ["run", "alternative", "set"]),
         ("A=4; B=8\nrun $((A*B)) $(($A * ${B} / 3)) $(( (A + 1) % 3 ))", ["run", "32", "10", "2"]),
@@ -115,7 +116,8 @@ def test_an_exit_in_a_block_does_not_hide_the_command():
         ("P=$1\nrun --load $P", "P", "it is $1, an argument of the script"),
         ("run --load $P", "P", "the script does not set it, and the environment is not read"),
         ("P=$(date +%s)\nrun --load $P/x", "P", "it is the output of `date +%s`, which is not run"),
-        ("P=`hostname`\nrun --load $P", "P", "it is the output of `hostname`, which is not run"),
+        ("P=`nproc`\nrun --load $P", "P", "it is the output of `nproc`, which is not run"),
+        ("P=$(pwd)/x\nrun --load $P", "PWD", "the shell that starts the run has it"),
         ("P=<Specify path>\nrun --load $P", "P", "<Specify path> is a placeholder"),
         ("P=<Specify path to file>/vocab.json\nrun --load $P", "P", "<Specify path to file> is a placeholder"),
         ("N=$((X * 2))\nrun --load $N", "X", "the script does not set it, and the environment is not read"),
@@ -147,6 +149,8 @@ def test_a_long_value_is_not_cut():
 def test_a_value_of_the_user_wins():
     assert arguments("P=$1\nN=2\nrun $P $N", {"P": "/data", "N": "8"}) == ["run", "/data", "8"]
     assert arguments('run $1 "$@"', {"1": "a b", "2": "c"}) == ["run", "a", "b", "a b", "c"]
+    assert arguments('run "${A[@]}" "${B[@]}" "$A"', {"A": "--x 'a b'", "B": ""}) == ["run", "--x", "a b", "--x 'a b'"]
+    assert arguments('run "${A[@]}"', {"A": "it's --x"}) == ["run", "it's", "--x"]
 
 
 PLAIN = "--num-layers 2\n  --lr 1\n\n  --seed 5"
