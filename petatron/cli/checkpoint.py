@@ -300,9 +300,7 @@ def _equal_by_component(diff: CheckpointDiff, rtol: float) -> Iterator[str]:
     names = {WEIGHT_PREFIX: "weights", MASTER_PREFIX: "master weights", ROUTER_PREFIX: "routers"}
     prefixes = [tensor.key.partition("/")[0] + "/" for tensor in diff.tensors]
     for prefix in sorted(set(prefixes), key=lambda prefix: (prefix not in names, prefix != WEIGHT_PREFIX, prefix)):
-        equal = sum(
-            tensor.relative <= rtol for tensor, of_tensor in zip(diff.tensors, prefixes) if of_tensor == prefix
-        )
+        equal = sum(tensor.relative <= rtol for tensor, of_tensor in zip(diff.tensors, prefixes) if of_tensor == prefix)
         name = printable(names.get(prefix, prefix.removesuffix("/")))
         yield f"{name}: {equal} of {prefixes.count(prefix)} equal"
 

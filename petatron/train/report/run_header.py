@@ -20,7 +20,7 @@ from petatron.config import RunConfig
 from petatron.config.layout_and_precision_text import precision_text
 from petatron.config.parse_name_value import format_named_settings
 from petatron.config.required_settings import known_vocab_size
-from petatron.config.schema.default_objective_names import NEXT_TOKEN
+from petatron.config.schema.default_objective_names import GPT_DATASET, NEXT_TOKEN
 from petatron.data.blended_dataset import parse_weighted_prefixes
 from petatron.data.build_datasets import chosen_kind, chosen_kind_name
 from petatron.data.tokenizer import Tokenizer
