@@ -368,6 +368,8 @@ def test_diff_across_layouts(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert second["largest"] == pytest.approx(1.0) and third["relative"] == 0
     code, out, _ = _ask(capsys, "diff", folder, changed, "--top", 1)
     assert code == 1 and "only in B: router/extra" in out and "and 1 more; --top 2 lists all" in out
+    num_weights = sum(key.startswith("model/") for key in tensors) - 1  # without the one of another shape
+    assert f"\nweights: {num_weights - 1} of {num_weights} equal; " in out and "exp_avg: " in out
     assert "exp_avg/layers.1.mlp.down.weight" not in out
 
 

@@ -390,6 +390,6 @@ class LaunchConfig:
     master_port: PortNumber | None = None
     """Port of the first machine; unset means a free one (single machine only)."""
     imports: tuple[ModuleName, ...] = ()
-    """Modules of your own to import first, files or dotted names, that register models, objectives, datasets; one or several."""
+    """Modules of your own to import first, one or several: files or dotted names that register models, objectives, datasets."""
     ranks_per_device: Annotated[RankCount, "at least 1"] = 1
     """Ranks that share each GPU on purpose, to try a layout on fewer GPUs than it needs; speed means nothing then."""

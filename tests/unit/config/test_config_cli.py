@@ -17,6 +17,7 @@ from petatron.config import dump_yaml, preset_names
 from petatron.config.flags.help_text import flag_help
 from petatron.config.flags.megatron_table import megatron_flags
 from petatron.config.flags.reference_page import reference_page
+from petatron.config.saved_config import saved_yaml
 from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.validate import load_config
 
@@ -254,3 +255,17 @@ def test_parameters_are_listed_as_patterns_match_them(capsys: pytest.CaptureFixt
     assert "are frozen" in err and "128 stands for it" in err
     code, _, err = run(capsys, "config", "params", "tiny-llama", "--freeze", "nothing")
     assert code == 2 and "`petatron config params` lists them" in err
+
+
+def test_parameters_of_a_run_have_the_size_of_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = "--mock-data --train-iters 4 --lr 1e-3 --tokenizer-type ByteTokenizer".split()
+    (tmp_path / "config.yaml").write_text(saved_yaml(load_config(flags, preset="tiny-llama")))
+    code, out, err = run(capsys, "config", "params", str(tmp_path))
+    [row] = [line for line in out.splitlines() if line.startswith("embedding.weight")]
+    assert code == 0 and row.split()[1:] == ["257", "x", "128"] and "stands for it" not in err
+
+
+def test_parameters_of_a_run_without_its_tokenizer_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = "--mock-data --train-iters 4 --lr 1e-3 --tokenizer-type HuggingFaceTokenizer --tokenizer-model gone".split()
+    code, out, err = run(capsys, "config", "params", "tiny-llama", *flags)
+    assert code == 0 and "embedding.weight" in out and "128 stands for it" in err

@@ -78,3 +78,18 @@ def test_what_was_meant_for_one_start_is_not_repeated(
     kept = (checkpoint.ckpt_step, checkpoint.no_load_optim, checkpoint.no_load_rng)
     assert kept == ((None, False, False) if continues else (2, True, True))
     assert "# override_opt_param_scheduler: true  (for that start only;" in (here / "config.yaml").read_text()
+
+
+def test_defaults_of_a_saved_config_have_no_notice(tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    file.write_text(saved_yaml(load_config(MOCK)))
+    assert [notice for notice in load_config(files=[file]).notices if "no effect" in notice] == []
+    file.write_text(saved_yaml(load_config([*MOCK, "--memory-snapshot-path", "given.pickle"])))
+    [notice] = [notice for notice in load_config(files=[file]).notices if "no effect" in notice]
+    assert notice.startswith("memory_snapshot_path")
+
+
+def test_a_default_path_that_has_an_effect_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run = reloaded(tmp_path, [*MOCK, "--record-memory-history"])
+    assert run.log.memory_snapshot_path == str(tmp_path / "snapshot.pickle")

@@ -33,6 +33,19 @@ def test_the_summary_to_the_letter() -> None:
     )
 
 
+def test_a_total_and_the_set_that_stands_for_the_run_are_named() -> None:
+    totals = RunTotals(first_iteration=0, first_tokens=0, loss_name="total loss", validation_set="same")
+    totals.add_log_point(log_record(iteration=10, consumed_tokens=100, tokens_per_second=1.0, lm_loss=5.0))
+    totals.validations.append((10, 4.5))
+    totals.test_loss = 4.25
+    run = load_config([*RUN, "--train-iters", "10"], preset="tiny-llama").config
+    text = summary_lines(
+        summary_record(totals, run, outcome="complete", train_iters=10, duration_s=1.0, log_dir=Path("runs/a"))
+    )
+    assert "\n  total loss  5.0000 -> 5.0000\n" in text
+    assert "  validation  best total loss on same 4.5000 at iteration 10, test total loss 4.2500\n" in text
+
+
 def test_what_a_run_does_not_have_is_left_out() -> None:
     nothing = dict.fromkeys(("first_loss", "best_validation_loss", "tokens_per_second", "mfu", "checkpoint"))
     text = summary_lines({**SUMMARY, **nothing, "outcome": "complete", "next_commands": []})
