@@ -19,6 +19,7 @@ from petatron.base.version import __version__
 from petatron.config import RunConfig
 from petatron.config.layout_and_precision_text import precision_text
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.schema.sections.mup import relative_width
 from petatron.data.blended_dataset import parse_weighted_prefixes
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
@@ -49,6 +50,8 @@ class RunHeader:
             "precision": precision_text(self._run),
             "memory": self._memory(),
         }
+        if self._run.model.use_mup:
+            lines["muP"] = _mup(self._run)
         if frozen := frozen_params(self._run):
             lines["trained"] = describe_frozen(model_spec(self._run), frozen)
         return [f"{name + ':':<11}{text}" for name, text in lines.items()]
@@ -109,6 +112,14 @@ def _model(run: RunConfig) -> str:
         shape += f" ({model.hybrid_layer_pattern})"
     heads = f", {count_with_noun(model.num_attention_heads, 'head')}{groups}" if model.num_attention_heads else ""
     return f"{model.model_type}, {size}: {shape}{heads}{experts}"
+
+
+def _mup(run: RunConfig) -> str:
+    model = run.model
+    factors = {"embeddings": model.embedding_multiplier, "logits": 1.0 / model.logits_scaling, "scores": model.softmax_scale}
+    told = ", ".join(f"{name} x {factor:g}" for name, factor in factors.items() if factor is not None)
+    width = relative_width(model, model.hidden_size)
+    return f"base width {model.mup_base_hidden_size or model.hidden_size:,}, of which this model has {width:g} times; {told}"
 
 
 def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
