@@ -39,7 +39,7 @@ from petatron.config.schema.fields import (
     sections,
 )
 from petatron.config.schema.run import RawRunConfig
-from petatron.config.value_origins import FirstOrigins, Setting, ValueOrigin, read_origin_comments
+from petatron.config.value_origins import Setting, ValueOrigin, read_origin_comments
 from petatron.config.yaml_limits import limited_loader
 
 _Node = Any  # a yaml.Node: `id` is scalar, sequence or mapping, and `style` is the quote around a scalar
@@ -88,7 +88,7 @@ def read_yaml_text(text: str, *, source: str, kind: Literal["file", "preset"]) -
     """Reads the settings of a YAML text; `source` is the file's or the preset's name."""
     import yaml
 
-    reader = _YamlReader(source, kind, read_origin_comments(text))
+    reader = _YamlReader(source, kind, text)
     try:
         root = yaml.compose(text, Loader=limited_loader())
     except yaml.YAMLError as error:
@@ -151,6 +151,11 @@ def _dump_value(value: FieldValue, written: str) -> str:
     return text if printable(text) == text else printable(json.dumps(plain, ensure_ascii=False))
 
 
+MADE_OF = "# Made of "
+"""Begins a file that is made of another, which messages name in its place, with the lines that comments of settings tell: `(line 5)`."""
+_LINE_OF_OTHER, _MAX_SOURCE = re.compile(r"#.*\(line (\d{1,9})\)"), 300
+
+
 class _TooManyProblems(Exception):
     """A file with so many problems was not meant for us; suggesting what each key could mean would take minutes."""
 
@@ -158,13 +163,21 @@ class _TooManyProblems(Exception):
 class _YamlReader:
     """Reads the node tree of one file."""
 
-    def __init__(self, source: str, kind: Literal["file", "preset"], first_origins: FirstOrigins) -> None:
-        self.source, self.kind, self.first_origins = source, kind, first_origins
+    def __init__(self, source: str, kind: Literal["file", "preset"], text: str) -> None:
+        title, _, _ = text.partition("\n")
+        is_made = title.startswith(MADE_OF)
+        self.source = printable(title.removeprefix(MADE_OF))[:_MAX_SOURCE] if is_made else source
+        self.lines = text.splitlines() if is_made else None
+        self.kind, self.first_origins = kind, read_origin_comments(text)
         self.parsed = ParsedYaml()
         self.seen: dict[str, int] = {}
 
     def where(self, node: _Node) -> str:
-        return f"{self.source}:{node.start_mark.line + 1}"
+        index = node.start_mark.line
+        if self.lines is None:
+            return f"{self.source}:{index + 1}"
+        line = _LINE_OF_OTHER.search("".join(self.lines[index : index + 1]))
+        return f"{self.source}:{line[1]}" if line is not None else self.source
 
     def add_problem(self, node: _Node, value: str, rule: str, fix: str) -> None:
         self.parsed.problems.append(Problem(self.where(node), value, rule, fix))

@@ -41,6 +41,14 @@ from petatron.data.sentencepiece_tokenizer import (
 )
 from petatron.data.tiktoken_tokenizer import TikTokenizer
 from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
+from petatron.data.vocabulary_kind import (
+    GPT2_MERGES,
+    GPT2_VOCABULARY,
+    TOKENIZER_JSON,
+    plain_reason,
+    vocabulary_error,
+    wrong_kind,
+)
 from petatron.data.wordpiece_tokenizer import (
     VOCABULARY_FILE,
     WordPieceOptions,
@@ -128,8 +136,8 @@ class GPT2BPETokenizer(LibraryTokenizer):
                 what = "is not a file" if Path(path).exists() else "does not exist"
                 raise DataError(f"Tokenizer file {path} {what}. Check {flag}.")
         self._files = {"vocab.json": _read_file(Path(vocab_file)), "merges.txt": _read_file(Path(merge_file))}
-        what = f"{vocab_file} and {merge_file} are not a GPT-2 vocabulary and its merges"
-        with reading_untrusted(Path(vocab_file), lambda _, why: DataError(f"{what}: the first {why}.")):
+        files = (Path(vocab_file), Path(merge_file))
+        with reading_untrusted(files[0], lambda _, why: _gpt2_error(files, why)):
             self._fast = FastTokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
             self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             self._fast.decoder = decoders.ByteLevel()
@@ -397,9 +405,16 @@ def _read_file(path: Path) -> bytes:
 
 def _tokenizer_file_error(file: Path, why: str) -> DataError:
     return DataError(
-        f"{file} is not a tokenizer.json: it {why}. Copy it again; a SentencePiece .model or a "
-        "vocabulary of tiktoken has its own --tokenizer-type (SentencePieceTokenizer, TikTokenizer)."
+        vocabulary_error(file, why, TOKENIZER_JSON, "Copy it again, or name its kind with --tokenizer-type")
     )
+
+
+def _gpt2_error(files: tuple[Path, Path], why: str) -> DataError:
+    what = f"{files[0]} and {files[1]} are not a GPT-2 vocabulary and its merges"
+    other = wrong_kind(files, (GPT2_VOCABULARY, GPT2_MERGES))
+    if other is None:
+        return DataError(f"{what}: one of them {plain_reason(why)}. Copy them again.")
+    return DataError(f"{what}: the {('first', 'second')[other[0]]} is {other[1].name}. {other[1].fix}.")
 
 
 def _eos_in_config(config: Path) -> str | None:

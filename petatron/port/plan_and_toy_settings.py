@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from petatron.base.terminal_escape import printable
 from petatron.config.schema.fields import all_fields, fields_by_path
 from petatron.config.schema.setting_metadata import ToySize
 from petatron.config.value_origins import Setting, ValueOrigin
+from petatron.config.yaml_file import MADE_OF
+from petatron.port.port_flags import FlagAnswer
 from petatron.port.ported_run import PortedRun
 from petatron.port.ported_yaml import settings_yaml
 
@@ -25,9 +28,8 @@ _GPT2_TOKENIZER, _GPT2_VOCABULARY, _ASSUMED_VOCABULARY = "GPT2BPETokenizer", 502
 
 def planned_yaml(run: PortedRun) -> str:
     """Returns the settings that decide about memory."""
-    return settings_yaml(
-        (setting, None) for setting in _of_sections(run, _PLANNED_SECTIONS) if _name(setting) not in _NOT_PLANNED
-    )
+    kept = _of_sections(run, _PLANNED_SECTIONS)
+    return _titled(run, [(setting, answer) for setting, answer in kept if _name(setting) not in _NOT_PLANNED])
 
 
 def assumed_vocabulary(run: PortedRun) -> int | None:
@@ -43,10 +45,15 @@ def assumed_vocabulary(run: PortedRun) -> int | None:
 def toy_yaml(run: PortedRun, *, keeps_layout: bool) -> str:
     """Returns the settings of the model, its numerics and its optimizer, and those of the layout if that can run here."""
     kept = _of_sections(run, (*_TOY_SECTIONS, "parallel") if keeps_layout else _TOY_SECTIONS)
-    kept += [setting for setting, _ in run.settings if _name(setting) in _TOY_SCHEDULE]
-    kept = [setting for setting in kept if keeps_layout or _name(setting) not in _OF_REPLICAS]
-    kept += _default_mamba_sizes(kept)
-    return settings_yaml((setting, None) for setting in kept if _name(setting) != "world_size")
+    kept += [(setting, answer) for setting, answer in run.settings if _name(setting) in _TOY_SCHEDULE]
+    kept = [(setting, answer) for setting, answer in kept if keeps_layout or _name(setting) not in _OF_REPLICAS]
+    kept += [(setting, None) for setting in _default_mamba_sizes([setting for setting, _ in kept])]
+    return _titled(run, [(setting, answer) for setting, answer in kept if _name(setting) != "world_size"])
+
+
+def _titled(run: PortedRun, settings: Sequence[tuple[Setting, FlagAnswer | None]]) -> str:
+    """Returns the file, whose messages name the script."""
+    return f"{MADE_OF}{printable(str(run.script.source))}\n{settings_yaml(settings)}"
 
 
 def _default_mamba_sizes(settings: Sequence[Setting]) -> list[Setting]:
@@ -87,10 +94,10 @@ def toy_omissions(run: PortedRun) -> list[str]:
     ]
 
 
-def _of_sections(run: PortedRun, names: tuple[str, ...]) -> list[Setting]:
+def _of_sections(run: PortedRun, names: tuple[str, ...]) -> list[tuple[Setting, FlagAnswer | None]]:
     return [
-        setting
-        for setting, _ in run.settings
+        (setting, answer)
+        for setting, answer in run.settings
         if setting.path.partition(".")[0] in names and "path" not in fields_by_path()[setting.path].marks
     ]
 

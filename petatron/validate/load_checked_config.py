@@ -149,6 +149,11 @@ def _steps_without_learning_rate(config: RawRunConfig) -> Iterator[str]:
 def _different_effects(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Iterator[str]:
     precision = config.precision
     yield from _steps_without_learning_rate(config)
+    if config.train.full_validation and origins["train.eval_iters"].kind in ("flag", "file"):
+        yield (
+            f"--eval-iters {config.train.eval_iters} has no effect on validation sets: --full-validation evaluates all of them. It is for "
+            "the test set alone"
+        )
     if router_cannot_learn(config.moe):
         yield (
             "--moe-router-topk 1 with a softmax over the chosen expert alone: the loss has no gradient for the router, which stays "

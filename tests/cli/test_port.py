@@ -101,6 +101,14 @@ def test_a_toy_is_trained_here_and_now(capsys: pytest.CaptureFixture[str]):
     assert "the toy is trained without" not in out and "iteration        1/       1" in out + err
 
 
+def test_what_is_told_of_a_toy_names_the_script(capsys: pytest.CaptureFixture[str], folder: Path):
+    (folder / "train.sh").write_text(SMALL.replace("--bf16", "\\\n --bf16 --recompute-modules moe \\\n --use-mup"))
+    code, out, err = port(capsys, "--run", "train.sh", "--toy", "--train-iters", "1")
+    assert code == 0 and "petatron-port" not in out + err and "toy.yaml" not in out + err
+    assert "(train.sh:6) has no effect" in out + err
+    assert "muP:       base width" in out + err
+
+
 def test_a_toy_of_a_fragment_has_a_learning_rate(capsys: pytest.CaptureFixture[str], folder: Path):
     (folder / "train.sh").write_text(SMALL.replace("--train-iters 100 --lr 1e-4", "").replace("--bf16", ""))
     (folder / "train.petatron.yaml").write_text("# of an earlier port, and edited\n")

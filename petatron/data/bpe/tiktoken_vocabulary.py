@@ -25,10 +25,10 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from petatron.base.errors import DataError
-from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.data.bpe.byte_level_decoder import byte_characters
 from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES
+from petatron.data.vocabulary_kind import TIKTOKEN, vocabulary_error
 
 MAX_TOKEN_BYTES = 1 << 10
 """Published vocabularies have tokens of up to 128 bytes; the limit bounds `_merges`, which tries every split of a token."""
@@ -67,7 +67,9 @@ def _tokens_of_lines(content: bytes) -> list[bytes]:
     tokens: list[bytes] = []
     for line in content.split(b"\n"):
         if line:
-            token, rank = line.split()
+            token, rank, *others = *line.split(), b"", b""
+            if any(others) or not rank.isdigit():
+                raise ValueError("a line is not a token and its rank")
             if int(rank) != len(tokens):
                 raise ValueError(f"rank {int(rank)} follows rank {len(tokens) - 1}")
             tokens.append(base64.b64decode(token, validate=True))
@@ -116,7 +118,5 @@ def _merges(names: dict[bytes, str]) -> Iterator[tuple[str, str]]:
 
 
 def _ranks_error(path: Path, why: str) -> DataError:
-    return DataError(
-        f"{printable(str(path))} is not a vocabulary of tiktoken: it {why}. Give --tokenizer-model the .json with rank, token_bytes and "
-        "token_str of each token that Megatron reads, or a .tiktoken file of lines `token rank`."
-    )
+    fix = "Give --tokenizer-model the .json with rank, token_bytes and token_str of each token that Megatron reads, or a .tiktoken file of "
+    return DataError(vocabulary_error(path, why, TIKTOKEN, f"{fix}lines `token rank`"))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from petatron.base.errors import DataError
-from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES
+from petatron.data.vocabulary_kind import SENTENCEPIECE, vocabulary_error
 
 PieceKind = Literal["normal", "unknown", "control", "user", "unused", "byte"]
 Algorithm = Literal["unigram", "bpe", "word", "char"]
@@ -133,6 +133,8 @@ def _fields(content: memoryview) -> Iterator[tuple[int, int | memoryview]]:
             value, at = _varint(content, at)
             yield key >> 3, value
             continue
+        if wire != _BYTES and wire not in _WIDTHS:
+            raise ValueError("a field has a type that does not exist")
         size, at = _varint(content, at) if wire == _BYTES else (_WIDTHS[wire], at)
         if size > len(content) - at:
             raise ValueError("it ends within a field")
@@ -165,7 +167,5 @@ def _text(value: int | bytes) -> str:
 
 
 def model_error(path: Path, why: str) -> DataError:
-    return DataError(
-        f"{printable(str(path))} is not a SentencePiece model: it {why}. Give --tokenizer-model the .model file that its trainer wrote, or "
-        "another --tokenizer-type for another file."
-    )
+    fix = "Give --tokenizer-model the .model file that its trainer wrote, or another --tokenizer-type for another file"
+    return DataError(vocabulary_error(path, why, SENTENCEPIECE, fix))

@@ -1,5 +1,8 @@
 """`--save-megatron`: Megatron's files of every checkpoint, in a folder of their own that a Megatron run loads.
 
+A Megatron checkpoint has no place for a tokenizer, which Megatron's flags name: its files are beside the iterations, where both programs
+find them.
+
 Rank 0 converts a published checkpoint on a thread while training goes on. The next save waits for it, since pruning may remove what it
 reads. A failed copy is a warning: the checkpoint itself is there, and `petatron checkpoint convert` writes the copy later.
 """
@@ -9,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from petatron.base.errors import PetatronError, Problem
+from petatron.base.companion_files import read_companion_file
+from petatron.base.errors import CheckpointError, PetatronError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_folder_names import TRACKER_FILE
 from petatron.base.safe_files import remove_tree, write_atomic
@@ -61,7 +65,7 @@ class MegatronCopies(StepHook):
 
     def _convert(self, iteration: int) -> None:
         """Converts beside the other copies, and renames: a folder of an iteration that exists is complete."""
-        from petatron.pretrained.convert_model import ConversionOptions, convert
+        from petatron.pretrained.convert_model import GENERATION_CONFIG_FILE, ConversionOptions, convert
         from petatron.pretrained.model_reader import open_model_reader
 
         target, converted = self._folder / iteration_folder(iteration), self._folder / f"copy_of_{iteration}"
@@ -74,6 +78,9 @@ class MegatronCopies(StepHook):
         source = open_model_reader(self._source, model_format="petatron", step=iteration)
         convert(source, converted, ConversionOptions(target_format="megatron", training=not self._why_weights_alone))
         (converted / target.name).rename(target)
+        tokenizer = {name: path for name, path in source.companion_files.items() if name != GENERATION_CONFIG_FILE}
+        for name, path in tokenizer.items():  # beside all iterations: one tokenizer is that of all
+            write_atomic(self._folder / name, read_companion_file(path, CheckpointError))
         write_atomic(self._folder / TRACKER_FILE, str(iteration))
         remove_tree(converted)
 

@@ -21,6 +21,7 @@ from petatron.config.layout_and_precision_text import precision_text
 from petatron.config.parse_name_value import format_named_settings
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.default_objective_names import GPT_DATASET, NEXT_TOKEN
+from petatron.config.schema.sections.mup import relative_width
 from petatron.data.blended_dataset import parse_weighted_prefixes
 from petatron.data.build_datasets import chosen_kind, chosen_kind_name
 from petatron.data.tokenizer import Tokenizer
@@ -55,6 +56,8 @@ class RunHeader:
         }
         if self._run.train.objective not in (None, NEXT_TOKEN):
             lines["objective"] = _objective(self._run)
+        if self._run.model.use_mup:
+            lines["muP"] = _mup(self._run)
         if frozen := frozen_params(self._run):
             lines["trained"] = describe_frozen(model_spec(self._run), frozen)
         return [f"{name + ':':<11}{text}" for name, text in lines.items()]
@@ -115,6 +118,18 @@ def _model(run: RunConfig) -> str:
         shape += f" ({model.hybrid_layer_pattern})"
     heads = f", {count_with_noun(model.num_attention_heads, 'head')}{groups}" if model.num_attention_heads else ""
     return f"{model.model_type}, {size}: {shape}{heads}{experts}"
+
+
+def _mup(run: RunConfig) -> str:
+    model = run.model
+    factors = {
+        "embeddings": model.embedding_multiplier,
+        "logits": 1.0 / model.logits_scaling,
+        "scores": model.softmax_scale,
+    }
+    told = ", ".join(f"{name} x {factor:g}" for name, factor in factors.items() if factor is not None)
+    width = relative_width(model, model.hidden_size)
+    return f"base width {model.mup_base_hidden_size or model.hidden_size:,}, of which this model has {width:g} times; {told}"
 
 
 def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:

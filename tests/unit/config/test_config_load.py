@@ -116,6 +116,15 @@ def test_a_key_may_be_spelled_like_a_flag(tmp_path: Path):
     assert (run.model.rotary_base, run.parallel.tensor_model_parallel_size) == (500000, 2)
 
 
+def test_a_file_that_is_made_of_another_names_it(tmp_path: Path):
+    text = "# Made of train.sh\nmodel:\n  num_layers: 2  # --num-layers 2 (line 7)\n  hidden_size: two  # x (line 9)\n  nope: 1\n"
+    loaded, problems = resolve_config(files=[write(tmp_path, text)])
+    assert str(loaded.origins["model.num_layers"]) == "train.sh:7"
+    told = [str(problem) for problem in problems if "train.sh" in problem.where]
+    assert told[0].startswith("train.sh:9 ") and told[1].startswith("train.sh nope is not")
+    assert "run.yaml" not in "".join(map(str, problems))
+
+
 def test_unreadable_files_are_one_problem_each(tmp_path: Path):
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
@@ -285,6 +294,14 @@ def test_settings_without_effect_are_said_aloud():
         "--no-moe-grouped-gemm has no effect: the model has no experts",
         "--split has no effect: there is no --data-path to split",
     }
+
+
+def test_batches_of_an_evaluation_of_everything_are_said_aloud():
+    full = ["--preset", "tiny-llama", *MOCK, "--full-validation"]
+    told = "--eval-iters 5 has no effect on validation sets: --full-validation evaluates all of them"
+    assert any(told in notice for notice in load_config([*full, "--eval-iters", "5"]).notices)
+    for argv in (full, [*full, "--no-full-validation", "--eval-iters", "5"]):
+        assert not any("--eval-iters" in notice for notice in load_config(argv).notices)
 
 
 def test_head_widths_that_latent_attention_does_not_use_are_said_aloud():

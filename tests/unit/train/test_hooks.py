@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 from petatron.base.errors import TrainError
 from petatron.checkpoint.chunk import Chunk
+from petatron.cli.main import main
 from petatron.config import RunConfig
+from petatron.config.schema.training import TokenizerConfig
+from petatron.data.tokenizer import build_tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.pretrained.model_reader import ModelReader, open_model_reader
@@ -241,6 +244,17 @@ def _tensors(source: ModelReader, state: TrainingState) -> dict[str, torch.Tenso
     for fill, shapes in ((source.fill, source.shapes), (state.fill, state.shapes)):
         fill([Chunk(key, shapes[key], (0,) * len(shapes[key]), tensors[key]) for key in shapes])
     return tensors
+
+
+def test_the_tokenizer_is_beside_megatron_copies(tmp_path: Path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    flags = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 1 --eval-iters 0 --tokenizer-type ByteTokenizer --device cpu"
+    assert main(["train", *flags.split(), "--save", str(ours), "--save-megatron", str(theirs)]) == 0
+    copied = {path.name: path.read_bytes() for path in theirs.iterdir() if path.is_file()}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= copied.keys() and "generation_config.json" not in copied
+    (saved,) = ours.rglob("tokenizer.json")
+    assert copied["tokenizer.json"] == saved.read_bytes()
+    assert build_tokenizer(TokenizerConfig(tokenizer_model=str(theirs))).encode("hé") == [104, 195, 169]
 
 
 def test_a_megatron_copy_that_fails_costs_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
