@@ -19,6 +19,7 @@ from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
+from petatron.config.schema.sections.tokenizer_options import WORDPIECE_TYPES
 from petatron.validate.preflight import parquet_problem
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _CURATION = {
     "stats": (stats, "documents, lengths, tokens and duplicates of files and datasets"),
 }
 """Subcommands with a module of their own, and what they do."""
-SENTENCE_FLAGS = ("split_sentences", "keep_newlines", "lang")
 SHOWN_TOKENS = 24
 SHOWN_CHARACTERS = 400
 
@@ -74,30 +74,32 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     text = "JSON lines; text whose paragraphs are documents, with blank lines between; text whose files are (default: jsonl)"
     add("--input-format", choices=("jsonl", "text", "text-file"), default="jsonl", help=text)
     add("--overwrite", action="store_true", help="replace an output that exists")
-    add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx")
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="writes PREFIX_<key>_document.bin and .idx, or _sentence",
+    )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from (default: text)")
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    add("--split-sentences", action="store_true", help="make a sequence of each sentence, as BERT's datasets read them")
+    add("--keep-newlines", action="store_true", help="keep the white space after a sentence in its text")
+    add("--lang", metavar="LANGUAGE", help="language of the sentences (default: english)")
     add("--on-error", choices=("fail", "skip"), default="fail", help="what a malformed line does (default: fail)")
     add("--max-documents", type=int, metavar="N", help="read at most N lines")
     text = "refuse longer lines (default: 256 MiB), also after decompression"
     add("--max-line-bytes", type=int, metavar="N", help=text)
     add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
     add_tokenizer_arguments(parser)
-    # Flags of other tools: those that would change the result are refused, others are named and ignored.
-    add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
-    add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
-    add("--lang", help=argparse.SUPPRESS)
+    # Flags of other tools, which change nothing here: they are named and ignored.
     add("--partitions", type=int, help=argparse.SUPPRESS)
     add("--keep-sequential-samples", action="store_true", help=argparse.SUPPRESS)
 
 
 def _preprocess(args: argparse.Namespace) -> int:
     """Checks the flags, tokenizes with a progress display, prints a report."""
-    rule, fix = "is not in this version", "Give ready sentences as a list of strings."
-    given_flags = [f"--{name.replace('_', '-')}" for name in SENTENCE_FLAGS if getattr(args, name)]
-    problems = [Problem(flag, "", rule, fix) for flag in given_flags]
-    problems += [problem for path in args.input if (problem := parquet_problem("--input", path)) is not None]
+    problems = [problem for path in args.input if (problem := parquet_problem("--input", path)) is not None]
     tokenizer = tokenizer_settings(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))
@@ -105,6 +107,11 @@ def _preprocess(args: argparse.Namespace) -> int:
     for flag, given in (("--partitions", args.partitions), ("--keep-sequential-samples", args.keep_sequential_samples)):
         if given:
             print(f"note: {flag} is not needed: order is always kept, at any number of --workers.", file=sys.stderr)
+    for flag, given in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang)):
+        if given and not args.split_sentences:
+            print(f"note: {flag} has no effect without --split-sentences.", file=sys.stderr)
+    if tokenizer.tokenizer_type in WORDPIECE_TYPES and not args.split_sentences:
+        print("note: a document is one sequence; BERT's datasets read sentences: --split-sentences.", file=sys.stderr)
 
     from petatron.data.preprocess import PreprocessOptions, preprocess
 
@@ -114,13 +121,16 @@ def _preprocess(args: argparse.Namespace) -> int:
     options = PreprocessOptions(tokenizer=tokenizer, **given)
     with _progress_display(args.log_interval) as show:
         report = preprocess(options, show)
-    _print_report(report)
+    _print_report(report, are_sentences=options.split_sentences)
     return 0
 
 
-def _print_report(report: PreprocessReport) -> None:
+def _print_report(report: PreprocessReport, *, are_sentences: bool) -> None:
     rate = report.tokens / max(report.seconds, 1e-9)
-    print(f"{report.documents:,} documents, {report.tokens:,} tokens in {report.seconds:.1f} s ({rate:,.0f} tokens/s)")
+    sentences = f", {report.sequences:,} sentences" if are_sentences else ""
+    print(
+        f"{report.documents:,} documents{sentences}, {report.tokens:,} tokens in {report.seconds:.1f} s ({rate:,.0f} tokens/s)"
+    )
     if report.empty:
         print(f"{report.empty:,} empty {'text' if report.empty == 1 else 'texts'} left out")
     if report.malformed:

@@ -5,10 +5,10 @@ and returns a few flat arrays, so communication costs little compared with token
 of the blocks, and only a few blocks per worker are in flight at a time: the output does not depend on the number of
 workers, nor memory on the size of the input.
 
-A line must be a JSON object with every requested key, each a string (one sequence) or a list of strings (sentences, one
-sequence each). Anything else is malformed: reported with file and line number, and fatal unless skipped. Blank
-lines are not documents. A text without tokens is omitted and counted; a line with no other text is not
-a document either.
+A line must be a JSON object with every requested key, each a string (one sequence, or with `split_sentences` one per sentence) or a
+list of strings (sentences, one sequence each). Anything else is malformed: reported with file and line number, and fatal unless
+skipped. Blank lines are not documents. A text without tokens is omitted and counted; a line with no other text is not a document
+either.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ from petatron.data.jsonl_reader import (
     read_line_blocks,
     read_text_blocks,
 )
+from petatron.data.sentences.language_rules import DEFAULT_LANGUAGE
+from petatron.data.sentences.sentence_splitter import SentenceSplitter
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 
 BLOCKS_PER_WORKER = 4
@@ -62,6 +64,12 @@ class PreprocessOptions:
     """For the NullTokenizer."""
     json_keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
+    split_sentences: bool = False
+    """Make a sequence of each sentence of a text; texts of a list are sentences already."""
+    keep_newlines: bool = False
+    """Keep the white space after a sentence, lines' ends included, in its text."""
+    lang: str = DEFAULT_LANGUAGE
+    """Language of the sentences."""
     workers: int = 1
     on_error: Literal["fail", "skip"] = "fail"
     max_documents: int | None = None
@@ -77,7 +85,8 @@ class PreprocessOptions:
     @property
     def outputs(self) -> tuple[str, ...]:
         """The prefixes that are written, one per key."""
-        return tuple(f"{self.output_prefix}_{key}_document" for key in self.json_keys)
+        level = "sentence" if self.split_sentences else "document"
+        return tuple(f"{self.output_prefix}_{key}_{level}" for key in self.json_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +134,7 @@ class _EncodedBlock:
 def preprocess(
     options: PreprocessOptions, on_progress: Callable[[PreprocessProgress], None] | None = None
 ) -> PreprocessReport:
-    """Tokenizes the inputs into `<output_prefix>_<key>_document.{bin,idx}`, one pair per key."""
+    """Tokenizes the inputs into `<output_prefix>_<key>_document.{bin,idx}` (`_sentence` where they are split), one pair per key."""
     started = time.monotonic()
     tokenizer = _check_options(options)
     bytes_total = sum(Path(path).stat().st_size for path in options.inputs)
@@ -177,6 +186,7 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
             problems.append(f"{names} exist already; give another --output-prefix, or replace with --overwrite")
     if problems:
         raise DataError(f"Cannot preprocess: {'; '.join(problems)}.")
+    _sentence_splitter(options)
     tokenizer = build_tokenizer(options.tokenizer, vocab_size=options.vocab_size)
     if options.append_eod and tokenizer.eod is None:
         raise DataError(
@@ -285,6 +295,7 @@ class _Encoder:
         self._tokenizer = build_tokenizer(options.tokenizer, vocab_size=options.vocab_size)
         self._dtype = optimal_dtype(self._tokenizer.vocab_size)
         self._eod = self._tokenizer.eod if options.append_eod else None
+        self._splitter = _sentence_splitter(options)
 
     def encode(self, block: LineBlock) -> _EncodedBlock:
         numbers, rows, malformed = self._parse(block)
@@ -311,7 +322,7 @@ class _Encoder:
                 continue
             try:
                 record = json.loads(line)
-                rows.append([_text_value(record, key) for key in self._keys])
+                rows.append([self._sequences(_text_value(record, key)) for key in self._keys])
                 numbers.append(number)
             except json.JSONDecodeError as error:
                 plain = line.lstrip()[:1] not in ("{", b"{")
@@ -320,6 +331,12 @@ class _Encoder:
             except (ValueError, RecursionError) as error:
                 malformed.append((number, str(error)))
         return numbers, rows, malformed
+
+    def _sequences(self, value: TextValue) -> TextValue:
+        """Returns the texts of the sequences of a value: a string that is one, or a list."""
+        if self._splitter is None or not isinstance(value, str):
+            return value
+        return self._splitter.split(value)
 
     def _encode_rows(self, rows: Sequence[Sequence[TextValue]]) -> tuple[_EncodedKey, ...]:
         return tuple(self._encode_key([row[place] for row in rows]) for place in range(len(self._keys)))
@@ -355,6 +372,12 @@ class _Encoder:
 
 _cached_encoder = lru_cache(maxsize=1)(_Encoder)
 """A worker builds its tokenizer with its first block."""
+
+
+def _sentence_splitter(options: PreprocessOptions) -> SentenceSplitter | None:
+    if not options.split_sentences:
+        return None
+    return SentenceSplitter(options.lang, keep_newlines=options.keep_newlines)
 
 
 def _text_value(record: object, key: str) -> TextValue:

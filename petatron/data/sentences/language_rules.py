@@ -17,12 +17,14 @@ _FILE = Path(__file__).with_name("languages.txt")
 class LanguageRules:
     """Words in lowercase; abbreviations without their last period.
 
-    never, sometimes: abbreviations that end no sentence, or only before one of `starters`, the frequent first words. number: abbreviations
-    before a number only. has_ordinals: whether "3." may be an ordinal. questions: characters beside ? that end a question.
+    never, sometimes, ends: abbreviations that end no sentence, or before one of `starters` (the frequent first words), or before any
+    capital letter. number: abbreviations before a number only. has_ordinals: whether "3." may be an ordinal. questions: characters
+    beside ? that end a question.
     """
 
     never: frozenset[str]
     sometimes: frozenset[str]
+    ends: frozenset[str]
     number: frozenset[str]
     starters: frozenset[str]
     has_ordinals: bool
@@ -37,7 +39,7 @@ def language_rules(name: str) -> LanguageRules:
     """
     languages = _languages()
     if name.lower() not in languages:
-        known = {id(rules): language for language, rules in reversed(languages.items())}  # the first name of each
+        known = {id(rules): language for language, rules in reversed(list(languages.items()))}  # the first name of each
         raise DataError(f"--lang {name} has no rules for sentences. Use one of {', '.join(sorted(known.values()))}.")
     return languages[name.lower()]
 
@@ -48,17 +50,18 @@ def _languages() -> Mapping[str, LanguageRules]:
     languages: dict[str, LanguageRules] = {}
     for section in _FILE.read_text(encoding="utf-8").split("\n> ")[1:]:
         names, _, body = section.partition("\n")
-        lists: dict[str, list[str]] = {}
+        listed: dict[str, list[str]] = {}
         for line in filter(None, body.splitlines()):
-            kind, _, listed = line.partition(": ")
-            lists.setdefault(kind, []).extend(listed.split())
+            kind, _, text = line.partition(": ")
+            listed.setdefault(kind, []).extend(text.split())
         rules = LanguageRules(
-            never=frozenset(lists.get("never", ())),
-            sometimes=frozenset(lists.get("sometimes", ())),
-            number=frozenset(lists.get("number", ())),
-            starters=frozenset(lists.get("starters", ())),
-            has_ordinals="ordinals" in lists,
-            questions="".join(lists.get("questions", ())),
+            never=frozenset(listed.get("never", ())),
+            sometimes=frozenset(listed.get("sometimes", ())),
+            ends=frozenset(listed.get("ends", ())),
+            number=frozenset(listed.get("number", ())),
+            starters=frozenset(listed.get("starters", ())),
+            has_ordinals="ordinals" in listed,
+            questions="".join(listed.get("questions", ())),
         )
         languages |= dict.fromkeys(names.split(), rules)
     return languages

@@ -25,6 +25,7 @@ _JAPANESE_CONTINUATIONS = "とってなはがをにもので、，,"
 """What follows a quotation within a sentence."""
 _MAX_WORD_CHARS = 40
 _NEXT_WORD = re.compile(rf"\S{{0,{_MAX_WORD_CHARS}}}")
+_BEFORE_WORD = re.compile(rf"[\s{re.escape(_OPENERS)}]*+")
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
 _ACRONYM = re.compile(r"(?:[^\W\d_]{1,2}\.)+[^\W\d_]{1,2}")
 _ROMAN = re.compile(r"[IVXLC]{2,}")
@@ -64,38 +65,48 @@ class SentenceSplitter:
 
     def _spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yields the place of each sentence, with the white space after it."""
-        start = 0
+        start, first_word = 0, _first_word(text, 0)
         for candidate in self._candidates.finditer(text):
-            if candidate.end() < len(text) and self._ends_sentence(text, start, candidate):
+            if candidate.end() < len(text) and self._ends_sentence(text, first_word, candidate):
                 yield start, candidate.end()
                 start = candidate.end()
+                first_word = _first_word(text, start)
         if text[start:] and (self._keep_newlines or not text[start:].isspace()):
             yield start, len(text)
 
-    def _ends_sentence(self, text: str, start: int, candidate: re.Match[str]) -> bool:
-        if text[start : candidate.start()].isspace() and not candidate["narrow"]:
-            return False  # blank lines before the first word
+    def _ends_sentence(self, text: str, first_word: int, candidate: re.Match[str]) -> bool:
+        """Whether a sentence whose first word is there ends at a candidate."""
+        if candidate.start() < first_word:
+            return False
         if candidate["wide"]:
             closed = candidate["wide"][-1] not in _WIDE
             return not (closed and text[candidate.end()] in _JAPANESE_CONTINUATIONS)
         if _BLANK_LINE.search(candidate[0]):
             return True
         word_start = _word_start(text, candidate.start())
-        before = text[max(start, word_start) : candidate.start()].lstrip(_OPENERS)
+        before = text[max(first_word, word_start) : candidate.start()].lstrip(_OPENERS)
         following = _next_word(text, candidate.end())
         first = following.lstrip(_OPENERS)[:1]
         if not first or first.islower() or not (first.isalnum() or first in "#$€£%&@"):
             return False
         if not set(candidate["narrow"]).isdisjoint(self._questions):
             return True
+        if candidate["closers"].startswith("]") and text[candidate.start() - 1 : candidate.start()] == "[":
+            return False  # [...] stands for what a quotation leaves out
         if len(candidate["narrow"]) > 1 or candidate["narrow"] == "…" or not before:  # an ellipsis
             return not first.isdigit()
-        is_first_word = not text[start : max(start, word_start)].strip(_OPENERS + " \t\n\r")
+        is_first_word = word_start <= first_word
         match = _WORD.match(following.lstrip(_OPENERS))
         next_word = match[0].lower() if match else ""
         return _period_ends_sentence(
             self._rules, before, following.lstrip(_OPENERS), next_word, is_first_word=is_first_word
         )
+
+
+def _first_word(text: str, start: int) -> int:
+    """Returns where the first word after a place begins."""
+    match = _BEFORE_WORD.match(text, start)
+    return start if match is None else match.end()
 
 
 def _word_start(text: str, end: int) -> int:
@@ -134,6 +145,8 @@ def _period_ends_sentence(
         return not known and not (is_number and rules.has_ordinals)
     if word in rules.never:
         return False
+    if word in rules.ends:
+        return True
     if word in rules.number and _ROMAN.match(following):
         return False
     is_ordinal = rules.has_ordinals and ((is_number and len(before) <= 3) or _ROMAN.fullmatch(before))

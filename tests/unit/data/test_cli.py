@@ -83,7 +83,6 @@ def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
             2,
             "--tokenizer-type MultimodalTokenizer is not in this version",
         ),
-        (("--split-sentences", "--keep-newlines"), 2, "2 problems"),
         (("--log-interval", "0"), 2, "--log-interval 0 must be at least 1"),
         (("--tokenizer-model", "/nowhere/tokenizer.json"), 1, "/nowhere/tokenizer.json does not exist"),
         ((), 0, "note: --partitions is not needed"),
