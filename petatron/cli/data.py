@@ -18,7 +18,7 @@ from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.progress import progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
-from petatron.validate.preflight import parquet_problem
+from petatron.data.inputs.input_formats import INPUT_FORMATS
 
 if TYPE_CHECKING:
     from petatron.data.indexed_dataset import IndexedDataset
@@ -57,9 +57,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines or text: plain, gzip or zstd")
-    text = "JSON lines; text whose paragraphs are documents, with blank lines between; text whose files are (default: jsonl)"
-    add("--input-format", choices=("jsonl", "text", "text-file"), default="jsonl", help=text)
+    text = "files, patterns, folders, or addresses (s3://, gs://, hf://, https://); plain, gz, zst, bz2 or xz"
+    add("--input", nargs="+", required=True, metavar="INPUT", help=text)
+    text = "default: by name and content; text: paragraphs are documents, with blank lines between; text-file: files are"
+    add("--input-format", choices=INPUT_FORMATS, default="auto", help=text)
     add("--overwrite", action="store_true", help="replace an output that exists")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from (default: text)")
@@ -84,7 +85,6 @@ def _preprocess(args: argparse.Namespace) -> int:
     rule, fix = "is not in this version", "Give ready sentences as a list of strings."
     given_flags = [f"--{name.replace('_', '-')}" for name in SENTENCE_FLAGS if getattr(args, name)]
     problems = [Problem(flag, "", rule, fix) for flag in given_flags]
-    problems += [problem for path in args.input if (problem := parquet_problem("--input", path)) is not None]
     tokenizer = tokenizer_settings(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -37,14 +36,12 @@ from petatron.base.terminal_escape import printable
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from petatron.data.indexed_writer import IndexedWriter
-from petatron.data.jsonl_reader import (
-    BLOCK_BYTES,
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineBlock,
-    read_line_blocks,
-    read_text_blocks,
-)
+from petatron.data.inputs.expand_inputs import expand_inputs
+from petatron.data.inputs.input_file import InputFile
+from petatron.data.inputs.input_formats import TEXT_FORMATS, InputFormat
+from petatron.data.inputs.input_slice import InputSlice, ReadOptions
+from petatron.data.inputs.json_record import RepeatedKeys, parse_record
+from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES, LineBlock
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 
 BLOCKS_PER_WORKER = 4
@@ -70,7 +67,7 @@ class PreprocessOptions:
     """A longer line is refused, so that a few kilobytes of compressed data cannot fill the memory."""
     block_bytes: int = BLOCK_BYTES
     """Bytes of text per block sent to a worker."""
-    input_format: InputFormat = "jsonl"
+    input_format: InputFormat = "auto"
     overwrite: bool = False
     """Replace an output that exists."""
 
@@ -127,13 +124,13 @@ def preprocess(
 ) -> PreprocessReport:
     """Tokenizes the inputs into `<output_prefix>_<key>_document.{bin,idx}`, one pair per key."""
     started = time.monotonic()
-    tokenizer = _check_options(options)
-    bytes_total = sum(Path(path).stat().st_size for path in options.inputs)
+    tokenizer, files = _check_options(options)
+    bytes_total = sum(file.size or 0 for file in files)
     report = PreprocessReport(options.outputs)
     with ExitStack() as stack:
         dtype = optimal_dtype(tokenizer.vocab_size)
         writers = [stack.enter_context(IndexedWriter(output, dtype)) for output in report.outputs]
-        for block, encoded, bytes_read in stack.enter_context(closing(_encoded_blocks(options))):
+        for block, encoded, bytes_read in stack.enter_context(closing(_encoded_blocks(options, files))):
             report.bytes_read = bytes_read
             _record_problems(block, encoded, options, report)
             report.documents += encoded.documents
@@ -151,9 +148,14 @@ def preprocess(
     return report
 
 
-def _check_options(options: PreprocessOptions) -> Tokenizer:
+def _check_options(options: PreprocessOptions) -> tuple[Tokenizer, list[InputFile]]:
     """Raises every problem before any work is done."""
-    problems = [_missing_input(path) for path in options.inputs if not Path(path).is_file()]
+    problems: list[str] = []
+    files: list[InputFile] = []
+    try:
+        files = expand_inputs(options.inputs, options.input_format)
+    except DataError as error:
+        problems.append(str(error).removesuffix("."))
     if not options.inputs:
         problems.append("no input is given (--input)")
     if options.workers < 1:
@@ -164,7 +166,7 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
         problems.append(f"--max-documents {options.max_documents} must be at least 1")
     if options.max_line_bytes < 1:
         problems.append(f"--max-line-bytes {options.max_line_bytes} must be at least 1")
-    if options.input_format != "jsonl" and len(options.json_keys) > 1:
+    if options.input_format in TEXT_FORMATS and len(options.json_keys) > 1:
         problems.append(
             f"--input-format {options.input_format} has one text per document, and --json-keys names several"
         )
@@ -183,14 +185,7 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
             f"--append-eod: the tokenizer {tokenizer.name} has no end-of-document token. Put a tokenizer_config.json with an "
             "eos_token beside it, or leave --append-eod out."
         )
-    return tokenizer
-
-
-def _missing_input(path: str) -> str:
-    if Path(path).is_dir():
-        files = f"{Path(path) / '*.jsonl'} (text files: --input-format text-file)"
-        return f"input {path} is a folder; name the files in it, for instance {files}"
-    return f"input {path} is not a file" if Path(path).exists() else f"input {path} does not exist"
+    return tokenizer, files
 
 
 def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter], report: PreprocessReport) -> None:
@@ -206,46 +201,45 @@ def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter
 def _record_problems(
     block: LineBlock, encoded: _EncodedBlock, options: PreprocessOptions, report: PreprocessReport
 ) -> None:
-    for line, reason in encoded.malformed:
+    malformed = [(line, reason, "malformed") for line, reason in encoded.malformed]
+    for line, reason, kind in sorted(malformed + [(item.line, item.reason, item.kind) for item in block.refused]):
         problem = f"{block.path}:{line}: {reason}"
         if options.on_error == "fail":
-            raise DataError(f"{problem}. Correct the line, or skip and count such lines with --on-error skip.")
+            fix = "Allow more with --max-line-bytes" if kind == "too long" else "Correct the line"
+            raise DataError(f"{problem}. {fix}, or skip and count such lines with --on-error skip.")
         report.malformed += 1
         if len(report.problems) < MAX_SHOWN_PROBLEMS:
             report.problems.append(problem)
 
 
-def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
+def _blocks(options: PreprocessOptions, files: Sequence[InputFile]) -> Iterator[tuple[LineBlock, int]]:
     """Yields blocks of all inputs, with the bytes read so far."""
     before, left = 0, options.max_documents
-    for path in options.inputs:
-        lines = 0
-        limits = {"block_bytes": options.block_bytes, "max_line_bytes": options.max_line_bytes}
-        if options.input_format == "jsonl":
-            blocks = read_line_blocks(path, max_lines=left, **limits)
-        else:
-            whole_file = options.input_format == "text-file"
-            blocks = read_text_blocks(path, key=options.json_keys[0], whole_file=whole_file, max_lines=left, **limits)
-        for block in blocks:
-            lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
+    read_options = ReadOptions(
+        options.json_keys, block_bytes=options.block_bytes, max_line_bytes=options.max_line_bytes
+    )
+    for file in files:
+        for block in InputSlice(file, read_options).blocks(left):
+            left = None if left is None else left - block.num_lines - len(block.refused)
             yield block, before + block.file_position
-        before += Path(path).stat().st_size
-        left = None if left is None else left - lines
+        before += file.size or 0
         if left == 0:
             return
 
 
-def _encoded_blocks(options: PreprocessOptions) -> Generator[tuple[LineBlock, _EncodedBlock, int], None, None]:
+def _encoded_blocks(
+    options: PreprocessOptions, files: Sequence[InputFile]
+) -> Generator[tuple[LineBlock, _EncodedBlock, int], None, None]:
     """Yields blocks and their encodings in input order, from this process (one worker) or from several."""
     if options.workers == 1:
-        for block, bytes_read in _blocks(options):
+        for block, bytes_read in _blocks(options, files):
             yield block, _encode_block(options, block), bytes_read
         return
     # spawn: the tokenizer library has threads, and a forked copy of a process with threads may hang.
     pool = ProcessPoolExecutor(options.workers, get_context("spawn"), init_worker)
     waiting: deque[tuple[LineBlock, Future[_EncodedBlock], int]] = deque()
     try:
-        for block, bytes_read in _blocks(options):
+        for block, bytes_read in _blocks(options, files):
             waiting.append((block, pool.submit(_encode_block, options, block), bytes_read))
             if len(waiting) >= BLOCKS_PER_WORKER * options.workers:
                 first, future, position = waiting.popleft()
@@ -310,7 +304,7 @@ class _Encoder:
             if not line or line.isspace():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_record(line)
                 rows.append([_text_value(record, key) for key in self._keys])
                 numbers.append(number)
             except json.JSONDecodeError as error:
@@ -363,6 +357,8 @@ def _text_value(record: object, key: str) -> TextValue:
     if key not in record:
         present = ", ".join(printable(name, max_chars=40) for name in sorted(record)[:8]) or "none"
         raise ValueError(f"no key {key!r} (keys here: {present})")
+    if isinstance(record, RepeatedKeys) and key in record.names:
+        raise ValueError(f"the key {key!r} is there twice")
     value = record[key]
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value)):
         return value

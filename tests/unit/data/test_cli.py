@@ -198,7 +198,7 @@ def test_plain_text(tmp_path: Path, form: str, documents: list[str]) -> None:
 @pytest.mark.parametrize(
     ("content", "flags", "message"),
     [
-        (b"fine\n\nbad \xff\n", (), "book.txt:3: not UTF-8 text (invalid start byte). Convert the file to UTF-8."),
+        (b"fine\n\nbad \xff\n", (), "book.txt:3: not UTF-8 text (invalid start byte): convert the file to UTF-8."),
         (b"long\nlines\n", ("--max-line-bytes", "8"), "book.txt:1: the document is longer than 8 bytes."),
         (
             b"fine\n",

@@ -12,7 +12,7 @@ from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data import preprocess as module
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.jsonl_reader import read_line_blocks
+from petatron.data.inputs.line_blocks import read_line_blocks
 from petatron.data.preprocess import PreprocessOptions, PreprocessProgress, PreprocessReport, preprocess
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
@@ -181,11 +181,6 @@ def test_bad_options(tmp_path: Path, corpus: Path, options: dict[str, object], m
     chosen = {"inputs": (str(corpus),), "output_prefix": str(tmp_path / "out"), "tokenizer": BYTES, **options}
     with pytest.raises(DataError, match=message):
         preprocess(PreprocessOptions(**chosen))  # type: ignore[arg-type]
-
-
-def test_a_folder_is_not_an_input(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"input \S+ is a folder; name the files in it, for instance \S+/\*\.jsonl"):
-        run(tmp_path, tmp_path)
 
 
 def test_append_eod_without_one(tmp_path: Path, corpus: Path) -> None:
