@@ -59,7 +59,9 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "files, patterns, folders, or addresses (s3://, gs://, hf://, https://); plain, gz, zst, bz2 or xz"
     add("--input", nargs="+", required=True, metavar="INPUT", help=text)
-    text = "default: by name and content; text: paragraphs are documents, with blank lines between; text-file: files are"
+    text = (
+        "default: by name and content; text: paragraphs are documents, with blank lines between; text-file: files are"
+    )
     add("--input-format", choices=INPUT_FORMATS, default="auto", help=text)
     add("--overwrite", action="store_true", help="replace an output that exists")
     add("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_<key>_document.bin and .idx")
