@@ -22,7 +22,7 @@ from petatron.data.inputs.input_formats import INPUT_FORMATS
 
 if TYPE_CHECKING:
     from petatron.data.indexed_dataset import IndexedDataset
-    from petatron.data.preprocess import PreprocessProgress, PreprocessReport
+    from petatron.data.preprocess_report import PreprocessProgress, PreprocessReport
 
 SENTENCE_FLAGS = ("split_sentences", "keep_newlines", "lang")
 SHOWN_TOKENS = 24

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+MAX_ID_CHARACTERS = 1000
+
 
 class RepeatedKeys(dict[str, object]):
     """An object of which `names` are there more than once."""
@@ -28,3 +30,16 @@ def parse_record(line: str | bytes) -> object:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     record = dict(pairs)
     return record if len(record) == len(pairs) else RepeatedKeys(pairs)
+
+
+def document_id(record: object, key: str) -> bytes:
+    """Returns what an object says under a key as text of at most MAX_ID_CHARACTERS; nothing where it says nothing.
+
+    >>> document_id({"id": 7}, "id"), document_id({"id": None}, "id"), document_id({}, "id")
+    (b'7', b'', b'')
+    """
+    value = record.get(key) if isinstance(record, dict) else None
+    if value is None:
+        return b""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text[:MAX_ID_CHARACTERS].encode(errors="replace")

@@ -13,7 +13,7 @@ from petatron.bench import data as bench_data
 from petatron.cli import data
 from petatron.cli.main import main
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.preprocess import PreprocessProgress
+from petatron.data.preprocess_report import PreprocessProgress
 from tests.load_deadline import scaled
 
 REPOSITORY = Path(__file__).parents[3]

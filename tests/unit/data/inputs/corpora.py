@@ -19,7 +19,8 @@ import zstandard
 
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.preprocess import PreprocessOptions, PreprocessReport, preprocess
+from petatron.data.preprocess import PreprocessOptions, preprocess
+from petatron.data.preprocess_report import PreprocessReport
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 TEXTS = ("one", 'deux, "quoted"\nand a second line', "日本\u2028語", "x" * 300, "last")
