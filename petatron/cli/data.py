@@ -20,11 +20,11 @@ from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
 from petatron.config.schema.sections.tokenizer_options import WORDPIECE_TYPES
-from petatron.validate.preflight import parquet_problem
+from petatron.data.inputs.input_formats import INPUT_FORMATS
 
 if TYPE_CHECKING:
     from petatron.data.indexed_dataset import IndexedDataset
-    from petatron.data.preprocess import PreprocessProgress, PreprocessReport
+    from petatron.data.preprocess_report import PreprocessProgress, PreprocessReport
 
 _CURATION = {
     "dedup": (dedup, "drop documents that are there already, or nearly"),
@@ -70,9 +70,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="JSON lines or text: plain, gzip or zstd")
-    text = "JSON lines; text whose paragraphs are documents, with blank lines between; text whose files are (default: jsonl)"
-    add("--input-format", choices=("jsonl", "text", "text-file"), default="jsonl", help=text)
+    text = "files, patterns, folders, or addresses (s3://, gs://, hf://, https://); plain, gz, zst, bz2 or xz"
+    add("--input", nargs="+", required=True, metavar="INPUT", help=text)
+    text = (
+        "default: by name and content; text: paragraphs are documents, with blank lines between; text-file: files are"
+    )
+    add("--input-format", choices=INPUT_FORMATS, default="auto", help=text)
     add("--overwrite", action="store_true", help="replace an output that exists")
     add(
         "--output-prefix",
@@ -99,7 +102,7 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _preprocess(args: argparse.Namespace) -> int:
     """Checks the flags, tokenizes with a progress display, prints a report."""
-    problems = [problem for path in args.input if (problem := parquet_problem("--input", path)) is not None]
+    problems: list[Problem] = []
     tokenizer = tokenizer_settings(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))

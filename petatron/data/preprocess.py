@@ -18,39 +18,42 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
 from itertools import chain
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.config.schema.training import TokenizerConfig
+from petatron.data.document_sources import DocumentIds
 from petatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
-from petatron.data.indexed_writer import IndexedWriter
-from petatron.data.jsonl_reader import (
-    BLOCK_BYTES,
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineBlock,
-    read_line_blocks,
-    read_text_blocks,
-)
+from petatron.data.inputs.expand_inputs import expand_inputs
+from petatron.data.inputs.input_file import InputFile
+from petatron.data.inputs.input_formats import TEXT_FORMATS, InputFormat
+from petatron.data.inputs.input_slice import ReadOptions
+from petatron.data.inputs.json_record import RepeatedKeys, document_id, parse_record
+from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES, LineBlock
+from petatron.data.parts.encoded_block import EncodedBlock, EncodedKey
+from petatron.data.parts.input_cuts import PART_BYTES
+from petatron.data.parts.part_blocks import PartBlock, part_blocks
+from petatron.data.parts.part_report import LineCounts, PartReport
+from petatron.data.parts.part_writer import WriteOptions, write_parts
+from petatron.data.parts.parts_folder import PartsFolder, TokenizingJob
+from petatron.data.parts.run_job import JobRequest, run_job
+from petatron.data.preprocess_report import OnProgress, PreprocessReport
 from petatron.data.sentences.language_rules import DEFAULT_LANGUAGE
 from petatron.data.sentences.sentence_splitter import SentenceSplitter
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
+from petatron.data.tokenizer_digest import tokenizer_digest
 
 BLOCKS_PER_WORKER = 4
-MAX_SHOWN_PROBLEMS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +81,15 @@ class PreprocessOptions:
     """A longer line is refused, so that a few kilobytes of compressed data cannot fill the memory."""
     block_bytes: int = BLOCK_BYTES
     """Bytes of text per block sent to a worker."""
-    input_format: InputFormat = "jsonl"
+    input_format: InputFormat = "auto"
     overwrite: bool = False
     """Replace an output that exists."""
+    part_bytes: int = PART_BYTES
+    """Bytes of the inputs that are lost at most when the work is interrupted, about."""
+    document_sources: bool = True
+    """Write where each document comes from."""
+    id_key: str = "id"
+    """The key whose value is noted there, where a line has it."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -89,80 +98,84 @@ class PreprocessOptions:
         return tuple(f"{self.output_prefix}_{key}_{level}" for key in self.json_keys)
 
 
-@dataclass(frozen=True, slots=True)
-class PreprocessProgress:
-    """The progress of a running job, in bytes of the input files on disk."""
-
-    documents: int
-    tokens: int
-    bytes_read: int
-    bytes_total: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class PreprocessReport:
-    """The result of a job. Documents are lines with a text that was written; the next three count over all keys."""
-
-    outputs: tuple[str, ...]
-    documents: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    empty: int = 0
-    malformed: int = 0
-    problems: list[str] = field(default_factory=list)
-    bytes_read: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _EncodedKey:
-    """One key of a block: concatenated tokens, tokens per sequence, sequences per line (0: the text was omitted)."""
-
-    tokens: NDArray
-    lengths: NDArray[np.int32]
-    sequences: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class _EncodedBlock:
-    keys: tuple[_EncodedKey, ...]
-    documents: int
-    malformed: tuple[tuple[int, str], ...]
-
-
-def preprocess(
-    options: PreprocessOptions, on_progress: Callable[[PreprocessProgress], None] | None = None
-) -> PreprocessReport:
+def preprocess(options: PreprocessOptions, on_progress: OnProgress | None = None) -> PreprocessReport:
     """Tokenizes the inputs into `<output_prefix>_<key>_document.{bin,idx}` (`_sentence` where they are split), one pair per key."""
     started = time.monotonic()
-    tokenizer = _check_options(options)
-    bytes_total = sum(Path(path).stat().st_size for path in options.inputs)
-    report = PreprocessReport(options.outputs)
-    with ExitStack() as stack:
-        dtype = optimal_dtype(tokenizer.vocab_size)
-        writers = [stack.enter_context(IndexedWriter(output, dtype)) for output in report.outputs]
-        for block, encoded, bytes_read in stack.enter_context(closing(_encoded_blocks(options))):
-            report.bytes_read = bytes_read
-            _record_problems(block, encoded, options, report)
-            report.documents += encoded.documents
-            for writer, key in zip(writers, encoded.keys):
-                kept = key.sequences[key.sequences > 0]
-                writer.add_sequences(key.tokens, key.lengths, sequences_per_document=kept)
-                report.tokens += key.tokens.size
-                report.empty += key.sequences.size - kept.size
-            if on_progress is not None:
-                seconds = time.monotonic() - started
-                on_progress(PreprocessProgress(report.documents, report.tokens, bytes_read, bytes_total, seconds))
-        _check_not_empty(options, writers, report)
-        report.sequences = sum(writer.num_sequences for writer in writers)
-    report.seconds = time.monotonic() - started
-    return report
+    tokenizer, files = _check_options(options)
+    request = JobRequest(
+        output_prefix=options.output_prefix,
+        files=tuple(files),
+        settings=_output_settings(options, tokenizer),
+        part_bytes=options.part_bytes if options.max_documents is None else None,
+        write=_write_options(options, tokenizer),
+        overwrite=options.overwrite,
+    )
+    engine = partial(_tokenize_parts, options, on_progress=on_progress)
+    result = run_job(request, engine, partial(_check_not_empty, options))
+    return PreprocessReport.of_parts(
+        result.reports,
+        outputs=options.outputs,
+        resumed=result.resumed,
+        bytes_read=sum(file.size or 0 for file in files),
+        seconds=time.monotonic() - started,
+    )
 
 
-def _check_options(options: PreprocessOptions) -> Tokenizer:
+def _write_options(options: PreprocessOptions, tokenizer: Tokenizer) -> WriteOptions:
+    return WriteOptions(
+        outputs=options.outputs,
+        dtype=optimal_dtype(tokenizer.vocab_size),
+        skips=options.on_error == "skip",
+        max_line_bytes=options.max_line_bytes,
+        with_sources=options.document_sources,
+    )
+
+
+_WITHOUT_EFFECT = (
+    "inputs",
+    "output_prefix",
+    "workers",
+    "on_error",
+    "max_line_bytes",
+    "block_bytes",
+    "overwrite",
+    "part_bytes",
+)
+"""Options that decide nothing about the output of a part, or of which its report says what it was made with."""
+
+
+def _output_settings(options: PreprocessOptions, tokenizer: Tokenizer) -> dict[str, object]:
+    """Returns what decides about the output besides the inputs, in values of JSON."""
+    names = [item.name for item in fields(options) if item.name not in (*_WITHOUT_EFFECT, "tokenizer")]
+    settings = {name: getattr(options, name) for name in names}
+    settings |= {"tokenizer": tokenizer_digest(options.tokenizer, tokenizer)}
+    return json.loads(json.dumps(settings))
+
+
+def _tokenize_parts(
+    options: PreprocessOptions, job: TokenizingJob, parts: Sequence[int], on_progress: OnProgress | None = None
+) -> Iterator[PartReport]:
+    """Tokenizes parts one after the other, each with all workers, and yields their reports."""
+    read_options = ReadOptions(
+        options.json_keys,
+        options.id_key if options.document_sources else None,
+        block_bytes=options.block_bytes,
+        max_line_bytes=options.max_line_bytes,
+    )
+    write_options = _write_options(options, build_tokenizer(options.tokenizer, vocab_size=options.vocab_size))
+    blocks = part_blocks(job, parts, read_options, max_documents=options.max_documents)
+    folder = PartsFolder(options.output_prefix)
+    yield from write_parts(job, parts, folder, _encoded_blocks(options, blocks), write_options, on_progress=on_progress)
+
+
+def _check_options(options: PreprocessOptions) -> tuple[Tokenizer, list[InputFile]]:
     """Raises every problem before any work is done."""
-    problems = [_missing_input(path) for path in options.inputs if not Path(path).is_file()]
+    problems: list[str] = []
+    files: list[InputFile] = []
+    try:
+        files = expand_inputs(options.inputs, options.input_format)
+    except DataError as error:
+        problems.append(str(error).removesuffix("."))
     if not options.inputs:
         problems.append("no input is given (--input)")
     if options.workers < 1:
@@ -173,7 +186,7 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
         problems.append(f"--max-documents {options.max_documents} must be at least 1")
     if options.max_line_bytes < 1:
         problems.append(f"--max-line-bytes {options.max_line_bytes} must be at least 1")
-    if options.input_format != "jsonl" and len(options.json_keys) > 1:
+    if options.input_format in TEXT_FORMATS and len(options.json_keys) > 1:
         problems.append(
             f"--input-format {options.input_format} has one text per document, and --json-keys names several"
         )
@@ -193,76 +206,54 @@ def _check_options(options: PreprocessOptions) -> Tokenizer:
             f"--append-eod: the tokenizer {tokenizer.name} has no end-of-document token. Put a tokenizer_config.json with an "
             "eos_token beside it, or leave --append-eod out."
         )
-    return tokenizer
+    return tokenizer, files
 
 
-def _missing_input(path: str) -> str:
-    if Path(path).is_dir():
-        files = f"{Path(path) / '*.jsonl'} (text files: --input-format text-file)"
-        return f"input {path} is a folder; name the files in it, for instance {files}"
-    return f"input {path} is not a file" if Path(path).exists() else f"input {path} does not exist"
-
-
-def _check_not_empty(options: PreprocessOptions, writers: Sequence[IndexedWriter], report: PreprocessReport) -> None:
-    for writer, key in zip(writers, options.json_keys):
-        if writer.num_tokens == 0:
-            first = f" (the first: {report.problems[0]})" if report.problems else ""
+def _check_not_empty(options: PreprocessOptions, reports: Sequence[PartReport]) -> None:
+    for place, key in enumerate(options.json_keys):
+        if not any(report.key_tokens[place] for report in reports):
+            counts = LineCounts()
+            for report in reports:
+                counts.add(report.counts)
+            problem = next((problem for report in reports for problem in report.problems), None)
+            first = f" (the first: {problem})" if problem else ""
             raise DataError(
-                f"No tokens for key {key!r} in {', '.join(options.inputs)}: {report.documents:,} documents, "
-                f"{report.malformed:,} malformed lines{first}, {report.empty:,} empty texts. Check the input and --json-keys."
+                f"No tokens for key {key!r} in {', '.join(options.inputs)}: {counts.documents:,} documents, "
+                f"{counts.skipped:,} malformed lines{first}, {counts.empty:,} empty texts. Check the input and --json-keys."
             )
 
 
-def _record_problems(
-    block: LineBlock, encoded: _EncodedBlock, options: PreprocessOptions, report: PreprocessReport
-) -> None:
-    for line, reason in encoded.malformed:
-        problem = f"{block.path}:{line}: {reason}"
-        if options.on_error == "fail":
-            raise DataError(f"{problem}. Correct the line, or skip and count such lines with --on-error skip.")
-        report.malformed += 1
-        if len(report.problems) < MAX_SHOWN_PROBLEMS:
-            report.problems.append(problem)
-
-
-def _blocks(options: PreprocessOptions) -> Iterator[tuple[LineBlock, int]]:
-    """Yields blocks of all inputs, with the bytes read so far."""
-    before, left = 0, options.max_documents
-    for path in options.inputs:
-        lines = 0
-        limits = {"block_bytes": options.block_bytes, "max_line_bytes": options.max_line_bytes}
-        if options.input_format == "jsonl":
-            blocks = read_line_blocks(path, max_lines=left, **limits)
-        else:
-            whole_file = options.input_format == "text-file"
-            blocks = read_text_blocks(path, key=options.json_keys[0], whole_file=whole_file, max_lines=left, **limits)
-        for block in blocks:
-            lines = block.first_line - 1 + block.data.count(b"\n") + (not block.data.endswith(b"\n"))
-            yield block, before + block.file_position
-        before += Path(path).stat().st_size
-        left = None if left is None else left - lines
-        if left == 0:
-            return
-
-
-def _encoded_blocks(options: PreprocessOptions) -> Generator[tuple[LineBlock, _EncodedBlock, int], None, None]:
+def _encoded_blocks(
+    options: PreprocessOptions, blocks: Iterable[PartBlock]
+) -> Generator[tuple[PartBlock, EncodedBlock | None], None, None]:
     """Yields blocks and their encodings in input order, from this process (one worker) or from several."""
     if options.workers == 1:
-        for block, bytes_read in _blocks(options):
-            yield block, _encode_block(options, block), bytes_read
+        for source in blocks:
+            yield source, None if source.block is None else _encode_block(options, source.block)
         return
     # spawn: the tokenizer library has threads, and a forked copy of a process with threads may hang.
     pool = ProcessPoolExecutor(options.workers, get_context("spawn"), init_worker)
-    waiting: deque[tuple[LineBlock, Future[_EncodedBlock], int]] = deque()
+    waiting: deque[tuple[PartBlock, Future[EncodedBlock] | None]] = deque()
+    failure: DataError | None = None
+
+    def next_result() -> tuple[PartBlock, EncodedBlock | None]:
+        source, future = waiting.popleft()
+        return source, None if future is None else future.result()
+
     try:
-        for block, bytes_read in _blocks(options):
-            waiting.append((block, pool.submit(_encode_block, options, block), bytes_read))
-            if len(waiting) >= BLOCKS_PER_WORKER * options.workers:
-                first, future, position = waiting.popleft()
-                yield first, future.result(), position
+        try:
+            for source in blocks:
+                waiting.append(
+                    (source, None if source.block is None else pool.submit(_encode_block, options, source.block))
+                )
+                if len(waiting) >= BLOCKS_PER_WORKER * options.workers:
+                    yield next_result()
+        except DataError as error:  # what was read before may have a problem of its own, which comes first
+            failure = error
         while waiting:
-            first, future, position = waiting.popleft()
-            yield first, future.result(), position
+            yield next_result()
+        if failure is not None:
+            raise failure
     except BrokenProcessPool as error:
         raise DataError(
             "A worker process died while tokenizing; the system may have run out of memory. Try fewer --workers."
@@ -280,7 +271,7 @@ def init_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _encode_block(options: PreprocessOptions, block: LineBlock) -> _EncodedBlock:
+def _encode_block(options: PreprocessOptions, block: LineBlock) -> EncodedBlock:
     return _cached_encoder(options).encode(block)
 
 
@@ -296,19 +287,27 @@ class _Encoder:
         self._dtype = optimal_dtype(self._tokenizer.vocab_size)
         self._eod = self._tokenizer.eod if options.append_eod else None
         self._splitter = _sentence_splitter(options)
+        self._id_key = options.id_key if options.document_sources else None
 
-    def encode(self, block: LineBlock) -> _EncodedBlock:
-        numbers, rows, malformed = self._parse(block)
+    def encode(self, block: LineBlock) -> EncodedBlock:
+        ids: dict[int, bytes] = {}
+        numbers, rows, malformed = self._parse(block, ids)
         try:
             keys = self._encode_rows(rows)
         except Exception:  # whatever the tokenizer raises; the batch does not tell which text it was
             rows = self._without_bad_texts(numbers, rows, malformed)
             keys = self._encode_rows(rows)
+            bad_lines = {line for line, _ in malformed}
+            numbers = [number for number in numbers if number not in bad_lines]
         documents = np.count_nonzero(np.any([key.sequences for key in keys], axis=0))
-        return _EncodedBlock(keys, int(documents), tuple(sorted(malformed)))
+        lines = np.array(numbers, np.int64)
+        document_ids = DocumentIds.of([ids.get(number, b"") for number in numbers] if ids else None, len(numbers))
+        return EncodedBlock(keys, int(documents), tuple(sorted(malformed)), lines, document_ids)
 
-    def _parse(self, block: LineBlock) -> tuple[list[int], list[list[TextValue]], list[tuple[int, str]]]:
-        """Returns line numbers and values of the valid lines, number and reason of the others."""
+    def _parse(
+        self, block: LineBlock, ids: dict[int, bytes]
+    ) -> tuple[list[int], list[list[TextValue]], list[tuple[int, str]]]:
+        """Returns line numbers and values of the valid lines, number and reason of the others; adds the ids of lines that have one."""
         try:
             # Not splitlines(), which also splits at characters that are legal inside a JSON string.
             lines: Sequence[str | bytes] = block.data.decode().split("\n")
@@ -321,9 +320,11 @@ class _Encoder:
             if not line or line.isspace():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_record(line)
                 rows.append([self._sequences(_text_value(record, key)) for key in self._keys])
                 numbers.append(number)
+                if self._id_key is not None and (text := document_id(record, self._id_key)):
+                    ids[number] = text
             except json.JSONDecodeError as error:
                 plain = line.lstrip()[:1] not in ("{", b"{")
                 hint = ": is this plain text? Use --input-format text" if plain else ""
@@ -338,10 +339,10 @@ class _Encoder:
             return value
         return self._splitter.split(value)
 
-    def _encode_rows(self, rows: Sequence[Sequence[TextValue]]) -> tuple[_EncodedKey, ...]:
+    def _encode_rows(self, rows: Sequence[Sequence[TextValue]]) -> tuple[EncodedKey, ...]:
         return tuple(self._encode_key([row[place] for row in rows]) for place in range(len(self._keys)))
 
-    def _encode_key(self, values: Sequence[TextValue]) -> _EncodedKey:
+    def _encode_key(self, values: Sequence[TextValue]) -> EncodedKey:
         texts = chain.from_iterable([value] if isinstance(value, str) else value for value in values)
         encoded = iter(self._tokenizer.encode_batch(list(texts)))
         sequences: list[list[int]] = []
@@ -355,7 +356,7 @@ class _Encoder:
             per_line.append(len(kept))
         lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
         tokens = np.fromiter(chain.from_iterable(sequences), self._dtype, int(lengths.sum(dtype=np.int64)))
-        return _EncodedKey(tokens, lengths, np.array(per_line, np.int32))
+        return EncodedKey(tokens, lengths, np.array(per_line, np.int32))
 
     def _without_bad_texts(
         self, numbers: Sequence[int], rows: Sequence[list[TextValue]], malformed: list[tuple[int, str]]
@@ -386,6 +387,8 @@ def _text_value(record: object, key: str) -> TextValue:
     if key not in record:
         present = ", ".join(printable(name, max_chars=40) for name in sorted(record)[:8]) or "none"
         raise ValueError(f"no key {key!r} (keys here: {present})")
+    if isinstance(record, RepeatedKeys) and key in record.names:
+        raise ValueError(f"the key {key!r} is there twice")
     value = record[key]
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value)):
         return value

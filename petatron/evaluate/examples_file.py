@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from petatron.base.errors import DataError
 from petatron.base.format_text import abbreviate_names
-from petatron.data.jsonl_reader import read_line_blocks
+from petatron.data.inputs.line_blocks import read_line_blocks
 
 _MAX_PROBLEMS = 5
 Example = TypeVar("Example")

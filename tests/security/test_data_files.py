@@ -29,7 +29,7 @@ from petatron.config.yaml_file import MAX_PROBLEMS, MAX_YAML_BYTES, read_yaml_fi
 from petatron.data import tokenizer as tokenizer_module
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
-from petatron.data.jsonl_reader import MAX_LINE_BYTES, read_line_blocks
+from petatron.data.inputs.line_blocks import MAX_LINE_BYTES, read_line_blocks
 from petatron.data.preprocess import PreprocessOptions, preprocess
 from petatron.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer
 from petatron.quickstart import corpus

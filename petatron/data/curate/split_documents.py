@@ -16,7 +16,7 @@ from petatron.data.curate.files.pass_progress import OnProgress
 from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.normalize_text import same_text_key
-from petatron.data.jsonl_reader import LineBlock
+from petatron.data.inputs.line_blocks import LineBlock
 
 TRAIN, HELD_OUT = "train", "held-out"
 

@@ -23,7 +23,7 @@ from petatron.base.untrusted_files import is_count, read_limited_json, reading_u
 from petatron.data.fetch.dataset_hub import HUB_URL, DatasetHub, HubDataset, no_file_matches, open_hub
 from petatron.data.fetch.known_datasets import KNOWN_DATASETS, Join, KnownDataset
 from petatron.data.fetch.text_rows import file_kind
-from petatron.data.jsonl_reader import MAX_LINE_BYTES
+from petatron.data.inputs.line_blocks import MAX_LINE_BYTES
 
 RECORD_FILE = "SOURCE.json"
 _FORMAT = 1

@@ -19,7 +19,7 @@ from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import open_regular_file, reading_untrusted
 from petatron.data.data_file_error import data_file_error
 from petatron.data.fetch.dataset_hub import import_fetch_library
-from petatron.data.jsonl_reader import read_line_blocks
+from petatron.data.inputs.line_blocks import read_line_blocks
 
 _KINDS = {"parquet": ("parquet",), "json": ("jsonl", "json", "ndjson"), "text": ("txt",)}
 _PACKED = (".gz", ".zst")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import ConfigError, DataError
-from petatron.data.jsonl_reader import read_line_blocks
+from petatron.data.inputs.line_blocks import read_line_blocks
 from petatron.data.prompt.prompt_encoder import PromptEncoder, check_messages
 from petatron.infer.batch.request_options import RequestOptions
 from petatron.infer.check_request import ServedModel, check_request

@@ -13,7 +13,7 @@ from petatron.bench import data as bench_data
 from petatron.cli import data
 from petatron.cli.main import main
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.preprocess import PreprocessProgress
+from petatron.data.preprocess_report import PreprocessProgress
 from tests.load_deadline import scaled
 
 REPOSITORY = Path(__file__).parents[3]
@@ -203,7 +203,7 @@ def test_plain_text(tmp_path: Path, form: str, documents: list[str]) -> None:
 @pytest.mark.parametrize(
     ("content", "flags", "message"),
     [
-        (b"fine\n\nbad \xff\n", (), "book.txt:3: not UTF-8 text (invalid start byte). Convert the file to UTF-8."),
+        (b"fine\n\nbad \xff\n", (), "book.txt:3: not UTF-8 text (invalid start byte): convert the file to UTF-8."),
         (b"long\nlines\n", ("--max-line-bytes", "8"), "book.txt:1: the document is longer than 8 bytes."),
         (
             b"fine\n",

@@ -12,8 +12,10 @@ from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data import preprocess as module
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.jsonl_reader import read_line_blocks
-from petatron.data.preprocess import PreprocessOptions, PreprocessProgress, PreprocessReport, preprocess
+from petatron.data.inputs.line_blocks import read_line_blocks
+from petatron.data.parts.part_report import MAX_SHOWN_PROBLEMS
+from petatron.data.preprocess import PreprocessOptions, preprocess
+from petatron.data.preprocess_report import PreprocessProgress, PreprocessReport
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 TEXTS = ["one", "deux", "", "日本", "line\u2028separator", "x" * 300]
@@ -132,7 +134,7 @@ def test_every_malformed_line_is_counted_and_a_few_are_shown(tmp_path: Path) -> 
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"bad\n" * 20 + lines(["good"]))
     report = run(tmp_path, path, on_error="skip", workers=2)
-    assert report.malformed == 20 and len(report.problems) == module.MAX_SHOWN_PROBLEMS
+    assert report.malformed == 20 and len(report.problems) == MAX_SHOWN_PROBLEMS
     with pytest.raises(DataError, match=r"x\.jsonl:1: "):
         run(tmp_path, path, workers=2)
 
@@ -181,11 +183,6 @@ def test_bad_options(tmp_path: Path, corpus: Path, options: dict[str, object], m
     chosen = {"inputs": (str(corpus),), "output_prefix": str(tmp_path / "out"), "tokenizer": BYTES, **options}
     with pytest.raises(DataError, match=message):
         preprocess(PreprocessOptions(**chosen))  # type: ignore[arg-type]
-
-
-def test_a_folder_is_not_an_input(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"input \S+ is a folder; name the files in it, for instance \S+/\*\.jsonl"):
-        run(tmp_path, tmp_path)
 
 
 def test_append_eod_without_one(tmp_path: Path, corpus: Path) -> None:

@@ -30,7 +30,7 @@ from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.normalize_text import word_bytes
 from petatron.data.curate.word_hashes import Hashes, word_ngrams
-from petatron.data.jsonl_reader import LineBlock
+from petatron.data.inputs.line_blocks import LineBlock
 
 NGRAM = 13
 CONTAMINATED = "contaminated"

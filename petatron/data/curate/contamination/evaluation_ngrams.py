@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file
 from petatron.data.curate.word_hashes import Hashes, word_ngrams
-from petatron.data.jsonl_reader import read_line_blocks
+from petatron.data.inputs.line_blocks import read_line_blocks
 
 _TEXTS_AT_ONCE = 1024
 _MAX_DEPTH = 64

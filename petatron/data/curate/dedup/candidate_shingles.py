@@ -18,7 +18,7 @@ from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
 from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.curate.files.worker_pool import WorkerPool
 from petatron.data.curate.word_hashes import NgramHashes, word_ngrams
-from petatron.data.jsonl_reader import LineBlock
+from petatron.data.inputs.line_blocks import LineBlock
 
 
 class CandidateShingles:

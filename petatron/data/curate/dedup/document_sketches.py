@@ -18,7 +18,7 @@ from petatron.data.curate.files.step_summary import BLANK, StepSummary
 from petatron.data.curate.files.worker_pool import WorkerPool
 from petatron.data.curate.normalize_text import same_text_key
 from petatron.data.curate.word_hashes import Hashes, word_ngrams
-from petatron.data.jsonl_reader import LineBlock
+from petatron.data.inputs.line_blocks import LineBlock
 
 _DOCUMENT, _BLANK, _MALFORMED = range(3)
 

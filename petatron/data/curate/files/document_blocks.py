@@ -16,7 +16,7 @@ from typing import Any
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.data.curate.files.step_files import StepFiles
-from petatron.data.jsonl_reader import LineBlock, read_line_blocks
+from petatron.data.inputs.line_blocks import LineBlock, read_line_blocks
 
 MAX_SHOWN_PROBLEMS = 5
 

@@ -18,7 +18,7 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, make_folder, remove_tree, tmp_path_for
 from petatron.base.untrusted_files import open_regular_file
 from petatron.data.curate.files.step_files import StepFiles
-from petatron.data.jsonl_reader import GZIP_MAGIC, ZSTD_MAGIC
+from petatron.data.inputs.compressed_stream import GZIP_MAGIC, ZSTD_MAGIC
 
 SUMMARY_FILE = "summary.json"
 _MAX_SUMMARY_BYTES = 1 << 28

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from petatron.data.curate.files.step_files import StepFiles
-from petatron.data.jsonl_reader import LineBlock
+from petatron.data.inputs.line_blocks import LineBlock
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import not_a_file_reason
-from petatron.data.jsonl_reader import BLOCK_BYTES, MAX_LINE_BYTES
+from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES
 
 OnError = Literal["fail", "skip"]
 Compression = Literal["same", "none"]

@@ -24,7 +24,7 @@ from petatron.data.curate.filter.gopher_rules import STOP_WORDS, gopher_rules
 from petatron.data.curate.filter.rule import LineRule, Rule, adjust_rules
 from petatron.data.curate.filter.text_view import TextView
 from petatron.data.curate.language.language_model import LANGUAGES
-from petatron.data.jsonl_reader import LineBlock
+from petatron.data.inputs.line_blocks import LineBlock
 
 MAX_PERPLEXITY, NO_LINES_LEFT = "max_perplexity", "c4_no_lines_left"
 LANGUAGE_THRESHOLD = 0.5

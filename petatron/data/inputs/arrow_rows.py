@@ -1,0 +1,140 @@
+"""Rows of parquet and arrow files: row group by row group or batch by batch, and only the columns that are asked for.
+
+Both come from others: what a file says of its own layout is checked before a row is made, by the library where it does and by
+validating each batch of an arrow file, whose offsets the library believes otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from petatron.base.errors import DataError
+from petatron.base.format_text import abbreviate_names
+from petatron.base.terminal_escape import printable
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.data.data_file_error import data_file_error
+from petatron.data.inputs.input_file import InputFile, seekable
+from petatron.data.inputs.line_blocks import RefusedLine
+from petatron.data.inputs.row_blocks import RefusedRow, SourceRow
+
+_ROWS_PER_BATCH = 256
+_BUFFER_BYTES = 1 << 20
+_STRINGS = ("string", "large_string", "string_view")
+_ARROW_FILE_MAGIC = b"ARROW1"
+
+
+@dataclass(frozen=True, slots=True)
+class AskedColumns:
+    """texts: columns that must be there, of text or lists of texts. extra: a column that is read where it is there."""
+
+    texts: tuple[str, ...]
+    extra: str | None = None
+
+    def of_schema(self, path: str, schema: Any) -> list[str]:
+        """Returns the names to read; DataError if a text is missing or no text."""
+        usable = [column.name for column in schema if _is_text(column.type)]
+        missing = [name for name in self.texts if name not in usable]
+        if missing:
+            what = "is not text" if missing[0] in schema.names else "does not exist"
+            names = abbreviate_names([printable(name, max_chars=80) for name in usable]) or "none"
+            raise DataError(
+                f"The column {missing[0]!r} {what} in {path}. Its text columns: {names}. Name them with --json-keys."
+            )
+        extra = [self.extra] if self.extra is not None and self.extra in schema.names else []
+        return list(dict.fromkeys((*self.texts, *extra)))
+
+
+def _is_text(column_type: Any) -> bool:
+    inner = getattr(column_type, "value_type", column_type)
+    return str(inner) in _STRINGS and str(column_type).startswith((*_STRINGS, "list<", "large_list<", "dictionary<"))
+
+
+def row_groups(file: InputFile) -> list[tuple[int, int]]:
+    """Returns the rows and bytes of each row group of a parquet file."""
+    with _reading(file), file.open() as opened:
+        metadata = _library("pyarrow.parquet", file.path).ParquetFile(seekable(opened)).metadata
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        return [(group.num_rows, group.total_byte_size) for group in groups]
+
+
+def parquet_rows(
+    file: InputFile, columns: AskedColumns, *, first_group: int = 0, end_group: int | None = None
+) -> Iterator[SourceRow | RefusedRow]:
+    """Yields the rows of some row groups, numbered from 1 over the whole file."""
+    with _reading(file), file.open() as opened:
+        parquet = _library("pyarrow.parquet", file.path)
+        table = parquet.ParquetFile(seekable(opened), pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        names = columns.of_schema(file.path, table.schema_arrow)
+        counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
+        row, total = sum(counts[:first_group]), max(sum(counts), 1)
+        for group in range(first_group, len(counts) if end_group is None else end_group):
+            batches = table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=names, use_threads=False)
+            for batch in batches:
+                yield from _batch_rows(batch, row, (file.size or 0) / total)
+                row += batch.num_rows
+
+
+def arrow_rows(file: InputFile, columns: AskedColumns) -> Iterator[SourceRow | RefusedRow]:
+    """Yields the rows of an arrow file, of either of its two layouts: with an index at its end, or as a stream."""
+    with _reading(file), file.open() as opened:
+        ipc = _library("pyarrow.ipc", file.path)
+        source = seekable(opened)
+        is_file = source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
+        source.seek(0)
+        schema = (ipc.open_file(source) if is_file else ipc.open_stream(source)).schema
+        names = columns.of_schema(file.path, schema)
+        wanted = ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in names], use_threads=False)
+        source.seek(0)
+        row = 0
+        reader = ipc.open_file(source, options=wanted) if is_file else ipc.open_stream(source, options=wanted)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            batch.validate(full=True)
+            share = source.tell() / batch.num_rows if batch.num_rows and not row else 0.0
+            yield from _batch_rows(batch, row, share)
+            row += batch.num_rows
+
+
+def _batch_rows(batch: Any, before: int, bytes_per_row: float) -> Iterator[SourceRow | RefusedRow]:
+    columns: dict[str, Sequence[Any]] = {}
+    for name in batch.schema.names:
+        try:
+            columns[name] = batch.column(name).to_pylist()
+        except UnicodeDecodeError:
+            columns[name] = [_value_or_error(value) for value in batch.column(name)]
+    for place in range(batch.num_rows):
+        row = before + place + 1
+        position = int(row * bytes_per_row)
+        record = {name: values[place] for name, values in columns.items()}
+        error = next((value for value in record.values() if isinstance(value, UnicodeDecodeError)), None)
+        if error is None:
+            yield SourceRow(row, record, position)
+        else:
+            yield RefusedRow(RefusedLine(row, f"not UTF-8 text ({error.reason})"), position)
+
+
+def _value_or_error(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        return error
+
+
+@contextmanager
+def _reading(file: InputFile) -> Iterator[None]:
+    with reading_untrusted(Path(file.path), lambda _, why: data_file_error(file.path, why)):
+        yield
+
+
+def _library(name: str, path: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(
+            f"{path} is read with pyarrow, which is not installed: pip install 'petatron[data]'."
+        ) from error

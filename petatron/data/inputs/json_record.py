@@ -1,0 +1,45 @@
+"""A line of JSON as an object that says which of its keys are there twice: Python takes the last, other readers the first."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+MAX_ID_CHARACTERS = 1000
+
+
+class RepeatedKeys(dict[str, object]):
+    """An object of which `names` are there more than once."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, pairs: list[tuple[str, object]]) -> None:
+        super().__init__(pairs)
+        self.names = {name for name, count in Counter(name for name, _ in pairs).items() if count > 1}
+
+
+def parse_record(line: str | bytes) -> object:
+    """Parses a line as `json.loads` does.
+
+    >>> parse_record('{"text": "a", "text": "b"}').names
+    {'text'}
+    """
+    return json.loads(line, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    return record if len(record) == len(pairs) else RepeatedKeys(pairs)
+
+
+def document_id(record: object, key: str) -> bytes:
+    """Returns what an object says under a key as text of at most MAX_ID_CHARACTERS; nothing where it says nothing.
+
+    >>> document_id({"id": 7}, "id"), document_id({"id": None}, "id"), document_id({}, "id")
+    (b'7', b'', b'')
+    """
+    value = record.get(key) if isinstance(record, dict) else None
+    if value is None:
+        return b""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text[:MAX_ID_CHARACTERS].encode(errors="replace")

@@ -1,0 +1,75 @@
+"""Rows of any format as blocks of JSON lines, so that workers, errors and output are those of JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from petatron.data.inputs.line_blocks import LineBlock, RefusedLine
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """A row, with the line, row or sample of its file that it is and the bytes of the file that were read for it."""
+
+    line: int
+    record: Mapping[str, object]
+    file_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRow:
+    refused: RefusedLine
+    file_position: int
+
+
+def blocks_of_rows(
+    path: str,
+    rows: Iterable[SourceRow | RefusedRow],
+    *,
+    block_bytes: int,
+    max_line_bytes: int,
+    max_lines: int | None = None,
+) -> Iterator[LineBlock]:
+    """Yields blocks of about `block_bytes`, of at most `max_lines` rows in all. A row that is too long as JSON is refused."""
+    lines: list[bytes] = []
+    numbers: list[int] = []
+    refused: list[RefusedLine] = []
+    size = count = position = 0
+    for row in rows:
+        position = row.file_position
+        if isinstance(row, RefusedRow):
+            refused.append(row.refused)
+        elif len(line := _json_line(row.record)) - 1 > max_line_bytes:
+            reason = f"the row has {len(line) - 1:,} bytes as JSON, more than {max_line_bytes:,}"
+            refused.append(RefusedLine(row.line, reason, "too long"))
+        else:
+            lines.append(line)
+            numbers.append(row.line)
+            size += len(line)
+        done = max_lines is not None and count + len(lines) + len(refused) >= max_lines
+        # What is refused may end the work, so nothing waits for it.
+        if size >= block_bytes or refused or done:
+            yield _block(path, count, lines, numbers, refused, position)
+            count += len(lines) + len(refused)
+            lines, numbers, refused, size = [], [], [], 0
+        if done:
+            return
+    if lines:
+        yield _block(path, count, lines, numbers, refused, position)
+
+
+def _block(
+    path: str, count: int, lines: list[bytes], numbers: list[int], refused: list[RefusedLine], position: int
+) -> LineBlock:
+    return LineBlock(path, count + 1, b"".join(lines), position, np.array(numbers, np.int64), tuple(refused))
+
+
+def _json_line(record: Mapping[str, object]) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, which the tokenizer refuses with the reason
+        return json.dumps(record, default=str).encode() + b"\n"

@@ -1,0 +1,69 @@
+"""Joins the finished parts of a job, in order, and publishes its datasets.
+
+What is joined lies in the folder of the parts until it is complete, so that an end at any moment leaves parts to join again. Of one part
+the files are renamed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from petatron.base.errors import DataError
+from petatron.data.document_sources import DocumentSources, DocumentSourcesWriter, sources_path
+from petatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from petatron.data.indexed_writer import IndexedWriter
+from petatron.data.parts.part_report import PartReport, lines_before_parts
+from petatron.data.parts.part_writer import WriteOptions
+from petatron.data.parts.parts_folder import PartsFolder, TokenizingJob
+
+
+def join_parts(
+    folder: PartsFolder,
+    job: TokenizingJob,
+    reports: Sequence[PartReport],
+    options: WriteOptions,
+) -> None:
+    """Replaces the datasets of all outputs by the joined ones. reports: those of all parts, in order."""
+    joined: list[tuple[str, str]] = []
+    for output in options.outputs:
+        prefixes = [folder.part_prefix(part, output) for part in range(job.num_parts)]
+        if len(prefixes) == 1:
+            joined.append((prefixes[0], output))
+            continue
+        target = str(folder.path / f"joined{Path(prefixes[0]).name.removeprefix('00000')}")
+        with IndexedWriter(target, options.dtype) as writer:
+            for prefix in prefixes:
+                if bin_path(prefix).stat().st_size:  # a dataset without documents is none
+                    writer.add_dataset(IndexedDataset(prefix))
+        if options.with_sources:
+            _join_sources(job, reports, prefixes, target)
+        joined.append((target, output))
+    for prefix, output in joined:
+        _publish(prefix, output, with_sources=options.with_sources)
+
+
+def _join_sources(job: TokenizingJob, reports: Sequence[PartReport], prefixes: Sequence[str], target: str) -> None:
+    firsts = [cut.file for cut in job.cuts]
+    lines_before = lines_before_parts(
+        reports,
+        [cut.offset > 0 and job.files[cut.file].format != "parquet" for cut in job.cuts],
+        [len(job.slices(part)) == 1 for part in range(job.num_parts)],
+    )
+    with DocumentSourcesWriter(target, [file.path for file in job.files]) as writer:
+        for prefix, first_file, lines in zip(prefixes, firsts, lines_before, strict=True):
+            writer.add_sources(DocumentSources(prefix), first_file=first_file, lines_before=(0, lines))
+
+
+def _publish(prefix: str, output: str, *, with_sources: bool) -> None:
+    """Moves the files of a dataset; the index goes first and comes last, so that a prefix with one is complete."""
+    try:
+        idx_path(output).unlink(missing_ok=True)
+        sources_path(output).unlink(missing_ok=True)
+        os.replace(bin_path(prefix), bin_path(output))
+        if with_sources:
+            os.replace(sources_path(prefix), sources_path(output))
+        os.replace(idx_path(prefix), idx_path(output))
+    except OSError as error:
+        raise DataError(f"Cannot write {output}: {error.strerror or error}. Choose another output prefix.") from error

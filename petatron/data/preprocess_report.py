@@ -1,0 +1,56 @@
+"""What preprocessing tells while it runs and when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from petatron.data.parts.part_report import MAX_SHOWN_PROBLEMS, LineCounts, PartReport
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessProgress:
+    """The progress of a running job: what this run has written, and bytes of the input files on disk."""
+
+    documents: int
+    tokens: int
+    bytes_read: int
+    bytes_total: int
+    seconds: float
+    bytes_before: int = 0
+    """Those of parts that an earlier run had finished."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PreprocessReport(LineCounts):
+    """The result of a job: what all its parts have read and written, also those of earlier runs."""
+
+    outputs: tuple[str, ...]
+    problems: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    seconds: float = 0.0
+    parts: int = 1
+    resumed_parts: int = 0
+    """Parts that an earlier run had finished, and their tokens."""
+    resumed_tokens: int = 0
+
+    @staticmethod
+    def of_parts(
+        parts: Sequence[PartReport],
+        *,
+        outputs: tuple[str, ...],
+        resumed: Collection[int],
+        bytes_read: int,
+        seconds: float,
+    ) -> PreprocessReport:
+        report = PreprocessReport(
+            outputs=outputs, bytes_read=bytes_read, seconds=seconds, parts=len(parts), resumed_parts=len(resumed)
+        )
+        for part in parts:
+            report.add(part.counts)
+            report.resumed_tokens += part.counts.tokens if part.part in resumed else 0
+            report.problems += part.problems[: MAX_SHOWN_PROBLEMS - len(report.problems)]
+        return report
+
+
+OnProgress = Callable[[PreprocessProgress], None]
