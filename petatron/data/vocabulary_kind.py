@@ -109,6 +109,6 @@ def plain_reason(why: str) -> str:
     match = _EXCEPTION.fullmatch(why)
     if match is None:
         return why
-    name, said, own = match.groups()
-    text = own or ("" if name in _UNTOLD else _LIBRARY_PREFIXES.sub("", said or "").rstrip("."))
+    name, said, remark = match.groups()
+    text = remark or ("" if name in _UNTOLD else _LIBRARY_PREFIXES.sub("", said or "").rstrip("."))
     return f"cannot be understood{': ' if text else ''}{text}"

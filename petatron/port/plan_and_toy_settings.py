@@ -12,7 +12,7 @@ from petatron.config.schema.fields import all_fields, fields_by_path
 from petatron.config.schema.setting_metadata import ToySize
 from petatron.config.value_origins import Setting, ValueOrigin
 from petatron.config.yaml_file import MADE_OF
-from petatron.port.port_flags import FlagAnswer
+from petatron.port.port_flags import PortedFlag
 from petatron.port.ported_run import PortedRun
 from petatron.port.ported_yaml import settings_yaml
 
@@ -51,7 +51,7 @@ def toy_yaml(run: PortedRun, *, keeps_layout: bool) -> str:
     return _titled(run, [(setting, answer) for setting, answer in kept if _name(setting) != "world_size"])
 
 
-def _titled(run: PortedRun, settings: Sequence[tuple[Setting, FlagAnswer | None]]) -> str:
+def _titled(run: PortedRun, settings: Sequence[tuple[Setting, PortedFlag | None]]) -> str:
     """Returns the file, whose messages name the script."""
     return f"{MADE_OF}{printable(str(run.script.source))}\n{settings_yaml(settings)}"
 
@@ -94,7 +94,7 @@ def toy_omissions(run: PortedRun) -> list[str]:
     ]
 
 
-def _of_sections(run: PortedRun, names: tuple[str, ...]) -> list[tuple[Setting, FlagAnswer | None]]:
+def _of_sections(run: PortedRun, names: tuple[str, ...]) -> list[tuple[Setting, PortedFlag | None]]:
     return [
         (setting, answer)
         for setting, answer in run.settings
