@@ -377,7 +377,9 @@ def _read_file(path: Path) -> bytes:
 
 
 def _tokenizer_file_error(file: Path, why: str) -> DataError:
-    return DataError(vocabulary_error(file, why, TOKENIZER_JSON, "Copy it again, or name its kind with --tokenizer-type"))
+    return DataError(
+        vocabulary_error(file, why, TOKENIZER_JSON, "Copy it again, or name its kind with --tokenizer-type")
+    )
 
 
 def _gpt2_error(files: tuple[Path, Path], why: str) -> DataError:

@@ -57,9 +57,13 @@ GPT2_MERGES = _kind(
     rb"#version|[^\s{\[]+ [^\s{\[]+\r?\n[^\s]+ [^\s]+\r?(\n|$)",
 )
 _WORDPIECE = _kind(
-    "a vocabulary of WordPiece, as BERT has it", "Convert it to a tokenizer.json first", rb"\[PAD\]\r?\n|.*\n\[UNK\]\r?\n"
+    "a vocabulary of WordPiece, as BERT has it",
+    "Convert it to a tokenizer.json first",
+    rb"\[PAD\]\r?\n|.*\n\[UNK\]\r?\n",
 )
-_ARCHIVE = _kind("a compressed file, or an archive", "Unpack it first", rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd")
+_ARCHIVE = _kind(
+    "a compressed file, or an archive", "Unpack it first", rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd"
+)
 _EMPTY = _kind("an empty file", "Copy it again", rb"$")
 _POINTER = _kind("a pointer of Git LFS", "Fetch the file itself (`git lfs pull`)", rb"version https://git-lfs")
 _KINDS = (
@@ -105,6 +109,6 @@ def plain_reason(why: str) -> str:
     match = _EXCEPTION.fullmatch(why)
     if match is None:
         return why
-    name, said, own = match.groups()
-    text = own or ("" if name in _UNTOLD else _LIBRARY_PREFIXES.sub("", said or "").rstrip("."))
+    name, said, clause = match.groups()
+    text = clause or ("" if name in _UNTOLD else _LIBRARY_PREFIXES.sub("", said or "").rstrip("."))
     return f"cannot be understood{': ' if text else ''}{text}"

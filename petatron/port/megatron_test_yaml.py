@@ -88,13 +88,13 @@ def _merge(mapping: Any, loader: Any, merged: set[int]) -> None:
         return
     sources = [node for source in sources for node in (source.value if source.id == "sequence" else [source])]
     merged.update(map(id, sources))
-    own = [(key, node) for key, node in mapping.value if key.tag != _MERGE_TAG]
+    entries = [(key, node) for key, node in mapping.value if key.tag != _MERGE_TAG]
     loader.flatten_mapping(mapping)
-    names = {key.value for key, _ in own if key.id == "scalar"}
+    names = {key.value for key, _ in entries if key.id == "scalar"}
     inherited = {
-        key.value: (key, node) for key, node in mapping.value[: len(mapping.value) - len(own)] if key.id == "scalar"
+        key.value: (key, node) for key, node in mapping.value[: len(mapping.value) - len(entries)] if key.id == "scalar"
     }
-    mapping.value = [*(entry for name, entry in inherited.items() if name not in names), *own]
+    mapping.value = [*(entry for name, entry in inherited.items() if name not in names), *entries]
 
 
 def _entries(mapping: Any) -> list[tuple[Any, Any]]:

@@ -106,12 +106,12 @@ def missing_variables(script: ScriptFile, users: Iterable[tuple[str, ShellText]]
         for name in text.missing:
             words_by_name.setdefault(name, []).append((flag, text))
     missing: list[MissingVariable] = []
-    for name, words in words_by_name.items():
+    for name, users_of_name in words_by_name.items():
         reason = script.variables.reasons.get(name, "it has no value")
         comment = re.search(rf"#.*?\b({re.escape(name)}=[^\s#]+)", script.text) if is_settable(name) else None
         reason += f" (a comment has {comment[1]})" if comment is not None else ""
-        flags = tuple(dict.fromkeys(flag for flag, _ in words if flag))
-        missing.append(MissingVariable(name, reason, flags, words[0][1].line))
+        flags = tuple(dict.fromkeys(flag for flag, _ in users_of_name if flag))
+        missing.append(MissingVariable(name, reason, flags, users_of_name[0][1].line))
     return tuple(missing)
 
 

@@ -116,7 +116,11 @@ def _model(run: RunConfig) -> str:
 
 def _mup(run: RunConfig) -> str:
     model = run.model
-    factors = {"embeddings": model.embedding_multiplier, "logits": 1.0 / model.logits_scaling, "scores": model.softmax_scale}
+    factors = {
+        "embeddings": model.embedding_multiplier,
+        "logits": 1.0 / model.logits_scaling,
+        "scores": model.softmax_scale,
+    }
     told = ", ".join(f"{name} x {factor:g}" for name, factor in factors.items() if factor is not None)
     width = relative_width(model, model.hidden_size)
     return f"base width {model.mup_base_hidden_size or model.hidden_size:,}, of which this model has {width:g} times; {told}"

@@ -203,7 +203,7 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
         SentencePieceTokenizer(tmp_path / "none.model")
     with pytest.raises(DataError, match="names an empty token"):
         SentencePieceTokenizer(write(tmp_path, "llama"), SentencePieceOptions(special_tokens=("",)))
-    with pytest.raises(DataError, match="it is a SentencePiece model. Use --tokenizer-type SentencePieceTokenizer"):
+    with pytest.raises(DataError, match=r"it is a SentencePiece model\. Use --tokenizer-type SentencePieceTokenizer"):
         HuggingFaceTokenizer(write(tmp_path, "llama"))
 
 
