@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import configure_logging
-from petatron.cli.curation import decontaminate, dedup, filter, mix, split, stats
+from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import progress_bar
@@ -33,6 +33,7 @@ _CURATION = {
     "split": (split, "hold a share of the documents out, by their text"),
     "mix": (mix, "weights of a blend from token counts, and its epochs"),
     "stats": (stats, "documents, lengths, tokens and duplicates of files and datasets"),
+    "show": (show, "a sample as training sees it, token by token"),
 }
 """Subcommands with a module of their own, and what they do."""
 SHOWN_TOKENS = 24

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,14 @@ _MOCK_SEEDS = {"train": 0, "valid": 1, "test": 2}
 _ANNOUNCED_ENTRIES = 10_000_000
 _SECONDS_PER_ENTRY = 3e-7
 """Measured on one core: two shuffles and a search per sample, limited by the memory's latency."""
+
+
+class SamplePiece(NamedTuple):
+    """Tokens of one sequence in a sample: `length` of them from `start`."""
+
+    sequence: int
+    start: int
+    length: int
 
 
 class GPTDataset:
@@ -111,15 +119,23 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` as seq_length + 1 token ids."""
+        parts = [self.indexed.get(piece.sequence, piece.start, piece.length) for piece in self.pieces(index)]
+        if len(parts) == 1:
+            return parts[0].astype(np.int64)
+        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+
+    def pieces(self, index: int) -> list[SamplePiece]:
+        """Returns the pieces of sequences that sample `index` consists of."""
         sample = int(self._shuffle_index[index])
         (first, start), (last, end) = self._sample_index[sample : sample + 2].tolist()
-        read = self.indexed.get
+        sequences = self._document_index[first : last + 1].tolist()
         if first == last:
-            return read(int(self._document_index[first]), start, end - start + 1).astype(np.int64)
-        parts = [read(int(self._document_index[first]), start)]
-        parts += [read(sequence) for sequence in self._document_index[first + 1 : last].tolist()]
-        parts.append(read(int(self._document_index[last]), 0, end + 1))
-        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+            return [SamplePiece(sequences[0], start, end - start + 1)]
+        lengths = self.indexed.lengths
+        pieces = [SamplePiece(sequences[0], start, int(lengths[sequences[0]]) - start)]
+        pieces += [SamplePiece(sequence, 0, int(lengths[sequence])) for sequence in sequences[1:-1]]
+        pieces.append(SamplePiece(sequences[-1], 0, end + 1))
+        return pieces
 
 
 class IndexedText(DataSource):
