@@ -182,7 +182,8 @@ def _check_options(options: PreprocessOptions) -> tuple[Tokenizer, list[InputFil
         problems.append(
             f"--input-format {options.input_format} has one text per document, and --json-keys names several"
         )
-    if not options.overwrite:
+    # Of a job that was interrupted while it published its output, this is its own.
+    if not options.overwrite and not PartsFolder(options.output_prefix).has_job:
         existing = [
             path for output in options.outputs for path in (bin_path(output), idx_path(output)) if path.exists()
         ]
