@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import configure_logging
+from petatron.base.safe_files import write_atomic
+from petatron.base.terminal_escape import printable
 from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
 from petatron.cli.subcommands import data_fetch
 from petatron.cli.subcommands.command_parser import CommandParser
@@ -94,6 +99,15 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-documents", type=int, metavar="N", help="read at most N lines")
     text = "refuse longer lines (default: 256 MiB), also after decompression"
     add("--max-line-bytes", type=int, metavar="N", help=text)
+    text = (
+        "bytes of input per part; parts that are finished are not done again after an interruption (default: 256 MiB)"
+    )
+    add("--part-bytes", type=int, metavar="N", help=text)
+    text = "the key whose value is noted as the id of a document (default: id)"
+    add("--id-key", metavar="KEY", help=text)
+    text = "write no PREFIX_<key>_document.sources, which has the file, line and id of every document"
+    add("--no-document-sources", dest="document_sources", action="store_false", default=None, help=text)
+    add("--json", metavar="FILE", help="write the summary to a file")
     add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
     add_tokenizer_arguments(parser)
     # Flags of other tools, which change nothing here: they are named and ignored.
@@ -107,6 +121,7 @@ def _preprocess(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_settings(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))
+    problems += writable_problems("--json", Path(args.json)) if args.json is not None else []
     raise_problems(problems)
     for flag, given in (("--partitions", args.partitions), ("--keep-sequential-samples", args.keep_sequential_samples)):
         if given:
@@ -125,25 +140,40 @@ def _preprocess(args: argparse.Namespace) -> int:
     options = PreprocessOptions(tokenizer=tokenizer, **given)
     with _progress_display(args.log_interval) as show:
         report = preprocess(options, show)
-    _print_report(report, are_sentences=options.split_sentences)
+    _print_report(report, with_sources=options.document_sources, are_sentences=options.split_sentences)
+    if args.json is not None:
+        write_atomic(Path(args.json), json.dumps(asdict(report), indent=2) + "\n")
     return 0
 
 
-def _print_report(report: PreprocessReport, *, are_sentences: bool) -> None:
-    rate = report.tokens / max(report.seconds, 1e-9)
+def _print_report(report: PreprocessReport, *, with_sources: bool, are_sentences: bool) -> None:
+    rate = (report.tokens - report.resumed_tokens) / max(report.seconds, 1e-9)
     sentences = f", {report.sequences:,} sentences" if are_sentences else ""
     print(
         f"{report.documents:,} documents{sentences}, {report.tokens:,} tokens in {report.seconds:.1f} s ({rate:,.0f} tokens/s)"
     )
+    if report.resumed_parts:
+        print(
+            f"{report.resumed_parts:,} of {report.parts:,} parts, {report.resumed_tokens:,} tokens, were finished before"
+        )
+    other_lines = {
+        "without text": report.without_text,
+        "blank": report.blank,
+        "malformed": report.malformed,
+        "too long": report.too_long,
+    }
+    counted = "".join(f", {count:,} {name}" for name, count in other_lines.items() if count)
+    print(f"{count_with_noun(report.lines, 'line')} read: {report.documents:,} written{counted}")
     if report.empty:
         print(f"{report.empty:,} empty {'text' if report.empty == 1 else 'texts'} left out")
-    if report.malformed:
+    if report.skipped:
         shown = len(report.problems)
-        first = f", the first {shown} of them" if shown < report.malformed else ""
-        print(f"{report.malformed:,} malformed {'line' if report.malformed == 1 else 'lines'} skipped{first}:")
+        first = f", the first {shown} of them" if shown < report.skipped else ""
+        kind = "malformed" if not report.too_long else "too long" if not report.malformed else "malformed or too long"
+        print(f"{report.skipped:,} {kind} {'line' if report.skipped == 1 else 'lines'} skipped{first}:")
         print("\n".join(f"  {problem}" for problem in report.problems))
     for output in report.outputs:
-        print(f"{output}.bin, {output}.idx")
+        print(f"{output}.bin, {output}.idx" + (f", {output}.sources" if with_sources else ""))
 
 
 @contextmanager
@@ -155,8 +185,8 @@ def _progress_display(log_interval: int) -> Iterator[Callable[[PreprocessProgres
         nonlocal printed
         if now.documents >= printed + log_interval:
             printed = now.documents - now.documents % log_interval
-            left = timedelta(seconds=int(now.seconds * (now.bytes_total / max(now.bytes_read, 1) - 1)))
-            print(f"{_progress_text(now)}, {now.bytes_read / now.bytes_total:.0%}, {left} left", file=sys.stderr)
+            share = f", {now.bytes_read / now.bytes_total:.0%}" if now.bytes_total else ""
+            print(f"{_progress_text(now)}{share}{_time_left(now)}", file=sys.stderr)
 
     with progress_bar("starting") as update:
         if update is None:
@@ -165,9 +195,17 @@ def _progress_display(log_interval: int) -> Iterator[Callable[[PreprocessProgres
             yield lambda now: update(description=_progress_text(now), completed=now.bytes_read, total=now.bytes_total)
 
 
+def _time_left(now: PreprocessProgress) -> str:
+    """Says when the rest is done at the speed of this run; nothing where the sizes of the inputs are not known."""
+    done = now.bytes_read - now.bytes_before
+    if done <= 0:
+        return ""
+    return f", {timedelta(seconds=int(now.seconds * max(now.bytes_total - now.bytes_read, 0) / done))} left"
+
+
 def _progress_text(now: PreprocessProgress) -> str:
     seconds = max(now.seconds, 1e-9)
-    megabytes = now.bytes_read / seconds / 1e6
+    megabytes = (now.bytes_read - now.bytes_before) / seconds / 1e6
     return f"{now.documents:,} documents, {now.tokens / seconds:,.0f} tokens/s, {megabytes:.1f} MB/s"
 
 
@@ -192,6 +230,8 @@ def _inspect(args: argparse.Namespace) -> int:
         print(f"{name:<18} {value}")
     tokens = dataset.get_document(args.document)
     print(f"\ndocument {args.document} ({len(tokens):,} tokens)")
+    if (source := _source_text(dataset, args.document)) is not None:
+        print(f"from {source}")
     print(" ".join(map(str, tokens[:SHOWN_TOKENS])) + (" ..." if len(tokens) > SHOWN_TOKENS else ""))
     if tokenizer is None:
         print("(give --tokenizer-model, or another tokenizer, to see its text)")
@@ -200,6 +240,13 @@ def _inspect(args: argparse.Namespace) -> int:
         is_cut = len(tokens) > SHOWN_CHARACTERS or len(text) > SHOWN_CHARACTERS
         print(text[:SHOWN_CHARACTERS] + (" ..." if is_cut else ""))
     return 0
+
+
+def _source_text(dataset: IndexedDataset, document: int) -> str | None:
+    from petatron.data.document_sources import sources_of
+
+    sources = sources_of(dataset)
+    return None if sources is None else printable(str(sources[document]))
 
 
 def _dataset_summary(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
@@ -232,9 +279,11 @@ def _split_text(dataset: IndexedDataset) -> str:
 
 def _merge(args: argparse.Namespace) -> int:
     from petatron.config.schema.data_blend import dataset_prefix
+    from petatron.data.document_sources import sources_path
     from petatron.data.indexed_writer import merge_datasets
 
     merged = merge_datasets([dataset_prefix(prefix) for prefix in args.input], args.output_prefix)
     print(f"{merged.num_documents:,} documents, {merged.num_tokens:,} tokens from {len(args.input)} datasets")
-    print(f"{merged.bin}, {merged.idx}")
+    sources = sources_path(merged.prefix)
+    print(f"{merged.bin}, {merged.idx}" + (f", {sources}" if sources.exists() else ""))
     return 0

@@ -24,6 +24,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, tmp_path_for
 from petatron.base.untrusted_files import open_regular_file, reading_untrusted
 from petatron.data.data_file_error import data_file_error
+from petatron.data.indexed_dataset import IndexedDataset
 
 _MAGIC = b"PTRNSRC\x00"
 _VERSION = 1
@@ -130,6 +132,33 @@ class DocumentSources:
         return self._content[self._ids_start + start : self._ids_start + end]
 
 
+def sources_of(dataset: IndexedDataset) -> DocumentSources | None:
+    """Returns the sources of a dataset, which must have as many documents; None if there are none."""
+    if not os.path.lexists(sources_path(dataset.prefix)):
+        return None
+    sources = DocumentSources(dataset.prefix)
+    if len(sources) != dataset.num_documents:
+        raise DataError(
+            f"{sources.path} is of another dataset: it has {len(sources):,} documents, and {dataset.idx.name} has "
+            f"{dataset.num_documents:,}. Copy all files of the dataset again, or remove this one."
+        )
+    return sources
+
+
+def merge_sources(datasets: Sequence[IndexedDataset], output: str | Path) -> bool:
+    """Writes the sources of merged datasets and returns whether it has: nothing is written unless all have some."""
+    if not all(os.path.lexists(sources_path(dataset.prefix)) for dataset in datasets):
+        sources_path(output).unlink(missing_ok=True)
+        return False
+    sources = [table for dataset in datasets if (table := sources_of(dataset)) is not None]
+    files = list(dict.fromkeys(chain.from_iterable(table.files for table in sources)))
+    places = {name: place for place, name in enumerate(files)}
+    with DocumentSourcesWriter(output, files) as writer:
+        for table in sources:
+            writer.add_sources(table, file_numbers=[places[name] for name in table.files])
+    return True
+
+
 class DocumentSourcesWriter:
     """Streams the sources of a dataset. Leaving it as a context manager finishes, an exception leaves no files."""
 
@@ -149,12 +178,13 @@ class DocumentSourcesWriter:
         self._write(entries, ids.text)
 
     def add_sources(
-        self, sources: DocumentSources, *, first_file: int = 0, lines_before: tuple[int, int] = (0, 0)
+        self, sources: DocumentSources, *, file_numbers: Sequence[int], lines_before: tuple[int, int] = (0, 0)
     ) -> None:
         """Appends all documents of another dataset.
 
-        first_file: where its files begin among ours. lines_before: one of its files, and how many lines come before those that it counts.
+        file_numbers: which of our files its files are. lines_before: one of its files, and how many lines come before those that it counts.
         """
+        numbers = np.array(file_numbers, np.uint32)
         for start in range(0, len(sources), _COPIED_DOCUMENTS):
             entries = sources.entries[start : start + _COPIED_DOCUMENTS].copy()
             first_id = int(sources.entries[start - 1]["id_end"]) if start else 0
@@ -162,7 +192,7 @@ class DocumentSourcesWriter:
             text = sources.id_text(first_id, int(entries["id_end"][-1]))
             cut_file, num_lines = lines_before
             entries["line"][entries["file"] == cut_file] += np.uint64(num_lines)
-            entries["file"] += np.uint32(first_file)
+            entries["file"] = numbers[entries["file"]]
             entries["id_end"] += np.uint64((self._num_id_bytes - first_id) % (1 << 64))
             self._write(entries, text)
 

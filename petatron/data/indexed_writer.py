@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, tmp_path_for
+from petatron.data.document_sources import merge_sources, sources_path
 from petatron.data.indexed_dataset import (
     CHUNK_ENTRIES,
     DTYPES,
@@ -137,8 +138,9 @@ class IndexedWriter:
         self._tokens.flush()
         os.fsync(self._tokens.fileno())
         self._tokens.close()
-        # An old index must never describe new tokens, not even if we are killed between the renames.
+        # An old index must never describe new tokens, not even if we are killed between the renames; nor may old sources.
         self._idx.unlink(missing_ok=True)
+        sources_path(self.prefix).unlink(missing_ok=True)
         os.replace(self._tmp_paths["bin"], self._bin)
         os.replace(self._tmp_paths["idx"], self._idx)
 
@@ -207,6 +209,7 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> Indexe
     with IndexedWriter(output, datasets[0].dtype) as writer:
         for dataset in datasets:
             writer.add_dataset(dataset)
+    merge_sources(datasets, output)
     return IndexedDataset(output)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from itertools import chain
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Literal
 
 import numpy as np
@@ -190,7 +191,8 @@ def _check_options(options: PreprocessOptions) -> tuple[Tokenizer, list[InputFil
         problems.append(
             f"--input-format {options.input_format} has one text per document, and --json-keys names several"
         )
-    if not options.overwrite:
+    # Of a job that was interrupted while it published its output, this is its own.
+    if not options.overwrite and not PartsFolder(options.output_prefix).has_job:
         existing = [
             path for output in options.outputs for path in (bin_path(output), idx_path(output)) if path.exists()
         ]
@@ -269,6 +271,15 @@ def init_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """A worker whose parent is killed would wait for blocks for ever."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode_block(options: PreprocessOptions, block: LineBlock) -> EncodedBlock:

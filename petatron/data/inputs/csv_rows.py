@@ -25,7 +25,9 @@ class _Lines:
     """Lines of text for the parser, which counts them and what the current row has taken of them."""
 
     def __init__(self, file: InputFile, max_line_bytes: int) -> None:
-        self._blocks = read_line_blocks(file.path, open_file=file.open, max_line_bytes=max_line_bytes, skip_long=True)
+        self._blocks = read_line_blocks(
+            file.path, open_file=file.open, end=file.size, max_line_bytes=max_line_bytes, skip_long=True
+        )
         self._max_bytes = max_line_bytes
         self._pending: Iterator[bytes] = iter(())
         self.line = self.position = self._row_bytes = 0

@@ -58,15 +58,15 @@ class InputSlice:
         self.file.check_unchanged()
 
     def _byte_range(self) -> tuple[int, int | None]:
-        """Moves the offsets to where a document begins."""
+        """Moves the offsets to where a document begins. The end is the size that the file had at first: somebody may append to it."""
         if not self._start and self._end is None:
-            return 0, None
+            return 0, self.file.size
         with self.file.open() as opened:
             ends = [
                 None if offset is None else line_start(opened, offset, after_blank_line=self.file.format == "text")
                 for offset in (self._start, self._end)
             ]
-        return ends[0] or 0, ends[1]
+        return ends[0] or 0, self.file.size if ends[1] is None else ends[1]
 
     def _lines(self, max_lines: int | None) -> Iterator[LineBlock]:
         start, end = self._byte_range()

@@ -73,7 +73,7 @@ def tar_samples(
     """Yields the samples of a tar, numbered from 1. A .txt is the text `text_key`, also beside an object that has that key."""
     sample, number = _Sample(""), 0
     with file.open() as opened:
-        stream = CountedStream(opened)
+        stream = CountedStream(opened, end=file.size)
         try:
             chunks = decompressed_chunks(
                 stream.buffered(), file.path, chunk_bytes=_CHUNK_BYTES, max_window_bytes=max_line_bytes

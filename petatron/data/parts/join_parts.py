@@ -53,7 +53,9 @@ def _join_sources(job: TokenizingJob, reports: Sequence[PartReport], prefixes: S
     )
     with DocumentSourcesWriter(target, [file.path for file in job.files]) as writer:
         for prefix, first_file, lines in zip(prefixes, firsts, lines_before, strict=True):
-            writer.add_sources(DocumentSources(prefix), first_file=first_file, lines_before=(0, lines))
+            sources = DocumentSources(prefix)
+            numbers = range(first_file, first_file + len(sources.files))
+            writer.add_sources(sources, file_numbers=numbers, lines_before=(0, lines))
 
 
 def _publish(prefix: str, output: str, *, with_sources: bool) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from petatron.base.errors import DataError
 from petatron.base.format_text import abbreviate_names
 from petatron.base.log import get_logger
-from petatron.base.safe_files import make_folder, remove_tree, reopen_file, write_atomic
+from petatron.base.safe_files import make_folder, remove_tree, reopen_file, tmp_path_for, write_atomic
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import is_count, read_limited_json, reading_untrusted
 from petatron.data.data_file_error import data_file_error
@@ -192,7 +192,7 @@ class PartsFolder:
             try:
                 yield
             finally:
-                if not self.has_job:
+                if self.path.exists() and not self.has_job:
                     remove_tree(self.path)
 
     def part_prefix(self, part: int, output: str) -> str:
@@ -228,11 +228,13 @@ class PartsFolder:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Removes all parts, and the job after them; the folder goes with the lock."""
+        """Removes all parts, and then the folder at once: a folder with a job is never one that is done."""
         for path in sorted(self.path.iterdir()):
             if path.name not in (_JOB_FILE, _LOCK_FILE):
                 remove_tree(path)
-        (self.path / _JOB_FILE).unlink(missing_ok=True)
+        removed = tmp_path_for(self.path)
+        self.path.rename(removed)
+        remove_tree(removed)
 
     def _report_path(self, part: int) -> Path:
         return self.path / f"{part:05d}.json"
