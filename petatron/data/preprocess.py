@@ -322,7 +322,7 @@ class _Encoder:
                 continue
             try:
                 record = json.loads(line)
-                rows.append([self._sequences(_text_value(record, key)) for key in self._keys])
+                rows.append([self._sequences(text_value(record, key)) for key in self._keys])
                 numbers.append(number)
             except json.JSONDecodeError as error:
                 plain = line.lstrip()[:1] not in ("{", b"{")
@@ -380,7 +380,8 @@ def _sentence_splitter(options: PreprocessOptions) -> SentenceSplitter | None:
     return SentenceSplitter(options.lang, keep_newlines=options.keep_newlines)
 
 
-def _text_value(record: object, key: str) -> TextValue:
+def text_value(record: object, key: str) -> TextValue:
+    """Returns the text, or the texts, under a key of a line of JSON; `ValueError` if there is none."""
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
     if key not in record:
