@@ -1,4 +1,4 @@
-"""`petatron data`: fetches public text, preprocesses text into token files, inspects and merges them."""
+"""`petatron data`: fetches public text, trains tokenizers, preprocesses text into token files, inspects and merges them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from petatron.base.log import configure_logging
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable
 from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
-from petatron.cli.subcommands import data_fetch
+from petatron.cli.subcommands import data_fetch, data_train_tokenizer
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
@@ -48,11 +48,14 @@ SHOWN_CHARACTERS = 400
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of all subcommands."""
     root = CommandParser(
-        prog="petatron data", description="Fetch public text; make, inspect and join token files (.bin/.idx)."
+        prog="petatron data",
+        description="Fetch public text; train tokenizers; make, inspect and join token files (.bin/.idx).",
     )
     subcommands = root.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
     data_fetch.add_arguments(subcommands.add_parser("fetch", help="download a public dataset as JSON lines"))
     _add_preprocess_arguments(subcommands.add_parser("preprocess", help="tokenize JSON lines or text"))
+    text = "train a tokenizer on texts, and compare it"
+    data_train_tokenizer.add_arguments(subcommands.add_parser("train-tokenizer", help=text))
     inspecting = subcommands.add_parser("inspect", help="describe a dataset and show a sample")
     inspecting.add_argument("prefix", help="dataset prefix, or its .bin or .idx")
     inspecting.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
@@ -69,7 +72,13 @@ def main(argv: Sequence[str]) -> int:
     """Run one subcommand of `petatron data`."""
     args = parser().parse_args(argv)
     configure_logging()
-    actions = {"fetch": data_fetch.run, "preprocess": _preprocess, "inspect": _inspect, "merge": _merge}
+    actions = {
+        "fetch": data_fetch.run,
+        "train-tokenizer": data_train_tokenizer.run,
+        "preprocess": _preprocess,
+        "inspect": _inspect,
+        "merge": _merge,
+    }
     actions |= {name: module.run for name, (module, _) in _CURATION.items()}
     return actions[args.subcommand](args)
 

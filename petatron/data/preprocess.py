@@ -332,7 +332,7 @@ class _Encoder:
                 continue
             try:
                 record = parse_record(line)
-                rows.append([self._sequences(_text_value(record, key)) for key in self._keys])
+                rows.append([self._sequences(text_value(record, key)) for key in self._keys])
                 numbers.append(number)
                 if self._id_key is not None and (text := document_id(record, self._id_key)):
                     ids[number] = text
@@ -392,7 +392,8 @@ def _sentence_splitter(options: PreprocessOptions) -> SentenceSplitter | None:
     return SentenceSplitter(options.lang, keep_newlines=options.keep_newlines)
 
 
-def _text_value(record: object, key: str) -> TextValue:
+def text_value(record: object, key: str) -> TextValue:
+    """Returns the text, or the texts, under a key of a line of JSON; `ValueError` if there is none."""
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}, not an object")
     if key not in record:

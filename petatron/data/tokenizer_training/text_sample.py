@@ -1,0 +1,135 @@
+"""A sample of the texts of files: from the beginning of each, in proportion to its size, with some documents held out.
+
+The sample is a pure function of the files: a document is held out by a digest of its text, so that copies of it are on the same side.
+Texts are streamed; only held-out ones, of which there are a few megabytes, stay in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from glob import glob
+from pathlib import Path
+from typing import Literal
+
+from petatron.base.errors import DataError
+from petatron.data.inputs.line_blocks import (
+    BLOCK_BYTES,
+    MAX_LINE_BYTES,
+    InputFormat,
+    LineBlock,
+    read_line_blocks,
+    read_text_blocks,
+)
+from petatron.data.preprocess import text_value
+
+HELD_OUT_EVERY = 50
+MAX_HELD_OUT_BYTES = 1 << 23
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOptions:
+    """Which files, which texts of them, and how many bytes of text at most."""
+
+    inputs: tuple[str, ...]
+    input_format: InputFormat = "jsonl"
+    json_keys: tuple[str, ...] = ("text",)
+    sample_bytes: int
+    on_error: Literal["fail", "skip"] = "fail"
+    max_line_bytes: int = MAX_LINE_BYTES
+
+
+@dataclass(slots=True)
+class TextSample:
+    """The texts of a sample: iterate to train, then read what was held out. Bytes are those of the text in UTF-8."""
+
+    options: SampleOptions
+    held_out: list[str] = field(default_factory=list)
+    documents: int = 0
+    num_bytes: int = 0
+    malformed: int = 0
+    from_training: bool = False
+    """Whether there were so few texts that none was held out, so that `held_out` has the first ones of training."""
+
+    def __iter__(self) -> Iterator[str]:
+        files = expand_patterns(self.options.inputs)
+        sizes = {file: Path(file).stat().st_size for file in files}
+        first: list[str] = []
+        first_bytes = held_bytes = 0
+        for file, size in sizes.items():
+            budget = self.options.sample_bytes * size // max(sum(sizes.values()), 1)
+            for text in self._texts(file):
+                num_bytes = len(text.encode())
+                self.documents, self.num_bytes = self.documents + 1, self.num_bytes + num_bytes
+                if _is_held_out(text) and held_bytes < MAX_HELD_OUT_BYTES:
+                    held_bytes += num_bytes
+                    self.held_out.append(text)
+                else:
+                    if first_bytes < MAX_HELD_OUT_BYTES // 8:
+                        first_bytes += num_bytes
+                        first.append(text)
+                    yield text
+                budget -= num_bytes
+                if budget <= 0:
+                    break
+        if not self.documents:
+            raise DataError(f"No text in {', '.join(files)}. Check the input and --json-keys.")
+        if not self.held_out:
+            self.held_out, self.from_training = first, True
+
+    def _texts(self, file: str) -> Iterator[str]:
+        """Yields the texts of a file that are not blank."""
+        for block in _blocks(file, self.options):
+            for number, line in enumerate(block.data.split(b"\n"), block.first_line):
+                if not line or line.isspace():
+                    continue
+                try:
+                    texts = _texts_of_line(line, self.options.json_keys)
+                except (ValueError, RecursionError) as error:
+                    if self.options.on_error == "fail":
+                        fix = "Correct the line, or skip and count such lines with --on-error skip."
+                        raise DataError(f"{file}:{number}: {error}. {fix}") from error
+                    self.malformed += 1
+                    continue
+                yield from filter(str.strip, texts)
+
+
+def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
+    """Returns the texts of a line of JSON; ValueError if it has none, or one with half a surrogate."""
+    record = json.loads(line)
+    values = [text_value(record, key) for key in keys]
+    texts = [text for value in values for text in ([value] if isinstance(value, str) else value)]
+    "".join(texts).encode()
+    return texts
+
+
+def expand_patterns(inputs: tuple[str, ...]) -> list[str]:
+    """Returns the files of paths and patterns, each once; `DataError` for those that name none."""
+    files: dict[str, None] = {}
+    missing: list[str] = []
+    for name in inputs:
+        matches = (
+            [name]
+            if Path(name).is_file()
+            else sorted(path for path in glob(name, recursive=True) if Path(path).is_file())
+        )
+        files |= dict.fromkeys(matches)
+        missing += [] if matches else [name]
+    if missing:
+        raise DataError(f"--input {' '.join(missing)} names no file. Give files, or patterns such as 'corpus/*.jsonl'.")
+    return list(files)
+
+
+def _blocks(file: str, options: SampleOptions) -> Iterator[LineBlock]:
+    limits = {"block_bytes": BLOCK_BYTES, "max_line_bytes": options.max_line_bytes}
+    if options.input_format == "jsonl":
+        return read_line_blocks(file, **limits)
+    whole_file = options.input_format == "text-file"
+    return read_text_blocks(file, key=options.json_keys[0], whole_file=whole_file, **limits)
+
+
+def _is_held_out(text: str) -> bool:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0

@@ -1,0 +1,112 @@
+"""Trains a tokenizer on texts and returns its files, which our own tokenizers and transformers open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from petatron.base.errors import DataError
+from petatron.base.safe_files import make_folder, write_atomic
+from petatron.base.untrusted_files import reading_untrusted
+from petatron.data.bpe.train_bpe import train_byte_level_bpe
+from petatron.data.tokenizer import END_OF_TEXT
+from petatron.data.tokenizer_training import piece_trainers
+from petatron.data.tokenizer_training.piece_trainers import train_pieces
+from petatron.data.tokenizer_training.wordpiece_trainer import train_word_pieces
+from petatron.data.tokenizers_library import tokenizer_config
+from petatron.data.wordpiece_tokenizer import VOCABULARY_FILE, WordPieceOptions, WordPieceTokenizer
+
+TokenizerAlgorithm = Literal["bpe", "wordpiece", "unigram"]
+ALGORITHMS: tuple[TokenizerAlgorithm, ...] = get_args(TokenizerAlgorithm)
+DEFAULT_COVERAGE = 0.9995
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerTraining:
+    """What to train.
+
+    algorithm: bpe is byte-level (GPT-2), and with `byte_fallback` of pieces with a token for each byte beside them (Llama 2).
+    splits_digits: every digit is a word. special_tokens: beside the algorithm's own. lowercase: of WordPiece. character_coverage: the
+    share of the text whose characters have ids of their own; byte-level BPE needs none.
+    """
+
+    algorithm: TokenizerAlgorithm = "bpe"
+    vocab_size: int = 32_000
+    byte_fallback: bool = False
+    splits_digits: bool = False
+    special_tokens: tuple[str, ...] = ()
+    lowercase: bool = False
+    character_coverage: float = DEFAULT_COVERAGE
+
+    @property
+    def is_byte_level(self) -> bool:
+        return self.algorithm == "bpe" and not self.byte_fallback
+
+
+def train_tokenizer(texts: Iterable[str], training: TokenizerTraining, folder: Path) -> None:
+    """Trains a tokenizer and writes its files into a folder."""
+    with reading_untrusted(folder, lambda _, why: _training_error(training, why)):
+        if training.algorithm == "wordpiece":
+            _write_word_pieces(texts, training, folder)
+            return
+        fast, end, unknown = _train_library(texts, training)
+        _write(
+            folder,
+            {**tokenizer_config({"eos_token": end, "unk_token": unknown}), "tokenizer.json": fast.to_str().encode()},
+        )
+
+
+def _train_library(texts: Iterable[str], training: TokenizerTraining) -> tuple[FastTokenizer, str, str | None]:
+    """Returns a tokenizer of the library, and its tokens of the end of a text and of what is unknown."""
+    if training.is_byte_level:
+        fast = train_byte_level_bpe(
+            texts, training.vocab_size, special_tokens=training.special_tokens, splits_digits=training.splits_digits
+        )
+        return fast, END_OF_TEXT, None
+    fast = train_pieces(
+        texts,
+        training.vocab_size,
+        is_unigram=training.algorithm == "unigram",
+        special_tokens=training.special_tokens,
+        byte_fallback=training.byte_fallback,
+        splits_digits=training.splits_digits,
+        character_coverage=training.character_coverage,
+    )
+    return fast, piece_trainers.END_OF_TEXT, piece_trainers.UNKNOWN
+
+
+def _write_word_pieces(texts: Iterable[str], training: TokenizerTraining, folder: Path) -> None:
+    tokens = train_word_pieces(
+        texts,
+        training.vocab_size,
+        lowercase=training.lowercase,
+        special_tokens=training.special_tokens,
+        character_coverage=training.character_coverage,
+    )
+    _write(folder, {VOCABULARY_FILE: "".join(f"{token}\n" for token in tokens).encode()})
+    options = WordPieceOptions(lowercase=training.lowercase, special_tokens=training.special_tokens)
+    _write(folder, WordPieceTokenizer(folder / VOCABULARY_FILE, options).files())
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> None:
+    """Writes the files of a tokenizer in place of those of another one."""
+    try:
+        make_folder(folder)
+        for name in (VOCABULARY_FILE, "tokenizer.json", "tokenizer_config.json"):
+            if name not in files:
+                (folder / name).unlink(missing_ok=True)
+        for name, content in files.items():
+            write_atomic(folder / name, content)
+    except OSError as error:
+        raise DataError(f"Cannot write the tokenizer to {folder}: {error}. Choose a writable folder.") from error
+
+
+def _training_error(training: TokenizerTraining, why: str) -> DataError:
+    return DataError(
+        f"The {training.algorithm} tokenizer of {training.vocab_size:,} ids was not trained: the answer of the library {why}. Give it more "
+        "text, or another --vocab-size."
+    )
