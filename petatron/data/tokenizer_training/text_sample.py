@@ -15,14 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from petatron.base.errors import DataError
-from petatron.data.inputs.line_blocks import (
-    BLOCK_BYTES,
-    MAX_LINE_BYTES,
-    InputFormat,
-    LineBlock,
-    read_line_blocks,
-    read_text_blocks,
-)
+from petatron.data.inputs.expand_inputs import expand_inputs
+from petatron.data.inputs.input_formats import InputFormat
+from petatron.data.inputs.input_slice import InputSlice, ReadOptions
+from petatron.data.inputs.line_blocks import MAX_LINE_BYTES, LineBlock
 from petatron.data.preprocess import text_value
 
 HELD_OUT_EVERY = 50
@@ -82,18 +78,23 @@ class TextSample:
     def _texts(self, file: str) -> Iterator[str]:
         """Yields the texts of a file that are not blank."""
         for block in _blocks(file, self.options):
+            for refused in block.refused:
+                self._leave_out(file, refused.line, refused.reason)
             for number, line in enumerate(block.data.split(b"\n"), block.first_line):
                 if not line or line.isspace():
                     continue
                 try:
                     texts = _texts_of_line(line, self.options.json_keys)
                 except (ValueError, RecursionError) as error:
-                    if self.options.on_error == "fail":
-                        fix = "Correct the line, or skip and count such lines with --on-error skip."
-                        raise DataError(f"{file}:{number}: {error}. {fix}") from error
-                    self.malformed += 1
+                    self._leave_out(file, number, str(error))
                     continue
                 yield from filter(str.strip, texts)
+
+    def _leave_out(self, file: str, line: int, reason: str) -> None:
+        if self.options.on_error == "fail":
+            fix = "Correct the line, or skip and count such lines with --on-error skip."
+            raise DataError(f"{file}:{line}: {reason}. {fix}")
+        self.malformed += 1
 
 
 def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
@@ -123,11 +124,9 @@ def expand_patterns(inputs: tuple[str, ...]) -> list[str]:
 
 
 def _blocks(file: str, options: SampleOptions) -> Iterator[LineBlock]:
-    limits = {"block_bytes": BLOCK_BYTES, "max_line_bytes": options.max_line_bytes}
-    if options.input_format == "jsonl":
-        return read_line_blocks(file, **limits)
-    whole_file = options.input_format == "text-file"
-    return read_text_blocks(file, key=options.json_keys[0], whole_file=whole_file, **limits)
+    read_options = ReadOptions(options.json_keys, max_line_bytes=options.max_line_bytes)
+    for source in expand_inputs([file], options.input_format):
+        yield from InputSlice(source, read_options).blocks()
 
 
 def _is_held_out(text: str) -> bool:
