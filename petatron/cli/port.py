@@ -11,10 +11,18 @@ from pathlib import Path
 
 from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import ConfigError, PetatronError, Problem, raise_problems
+from petatron.base.format_text import count_with_noun
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.port.environment_names import shell_quoted
-from petatron.port.plan_and_toy_settings import assumed_vocabulary, planned_yaml, toy_flags, toy_omissions, toy_yaml
+from petatron.port.plan_and_toy_settings import (
+    assumed_vocabulary,
+    planned_yaml,
+    toy_flags,
+    toy_omissions,
+    toy_problems,
+    toy_yaml,
+)
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
 from petatron.port.ported_run import PortedRun, port_script
 from petatron.port.ported_yaml import is_unchanged
@@ -140,7 +148,9 @@ def _plan(run: PortedRun, device_memory_gb: float | None) -> bool:
     with tempfile.TemporaryDirectory(prefix="petatron-port-") as folder:
         file = Path(folder) / "plan.yaml"
         file.write_text(planned_yaml(run), encoding="utf-8")
-        loaded, problems = resolve_config(flags, files=(file,), world_size=run.world_size, require_training=False)
+        loaded, problems = resolve_config(
+            flags, files=(file,), world_size=run.planned_world_size, require_training=False
+        )
     print(f"\nMemory at {_ranks(run)}")
     if problems:
         print("  cannot be planned before the problems above are solved")
@@ -155,8 +165,10 @@ def _plan(run: PortedRun, device_memory_gb: float | None) -> bool:
 
 
 def _ranks(run: PortedRun) -> str:
-    fewest = "the fewest ranks of its layout (--world-size N says another number)"
-    return f"{run.world_size:,} ranks" if run.world_size else fewest
+    if run.world_size:
+        return count_with_noun(run.world_size, "rank")
+    fewest = count_with_noun(run.fewest_ranks, "rank")
+    return f"{fewest}, the fewest of its layout (--world-size N says another number)"
 
 
 def _command(run: PortedRun, out: Path) -> str:
@@ -183,6 +195,7 @@ def _run_toy(run: PortedRun, iterations: int) -> int:
         import torch
 
         here = torch.cuda.device_count()
+    raise_problems(toy_problems(run))
     if omitted := toy_omissions(run):
         print(f"\nthe toy is trained without {', '.join(dict.fromkeys(omitted))}")
     keeps_layout = run.world_size is not None and 1 < run.world_size <= here

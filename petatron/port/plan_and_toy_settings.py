@@ -5,8 +5,9 @@ Neither reads data, tokenizers or checkpoints, so what names them is left out, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from petatron.base.errors import Problem
 from petatron.base.terminal_escape import printable
 from petatron.config.schema.fields import all_fields, fields_by_path
 from petatron.config.schema.setting_metadata import ToySize
@@ -21,6 +22,8 @@ _TOY_SECTIONS = ("model", "moe", "precision", "memory", "optim")
 _TOY_SCHEDULE = ("lr_decay_style", "min_lr", "decoupled_min_lr", "seed", "deterministic_mode", "ema_decay")
 _OF_REPLICAS = ("fp8_param_gather",)
 """Settings of other sections that one process cannot have."""
+_OF_MACHINE = ("world_size", "distributed_backend")
+"""Settings of the layout that are those of this machine."""
 _NOT_PLANNED = ("train_iters", "train_samples", "eval_interval", "eval_iters", "world_size", "exit_interval")
 _TOY_LR = 1e-4
 _GPT2_TOKENIZER, _GPT2_VOCABULARY, _ASSUMED_VOCABULARY = "GPT2BPETokenizer", 50257, 128256
@@ -48,7 +51,7 @@ def toy_yaml(run: PortedRun, *, keeps_layout: bool) -> str:
     kept += [(setting, answer) for setting, answer in run.settings if _name(setting) in _TOY_SCHEDULE]
     kept = [(setting, answer) for setting, answer in kept if keeps_layout or _name(setting) not in _OF_REPLICAS]
     kept += [(setting, None) for setting in _default_mamba_sizes([setting for setting, _ in kept])]
-    return _titled(run, [(setting, answer) for setting, answer in kept if _name(setting) != "world_size"])
+    return _titled(run, [(setting, answer) for setting, answer in kept if _name(setting) not in _OF_MACHINE])
 
 
 def _titled(run: PortedRun, settings: Sequence[tuple[Setting, PortedFlag | None]]) -> str:
@@ -82,6 +85,17 @@ def toy_flags(run: PortedRun, *, iterations: int, keeps_layout: bool) -> list[st
     flags = f"--toy --mock-data --train-iters {iterations} --micro-batch-size 1 --global-batch-size {batch} --log-interval 1 --eval-iters 0"
     flags += "" if "lr" in values else f" --lr {_TOY_LR}"
     return [*flags.split(), "--nproc-per-node", str((run.world_size or 1) if keeps_layout else 1)]
+
+
+def toy_problems(run: PortedRun) -> Iterator[Problem]:
+    """Yields why there is no model to shrink: its sizes have no value."""
+    made = {_name(setting) for setting, _ in run.settings}
+    if {"hidden_size"} <= made and made & {"num_layers", "hybrid_layer_pattern"}:
+        return
+    unknown = [answer for answer in run.flags.of_kind("missing") if any(path[:6] == "model." for path in answer.fields)]
+    names = dict.fromkeys(name for answer in unknown for name in answer.missing)
+    fix = " ".join(f"--set {name}=VALUE" for name in names) or "--set for what the script does not say"
+    yield Problem("--toy", "", "needs --num-layers and --hidden-size, which the script does not say", f"Give {fix}.")
 
 
 def toy_omissions(run: PortedRun) -> list[str]:

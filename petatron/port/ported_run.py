@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,13 +31,18 @@ from petatron.validate import resolve_config
 from petatron.validate.preflight import preflight
 
 _CHECKPOINT_ARGS = "--use-checkpoint-args"
+_MOST_RANKS = 1 << 24
+"""A slipped digit of a size is a problem of that size, not of how many ranks it would take."""
 _SPELLED = {"rope_scaling_factor": "--rotary-scaling-factor"}
 """Flags of defaults where Megatron reads another spelling than ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortedRun:
-    """What a script becomes. `problems` are of the settings together, `absent_files` only of this machine."""
+    """What a script becomes. `problems` are of the settings together, `absent_files` only of this machine.
+
+    fewest_ranks: of its layout, where the script does not say how many it starts.
+    """
 
     script: ScriptFile
     flags: PortedFlags
@@ -46,6 +52,7 @@ class PortedRun:
     absent_files: tuple[Problem, ...]
     script_problem: str | None
     world_size: int | None
+    fewest_ranks: int
 
     @property
     def settings(self) -> tuple[tuple[Setting, PortedFlag], ...]:
@@ -59,6 +66,10 @@ class PortedRun:
     @property
     def launch(self) -> TrainingLaunch:
         return self.script.launch
+
+    @property
+    def planned_world_size(self) -> int:
+        return self.world_size or self.fewest_ranks
 
     @property
     def title(self) -> str:
@@ -127,8 +138,8 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
     ]
     flags = port_flags([*implied, *typed], removed)
     check_options(script, [ported.flag for ported in flags.all_flags], removed)
-    size = world_size or launch.world_size
-    loaded, problems, check_notes = _check(flags, size)
+    size, fewest = world_size or launch.world_size, _fewest_ranks(flags)
+    loaded, problems, check_notes = _check(flags, size or fewest)
     if loaded is not None and loaded.config.parallel.pipeline_model_parallel_layout is None:
         layout = fields_by_name()["pipeline_model_parallel_layout"].path  # of a pattern's bars, for one pipeline rank
         flags = replace(flags, settings=tuple(item for item in flags.settings if item[0].path != layout))
@@ -159,6 +170,7 @@ def port_script(script: ScriptFile, *, left_out: Iterable[str] = (), world_size:
         (*unread, *absent),
         script_problem(launch.script),
         size,
+        fewest,
     )
 
 
@@ -185,6 +197,23 @@ def _names_positions(argv: Sequence[str]) -> bool:
     return any(
         setting.path == fields_by_name()["position_embedding_type"].path for setting in parse_flags(argv).settings
     )
+
+
+def _fewest_ranks(flags: PortedFlags) -> int:
+    """Returns the fewest ranks that the layout of layers and that of experts, which share them, both divide."""
+    values = {setting.path.partition(".")[2]: setting.value for setting, _ in flags.settings}
+
+    def size(name: str, default: int = 1) -> int:
+        value = values.get(name)
+        return value if isinstance(value, int) and value > 0 else default
+
+    tensor, stages = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
+    replicas = size("data_parallel_size", size("num_distributed_optimizer_instances"))
+    ranks = tensor * stages * size("context_parallel_size") * replicas
+    if "num_experts" in values:
+        copies = size("expert_model_parallel_size") * size("expert_tensor_parallel_size", tensor) * stages
+        ranks = math.lcm(ranks, copies)
+    return min(ranks, _MOST_RANKS)
 
 
 def _check(

@@ -8,6 +8,7 @@ ends that block: it is a check of the script's arguments, and the names without 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,8 +166,8 @@ class _Interpreter:
             self.call(name, arguments[1:], command.line)
         elif name == "eval":
             self.inner(_with_blanks(arguments[1:], command.line), command.line, ())
-        elif (at := _shell_argument(texts)) is not None:
-            self.inner(arguments[at], command.line, tuple(arguments[: at - 2]))
+        elif (places := _shell_command(texts)) is not None:
+            self.inner(arguments[places[1]], command.line, tuple(arguments[: places[0]]))
         else:
             self.result.commands.append(ShellCommand(command.line, (*self.prefix, *arguments)))
 
@@ -357,11 +358,14 @@ def _with_blanks(texts: Sequence[ShellText], line: int) -> ShellText:
     return ShellText("".join(text for text, _ in pieces), line, lines=SourceLines.joined(pieces))
 
 
-def _shell_argument(texts: Sequence[str]) -> int | None:
-    """Returns where the text of `bash -c TEXT` is, also behind `srun`."""
-    for at, text in enumerate(texts[:-2]):
-        if text in _SHELLS and re.fullmatch(r"-[a-z]*c", texts[at + 1]):
-            return at + 2
+def _shell_command(texts: Sequence[str]) -> tuple[int, int] | None:
+    """Returns where the shell and the text of `bash -x -c TEXT` are, also behind `srun`."""
+    for at, text in enumerate(texts):
+        if text in _SHELLS:
+            options = itertools.takewhile(lambda word: word[:1] in ("-", "+"), texts[at + 1 :])
+            place = next((index for index, word in enumerate(options) if re.fullmatch(r"-[a-z]*c", word)), None)
+            if place is not None and at + place + 2 < len(texts):
+                return at, at + place + 2
     return None
 
 

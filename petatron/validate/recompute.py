@@ -18,9 +18,9 @@ def check_recompute(config: RawRunConfig) -> Iterator[Problem]:
         if memory.recompute_method is None or memory.recompute_num_layers is None:
             rule = "full needs --recompute-method and --recompute-num-layers"
             yield Problem("--recompute-granularity", "", rule, "Common: --recompute-method uniform, 1 layer.")
-    elif with_layers:
+    elif with_layers and granularity is not None:  # without one they have no effect, as in Megatron
         where = "--recompute-method" if memory.recompute_method is not None else "--recompute-num-layers"
-        rule = f"applies to full recompute, but --recompute-granularity is {granularity or 'none'}"
+        rule = f"applies to full recompute, but --recompute-granularity is {granularity}"
         yield Problem(where, "", rule, "Use --recompute-granularity full, or leave it out.")
     if budget is not None and granularity is not None:
         rule = f"chooses what to recompute, and so does --recompute-granularity {granularity}"

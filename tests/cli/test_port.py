@@ -109,6 +109,18 @@ def test_what_is_told_of_a_toy_names_the_script(capsys: pytest.CaptureFixture[st
     assert "muP:       base width" in out + err
 
 
+def test_a_toy_takes_its_backend_from_this_machine_and_its_sizes_from_the_script(
+    capsys: pytest.CaptureFixture[str], folder: Path
+):
+    script = folder / "train.sh"
+    script.write_text(SMALL.replace("--bf16", "--distributed-backend nccl").replace("node 8", "node 2"))
+    code, out, err = port(capsys, "--run", "train.sh", "--toy", "--train-iters", "1")
+    assert code == 0 and "toy on 2 ranks" in out and "NCCL" not in out + err
+    script.write_text(SMALL.replace("--num-layers 24", "--num-layers $LAYERS"))
+    code, out, err = port(capsys, "--run", "train.sh", "--toy")
+    assert code == 2 and "--toy needs --num-layers and --hidden-size" in err and "Give --set LAYERS=VALUE." in err
+
+
 def test_a_toy_of_a_fragment_has_a_learning_rate(capsys: pytest.CaptureFixture[str], folder: Path):
     (folder / "train.sh").write_text(SMALL.replace("--train-iters 100 --lr 1e-4", "").replace("--bf16", ""))
     (folder / "train.petatron.yaml").write_text("# of an earlier port, and edited\n")

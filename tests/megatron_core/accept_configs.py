@@ -44,7 +44,11 @@ ENVIRONMENT: Mapping[str, str] = {
     "NODE_RANK": "0",
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "6000",
-    "SEED": "1",
+    **dict.fromkeys(("SEED", "REPEAT", "RUN_NUMBER", "TP", "PP", "CP", "EP", "MBS"), "1"),
+    "GBS": "8",
+    "NLS": "4",
+    "HS": "64",
+    "NAH": "4",
 }
 """Values of the variables that are no path."""
 ARGUMENTS: Mapping[str, str] = {"CHECKPOINT": "/checkpoint", "HF_TOKEN": "token", "HF_HOME": "/hf"}

@@ -79,13 +79,14 @@ def _shrink_layers(toy: _ToyValues) -> LayerCut | None:
     """Keeps a layer of each kind, and as many as the pipeline's stages share evenly."""
     before = toy.before
     pattern = before[HYBRID]
-    current = len(pattern) if isinstance(pattern, str) else toy["num_layers"]
+    number = current = len(pattern) if isinstance(pattern, str) else toy["num_layers"]
     if not toy.is_typed("num_layers"):
         stages = toy["pipeline_model_parallel_size"] * (toy["num_virtual_stages_per_pipeline_rank"] or 1)
         stages *= 2 if toy["pipeline_schedule"] == "zb-v" and not toy["num_virtual_stages_per_pipeline_rank"] else 1
         least = max(_LAYERS, num_layer_kinds(before) + (2 if pattern is not None else 0))
-        toy.lower("num_layers", min(current, -(-least // max(1, stages)) * max(1, stages)))
-    number = toy["num_layers"]
+        number = min(current, -(-least // max(1, stages)) * max(1, stages))
+        toy.lower("num_layers", number)  # a pattern of layers may say it alone
+    number = toy["num_layers"] or number
     cut = cut_layers(before, number, every_pattern=True)
     for path, value in (cut.values if cut is not None else {}).items():
         toy.set(path.partition(".")[2], value)

@@ -78,6 +78,7 @@ _REPLICAS = UsedWhen(weights_are_replicated, "no two ranks hold the same weights
 _DELAYED = used_with("precision.fp8_recipe", value="delayed")
 _FIRST_LAST = used_with("precision.first_last_layers_bf16")
 _SELECTIVE = used_with("memory.recompute_granularity", value="selective")
+_RECOMPUTES = used_with("memory.recompute_granularity", reason="it is for --recompute-granularity full")
 _BY_MODULE = used_with("memory.fine_grained_activation_offloading")
 _OFFLOADS = used_with("memory.optimizer_cpu_offload", "memory.optimizer_nvme_offload")
 _ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes, and its memory is the host's")
@@ -261,9 +262,9 @@ class MemoryConfig:
     feature: ClassVar = Feature("memory", role="training")
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, or chosen modules."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[Literal["uniform", "block"], _RECOMPUTES] | None = None
     """With full recompute: in units of N layers, or for the first N layers."""
-    recompute_num_layers: Annotated[LayerCount, "at least 1"] | None = None
+    recompute_num_layers: Annotated[LayerCount, "at least 1", _RECOMPUTES] | None = None
     """The N of `--recompute-method`."""
     recompute_modules: tuple[Annotated[RecomputeModule, _SELECTIVE], ...] = ("core_attn",)
     """With selective recompute: which modules."""

@@ -171,6 +171,10 @@ TOY = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 10".split()
     [
         ("--save-interval 5", "--save-interval has no effect: there is no --save"),
         (
+            "--recompute-num-layers 1",
+            "--recompute-num-layers has no effect: it is for --recompute-granularity full",
+        ),
+        (
             "--expert-tensor-parallel-size 1 --tp 2",
             "--expert-tensor-parallel-size has no effect: the model has no experts",
         ),

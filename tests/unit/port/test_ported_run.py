@@ -312,6 +312,19 @@ def test_bars_of_a_pattern_on_one_rank_are_no_layout(tmp_path: Path):
     assert "pipeline_model_parallel_layout: Ett|ttttL" in run.yaml()
 
 
+def test_the_fewest_ranks_hold_the_experts_too(tmp_path: Path):
+    layout = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-experts 8 --expert-model-parallel-size 8"
+    )
+    flags = f"--num-layers 4 --ffn-hidden-size 64 {layout} --expert-tensor-parallel-size 1 {MODEL}".split(" --")
+    text = "MODEL_ARGS:\n" + "".join(
+        "  --{}: {}\n".format(*f"{flag.removeprefix('--')} true".split()[:2]) for flag in flags
+    )
+    run = port(text, tmp_path, "model_config.yaml")
+    assert (run.world_size, run.fewest_ranks, run.problems) == (None, 16, ())
+    assert port(text, tmp_path, "model_config.yaml", world_size=8).problems
+
+
 def test_files_that_are_not_here_do_not_block():
     run = port_file(SCRIPTS / "mini_moe.sh", given={})
     assert not run.blocks and len(run.absent_files) == 3

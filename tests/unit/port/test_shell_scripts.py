@@ -44,6 +44,8 @@ def arguments(text: str, given: Mapping[str, str] | None = None) -> list[str]:
         ("f() { run \"$1\" $2; }\nf 'a b' c", ["run", "a b", "c"]),
         ("C=\"run --a 'b c'\"\neval $C", ["run", "--a", "b c"]),
         ("srun -n 2 bash -c 'A=1; run $A'", ["srun", "-n", "2", "run", "1"]),
+        ("srun -l bash -x -c 'A=1; run $A'", ["srun", "-l", "run", "1"]),
+        ("bash -eux -o pipefail -c 'run'", ["bash", "-eux", "-o", "pipefail", "-c", "run"]),
         ("set -- a b c\nshift\nrun $1 $# \"$@\"", ["run", "b", "2", "b", "c"]),
         ("A=1 B=2 run $A", ["run", "1"]),
         ("cat <<EOF\n--x \" ' $(no)\nEOF\nrun a", ["run", "a"]),

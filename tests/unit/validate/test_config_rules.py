@@ -171,8 +171,8 @@ ONE_PROBLEM = [
     ("--fp16 --loss-scale-window 0", "--loss-scale-window 0 is below 1. Use 1 or more."),
     ("--fp16 --hysteresis 0", "--hysteresis 0 is below 1. Use 1 or more."),
     (
-        "--recompute-method block",
-        "--recompute-method applies to full recompute, but --recompute-granularity is none. "
+        "--recompute-method block --recompute-granularity selective",
+        "--recompute-method applies to full recompute, but --recompute-granularity is selective. "
         "Use --recompute-granularity full, or leave it out.",
     ),
     ("--optimizer-offload-fraction 2", "--optimizer-offload-fraction 2.0 is out of range. Use a number from 0 to 1."),

@@ -201,3 +201,12 @@ def test_a_folder_gives_the_structure_alone(tmp_path: Path, capsys: pytest.Captu
     assert str(loaded.origins["moe.num_experts"]).startswith("checkpoint ")
     with pytest.raises(ConfigError, match="--hidden-size 16 contradicts --from"):
         load_config(["--from", str(folder), "--hidden-size", "16", *TRAIN], read_checkpoint=read_checkpoint)
+
+
+def test_a_pattern_of_layers_is_cut_also_where_it_alone_says_how_many_there_are(tmp_path: Path):
+    text = "model: {hybrid_layer_pattern: M-M*M-M-M*M-, hidden_size: 256, num_attention_heads: 4, seq_length: 64}\n"
+    text += "memory: {recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 3}\n"
+    (tmp_path / "hybrid.yaml").write_text(text)
+    config = load_config(["--toy", *TRAIN], files=[tmp_path / "hybrid.yaml"]).config
+    assert config.model.num_layers == len(config.model.hybrid_layer_pattern or "") == 5
+    assert set(config.model.hybrid_layer_pattern or "") == set("M-*") and config.memory.recompute_num_layers == 3
