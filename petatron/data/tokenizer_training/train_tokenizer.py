@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -23,6 +23,7 @@ from petatron.data.wordpiece_tokenizer import VOCABULARY_FILE, WordPieceOptions,
 TokenizerAlgorithm = Literal["bpe", "wordpiece", "unigram"]
 ALGORITHMS: tuple[TokenizerAlgorithm, ...] = get_args(TokenizerAlgorithm)
 DEFAULT_COVERAGE = 0.9995
+_SLICE_CHARS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class TokenizerTraining:
 
 def train_tokenizer(texts: Iterable[str], training: TokenizerTraining, folder: Path) -> None:
     """Trains a tokenizer and writes its files into a folder."""
+    texts = _slices(texts)
     with reading_untrusted(folder, lambda _, why: _training_error(training, why)):
         if training.algorithm == "wordpiece":
             _write_word_pieces(texts, training, folder)
@@ -58,6 +60,13 @@ def train_tokenizer(texts: Iterable[str], training: TokenizerTraining, folder: P
             folder,
             {**tokenizer_config({"eos_token": end, "unk_token": unknown}), "tokenizer.json": fast.to_str().encode()},
         )
+
+
+def _slices(texts: Iterable[str]) -> Iterator[str]:
+    """Yields texts in slices: the library takes many times the memory of a text. A cut may divide a word now and then."""
+    for text in texts:
+        for start in range(0, len(text), _SLICE_CHARS):
+            yield text[start : start + _SLICE_CHARS]
 
 
 def _train_library(texts: Iterable[str], training: TokenizerTraining) -> tuple[FastTokenizer, str, str | None]:
