@@ -35,11 +35,6 @@ class StepFiles:
     block_bytes: int = BLOCK_BYTES
     """Bytes of text per block sent to a worker."""
 
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of the inputs on disk."""
-        return sum(Path(path).stat().st_size for path in self.inputs)
-
     def output_names(self) -> tuple[str, ...]:
         """Returns the path of each output in the folder: that of its input below the folder that all inputs share.
 

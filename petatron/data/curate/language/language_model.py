@@ -31,7 +31,7 @@ _KNOWN_ORDER = 3
 _SMOOTHING = 0.05
 _SEGMENT_CHARS = 100
 _MAX_SEGMENTS = 16
-"""A longer text is judged by as many segments, spread over it."""
+"""Of a longer text so many segments are judged, spread over it."""
 _MIN_KNOWN, _MIN_KNOWN_CHARACTERS = 0.3, 0.5
 """The share of a segment's trigrams that must be in the sample of its language; of its characters, where there are thousands of them."""
 _MANY_CHARACTERS = ("ja", "zh")
