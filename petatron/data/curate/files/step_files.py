@@ -14,7 +14,7 @@ from petatron.data.jsonl_reader import BLOCK_BYTES, MAX_LINE_BYTES
 OnError = Literal["fail", "skip"]
 Compression = Literal["same", "none"]
 COMPRESSIONS: tuple[Compression, ...] = ("same", "none")
-_COMPRESSED_SUFFIXES = (".gz", ".zst")
+_COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

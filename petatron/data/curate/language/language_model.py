@@ -33,7 +33,7 @@ _SMOOTHING = 0.05
 _TABLE_BITS = 19
 _SEGMENT_CHARS = 100
 _MAX_SEGMENTS = 16
-"""Of a longer text so many segments are judged, spread over it."""
+"""The most segments, spread evenly, that a longer text is judged by."""
 _MIN_KNOWN, _MIN_KNOWN_CHARACTERS = 0.3, 0.5
 """The share of a segment's trigrams that must be in the sample of its language; of its characters, where there are thousands of them."""
 _MANY_CHARACTERS = ("ja", "zh")
