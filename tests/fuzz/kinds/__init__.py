@@ -31,6 +31,7 @@ KINDS = {
     "megatron-run-plain": "megatron_runs",
     "dataset": "dataset",
     "jsonl": "jsonl",
+    "curation": "curation",
     "tokenizer": "tokenizer",
     "settings": "settings",
     "run-folder": "run_folder",

@@ -6,13 +6,15 @@ Everything is written into a folder beside it, which gets the name when the last
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO
 
 from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, make_folder, remove_tree, tmp_path_for
@@ -21,6 +23,9 @@ from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.inputs.compressed_stream import GZIP_MAGIC, ZSTD_MAGIC
 
 SUMMARY_FILE = "summary.json"
+_XZ_MAGIC, _BZIP2_MAGIC, _HEAD_BYTES = b"\xfd7zXZ\x00", b"BZh", 10
+_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
+"""A block, or the end of an empty file, behind the magic and a digit; a text may begin with the magic."""
 _MAX_SUMMARY_BYTES = 1 << 28
 
 
@@ -117,24 +122,32 @@ class OutputFiles:
 def _open_output(path: Path, *, like: str | None) -> Iterator[BinaryIO]:
     """Opens a file of the folder for writing, compressed like an input (None: not at all), and syncs it at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    magic = b"" if like is None else _magic(like)
     with ExitStack() as stack:
         file = stack.enter_context(create_file(path, buffering=1 << 16))
-        if magic == ZSTD_MAGIC:
-            import zstandard
-
-            compressor = zstandard.ZstdCompressor(write_checksum=True)
-            with compressor.stream_writer(file, closefd=False) as stream:
-                yield cast(BinaryIO, stream)
-        elif magic[:2] == GZIP_MAGIC:
-            with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as stream:
-                yield cast(BinaryIO, stream)
-        else:
-            yield file
+        with _compressed(file, b"" if like is None else _head(like)) as stream:
+            yield stream
         file.flush()
         os.fsync(file.fileno())
 
 
-def _magic(path: str) -> bytes:
+@contextmanager
+def _compressed(file: BinaryIO, head: bytes) -> Iterator[BinaryIO]:
+    """Yields a stream that writes to a file as one that begins with `head` is compressed."""
+    stream: Any = nullcontext(file)
+    if head.startswith(ZSTD_MAGIC):
+        import zstandard
+
+        stream = zstandard.ZstdCompressor(write_checksum=True).stream_writer(file, closefd=False)
+    elif head.startswith(GZIP_MAGIC):
+        stream = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0)
+    elif head.startswith(_XZ_MAGIC):
+        stream = lzma.LZMAFile(file, "wb")  # noqa: SIM115  entered below
+    elif head.startswith(_BZIP2_MAGIC) and head[4:] in _BZIP2_BLOCKS:
+        stream = bz2.BZ2File(file, "wb")
+    with stream as opened:
+        yield opened
+
+
+def _head(path: str) -> bytes:
     with open_regular_file(Path(path)) as file:
-        return file.read(4)
+        return file.read(_HEAD_BYTES)

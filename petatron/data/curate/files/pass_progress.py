@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
+from petatron.data.curate.files.document_blocks import file_state
 from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.inputs.line_blocks import LineBlock
 
@@ -29,7 +29,7 @@ class PassProgress:
 
     def __init__(self, files: StepFiles, part: str, on_progress: OnProgress | None) -> None:
         self._part, self._on_progress = part, on_progress
-        ends = list(accumulate((Path(path).stat().st_size for path in files.inputs), initial=0))
+        ends = list(accumulate((file_state(path)[0] for path in files.inputs), initial=0))
         self._lines, self._starts, self._total = 0, ends[:-1], ends[-1]
 
     def add_block(self, index: int, block: LineBlock, num_lines: int) -> None:

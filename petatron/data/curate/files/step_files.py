@@ -14,7 +14,7 @@ from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES
 OnError = Literal["fail", "skip"]
 Compression = Literal["same", "none"]
 COMPRESSIONS: tuple[Compression, ...] = ("same", "none")
-_COMPRESSED_SUFFIXES = (".gz", ".zst")
+_COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,6 @@ class StepFiles:
     max_line_bytes: int = MAX_LINE_BYTES
     block_bytes: int = BLOCK_BYTES
     """Bytes of text per block sent to a worker."""
-
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of the inputs on disk."""
-        return sum(Path(path).stat().st_size for path in self.inputs)
 
     def output_names(self) -> tuple[str, ...]:
         """Returns the path of each output in the folder: that of its input below the folder that all inputs share.

@@ -90,8 +90,8 @@ _DUPLICATE = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
 
 
 def _top_ngram(view: TextView, n: int) -> float:
-    return top_ngram_share(view.words_lower, n)
+    return top_ngram_share(view.numbered_words, n)
 
 
 def _duplicate_ngrams(view: TextView, n: int) -> float:
-    return duplicate_ngram_share(view.words_lower, n)
+    return duplicate_ngram_share(view.numbered_words, n)

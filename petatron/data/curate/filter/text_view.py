@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 
+from petatron.data.curate.filter.repetition import NumberedTokens
 from petatron.data.curate.language.language_model import language_shares
 
 _PARAGRAPH_BREAK = re.compile(r"\n[^\S\n]*\n\s*")
@@ -32,8 +33,16 @@ class TextView:
     @cached_property
     def words_lower(self) -> list[str]:
         """Words in lower case."""
-        stripped = (_PUNCTUATION_AT_ENDS.sub("", token) for token in self.text.lower().split())
+        stripped = (
+            token if token[0].isalnum() and token[-1].isalnum() else _PUNCTUATION_AT_ENDS.sub("", token)
+            for token in self.text.lower().split()
+        )
         return [token for token in stripped if token]
+
+    @cached_property
+    def numbered_words(self) -> NumberedTokens:
+        """Words in lower case, as numbers."""
+        return NumberedTokens.of(self.words_lower)
 
     @cached_property
     def lines(self) -> list[str]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,6 +30,7 @@ LANGUAGES = tuple(sorted(path.stem for path in (Path(__file__).parent / "samples
 _ORDERS = (1, 2, 3, 4, 5)
 _KNOWN_ORDER = 3
 _SMOOTHING = 0.05
+_TABLE_BITS = 19
 _SEGMENT_CHARS = 100
 _MAX_SEGMENTS = 16
 """The most segments, spread evenly, that a longer text is judged by."""
@@ -63,37 +65,61 @@ class _NgramModel:
 
     def __init__(self, samples: Mapping[str, str]) -> None:
         grams = [np.concatenate(_ngram_hashes(_characters(text))) for text in samples.values()]
-        self._known = np.unique(np.concatenate(grams))
-        counts = np.stack([np.bincount(np.searchsorted(self._known, of), minlength=len(self._known)) for of in grams])
-        totals = counts.sum(axis=1)
-        self._occurs = counts.T > 0
-        logs = np.log((counts.T + _SMOOTHING) / (totals + _SMOOTHING * len(self._known)))
-        self._logs = logs.astype(np.float32)
+        known = np.unique(np.concatenate(grams))
+        counts = np.stack([np.bincount(np.searchsorted(known, of), minlength=len(known)) for of in grams], axis=1)
+        totals = counts.sum(axis=0)
+        self._logs = np.log((counts + _SMOOTHING) / (totals + _SMOOTHING * len(known))).astype(np.float32)
+        self._occurs = counts > 0
+        self._known = known
+        # Of n-grams with the same first bits the most frequent one is stored.
+        by_frequency = np.argsort(counts.sum(axis=1), kind="stable")
+        self._rows = np.zeros(1 << _TABLE_BITS, np.int32)
+        self._rows[_table_index(known[by_frequency])] = by_frequency
 
     def shares(self, characters: Characters, segments: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns the shares of languages and of none of them, [segment, language]; `segments` is the segment of each character."""
-        num_segments = int(segments[-1]) + 1
-        scores = np.zeros((num_segments, len(LANGUAGES)))
-        num_grams, num_known = (np.zeros((len(_ORDERS), num_segments, len(LANGUAGES)), np.int64) for _ in range(2))
-        for index, (order, grams) in enumerate(zip(_ORDERS, _ngram_hashes(characters))):
-            inside = np.flatnonzero(segments[: len(grams)] == segments[order - 1 :])
-            places = np.minimum(np.searchsorted(self._known, grams[inside]), len(self._known) - 1)
-            is_known = self._known[places] == grams[inside]
-            num_grams[index] = np.bincount(segments[inside], minlength=num_segments)[:, None]
-            rows, of = places[is_known], segments[inside][is_known]
-            firsts = np.flatnonzero(np.diff(of, prepend=-1))
+        scores = np.zeros((int(segments[-1]) + 1, len(LANGUAGES)))
+        orders = [self._lookup(grams, segments, order) for order, grams in zip(_ORDERS, _ngram_hashes(characters))]
+        for known in orders:
+            firsts = np.flatnonzero(np.diff(known.segments, prepend=-1))
             if len(firsts):
-                scores[of[firsts]] += np.add.reduceat(self._logs[rows], firsts)
-                num_known[index, of[firsts]] = np.add.reduceat(self._occurs[rows], firsts, dtype=np.int64)
+                scores[known.segments[firsts]] += np.add.reduceat(self._logs[known.rows], firsts)
         shares = np.exp((scores - scores.max(axis=1, keepdims=True)) / len(_ORDERS))
         shares /= shares.sum(axis=1, keepdims=True)
-        best = scores.argmax(axis=1)
-        short = num_grams[_KNOWN_ORDER - 1, :, 0] == 0
-        by_characters = short | np.isin(best, [LANGUAGES.index(name) for name in _MANY_CHARACTERS])
-        at = np.where(by_characters, 0, _KNOWN_ORDER - 1), np.arange(num_segments), best
-        least = np.where(by_characters, _MIN_KNOWN_CHARACTERS, _MIN_KNOWN)
-        is_unknown = num_known[at] < least * num_grams[at]
+        is_unknown = self._unknown(orders, scores.argmax(axis=1))
         return np.column_stack((shares * ~is_unknown[:, None], is_unknown.astype(np.float64)))
+
+    def _lookup(self, grams: Hashes, segments: NDArray[np.int64], order: int) -> _KnownNgrams:
+        of = segments[: len(grams)]
+        inside = of == segments[order - 1 :]
+        rows = self._rows[_table_index(grams)]
+        is_known = inside & (self._known[rows] == grams)
+        return _KnownNgrams(rows[is_known], of[is_known], np.bincount(of[inside], minlength=int(segments[-1]) + 1))
+
+    def _unknown(self, orders: Sequence[_KnownNgrams], best: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns which segments have few of their n-grams in the sample of their best language."""
+        shares: list[NDArray[np.float64]] = []
+        characters, longer = orders[0], orders[_KNOWN_ORDER - 1]
+        for known in (characters, longer):
+            occurs = self._occurs[known.rows, best[known.segments]]
+            num_known = np.bincount(known.segments[occurs], minlength=len(best))
+            shares.append(num_known / np.maximum(known.num_grams, 1))
+        many_characters = np.isin(best, [LANGUAGES.index(name) for name in _MANY_CHARACTERS])
+        by_characters = many_characters | (longer.num_grams == 0)
+        return np.where(by_characters, shares[0] < _MIN_KNOWN_CHARACTERS, shares[1] < _MIN_KNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownNgrams:
+    """Of one order: the rows of n-grams that the model has, the segment of each, and how many n-grams each segment has at all."""
+
+    rows: NDArray[np.integer]
+    segments: NDArray[np.int64]
+    num_grams: NDArray[np.int64]
+
+
+def _table_index(hashes: Hashes) -> NDArray[np.int64]:
+    return (hashes >> np.uint64(64 - _TABLE_BITS)).astype(np.int64)
 
 
 @lru_cache(maxsize=1)

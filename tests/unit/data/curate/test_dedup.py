@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from petatron.data.curate.dedup import duplicate_links
 from petatron.data.curate.dedup.dedup_documents import EXACT, NEAR, DedupOptions, dedup_documents
 from petatron.data.curate.dedup.duplicate_links import DuplicateLinks, link_equal_keys
 from petatron.data.curate.dedup.min_hash import MinHashOptions
+from petatron.data.curate.files.output_folder import OutputFiles
 from petatron.data.curate.files.step_files import StepFiles
 from tests.unit.data.curate.planted import jaccard, pairs, random_text, read_texts, write_lines
 
@@ -145,6 +149,23 @@ def test_compressed_in_and_out(tmp_path: Path, ending: str) -> None:
     with pytest.raises(DataError, match="cannot be read beyond line"):
         dedup_documents(files_of(path, name="other"), DedupOptions())
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("library", [bz2, gzip, lzma])
+@pytest.mark.parametrize("content", [b"", b"a line\n"])
+def test_an_output_is_compressed_like_its_input(tmp_path: Path, library: Any, content: bytes) -> None:
+    (tmp_path / "like").write_bytes(library.compress(content))
+    files = StepFiles(inputs=(str(tmp_path / "like"),), output=str(tmp_path / "out"))
+    with OutputFiles(tmp_path / "out", files) as output:
+        output.write(0, b"kept\n")
+    assert library.decompress((tmp_path / "out" / "like").read_bytes()) == b"kept\n"
+
+
+def test_a_text_that_begins_like_bzip2_is_plain(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'BZh is no JSON\n{"text": "x"}\n')
+    dedup_documents(files_of(path, on_error="skip"), DedupOptions())
+    assert (tmp_path / "out" / "a.jsonl").read_bytes() == b'{"text": "x"}\n'
 
 
 def test_problems_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from petatron.data.curate.filter.c4_rules import c4_line_rules, c4_rules
 from petatron.data.curate.filter.filter_documents import FilterOptions, build_rules
 from petatron.data.curate.filter.gopher_rules import gopher_rules
 from petatron.data.curate.filter.repetition import (
+    NumberedTokens,
     duplicate_character_share,
     duplicate_ngram_share,
     duplicate_share,
@@ -64,15 +65,15 @@ def test_repetition() -> None:
     assert duplicate_share(lines) == 2 / 5
     assert duplicate_character_share(lines) == 8 / 16
     # "aa b" occurs 3 times, "b aa" twice; its occurrences cover 6 of the 7 words.
-    tokens = "aa b aa b aa b c".split()
+    tokens = NumberedTokens.of("aa b aa b aa b c".split())
     assert top_ngram_share(tokens, 2) == pytest.approx(9 / 10)
     # Every 2-gram from the third word on has occurred, but "b c": the words 3 to 6 are covered.
     assert duplicate_ngram_share(tokens, 2) == pytest.approx(6 / 10)
     # Both occur twice; the one with more characters counts: "long er" covers 12 of 17.
-    assert top_ngram_share("a b long er a b long er x".split(), 2) == pytest.approx(12 / 17)
-    assert top_ngram_share("a a a".split(), 2) == 1  # each character once, where occurrences overlap
+    assert top_ngram_share(NumberedTokens.of("a b long er a b long er x".split()), 2) == pytest.approx(12 / 17)
+    assert top_ngram_share(NumberedTokens.of("a a a".split()), 2) == 1  # each character once, where occurrences overlap
     for measure in (top_ngram_share, duplicate_ngram_share):
-        assert measure([], 2) == measure(["a"], 2) == measure(["a", "b", "c"], 2) == 0
+        assert [measure(NumberedTokens.of(tokens), 2) for tokens in ([], ["a"], ["a", "b", "c"])] == [0, 0, 0]
 
 
 def test_ngrams_equal_counting(tokens: str = "x y x y z x y z z x y x y z " * 3) -> None:
@@ -83,7 +84,9 @@ def test_ngrams_equal_counting(tokens: str = "x y x y z x y z z x y x y z " * 3)
         first = {gram: at for at, gram in reversed(list(enumerate(grams)))}
         covered = {at + k for at, gram in enumerate(grams) if first[gram] != at for k in range(n)}
         total = sum(map(len, parts))
-        assert duplicate_ngram_share(parts, n) == pytest.approx(sum(len(parts[at]) for at in covered) / total)
+        assert duplicate_ngram_share(NumberedTokens.of(parts), n) == pytest.approx(
+            sum(len(parts[at]) for at in covered) / total
+        )
         counts = Counter(grams)
         most = max(counts.values())
         longest = max(sum(map(len, gram)) for gram, count in counts.items() if count == most)
@@ -92,7 +95,7 @@ def test_ngrams_equal_counting(tokens: str = "x y x y z x y z z x y x y z " * 3)
             if count == most and sum(map(len, gram)) == longest:
                 covered = {at + k for at, other in enumerate(grams) if other == gram for k in range(n)}
                 shares.add(round(sum(len(parts[at]) for at in covered) / total, 9) if most > 1 else 0)
-        assert round(top_ngram_share(parts, n), 9) in shares
+        assert round(top_ngram_share(NumberedTokens.of(parts), n), 9) in shares
 
 
 GOPHER_VIOLATIONS = {
