@@ -27,7 +27,7 @@ from petatron.data.tokenizer_training.word_counts import (
 UNKNOWN, BEGIN_OF_TEXT, END_OF_TEXT = SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _SPACE = "▁"
-_WORDS = Regex(rf"{_SPACE}+(?={_SPACE})|{_SPACE}?[^{_SPACE}\n\r\t]+|[\n\r\t]+|{_SPACE}")
+_WORD_PATTERN = Regex(rf"{_SPACE}+(?={_SPACE})|{_SPACE}?[^{_SPACE}\n\r\t]+|[\n\r\t]+|{_SPACE}")
 _BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
 _NEVER_CHOSEN = -1000.0
 """The score of a byte's token in a unigram model: nobody writes a text with its name."""
@@ -66,7 +66,7 @@ def train_pieces(
 
 
 def _pre_tokenizer(*, splits_digits: bool) -> PreTokenizer:
-    split = pre_tokenizers.Split(_WORDS, "isolated")
+    split = pre_tokenizers.Split(_WORD_PATTERN, "isolated")
     digits = pre_tokenizers.Digits(individual_digits=True)
     return pre_tokenizers.Sequence([split, digits]) if splits_digits else split
 
