@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from glob import glob, has_magic
 from pathlib import Path
 
@@ -86,6 +86,9 @@ def _local_paths(name: str, input_format: InputFormat) -> list[str]:
     raise _InputProblem(f"input {name} {'is not a file' if path.exists() else 'does not exist'}")
 
 
+_MAX_FOLDER_FILES = 20_000
+
+
 def _folder_paths(folder: Path, input_format: InputFormat) -> list[str]:
     if (folder / _SAVED_SPLITS).is_file():
         splits = _read_list(folder / _SAVED_SPLITS, "splits")
@@ -93,13 +96,11 @@ def _folder_paths(folder: Path, input_format: InputFormat) -> list[str]:
         raise _InputProblem(f"input {folder} has the splits {', '.join(splits)}; name one, for instance {example}")
     if (folder / _SAVED_STATE).is_file():
         return [str(folder / name) for name in _saved_files(folder)]
-    names = list(_names_below(folder))
-    for name in names:
-        if (target := symlink_target_outside(folder / name, folder)) is not None:
-            raise _InputProblem(
-                f"input {folder / name} is a link to {target}, outside of the folder; name that file itself"
-            )
-    return _choose_files(str(folder), [str(folder / name) for name in names], input_format)
+    paths = _choose_files(str(folder), [str(folder / name) for name in _names_below(folder)], input_format)
+    for path in paths:
+        if (target := symlink_target_outside(Path(path), folder)) is not None:
+            raise _InputProblem(f"input {path} is a link to {target}, outside of the folder; name that file itself")
+    return paths
 
 
 def _saved_files(folder: Path) -> list[str]:
@@ -126,12 +127,14 @@ def _read_list(path: Path, key: str, inner: str | None = None) -> list[str]:
         return names
 
 
-def _names_below(folder: Path) -> Iterator[str]:
-    names = []
+def _names_below(folder: Path) -> list[str]:
+    names: list[str] = []
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not _is_hidden(name)]
-        names += [Path(place, name).relative_to(folder).as_posix() for name in files if not _is_hidden(name)]
-    yield from sorted(names)
+        names += [os.path.join(place, name) for name in files if not _is_hidden(name)]
+        if len(names) > _MAX_FOLDER_FILES:
+            raise _InputProblem(f"input {folder} has more than {_MAX_FOLDER_FILES:,} files; name them by patterns")
+    return sorted(os.path.relpath(name, folder) for name in names)
 
 
 def _is_hidden(name: str) -> bool:

@@ -233,3 +233,12 @@ def test_the_web(tmp_path: Path, web: str, name: str) -> None:
 def test_the_web_without_the_file(web: str) -> None:
     with pytest.raises(DataError, match=r"ranged/none\.jsonl does not exist"):
         expand_inputs([f"{web}/ranged/none.jsonl"], "auto")
+
+
+def test_a_folder_of_too_many_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to the root of a machine, for instance."""
+    monkeypatch.setattr("petatron.data.inputs.expand_inputs._MAX_FOLDER_FILES", 1)
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    with pytest.raises(DataError, match="has more than 1 files; name them by patterns"):
+        expand_inputs([str(tmp_path)], "auto")
