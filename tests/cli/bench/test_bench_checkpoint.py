@@ -202,11 +202,12 @@ def test_files_are_dropped_from_the_page_cache(tmp_path: Path, monkeypatch: pyte
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
         file.read(mmap.PAGESIZE)
     assert cached_share([path]) == mmap.PAGESIZE / (1 << 20)
+    # A system that reclaims memory ahead of need may take a few pages at any moment.
     read_into_page_cache([path])
-    assert cached_share([path, empty]) == 1
+    assert (cached_share([path, empty]) or 0) > 0.9
     assert cached_share([empty]) == 0
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)
-    assert drop_from_page_cache([path]) == 1, "it looks, and does not trust"
+    assert (drop_from_page_cache([path]) or 0) > 0.9, "it looks, and does not trust"
     monkeypatch.delattr(os, "posix_fadvise")
     assert drop_from_page_cache([path]) is None
 
