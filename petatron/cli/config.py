@@ -92,6 +92,7 @@ def _frozen_notices(loaded: RawLoadedConfig) -> Iterator[str]:
 def _params(argv: list[str]) -> int:
     named = bool(argv) and not argv[0].startswith("-")
     sources = _locate(argv[0]) if named else ConfigSources()
+    sources["read_checkpoint"] = read_settings_alone
     flags, note = argv[named:], ""
     from petatron.models.frozen_params import describe_frozen, frozen_params, name_params
     from petatron.models.registry import model_spec

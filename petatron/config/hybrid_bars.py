@@ -28,7 +28,7 @@ def drop_bars_of_one_rank(values: dict[str, FieldValue], origins: dict[str, Valu
     return [f"the bars of {typed} have no effect: the pipeline-parallel size is 1"]
 
 
-def told_of_bars(problem: Problem, config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Problem:
+def as_pattern_problem(problem: Problem, config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> Problem:
     """Returns a problem of a layout as one of the pattern whose bars made it, as it was typed; any other as it is."""
     info = fields_by_name()[_LAYOUT]
     layout, pattern = config.parallel.pipeline_model_parallel_layout, config.model.hybrid_layer_pattern

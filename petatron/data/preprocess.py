@@ -31,7 +31,6 @@ from typing import Literal
 import numpy as np
 
 from petatron.base.errors import DataError
-from petatron.base.terminal_escape import printable
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.document_sources import DocumentIds
 from petatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
@@ -39,7 +38,7 @@ from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.input_file import InputFile
 from petatron.data.inputs.input_formats import TEXT_FORMATS, InputFormat
 from petatron.data.inputs.input_slice import ReadOptions
-from petatron.data.inputs.json_record import RepeatedKeys, document_id, parse_record
+from petatron.data.inputs.json_record import TextValue, document_id, parse_record, text_value
 from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES, LineBlock
 from petatron.data.parts.encoded_block import EncodedBlock, EncodedKey
 from petatron.data.parts.input_cuts import PART_BYTES
@@ -286,9 +285,6 @@ def _encode_block(options: PreprocessOptions, block: LineBlock) -> EncodedBlock:
     return _cached_encoder(options).encode(block)
 
 
-TextValue = str | list[str]
-
-
 class _Encoder:
     """Parses and tokenizes blocks."""
 
@@ -390,18 +386,3 @@ def _sentence_splitter(options: PreprocessOptions) -> SentenceSplitter | None:
     if not options.split_sentences:
         return None
     return SentenceSplitter(options.lang, keep_newlines=options.keep_newlines)
-
-
-def text_value(record: object, key: str) -> TextValue:
-    """Returns the text, or the texts, under a key of a line of JSON; `ValueError` if there is none."""
-    if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, not an object")
-    if key not in record:
-        present = ", ".join(printable(name, max_chars=40) for name in sorted(record)[:8]) or "none"
-        raise ValueError(f"no key {key!r} (keys here: {present})")
-    if isinstance(record, RepeatedKeys) and key in record.names:
-        raise ValueError(f"the key {key!r} is there twice")
-    value = record[key]
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value)):
-        return value
-    raise ValueError(f"key {key!r} holds neither a string nor a list of strings")

@@ -17,7 +17,7 @@ from typing import Unpack
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.declared_rules import conflict_problems, number_problems, out_of_bounds
 from petatron.config.derived_defaults import resolve_derived
-from petatron.config.hybrid_bars import told_of_bars
+from petatron.config.hybrid_bars import as_pattern_problem
 from petatron.config.read_config_sources import ConfigSources, LoadedConfig, RawLoadedConfig, parse_config
 from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.config.schema.run import RawRunConfig
@@ -71,7 +71,7 @@ def resolve_config(
     loaded, origins = parsed.loaded, parsed.loaded.origins
     problems = check_config(loaded.config, require_training=require_training)
     told = [
-        told_of_bars(_with_source(problem, origins), loaded.config, origins)
+        as_pattern_problem(_with_source(problem, origins), loaded.config, origins)
         for problem in problems
         if problem.where not in parsed.doubtful_flags
     ]

@@ -342,3 +342,10 @@ def test_forcing_has_no_effect_without_a_model():
         "--force-tokenizer has no effect: there is no model to start from"
         in read(*LLAMA.split(), "--force-tokenizer").notices
     )
+
+
+def test_params_of_a_folder_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]):
+    capsys.readouterr()
+    assert main(["config", "params", "--from", str(folder / "base")]) == 0
+    listed = capsys.readouterr().out
+    assert "300 x 16" in listed and "layers.1." in listed and "layers.2." not in listed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun, format_bytes
+from petatron.data.inputs.input_formats import INPUT_FORMATS, TEXT_FORMATS
 
 if TYPE_CHECKING:
     from petatron.data.tokenizer import Tokenizer
@@ -27,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         nargs="+",
         required=True,
-        metavar="FILE",
-        help="JSON lines or text, files or patterns: plain, gzip or zstd",
+        metavar="INPUT",
+        help="what preprocess reads: files, patterns, folders or addresses",
     )
     add("--output", required=True, metavar="DIR", help="folder for tokenizer.json, or vocab.txt")
     text = "bpe: byte-level BPE (GPT-2); wordpiece: BERT's vocab.txt; unigram: of pieces (default: bpe)"
@@ -53,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compare", nargs="+", default=[], metavar="PATH", help=text)
     add(
         "--input-format",
-        choices=("jsonl", "text", "text-file"),
-        default="jsonl",
-        help="as in preprocess (default: jsonl)",
+        choices=INPUT_FORMATS,
+        default="auto",
+        help="as in preprocess (default: by name and content)",
     )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from (default: text)")
     add("--on-error", choices=("fail", "skip"), default="fail", help="what a malformed line does (default: fail)")
@@ -122,7 +123,7 @@ def _problems(args: argparse.Namespace) -> Iterator[Problem]:
         print("note: --character-coverage has no effect: byte-level BPE has ids for all bytes.", file=sys.stderr)
     if "" in args.special_tokens:
         yield Problem("--special-tokens", "", "names an empty token", "Leave it out.")
-    if args.input_format != "jsonl" and len(args.json_keys) > 1:
+    if args.input_format in TEXT_FORMATS and len(args.json_keys) > 1:
         rule = "are several, and a text has one"
         yield Problem("--json-keys", " ".join(args.json_keys), rule, "Name one, or use --input-format jsonl.")
     existing = [name for name in ("tokenizer.json", "vocab.txt") if (Path(args.output) / name).exists()]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+from petatron.base.terminal_escape import printable
+
 MAX_ID_CHARACTERS = 1000
+TextValue = str | list[str]
 
 
 class RepeatedKeys(dict[str, object]):
@@ -43,3 +46,18 @@ def document_id(record: object, key: str) -> bytes:
         return b""
     text = value if isinstance(value, str) else json.dumps(value)
     return text[:MAX_ID_CHARACTERS].encode(errors="replace")
+
+
+def text_value(record: object, key: str) -> TextValue:
+    """Returns the text, or the texts, under a key of a line of JSON; `ValueError` if there is none."""
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+    if key not in record:
+        present = ", ".join(printable(name, max_chars=40) for name in sorted(record)[:8]) or "none"
+        raise ValueError(f"no key {key!r} (keys here: {present})")
+    if isinstance(record, RepeatedKeys) and key in record.names:
+        raise ValueError(f"the key {key!r} is there twice")
+    value = record[key]
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value)):
+        return value
+    raise ValueError(f"key {key!r} holds neither a string nor a list of strings")

@@ -7,19 +7,19 @@ Texts are streamed; only held-out ones, of which there are a few megabytes, stay
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from glob import glob
-from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from petatron.base.errors import DataError
 from petatron.data.inputs.expand_inputs import expand_inputs
+from petatron.data.inputs.input_file import InputFile
 from petatron.data.inputs.input_formats import InputFormat
 from petatron.data.inputs.input_slice import InputSlice, ReadOptions
-from petatron.data.inputs.line_blocks import MAX_LINE_BYTES, LineBlock
-from petatron.data.preprocess import text_value
+from petatron.data.inputs.json_record import parse_record, text_value
+from petatron.data.inputs.line_blocks import MAX_LINE_BYTES
 
 HELD_OUT_EVERY = 50
 MAX_HELD_OUT_BYTES = 1 << 23
@@ -30,7 +30,7 @@ class SampleOptions:
     """Which files, which texts of them, and how many bytes of text at most."""
 
     inputs: tuple[str, ...]
-    input_format: InputFormat = "jsonl"
+    input_format: InputFormat = "auto"
     json_keys: tuple[str, ...] = ("text",)
     sample_bytes: int
     on_error: Literal["fail", "skip"] = "fail"
@@ -50,12 +50,15 @@ class TextSample:
     """Whether there were so few texts that none was held out, so that `held_out` has the first ones of training."""
 
     def __iter__(self) -> Iterator[str]:
-        files = expand_patterns(self.options.inputs)
-        sizes = {file: Path(file).stat().st_size for file in files}
+        named = expand_inputs(self.options.inputs, self.options.input_format)
+        files = list({file.path: file for file in named}.values())  # each once
+        total = sum(file.size or 0 for file in files)
         first: list[str] = []
         first_bytes = held_bytes = 0
-        for file, size in sizes.items():
-            budget = self.options.sample_bytes * size // max(sum(sizes.values()), 1)
+        for file in files:
+            # A server may not say how large a file is; then each has an equal share.
+            share = 1 / len(files) if any(other.size is None for other in files) else (file.size or 0) / max(total, 1)
+            budget = int(self.options.sample_bytes * share)
             for text in self._texts(file):
                 num_bytes = len(text.encode())
                 self.documents, self.num_bytes = self.documents + 1, self.num_bytes + num_bytes
@@ -71,22 +74,24 @@ class TextSample:
                 if budget <= 0:
                     break
         if not self.documents:
-            raise DataError(f"No text in {', '.join(files)}. Check the input and --json-keys.")
+            raise DataError(f"No text in {', '.join(file.path for file in files)}. Check the input and --json-keys.")
         if not self.held_out:
             self.held_out, self.from_training = first, True
 
-    def _texts(self, file: str) -> Iterator[str]:
+    def _texts(self, file: InputFile) -> Iterator[str]:
         """Yields the texts of a file that are not blank."""
-        for block in _blocks(file, self.options):
+        read_options = ReadOptions(self.options.json_keys, max_line_bytes=self.options.max_line_bytes)
+        for block in InputSlice(file, read_options).blocks():
             for refused in block.refused:
-                self._leave_out(file, refused.line, refused.reason)
+                self._leave_out(file.path, refused.line, refused.reason)
             for number, line in enumerate(block.data.split(b"\n"), block.first_line):
                 if not line or line.isspace():
                     continue
                 try:
                     texts = _texts_of_line(line, self.options.json_keys)
                 except (ValueError, RecursionError) as error:
-                    self._leave_out(file, number, str(error))
+                    (source_line,) = block.source_lines(np.array([number]))
+                    self._leave_out(file.path, int(source_line), str(error))
                     continue
                 yield from filter(str.strip, texts)
 
@@ -99,34 +104,11 @@ class TextSample:
 
 def _texts_of_line(line: bytes, keys: tuple[str, ...]) -> list[str]:
     """Returns the texts of a line of JSON; ValueError if it has none, or one with half a surrogate."""
-    record = json.loads(line)
+    record = parse_record(line)
     values = [text_value(record, key) for key in keys]
     texts = [text for value in values for text in ([value] if isinstance(value, str) else value)]
     "".join(texts).encode()
     return texts
-
-
-def expand_patterns(inputs: tuple[str, ...]) -> list[str]:
-    """Returns the files of paths and patterns, each once; `DataError` for those that name none."""
-    files: dict[str, None] = {}
-    missing: list[str] = []
-    for name in inputs:
-        matches = (
-            [name]
-            if Path(name).is_file()
-            else sorted(path for path in glob(name, recursive=True) if Path(path).is_file())
-        )
-        files |= dict.fromkeys(matches)
-        missing += [] if matches else [name]
-    if missing:
-        raise DataError(f"--input {' '.join(missing)} names no file. Give files, or patterns such as 'corpus/*.jsonl'.")
-    return list(files)
-
-
-def _blocks(file: str, options: SampleOptions) -> Iterator[LineBlock]:
-    read_options = ReadOptions(options.json_keys, max_line_bytes=options.max_line_bytes)
-    for source in expand_inputs([file], options.input_format):
-        yield from InputSlice(source, read_options).blocks()
 
 
 def _is_held_out(text: str) -> bool:

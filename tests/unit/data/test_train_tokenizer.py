@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from petatron.base.errors import DataError
 from petatron.cli.main import main
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
+from petatron.data.inputs.expand_inputs import expand_inputs
+from petatron.data.inputs.input_file import InputFile
 from petatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, open_tokenizer_files
 from petatron.data.tokenizer_training import text_sample
 from petatron.data.tokenizer_training.compression import measure_compression
@@ -182,6 +185,24 @@ def test_a_sample_takes_its_share_of_every_file(tmp_path: Path):
     assert [sum(text[0] == letter for text in kept) for letter in "ls"] == [75, 25]
 
 
+def test_files_of_unknown_size_have_equal_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    large = write(tmp_path / "large.jsonl", ["l" * 90 for _ in range(300)])
+    small = write(tmp_path / "small.jsonl", ["s" * 90 for _ in range(100)])
+
+    def unknown_sizes(*args: Any) -> list[InputFile]:
+        return [replace(file, size=None) for file in expand_inputs(*args)]
+
+    monkeypatch.setattr(text_sample, "expand_inputs", unknown_sizes)
+    kept = list(sample(large, small, sample_bytes=9_000))
+    assert [sum(text[0] == letter for text in kept) for letter in "ls"] == [50, 50]
+
+
+def test_a_malformed_row_is_named_by_its_line_in_the_file(tmp_path: Path):
+    (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n\n{"text": 1}\n'))
+    with pytest.raises(DataError, match=r"text\.jsonl\.gz:3: key 'text' holds neither a string"):
+        list(sample(tmp_path / "text.jsonl.gz"))
+
+
 def test_texts_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write(tmp_path / "a.jsonl", ["one", ["two", " ", "three"], "", "four"])
     few = sample(path)
@@ -195,6 +216,8 @@ def test_texts_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text.write_text("One\nline\n\nTwo\n")
     assert list(sample(text, input_format="text")) == ["One\nline", "Two"]
     assert list(sample(text, input_format="text-file")) == ["One\nline\n\nTwo"]
+    (tmp_path / "table.csv").write_text('id,text\n1,"One\nline"\n2,Two\n')
+    assert list(sample(tmp_path / "table.csv")) == ["One\nline", "Two"]
     monkeypatch.setattr(text_sample, "HELD_OUT_EVERY", 1)
     monkeypatch.setattr(text_sample, "MAX_HELD_OUT_BYTES", 4)
     rest = sample(text, input_format="text")
@@ -202,7 +225,7 @@ def test_texts_of_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "names no file"), ("\n", "No text in"), ('{"text": " "}', "No text in")]
+    ("content", "message"), [(None, "does not exist"), ("\n", "No text in"), ('{"text": " "}', "No text in")]
 )
 def test_inputs_without_text(tmp_path: Path, content: str | None, message: str):
     if content is not None:

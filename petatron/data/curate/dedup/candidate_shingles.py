@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from petatron.data.curate.dedup.document_sketches import DocumentLines
 from petatron.data.curate.dedup.signature_files import RecordFile
-from petatron.data.curate.files.document_blocks import num_lines, parse_block, read_blocks
+from petatron.data.curate.files.document_blocks import parse_block, read_blocks
 from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
 from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.curate.files.worker_pool import WorkerPool
@@ -65,7 +65,7 @@ def candidate_shingles(
         blocks = _masked_blocks(files, lines, is_candidate)
         for masked, grams in pool.ordered_results(shingle, blocks):
             shingles.append(grams)
-            progress.add_block(masked.index, masked.block, num_lines(masked.block))
+            progress.add_block(masked.index, masked.block, masked.block.num_lines)
         yield shingles
     finally:
         file.close()
@@ -85,7 +85,7 @@ def _masked_blocks(files: StepFiles, lines: DocumentLines, is_candidate: NDArray
     document = 0
     for index, block in read_blocks(files):
         start = block.first_line - 1
-        count = int(np.count_nonzero(lines.is_document[index][start : start + num_lines(block)]))
+        count = int(np.count_nonzero(lines.is_document[index][start : start + block.num_lines]))
         yield _MaskedBlock(index, block, is_candidate[document : document + count])
         document += count
 

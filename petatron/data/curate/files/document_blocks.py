@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import DataError
-from petatron.base.terminal_escape import printable
 from petatron.data.curate.files.step_files import StepFiles
+from petatron.data.inputs.json_record import parse_record, text_value
 from petatron.data.inputs.line_blocks import LineBlock, read_line_blocks
 
 MAX_SHOWN_PROBLEMS = 5
@@ -49,10 +49,6 @@ def read_blocks(files: StepFiles) -> Iterator[tuple[int, LineBlock]]:
         for block in read_line_blocks(path, block_bytes=files.block_bytes, max_line_bytes=files.max_line_bytes):
             yield index, block
         check_unchanged(path, before)
-
-
-def num_lines(block: LineBlock) -> int:
-    return block.data.count(b"\n") + (not block.data.endswith(b"\n"))
 
 
 FileState = tuple[int, int, int]
@@ -89,8 +85,10 @@ def parse_block(block: LineBlock, json_key: str) -> ParsedBlock:
             blank.append(number)
             continue
         try:
-            record = json.loads(line.decode())
-            documents.append(Document(number, line, record, _text_of(record, json_key)))
+            record = parse_record(line.decode())
+            text = text_value(record, json_key)
+            assert isinstance(record, dict)  # it has a key
+            documents.append(Document(number, line, record, text if isinstance(text, str) else "\n".join(text)))
         except json.JSONDecodeError as error:
             malformed.append((number, f"not JSON ({error.msg}, column {error.colno})"))
         except UnicodeDecodeError as error:
@@ -131,17 +129,3 @@ def with_key(document: Document, key: str, value: Any) -> bytes:
     if key in document.record:
         return record_line({**document.record, key: value})
     return document.raw.rstrip()[:-1] + f", {json.dumps(key)}: {json.dumps(value)}}}".encode()
-
-
-def _text_of(record: object, key: str) -> str:
-    if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, not an object")
-    if key not in record:
-        present = ", ".join(printable(name, max_chars=40) for name in sorted(record)[:8]) or "none"
-        raise ValueError(f"no key {key!r} (keys here: {present})")
-    value = record[key]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return "\n".join(value)
-    raise ValueError(f"key {key!r} holds neither a string nor a list of strings")
