@@ -12,21 +12,9 @@ from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_TIKTOKEN_SIZE,
     special_token_problem,
 )
+from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
 from petatron.data.bpe.tiktoken_vocabulary import build_byte_level_bpe, read_token_ranks
 from petatron.data.tokenizers_library import LibraryTokenizer, tokenizer_config
-
-_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]"
-_WHITE_SPACE = r"\s+(?!\S)|\s+"
-PRETOKENIZE_PATTERNS = {
-    "v1": rf"{_BEFORE_WORD}?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_WHITE_SPACE}",
-    "v2": (
-        rf"{_BEFORE_WORD}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+"
-        rf"|{_BEFORE_WORD}?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*"
-        rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_WHITE_SPACE}"
-    ),
-}
-"""Pre-tokenization regex of each `--tiktoken-pattern`: a word with at most one character before it, a digit, punctuation, or spaces.
-v2 also splits before an uppercase letter that follows lowercase ones."""
 
 
 class TikTokenizer(LibraryTokenizer):
@@ -59,7 +47,7 @@ class TikTokenizer(LibraryTokenizer):
                 f"{num_special_tokens + 256} or more, or fewer --tiktoken-num-special-tokens."
             )
         kept = tokens[: size - num_special_tokens]
-        self._fast = build_byte_level_bpe(kept, names, PRETOKENIZE_PATTERNS[pattern])
+        self._fast = build_byte_level_bpe(kept, names, TIKTOKENIZER_PATTERNS[pattern])
         self._table = _IdBytes([*(name.encode() for name in names), *kept])
         self.vocab_size = size
         self.eod = names.index("</s>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.bpe.byte_level_decoder import decode_error
+from petatron.data.bpe.word_encoder import WordEncoder, word_encoder
 
 MAX_TOKENIZER_BYTES = 1 << 28
 """The largest files of published tokenizers have some 40 MB."""
@@ -25,12 +27,20 @@ class LibraryTokenizer:
     _table: Mapping[int, bytes] | None
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         with reading_untrusted(Path(self.name), _encode_error):
             # The fast variant omits character offsets, which nothing here uses; and, unlike `encode`, it lets other threads run meanwhile.
+            return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes many texts, by words if a known pattern divides them: that is several times as fast for more than a few texts."""
+        with reading_untrusted(Path(self.name), _encode_error):
+            if self._words is not None:
+                return [self._words.encode(text) for text in texts]
             return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @cached_property
+    def _words(self) -> WordEncoder | None:
+        return word_encoder(self._fast)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes from a table of bytes if the decoder is byte-level: generation decodes a few ids per token."""

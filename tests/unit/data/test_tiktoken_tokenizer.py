@@ -12,7 +12,8 @@ import tiktoken
 
 from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.tiktoken_tokenizer import PRETOKENIZE_PATTERNS, TikTokenizer
+from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
+from petatron.data.tiktoken_tokenizer import TikTokenizer
 from petatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer, vocabulary_difference
 from tests.longform import later
 from tests.unit.data.vocabularies import random_texts, random_tokens, trained_tokens, write_vocabulary
@@ -23,7 +24,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
 def library(tokens: Sequence[bytes], specials: Sequence[str], pattern: str) -> tiktoken.Encoding:
     return tiktoken.Encoding(
         "real",
-        pat_str=PRETOKENIZE_PATTERNS[pattern],
+        pat_str=TIKTOKENIZER_PATTERNS[pattern],
         mergeable_ranks={token: rank + len(specials) for rank, token in enumerate(tokens)},
         special_tokens={name: number for number, name in enumerate(specials)},
     )

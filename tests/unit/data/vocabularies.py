@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from petatron.data.tiktoken_tokenizer import PRETOKENIZE_PATTERNS
+from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
 
 LINES = [
     "def read(path):\n    return open(path).read()",
@@ -57,7 +57,7 @@ def trained_tokens(size: int) -> tuple[bytes, ...]:
     """Tokens by rank, from the trainer that tiktoken has for education."""
     from tiktoken._educational import bpe_train
 
-    ranks = bpe_train("\n".join(LINES * 3), size, PRETOKENIZE_PATTERNS["v2"], visualise=None)
+    ranks = bpe_train("\n".join(LINES * 3), size, TIKTOKENIZER_PATTERNS["v2"], visualise=None)
     return tuple(sorted(ranks, key=lambda token: ranks[token]))
 
 
