@@ -124,6 +124,10 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, default=8192, metavar="N", help="size of the tokenizer (default: 8192)")
     documents = "documents of the sample index (default: 10 million)"
     parser.add_argument("--documents", type=int, default=10_000_000, metavar="N", help=documents)
+    against = (
+        "also time the loop of Megatron-LM's tools/preprocess_data.py on the same corpus, with transformers' tokenizer"
+    )
+    parser.add_argument("--against", choices=("megatron",), help=against)
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -5,11 +5,14 @@ library on texts already parsed in its memory, and dropping the result. Its proc
 the clock starts. Ours is timed from the command to the finished files: starting processes, reading, parsing JSON,
 tokenizing, sending back, writing. The two alternate, so that a busy machine slows both, and the median of the ratios counts.
 The baseline is measured twice: with encode_batch, the usual call, and with encode_batch_fast, which omits offsets.
+
+With `--against megatron` the loop of Megatron-LM's tool preprocesses the same corpus too (`bench/preprocessing/`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import resource
 import statistics
@@ -20,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -33,6 +37,7 @@ from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.measure.check_arguments import positive_problems
+from petatron.bench.preprocessing.against_megatron import AgainstMegatron, PreprocessCase
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
@@ -47,14 +52,20 @@ _log = get_logger(__name__)
 def argument_problems(args: argparse.Namespace) -> list[Problem]:
     """Returns what is wrong with the arguments."""
     counts = {"--size-mb": args.size_mb, "--workers": args.workers, "--documents": args.documents}
-    return [*positive_problems(counts), *count_problems("data", args)]
+    problems = [*positive_problems(counts), *count_problems("data", args)]
+    if args.against and importlib.util.find_spec("transformers") is None:
+        rule = "needs transformers, whose tokenizer Megatron's tool uses, and which is not installed"
+        problems.append(Problem("--against", "megatron", rule, "pip install 'petatron[hf]'."))
+    return problems
 
 
 def run(args: argparse.Namespace) -> BenchResult:
     """Both measurements."""
     texts = standard_library_texts(int(args.size_mb * 1e6))
     with tempfile.TemporaryDirectory() as folder:
-        times = _preprocess_times(args, texts, Path(folder))
+        corpus = _write_corpus(args, texts, Path(folder))
+        times = _preprocess_times(args, texts, corpus)
+        against = _against_megatron(args, corpus) if args.against else None
     ratios = {
         method: statistics.median(ours / bare for ours, bare in zip(times["preprocess"], times[method]))
         for method in ENCODE_METHODS
@@ -74,8 +85,41 @@ def run(args: argparse.Namespace) -> BenchResult:
         ("sample index", f"{args.documents:,} documents in {index['seconds']:.2f} s"),
         ("sample index memory", memory),
     ]
-    values = {"megabytes": megabytes, "workers": args.workers, "seconds": times, "ratio": ratios, "index": index}
+    values: dict[str, object] = {
+        "megabytes": megabytes,
+        "workers": args.workers,
+        "seconds": times,
+        "ratio": ratios,
+        "index": index,
+    }
+    if against is not None:
+        rounds = f"(median of {len(against.seconds['megatron'])})"
+        for name, label in (
+            ("megatron", "loop of Megatron's tool"),
+            ("petatron", "petatron data preprocess, a process"),
+        ):
+            tokens_per_s = f"{statistics.median(against.steady[name]):,.0f} tokens/s"
+            rows.append((label, f"{statistics.median(against.seconds[name]):.1f} s, {tokens_per_s}"))
+        rows.append(("tokens/s over Megatron's", f"{against.steady_ratio:.2f} {rounds}"))
+        rows.append(("Megatron's time over ours", f"{against.wall_ratio:.2f} {rounds}"))
+        values["against_megatron"] = {
+            **asdict(against),
+            "wall_ratio": against.wall_ratio,
+            "steady_ratio": against.steady_ratio,
+        }
     return BenchResult(tuple(rows), values)
+
+
+def _against_megatron(args: argparse.Namespace, corpus: _Corpus) -> AgainstMegatron:
+    against, case = (
+        AgainstMegatron(),
+        PreprocessCase(corpus.source, corpus.tokenizer, args.workers, corpus.source.parent),
+    )
+    rounds = max(3, args.repeat)
+    for number in range(rounds):
+        _log.info("preprocessing like Megatron and with petatron, round %d of %d", number + 1, rounds)
+        against.measure_round(case)
+    return against
 
 
 def standard_library_texts(size_bytes: int) -> list[str]:
@@ -92,32 +136,42 @@ def standard_library_texts(size_bytes: int) -> list[str]:
                 text = path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):  # a few test files are broken on purpose
                 continue
-            texts.append(text)
+            if text.strip():  # Megatron's tool writes a document for an empty text, and ours leaves it out
+                texts.append(text)
             total += len(text)
         if total == before:
             break
     return texts
 
 
-def _preprocess_times(args: argparse.Namespace, texts: list[str], folder: Path) -> dict[str, list[float]]:
+@dataclass(frozen=True, slots=True)
+class _Corpus:
+    source: Path
+    tokenizer: Path
+
+
+def _write_corpus(args: argparse.Namespace, texts: list[str], folder: Path) -> _Corpus:
     _log.info("training a tokenizer")
-    tokenizer = folder / "tokenizer.json"
+    corpus = _Corpus(folder / "corpus.jsonl", folder / "tokenizer.json")
     sizes_before = accumulate(map(len, texts), initial=0)
     first_texts = (text for text, before in zip(texts, sizes_before) if before < TRAINING_BYTES)
-    train_bpe(first_texts, args.vocab, tokenizer)
-    source = folder / "corpus.jsonl"
-    with source.open("w", encoding="utf-8") as file:
+    train_bpe(first_texts, args.vocab, corpus.tokenizer)
+    with corpus.source.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return corpus
+
+
+def _preprocess_times(args: argparse.Namespace, texts: list[str], corpus: _Corpus) -> dict[str, list[float]]:
     options = PreprocessOptions(
-        inputs=(str(source),),
-        output_prefix=str(folder / "out"),
-        tokenizer=TokenizerConfig(tokenizer_model=str(tokenizer)),
+        inputs=(str(corpus.source),),
+        output_prefix=str(corpus.source.parent / "out"),
+        tokenizer=TokenizerConfig(tokenizer_model=str(corpus.tokenizer)),
         append_eod=True,
         workers=args.workers,
         overwrite=True,  # once per repetition
     )
     times: dict[str, list[float]] = {name: [] for name in (*ENCODE_METHODS, "preprocess")}
-    with _baseline_workers(tokenizer, texts, args.workers) as pipes:
+    with _baseline_workers(corpus.tokenizer, texts, args.workers) as pipes:
         rounds = max(3, args.repeat)
         for number in range(rounds):
             _log.info("tokenizing, round %d of %d", number + 1, rounds)
