@@ -10,6 +10,7 @@ from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.config.flags.megatron_flags import ALIASES
+from petatron.config.flags.megatron_table import megatron_flags
 from petatron.config.schema.fields import fields_by_name
 from petatron.config.yaml_limits import limited_loader
 from petatron.port.launch_command import TrainingLaunch
@@ -108,7 +109,7 @@ def _entries(mapping: Any) -> list[tuple[Any, Any]]:
 
 def _value_notes(key: Any, node: Any) -> Iterator[ScriptNote]:
     line = key.start_mark.line + 1
-    if node.tag == _NULL_TAG:
+    if node.tag == _NULL_TAG and not _is_word_null(key, node):
         yield ScriptNote(
             line, f"{key.value} is null: it counts as the flag alone; Megatron's runner writes the word null behind it"
         )
@@ -141,6 +142,8 @@ def _flag(key: Any, node: Any, variables: ShellVariables) -> list[ShellText]:
         return [flag, *(variables.expand_text(word_of(str(item.value), line)) for item in node.value)]
     if _is_empty_text(node):
         return []
+    if _is_word_null(key, node):
+        return [flag, ShellText(node.value, line)]
     if node.tag == _NULL_TAG or node.value == "true" or (node.value.lower() == "true" and node.style is None):
         return [flag]
     text = _unquoted(node.value)
@@ -151,6 +154,12 @@ def _flag(key: Any, node: Any, variables: ShellVariables) -> list[ShellText]:
     if value.missing or not (inner or _takes_several(str(key.value))):
         return [flag, value]
     return [flag, *(ShellText(piece, line) for piece in value.text.split())]
+
+
+def _is_word_null(key: Any, node: Any) -> bool:
+    """Whether a null is the value of that name, which the flag has: Megatron's runner writes it as a word."""
+    flag = megatron_flags().get(spelled(str(key.value)))
+    return node.tag == _NULL_TAG and node.value == "null" and flag is not None and "null" in flag.neutral_values
 
 
 def _unquoted(text: str) -> str:

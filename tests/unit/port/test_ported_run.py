@@ -410,6 +410,7 @@ def test_functional_tests_with_values_that_are_none(tmp_path: Path):
   --save: ""
   --swiglu: "true"
   --seed: 5
+  --tokenizer-library: null
 """
     run = port(text, tmp_path, "model_config.yaml")
     made = {setting.path.partition(".")[2]: setting.value for setting, _ in run.settings}
