@@ -8,9 +8,9 @@ The names below are the public API; each is imported when it is first used. A lo
     optimizer = petatron.build_optimizer(run, model)
     state = petatron.restore(run, model, optimizer)  # with --load: the rest of the checkpoint; else iteration 0
     for batches in petatron.build_loader(run, mesh, state=state):
-        loss = model.train_step(batches)
-        optimizer.step()
-        state.advance(batches)
+        settings = state.update_settings()  # learning rate, weight decay and loss scale of the schedules
+        loss = model.train_step(batches, loss_scale=settings["loss_scale"])
+        state.advance(batches, optimizer.step(**settings))
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ model = petatron.build_model(run, mesh)
 optimizer = petatron.build_optimizer(run, model)
 state = petatron.restore(run, model, optimizer)
 for batches in petatron.build_loader(run, mesh, state=state):
-    loss = model.train_step(batches)
-    optimizer.step()
-    state.advance(batches)
+    settings = state.update_settings()  # learning rate, weight decay and loss scale of the schedules
+    loss = model.train_step(batches, loss_scale=settings["loss_scale"])
+    state.advance(batches, optimizer.step(**settings))
 state.save()
 """
 
