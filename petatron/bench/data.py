@@ -1,10 +1,12 @@
-"""`petatron bench data`: what preprocessing costs beyond the tokenizer itself, and how fast a sample index is built.
+"""`petatron bench data`: what preprocessing costs beyond the tokenizer itself, and how fast a sample index is built and batches are read.
 
 The baseline is bare tokenizing: the same number of processes, each calling the `tokenizers`
 library on texts already parsed in its memory, and dropping the result. Its processes are up and warm before
 the clock starts. Ours is timed from the command to the finished files: starting processes, reading, parsing JSON,
 tokenizing, sending back, writing. The two alternate, so that a busy machine slows both, and the median of the ratios counts.
 The baseline is measured twice: with encode_batch, the usual call, and with encode_batch_fast, which omits offsets.
+
+The batch loader is measured alone, on the files that were written.
 
 With `--against megatron` the loop of Megatron-LM's tool preprocesses the same corpus too (`bench/preprocessing/`).
 """
@@ -39,12 +41,16 @@ from petatron.bench.arguments import count_problems
 from petatron.bench.measure.check_arguments import positive_problems
 from petatron.bench.preprocessing.against_megatron import AgainstMegatron, PreprocessCase
 from petatron.config.schema.training import TokenizerConfig
+from petatron.data.batch_loader import BatchLoader, LoaderOptions
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
+from petatron.data.gpt_dataset import GPTDataset
+from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.preprocess import PreprocessOptions, init_worker, preprocess
 
 BATCH_TEXTS = 64
 TRAINING_BYTES = 2_000_000
+LOADED_SEQ_LENGTH, LOADED_BATCH, LOADED_TOKENS = 2048, 8, 1 << 24
 ENCODE_METHODS = ("encode_batch", "encode_batch_fast")
 _log = get_logger(__name__)
 
@@ -66,6 +72,8 @@ def run(args: argparse.Namespace) -> BenchResult:
         corpus = _write_corpus(args, texts, Path(folder))
         times = _preprocess_times(args, texts, corpus)
         against = _against_megatron(args, corpus) if args.against else None
+        _log.info("reading batches")
+        loader_tokens_per_s = _loader_tokens_per_s(str(corpus.source.parent / "out_text_document"))
     ratios = {
         method: statistics.median(ours / bare for ours, bare in zip(times["preprocess"], times[method]))
         for method in ENCODE_METHODS
@@ -82,6 +90,7 @@ def run(args: argparse.Namespace) -> BenchResult:
         *((f"bare {method}", f"{speed[method]:.2f} MB/s") for method in ENCODE_METHODS),
         ("petatron data preprocess", f"{speed['preprocess']:.2f} MB/s, start to files"),
         *((f"time / bare {name}", f"{ratio:.3f} (median of {len(times[name])})") for name, ratio in ratios.items()),
+        ("batch loader", f"{loader_tokens_per_s:,.0f} tokens/s, sequences of {LOADED_SEQ_LENGTH:,}, in one process"),
         ("sample index", f"{args.documents:,} documents in {index['seconds']:.2f} s"),
         ("sample index memory", memory),
     ]
@@ -90,6 +99,7 @@ def run(args: argparse.Namespace) -> BenchResult:
         "workers": args.workers,
         "seconds": times,
         "ratio": ratios,
+        "loader_tokens_per_s": loader_tokens_per_s,
         "index": index,
     }
     if against is not None:
@@ -232,6 +242,26 @@ def _baseline_seconds(pipes: Sequence[Connection], method: str) -> float:
     for pipe in pipes:
         pipe.recv()
     return time.perf_counter() - started
+
+
+def _loader_tokens_per_s(prefix: str) -> float:
+    """Returns how many tokens per second become batches, as training reads them, without a model."""
+    indexed = IndexedDataset(prefix)
+    epochs = max(1, LOADED_TOKENS // indexed.num_tokens)
+    num_samples = max(LOADED_BATCH, epochs * indexed.num_tokens // LOADED_SEQ_LENGTH)
+    sequences = range(indexed.num_sequences)
+    dataset = GPTDataset(indexed, sequences, num_samples=num_samples, seq_length=LOADED_SEQ_LENGTH, seed=1234)
+    steps = num_samples // LOADED_BATCH
+    options = LoaderOptions(micro_batch_size=LOADED_BATCH, seed=1234, num_workers=2)
+    with BatchLoader(dataset, options) as loader:
+        loader.next_step(LOADED_BATCH, 0)
+        started = time.perf_counter()
+        tokens = sum(
+            batch.tokens.numel()
+            for step in range(1, steps)
+            for batch in loader.next_step(LOADED_BATCH, step * LOADED_BATCH)
+        )
+    return tokens / (time.perf_counter() - started)
 
 
 def _measure_index(documents: int) -> dict[str, float]:

@@ -274,6 +274,7 @@ OTHERS = {
     "data --size-mb 0.02 --workers 1 --vocab 300 --documents 1000": (
         "training a tokenizer",
         "tokenizing, round 3 of 3",
+        "reading batches",
         "building a sample index of 1,000 documents",
     ),
 }
