@@ -25,6 +25,7 @@ import yaml
 
 from petatron.base.errors import PetatronError
 from petatron.config.flags.parse_command_line import known_flags
+from petatron.port.environment_names import is_of_environment
 from petatron.port.inference_flags import RENAMED
 from petatron.port.port_flags import PortedFlag, spelled
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference
@@ -197,7 +198,8 @@ def _unknown_names(script: ScriptFile) -> set[str]:
     needed = [
         word for before, word in zip((None, *words), words) if not word.is_bare or (before and before.text[:2] == "--")
     ]
-    return {name for word in needed for name in word.missing} | set(script.launch.unknown_counts)
+    names = {name for word in needed for name in word.missing} | set(script.launch.unknown_counts)
+    return {name for name in names if name in ENVIRONMENT or not is_of_environment(name)}
 
 
 def _kind(name: str) -> str:
