@@ -64,7 +64,9 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def _life(options: PreprocessOptions, folder: Path, *, kill_at: int | None = None, kill_after_s: float | None = None) -> bool:
+def _life(
+    options: PreprocessOptions, folder: Path, *, kill_at: int | None = None, kill_after_s: float | None = None
+) -> bool:
     """Runs the job in a copy of this process, and returns whether it reached its end before it was killed."""
     child = os.fork()
     if child == 0:
@@ -113,9 +115,7 @@ def _killed_until_done(corpus: Path, folder: Path, kill: Callable[[int], dict[st
     return kills
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.crash) for seed in range(3, 50))]
-)
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.crash) for seed in range(3, 50))])
 def test_killed_at_random_files_again_and_again(
     corpus: Path, tmp_path: Path, expected: dict[str, bytes], seed: int
 ) -> None:

@@ -46,7 +46,8 @@ def test_every_format_has_lines_and_ids(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(7, "7"), (1.5, "1.5"), (None, None), ("", None), ({"a": 1}, '{"a": 1}'), ("é" * 2000, "é" * 1000)]
+    ("value", "text"),
+    [(7, "7"), (1.5, "1.5"), (None, None), ("", None), ({"a": 1}, '{"a": 1}'), ("é" * 2000, "é" * 1000)],
 )
 def test_values_of_ids(tmp_path: Path, value: object, text: str | None) -> None:
     (tmp_path / "x.jsonl").write_bytes(jsonl([{"text": "a", "name": value}, {"text": "b"}]))
@@ -56,7 +57,11 @@ def test_values_of_ids(tmp_path: Path, value: object, text: str | None) -> None:
 
 
 def test_every_key_has_the_sources_of_its_documents(tmp_path: Path) -> None:
-    rows = [{"text": "a", "title": "", "id": 1}, {"text": "", "title": "b", "id": 2}, {"text": "c", "title": "d", "id": 3}]
+    rows = [
+        {"text": "a", "title": "", "id": 1},
+        {"text": "", "title": "b", "id": 2},
+        {"text": "c", "title": "d", "id": 3},
+    ]
     (tmp_path / "x.jsonl").write_bytes(jsonl(rows))
     run(tmp_path, tmp_path / "x.jsonl", json_keys=("text", "title"))
     for key, ids in (("text", ["1", "3"]), ("title", ["2", "3"])):
