@@ -112,7 +112,7 @@ def begin_parts(options: PreprocessOptions) -> TokenizingJob:
 
 def preprocess_parts(options: PreprocessOptions, parts: Sequence[int]) -> dict[int, PartReport]:
     """Tokenizes some parts of a job that has begun, but for those that are finished; returns the reports of all of them."""
-    request = _job_request(options)
+    request = _job_request(replace(options, overwrite=False))
     folder, job = open_job(request)
     if strange := [part for part in parts if not 0 <= part < job.num_parts]:
         raise DataError(f"--part {strange[0]}: the parts of {folder.path} are 0 to {job.num_parts - 1}.")
@@ -122,6 +122,8 @@ def preprocess_parts(options: PreprocessOptions, parts: Sequence[int]) -> dict[i
 
 def join_finished_parts(options: PreprocessOptions) -> PreprocessReport:
     """Joins the parts of a job, all of which must be finished."""
+    options = replace(options, overwrite=False)
+    open_job(_job_request(options))
     return _run(options, refuse_unfinished)
 
 
