@@ -36,7 +36,8 @@ from petatron.bench.measure.check_arguments import positive_problems
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
-from petatron.data.preprocess import PreprocessOptions, init_worker, preprocess
+from petatron.data.parts.encode_blocks import init_worker
+from petatron.data.preprocess import PreprocessOptions, preprocess
 
 BATCH_TEXTS = 64
 TRAINING_BYTES = 2_000_000

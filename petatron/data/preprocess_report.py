@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -54,3 +55,25 @@ class PreprocessReport(LineCounts):
 
 
 OnProgress = Callable[[PreprocessProgress], None]
+
+
+class PartsProgress:
+    """Tells the progress of a job whose parts are finished in any order, elsewhere."""
+
+    def __init__(self, bytes_total: int, bytes_before: int, on_progress: OnProgress | None) -> None:
+        self._bytes_total, self._bytes_before, self._on_progress = bytes_total, bytes_before, on_progress
+        self._bytes_done, self._done, self._started = bytes_before, LineCounts(), time.monotonic()
+
+    def add(self, report: PartReport, num_bytes: int) -> None:
+        self._done.add(report.counts)
+        self._bytes_done += num_bytes
+        if self._on_progress is not None:
+            progress = PreprocessProgress(
+                documents=self._done.documents,
+                tokens=self._done.tokens,
+                bytes_read=self._bytes_done,
+                bytes_total=self._bytes_total,
+                seconds=time.monotonic() - self._started,
+                bytes_before=self._bytes_before,
+            )
+            self._on_progress(progress)

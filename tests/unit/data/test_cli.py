@@ -85,7 +85,7 @@ def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
         ),
         (("--log-interval", "0"), 2, "--log-interval 0 must be at least 1"),
         (("--tokenizer-model", "/nowhere/tokenizer.json"), 1, "/nowhere/tokenizer.json does not exist"),
-        ((), 0, "note: --partitions is not needed"),
+        ((), 0, "note: --keep-sequential-samples is not needed"),
     ],
 )
 def test_flags_of_other_tools(
