@@ -21,7 +21,7 @@ from petatron.base.log import configure_logging
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable
 from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
-from petatron.cli.subcommands import data_fetch, data_preprocess_steps, data_train_tokenizer
+from petatron.cli.subcommands import data_fetch, data_preprocess_parts, data_train_tokenizer, data_worker_speeds
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
@@ -101,13 +101,11 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from (default: text)")
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
-    text = "groups of parts that are tokenized at the same time, each with its share of --workers (default: 1)"
-    add("--partitions", type=int, metavar="N", help=text)
+    add("--append-bod", action="store_true", help="begin each document with the begin-of-document token")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--split-sentences", action="store_true", help="make a sequence of each sentence, as BERT's datasets read them")
     add("--keep-newlines", action="store_true", help="keep the white space after a sentence in its text")
     add("--lang", metavar="LANGUAGE", help="language of the sentences (default: english)")
-    add("--append-bod", action="store_true", help="begin each document with the begin-of-document token")
     add("--on-error", choices=("fail", "skip"), default="fail", help="what a malformed line does (default: fail)")
     add("--max-documents", type=int, metavar="N", help="read at most N lines")
     text = "refuse longer lines (default: 256 MiB), also after decompression"
@@ -121,21 +119,8 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     text = "write no PREFIX_<key>_document.sources, which has the file, line and id of every document"
     add("--no-document-sources", dest="document_sources", action="store_false", default=None, help=text)
     add("--json", metavar="FILE", help="write the summary to a file")
-    text = "where parts are done: here, as tasks of Ray, or by scripts for Slurm, which are written (default: local)"
-    add("--engine", choices=("local", "ray", "slurm"), default="local", help=text)
-    add(
-        "--address",
-        metavar="ADDRESS",
-        help="address of the Ray cluster (default: the one that Ray finds, or a new one)",
-    )
-    text = "do these parts of a job that --engine slurm has begun, and no others"
-    add("--part", type=int, nargs="+", metavar="K", help=text)
-    add("--join", action="store_true", help="join the parts of that job, all of which are finished")
-    text = "measure how fast different numbers of workers are on a sample, and write nothing"
-    add("--find-optimal-num-workers", action="store_true", help=text)
-    text = "numbers of workers to measure (default: 1, 2, 4 and so on, up to all cores)"
-    add("--workers-to-check", type=int, nargs="+", metavar="N", help=text)
-    add("--performance-dir", metavar="FOLDER", help="write what was measured to FOLDER/N_workers.json")
+    data_preprocess_parts.add_part_arguments(parser)
+    data_worker_speeds.add_worker_speed_arguments(parser)
     add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
     add_tokenizer_arguments(parser)
     # A flag of another tool, which changes nothing here: it is named and ignored.
@@ -148,14 +133,22 @@ def _preprocess(args: argparse.Namespace, argv: Sequence[str]) -> int:
     tokenizer = tokenizer_settings(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))
-    problems += data_preprocess_steps.step_problems(args)
+    problems += [*data_preprocess_parts.part_problems(args), *data_worker_speeds.worker_speed_problems(args)]
     problems += writable_problems("--json", Path(args.json)) if args.json is not None else []
     raise_problems(problems)
     if args.keep_sequential_samples:
         print("note: --keep-sequential-samples is not needed: order is always kept.", file=sys.stderr)
-    for flag, given in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang)):
-        if given and not args.split_sentences:
-            print(f"note: {flag} has no effect without --split-sentences.", file=sys.stderr)
+    notes = [
+        (args.split_sentences, "--split-sentences", {"--keep-newlines": args.keep_newlines, "--lang": args.lang}),
+        (
+            args.find_optimal_num_workers,
+            "--find-optimal-num-workers",
+            {"--workers-to-check": args.workers_to_check, "--performance-dir": args.performance_dir},
+        ),
+    ]
+    for is_given, needed, flags in notes:
+        for flag in (flag for flag, value in flags.items() if value and not is_given):
+            print(f"note: {flag} has no effect without {needed}.", file=sys.stderr)
     if tokenizer.tokenizer_type in WORDPIECE_TYPES and not args.split_sentences:
         print("note: a document is one sequence; BERT's datasets read sentences: --split-sentences.", file=sys.stderr)
 
@@ -167,11 +160,11 @@ def _preprocess(args: argparse.Namespace, argv: Sequence[str]) -> int:
     given |= {"engine": "ray" if args.engine == "ray" else "local"}
     options = PreprocessOptions(tokenizer=tokenizer, **given)
     if args.find_optimal_num_workers:
-        return data_preprocess_steps.print_worker_speeds(options, args.workers_to_check, args.performance_dir)
+        return data_worker_speeds.print_worker_speeds(options, args)
     if args.part is not None:
-        return data_preprocess_steps.run_parts(options, args.part)
+        return data_preprocess_parts.run_parts(options, args.part)
     if args.engine == "slurm":
-        return data_preprocess_steps.write_scripts(options, argv)
+        return data_preprocess_parts.write_scripts(options, argv)
     with _progress_display(args.log_interval) as show:
         report = join_finished_parts(options) if args.join else preprocess(options, show)
     _print_report(report, with_sources=options.document_sources, are_sentences=options.split_sentences)

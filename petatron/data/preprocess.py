@@ -25,7 +25,6 @@ import numpy as np
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.begin_of_document import begin_of_document
 from petatron.data.document_sources import DocumentIds
 from petatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from petatron.data.inputs.expand_inputs import expand_inputs
@@ -47,9 +46,9 @@ from petatron.data.parts.run_job import (
     Engine,
     JobRequest,
     begin_job,
+    check_finished,
     finished_parts,
     open_job,
-    refuse_unfinished,
     run_job,
 )
 from petatron.data.preprocess_report import OnProgress, PreprocessReport
@@ -92,9 +91,9 @@ class PreprocessOptions:
     engine: Literal["local", "ray"] = "local"
     """Where parts are tokenized: in this process and its workers, or as tasks of Ray, each with one core."""
     address: str | None = None
-    """Of a Ray cluster; without one, Ray looks for a cluster and starts one on this machine if there is none."""
+    """Address of a Ray cluster; without it, the one that Ray finds, or a new one on this machine."""
     partitions: int = 1
-    """Groups of parts that are tokenized at the same time, each with its share of the workers and a reader of its own."""
+    """Parts that are tokenized at the same time, each with its share of the workers and a reader of its own."""
     part_bytes: int = PART_BYTES
     """Bytes of the inputs that are lost at most when the work is interrupted, about."""
     document_sources: bool = True
@@ -115,29 +114,29 @@ def preprocess(options: PreprocessOptions, on_progress: OnProgress | None = None
 
 
 def begin_parts(options: PreprocessOptions) -> TokenizingJob:
-    """Cuts the inputs into parts, which `preprocess_parts` does, in any order and on any machine, and `join_parts` joins."""
+    """Cuts the inputs into parts, for `preprocess_parts` in any order and on any machine, and then `join_finished_parts`."""
     return begin_job(_job_request(options))
 
 
 def preprocess_parts(options: PreprocessOptions, parts: Sequence[int]) -> dict[int, PartReport]:
-    """Tokenizes some parts of a job that has begun, but for those that are finished; returns the reports of all of them."""
+    """Tokenizes those of the parts that are not finished, of a job that has begun, and returns the reports of all."""
     request = _job_request(replace(options, overwrite=False))
     folder, job = open_job(request)
-    if strange := [part for part in parts if not 0 <= part < job.num_parts]:
-        raise DataError(f"--part {strange[0]}: the parts of {folder.path} are 0 to {job.num_parts - 1}.")
-    reports = {part: report for part, report in finished_parts(request, folder, job).items() if part in parts}
-    return reports | {part: tokenize_part(options, part) for part in parts if part not in reports}
+    if unknown := [part for part in parts if not 0 <= part < job.num_parts]:
+        raise DataError(f"--part {unknown[0]}: the parts of {folder.path} are 0 to {job.num_parts - 1}.")
+    finished = finished_parts(request, folder, job)
+    return {part: finished.get(part) or tokenize_part(options, part) for part in parts}
 
 
 def join_finished_parts(options: PreprocessOptions) -> PreprocessReport:
     """Joins the parts of a job, all of which must be finished."""
     options = replace(options, overwrite=False)
-    open_job(_job_request(options))
-    return _run(options, refuse_unfinished)
+    check_finished(_job_request(options))
+    return _run(options, _engine(options, None))
 
 
 def tokenize_part(options: PreprocessOptions, part: int) -> PartReport:
-    """Tokenizes one part of a job that has begun, from the start, and publishes it."""
+    """Tokenizes a part of a job that has begun; what an earlier attempt has left is removed."""
     folder = PartsFolder(options.output_prefix)
     folder.clear_part(part)
     (report,) = _tokenize_parts(options, folder.read_job(), [part])
@@ -211,6 +210,7 @@ def _output_settings(options: PreprocessOptions, tokenizer: Tokenizer) -> dict[s
     names = [item.name for item in fields(options) if item.name not in (*_WITHOUT_EFFECT, "tokenizer")]
     settings = {name: getattr(options, name) for name in names}
     settings |= {"tokenizer": tokenizer_digest(options.tokenizer, tokenizer)}
+    settings |= {"append_bod": tokenizer.bod if options.append_bod else None}
     return json.loads(json.dumps(settings))
 
 
@@ -274,7 +274,7 @@ def _check_options(options: PreprocessOptions) -> tuple[Tokenizer, list[InputFil
             f"--append-eod: the tokenizer {tokenizer.name} has no end-of-document token. Put a tokenizer_config.json with an "
             "eos_token beside it, or leave --append-eod out."
         )
-    if options.append_bod and begin_of_document(tokenizer) is None:
+    if options.append_bod and tokenizer.bod is None:
         raise DataError(
             f"--append-bod: the tokenizer {tokenizer.name} has no begin-of-document token. Put a tokenizer_config.json with a "
             "bos_token beside it, or leave --append-bod out."
@@ -312,7 +312,7 @@ class _Encoder:
         self._dtype = optimal_dtype(self._tokenizer.vocab_size)
         self._eod = self._tokenizer.eod if options.append_eod else None
         self._splitter = _sentence_splitter(options)
-        self._bod = begin_of_document(self._tokenizer) if options.append_bod else None
+        self._bod = self._tokenizer.bod if options.append_bod else None
         self._id_key = options.id_key if options.document_sources else None
 
     def encode(self, block: LineBlock) -> EncodedBlock:

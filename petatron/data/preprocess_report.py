@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from petatron.data.parts.part_report import MAX_SHOWN_PROBLEMS, LineCounts, PartReport
+from petatron.data.parts.parts_folder import TokenizingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +59,22 @@ OnProgress = Callable[[PreprocessProgress], None]
 
 
 class PartsProgress:
-    """Tells the progress of a job whose parts are finished in any order, elsewhere."""
+    """Reports the progress of a job of which other processes finish some parts, in any order."""
 
-    def __init__(self, bytes_total: int, bytes_before: int, on_progress: OnProgress | None) -> None:
-        self._bytes_total, self._bytes_before, self._on_progress = bytes_total, bytes_before, on_progress
-        self._bytes_done, self._done, self._started = bytes_before, LineCounts(), time.monotonic()
+    def __init__(self, job: TokenizingJob, parts: Sequence[int], on_progress: OnProgress | None) -> None:
+        self._job, self._on_progress = job, on_progress
+        self._bytes_before = self._bytes_done = job.num_bytes - sum(map(job.part_bytes, parts))
+        self._done, self._started = LineCounts(), time.monotonic()
 
-    def add(self, report: PartReport, num_bytes: int) -> None:
+    def add(self, report: PartReport) -> None:
         self._done.add(report.counts)
-        self._bytes_done += num_bytes
+        self._bytes_done += self._job.part_bytes(report.part)
         if self._on_progress is not None:
             progress = PreprocessProgress(
                 documents=self._done.documents,
                 tokens=self._done.tokens,
                 bytes_read=self._bytes_done,
-                bytes_total=self._bytes_total,
+                bytes_total=self._job.num_bytes,
                 seconds=time.monotonic() - self._started,
                 bytes_before=self._bytes_before,
             )

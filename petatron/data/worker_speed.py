@@ -1,4 +1,4 @@
-"""How fast a number of workers preprocesses a sample of the inputs, by the steady speed between its first and its last block."""
+"""The speed of preprocessing a sample of the inputs with some number of workers, between its first and its last block."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SAMPLE_DOCUMENTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """What a number of workers does in a second; the start of the processes does not count."""
+    """What a number of workers tokenizes in a second; the start of the processes does not count."""
 
     workers: int
     documents_per_s: float
     tokens_per_s: float
     seconds: float
-    """Of the whole job, with the start."""
+    """Duration of the job, with the start of its processes."""
 
 
 def worker_counts(cores: int) -> list[int]:
-    """Returns the numbers of workers that are worth trying.
+    """Returns the numbers of workers to measure: powers of two, and all cores.
 
     >>> worker_counts(1), worker_counts(6)
     ([1], [1, 2, 4, 6])
@@ -34,8 +34,8 @@ def worker_counts(cores: int) -> list[int]:
 
 
 def measure_workers(options: PreprocessOptions, counts: Sequence[int]) -> Iterator[WorkerSpeed]:
-    """Preprocesses the first documents of the inputs with each number of workers, into a folder that is removed."""
-    sample = options.max_documents or SAMPLE_DOCUMENTS
+    """Preprocesses the first documents of the inputs with each number of workers, into a temporary folder beside the output."""
+    sample = SAMPLE_DOCUMENTS if options.max_documents is None else options.max_documents
     parent = Path(options.output_prefix).parent
     parent.mkdir(parents=True, exist_ok=True)
     for workers in counts:

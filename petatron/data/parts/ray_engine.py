@@ -1,7 +1,7 @@
 """Tokenizes parts as tasks of Ray, which is an extra and imported only here.
 
 The machines of the cluster share the folders of the inputs and of the output, under the same names. A part whose worker or machine is
-lost is tokenized again, by another; the others are not touched.
+lost is tokenized again elsewhere, and no other part is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from petatron.data.parts.parts_folder import TokenizingJob
 from petatron.data.preprocess_report import OnProgress, PartsProgress
 
 _MAX_ATTEMPTS = 10
-"""A part that is lost so often is the reason itself: a line that takes more memory than a machine has."""
+"""A part that is lost this often is itself the reason: a text may take more memory than a machine has."""
 
 
 def tokenize_on_ray(
@@ -31,7 +31,7 @@ def tokenize_on_ray(
 ) -> Iterator[PartReport]:
     """Yields the reports of parts as they are finished. A cluster that the caller has connected to is used as it is."""
     ray = _library()
-    progress = PartsProgress(job.num_bytes, job.num_bytes - sum(map(job.part_bytes, parts)), on_progress)
+    progress = PartsProgress(job, parts, on_progress)
     connects = not ray.is_initialized()
     if connects:
         _connect(ray, address)
@@ -42,7 +42,7 @@ def tokenize_on_ray(
         while pending:
             (done, *_), _ = ray.wait(list(pending), num_returns=1)
             report = PartReport.from_json(_result(ray, done, pending.pop(done)))
-            progress.add(report, job.part_bytes(report.part))
+            progress.add(report)
             yield report
     finally:
         for reference in pending:
@@ -65,11 +65,11 @@ def _result(ray: Any, reference: Any, part: int) -> dict[str, Any]:
         cause = error.cause
         if isinstance(cause, DataError):
             raise DataError(str(cause)) from error
-        raise DataError(f"Part {part} failed on Ray: {printable(str(cause), max_chars=300)}.") from error
+        raise DataError(f"Part {part} failed on Ray: {printable(str(cause), max_chars=300)}") from error
     except ray.exceptions.RayError as error:
-        said = printable(str(error).strip().partition("\n")[0], max_chars=300)
         raise DataError(
-            f"Part {part} was lost on Ray {_MAX_ATTEMPTS} times: {said} Look at the memory of the machines, and run the command again."
+            f"Part {part} was lost on Ray {_MAX_ATTEMPTS} times: {_first_line(error)} Look at the memory of the machines, and run the "
+            "command again."
         ) from error
 
 
@@ -77,9 +77,14 @@ def _connect(ray: Any, address: str | None) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except Exception as error:
-        said = printable(str(error).strip().partition("\n")[0], max_chars=300)
         where = "" if address is None else f" at --address {address}"
-        raise DataError(f"No Ray cluster{where} can be used: {said} Start one with `ray start --head`.") from error
+        raise DataError(
+            f"No Ray cluster{where} can be used: {_first_line(error)} Start one with `ray start --head`."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return printable(str(error).strip().partition("\n")[0], max_chars=300)
 
 
 def _library() -> Any:

@@ -42,14 +42,14 @@ class JobResult:
 
 
 def begin_job(request: JobRequest) -> TokenizingJob:
-    """Makes the folder of a job, for parts that are done one by one; a job that has begun goes on."""
+    """Cuts the inputs into parts, and makes their folder; returns the job that is there if it has begun."""
     folder = PartsFolder(request.output_prefix)
     with folder.locked():
         return _stored_or_new(request, folder)
 
 
 def open_job(request: JobRequest) -> tuple[PartsFolder, TokenizingJob]:
-    """Returns the folder of a job that has begun, and the job as it is cut there."""
+    """Returns the folder of a job that has begun, and the job with its parts."""
     folder = PartsFolder(request.output_prefix)
     job = folder.stored_job(TokenizingJob(request.files, request.settings, ()), overwrite=False)
     if job is None:
@@ -71,14 +71,16 @@ def finished_parts(request: JobRequest, folder: PartsFolder, job: TokenizingJob)
     return folder.finished(job, skips=request.write.skips, max_line_bytes=request.write.max_line_bytes)
 
 
-def refuse_unfinished(job: TokenizingJob, parts: Sequence[int]) -> Iterator[PartReport]:
-    """An engine for parts that others have done."""
-    if parts:
+def check_finished(request: JobRequest) -> None:
+    """Raises unless every part of a job that has begun is finished; changes nothing, as parts may be in progress."""
+    folder, job = open_job(request)
+    finished = finished_parts(request, folder, job)
+    missing = [str(part) for part in range(job.num_parts) if part not in finished]
+    if missing:
         raise DataError(
-            f"{len(parts):,} of {job.num_parts:,} parts are not finished: {abbreviate_names([str(part) for part in parts])}. "
-            "Run them with --part, or look at why they have failed."
+            f"{len(missing):,} of {job.num_parts:,} parts in {folder.path} are not finished: {abbreviate_names(missing)}. "
+            "Run them with --part; if they have failed, their logs say why."
         )
-    yield from ()
 
 
 def run_job(request: JobRequest, engine: Engine, check: Callable[[Sequence[PartReport]], None]) -> JobResult:

@@ -1,4 +1,4 @@
-"""Scripts for Slurm: an array of jobs that do the parts, and a job that joins them. Both run the command that has written them."""
+"""Scripts for Slurm: an array of jobs that tokenize the parts, and a job that joins them. Both run the command that has written them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import write_atomic
 
 MAX_TASKS = 1000
-"""Slurm's own limit of an array is 1001 where nobody has raised it; a task does several parts where there are more."""
+"""Slurm's default limit of an array is 1001; a task tokenizes several parts where there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,38 +27,39 @@ class SlurmScripts:
 
 
 def write_slurm_scripts(
-    folder: Path, command: Sequence[str], *, parts: Sequence[int], workers: int, working_folder: Path
+    folder: Path, command: Sequence[str], *, num_parts: int, workers: int, working_folder: Path
 ) -> SlurmScripts:
     """Writes both scripts into the folder of the parts.
 
-    command: the words that `--part` or `--join` follow. parts: those to do. workers: processes, and cores, of each task.
+    command: the words that `--part` or `--join` follow. workers: processes, and cores, of each task.
     """
-    if "\n" in str(folder) + str(working_folder):
+    folder = folder.absolute()
+    if "\n" in f"{folder}{working_folder}":
         raise DataError(f"{folder} has a line break in its name, which a script for Slurm cannot have. Rename it.")
-    tasks = max(min(len(parts), MAX_TASKS), 1)
-    words = shlex.join([*command, "--workers", str(workers)])
-    numbers = " ".join(map(str, parts))
-    scripts = SlurmScripts(folder.absolute() / "array.sbatch", folder.absolute() / "join.sbatch")
+    tasks = min(num_parts, MAX_TASKS)
+    pattern = str(folder).replace("%", "%%")
+    run = f"cd {shlex.quote(str(working_folder))} || exit 1\nexec {shlex.join(command)}"
+    # A task whose machine fails is put into the queue again; it skips the parts that are finished. The join removes the folder.
     array = f"""\
+#!/bin/bash
 #SBATCH --job-name=petatron-parts
 #SBATCH --array=0-{tasks - 1}
 #SBATCH --cpus-per-task={workers}
-#SBATCH --output={shlex.quote(str(folder.absolute() / "slurm-%A_%a.out"))}
-cd {shlex.quote(str(working_folder))} || exit 1
-parts=({numbers})
-mine=()
-for ((place = SLURM_ARRAY_TASK_ID; place < ${{#parts[@]}}; place += {tasks})); do mine+=("${{parts[place]}}"); done
-[ ${{#mine[@]}} -eq 0 ] || exec {words} --part "${{mine[@]}}"
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={shlex.quote(f"{pattern}/slurm-%A_%a.out")}
+{run} --part $(seq "$SLURM_ARRAY_TASK_ID" {tasks} {num_parts - 1})
 """
     join = f"""\
+#!/bin/bash
 #SBATCH --job-name=petatron-join
-#SBATCH --output={shlex.quote(str(folder.absolute() / "slurm-join-%j.out"))}
-cd {shlex.quote(str(working_folder))} || exit 1
-exec {words} --join
+#SBATCH --output={shlex.quote(f"{pattern}-%j.out")}
+{run} --join
 """
+    scripts = SlurmScripts(folder / "array.sbatch", folder / "join.sbatch")
     try:
-        for path, script in ((scripts.array, array), (scripts.join, join)):
-            write_atomic(path, f"#!/bin/bash\n{script}")
+        write_atomic(scripts.array, array)
+        write_atomic(scripts.join, join)
     except OSError as error:
         raise DataError(
             f"Cannot write to {folder}: {error.strerror or error}. Choose another output prefix."

@@ -1,4 +1,4 @@
-"""Whoever does the parts, the files are those of one process: groups of workers, Slurm's jobs, and steps by hand."""
+"""Whichever process tokenizes the parts, the files are those of one process: groups of workers, tasks of Slurm, parts one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from petatron.base.errors import DataError
 from petatron.cli.main import main
-from petatron.cli.subcommands import data_preprocess_steps
+from petatron.cli.subcommands import data_worker_speeds
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data import worker_speed
 from petatron.data.indexed_dataset import IndexedDataset
@@ -78,7 +78,7 @@ def test_parts_have_bytes(corpus: Path) -> None:
         preprocess(options(corpus, part_bytes=0))
 
 
-# Steps
+# Parts one by one
 
 
 def test_parts_by_hand_in_any_order(corpus: Path, tmp_path: Path) -> None:
@@ -93,8 +93,13 @@ def test_parts_by_hand_in_any_order(corpus: Path, tmp_path: Path) -> None:
         preprocess_parts(chosen, [job.num_parts])
     for part in reversed(range(1, job.num_parts)):
         assert preprocess_parts(chosen, [part])[part].part == part
-    with pytest.raises(DataError, match=rf"1 of {job.num_parts} parts are not finished: 0\. Run them with --part"):
+    in_progress = tmp_path / "out.parts" / ".00000_text_document.bin.123.tmp"
+    in_progress.write_bytes(b"x")
+    with pytest.raises(
+        DataError, match=rf"1 of {job.num_parts} parts in .* are not finished: 0\. Run them with --part"
+    ):
         join_finished_parts(chosen)
+    assert in_progress.exists()  # its task may be running
     report = PartsFolder(chosen.output_prefix).path / "00001.json"
     before = report.stat().st_mtime_ns
     assert set(preprocess_parts(chosen, [0, 1])) == {0, 1}
@@ -104,7 +109,14 @@ def test_parts_by_hand_in_any_order(corpus: Path, tmp_path: Path) -> None:
     check_output(tmp_path)
 
 
-def test_steps_do_not_forget_a_job_of_other_inputs(corpus: Path) -> None:
+def test_a_join_that_comes_too_early_keeps_the_job(corpus: Path, tmp_path: Path) -> None:
+    begin_parts(options(corpus))
+    with pytest.raises(DataError, match=r"5 of 5 parts in .*out\.parts are not finished: 0, 1, 2"):
+        join_finished_parts(options(corpus))
+    assert (tmp_path / "out.parts" / "job.json").exists()
+
+
+def test_parts_one_by_one_keep_a_job_of_other_inputs(corpus: Path) -> None:
     begin_parts(options(corpus))
     corpus.write_bytes(corpus.read_bytes() + b"\n")
     for step in (join_finished_parts, lambda chosen: preprocess_parts(chosen, [0])):
@@ -156,9 +168,9 @@ def test_slurm_scripts_do_the_job(
 
 def test_a_folder_that_no_script_can_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has a line break in its name"):
-        write_slurm_scripts(tmp_path / "a\nb", ["x"], parts=[0], workers=1, working_folder=tmp_path)
+        write_slurm_scripts(tmp_path / "a\nb", ["x"], num_parts=1, workers=1, working_folder=tmp_path)
     with pytest.raises(DataError, match="Cannot write to"):
-        write_slurm_scripts(tmp_path / "none", ["x"], parts=[0], workers=1, working_folder=tmp_path)
+        write_slurm_scripts(tmp_path / "none", ["x"], num_parts=1, workers=1, working_folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +179,16 @@ def test_a_folder_that_no_script_can_name(tmp_path: Path) -> None:
         (("--engine", "slurm", "--join"), "--join does not go with --engine"),
         (("--part", "0", "--find-optimal-num-workers"), "--find-optimal-num-workers does not go with --part"),
         (("--address", "auto"), "--address auto needs --engine ray"),
+        (("--engine", "ray", "--find-optimal-num-workers"), "--find-optimal-num-workers does not go with --engine"),
+        (("--engine", "ray", "--partitions", "2"), "--partitions 2 does not go with --engine"),
         (("--workers-to-check", "0", "2"), "--workers-to-check 0 2 must be at least 1 each"),
+        (
+            ("--find-optimal-num-workers", "--performance-dir", "/dev/null/x"),
+            "--performance-dir /dev/null/x cannot be made",
+        ),
     ],
 )
-def test_steps_that_do_not_go_together(
+def test_flags_that_do_not_go_together(
     corpus: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
 ) -> None:
     words = ["data", "preprocess", "--input", str(corpus), "--output-prefix", "x", "--tokenizer-type", "ByteTokenizer"]
@@ -178,9 +196,8 @@ def test_steps_that_do_not_go_together(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [data_preprocess_steps, worker_speed])
-def test_examples(module: object) -> None:
-    result = doctest.testmod(module)  # type: ignore[arg-type]
+def test_examples() -> None:
+    result = doctest.testmod(worker_speed)
     assert result.attempted > 0 and result.failed == 0
 
 
@@ -203,7 +220,7 @@ def test_ray_is_an_extra(corpus: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_numbers_of_workers_are_measured(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_preprocess_steps.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(data_worker_speeds.os, "cpu_count", lambda: 1)
     words = ["data", "preprocess", "--input", str(corpus), "--output-prefix", str(tmp_path / "x" / "out")]
     words += ["--tokenizer-type", "ByteTokenizer", "--workers", "1", "--find-optimal-num-workers"]
     assert main([*words, "--performance-dir", str(tmp_path / "p"), "--max-documents", "50"]) == 0
