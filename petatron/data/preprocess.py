@@ -91,7 +91,7 @@ class PreprocessOptions:
     engine: Literal["local", "ray"] = "local"
     """Where parts are tokenized: in this process and its workers, or as tasks of Ray, each with one core."""
     address: str | None = None
-    """Address of a Ray cluster; without it, the one that Ray finds, or a new one on this machine."""
+    """Address of a Ray cluster; without it, the one of this machine or of Ray's environment variable."""
     partitions: int = 1
     """Parts that are tokenized at the same time, each with its share of the workers and a reader of its own."""
     part_bytes: int = PART_BYTES

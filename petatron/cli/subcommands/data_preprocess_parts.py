@@ -21,7 +21,7 @@ def add_part_arguments(parser: argparse.ArgumentParser) -> None:
     add("--partitions", type=int, metavar="N", help=text)
     text = "who tokenizes the parts: this machine, tasks of Ray, or jobs of Slurm, whose scripts are written (default: local)"
     add("--engine", choices=("local", "ray", "slurm"), default="local", help=text)
-    text = "address of the Ray cluster (default: the one that Ray finds, or a new one on this machine)"
+    text = "address of the Ray cluster (default: that of RAY_ADDRESS, or the one of this machine)"
     add("--address", metavar="ADDRESS", help=text)
     text = "tokenize these parts of a job that --engine slurm has begun, and no others"
     add("--part", type=int, nargs="+", metavar="K", help=text)

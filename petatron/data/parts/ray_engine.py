@@ -29,7 +29,7 @@ def tokenize_on_ray(
     job: TokenizingJob,
     parts: Sequence[int],
 ) -> Iterator[PartReport]:
-    """Yields the reports of parts as they are finished. A cluster that the caller has connected to is used as it is."""
+    """Yields the reports of parts as they are finished. A cluster that the caller is connected to is used as it is."""
     ray = _library()
     progress = PartsProgress(job, parts, on_progress)
     connects = not ray.is_initialized()
@@ -75,7 +75,7 @@ def _result(ray: Any, reference: Any, part: int) -> dict[str, Any]:
 
 def _connect(ray: Any, address: str | None) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        ray.init(address=address or "auto", log_to_driver=False, logging_level="error")
     except Exception as error:
         where = "" if address is None else f" at --address {address}"
         raise DataError(
