@@ -6,6 +6,8 @@ import doctest
 import json
 import os
 import subprocess
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from petatron.config.schema.training import TokenizerConfig
 from petatron.data import worker_speed
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.parts import ray_engine, slurm_scripts
+from petatron.data.parts.group_engine import tokenize_in_groups
+from petatron.data.parts.part_report import PartReport
 from petatron.data.parts.parts_folder import PartsFolder
 from petatron.data.parts.slurm_scripts import write_slurm_scripts
 from petatron.data.preprocess import (
@@ -27,8 +31,10 @@ from petatron.data.preprocess import (
     preprocess_parts,
 )
 from petatron.data.preprocess_report import PreprocessProgress
+from petatron.data.tokenizer import build_tokenizer
 from tests.load_deadline import scaled
 from tests.unit.data.inputs.corpora import BYTES, jsonl, run
+from tests.unit.data.vocabularies import piece_model, trained_tokens, write_bert_vocabulary, write_vocabulary
 
 ROWS = [{"id": str(number), "text": f"text {number} " * (number % 9)} for number in range(120)]
 ROOT = Path(__file__).parents[4]
@@ -59,6 +65,19 @@ def test_groups(corpus: Path, tmp_path: Path) -> None:
     assert report.parts == 2 and report.documents == seen[-1].documents
     assert seen[-1].bytes_read == seen[-1].bytes_total == corpus.stat().st_size
     check_output(tmp_path)
+
+
+def failing_or_slow(part: int) -> PartReport:
+    if part == 1:
+        raise DataError("a problem of part 1")
+    time.sleep(600)
+    raise AssertionError
+
+
+def test_an_error_ends_the_parts_in_progress(corpus: Path) -> None:
+    job = begin_parts(options(corpus))
+    with pytest.raises(DataError, match="a problem of part 1"):
+        list(tokenize_in_groups(failing_or_slow, 2, None, job, [0, 1]))
 
 
 def test_groups_stop_at_a_problem(corpus: Path, tmp_path: Path) -> None:
@@ -233,18 +252,69 @@ def test_numbers_of_workers_are_measured(
 # Begin of document
 
 
-def test_documents_begin_with_a_token(tmp_path: Path) -> None:
+def write_word_tokenizer(folder: Path, config: Mapping[str, object]) -> Path:
     tokens = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
-    bare = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "a"},
-            "pre_tokenizer": {"type": "Whitespace"}}  # fmt: skip
-    (tmp_path / "tokenizer.json").write_text(json.dumps(bare))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"}))
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "a"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
+
+
+def test_documents_begin_with_a_token(tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path, {"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
     (tmp_path / "x.jsonl").write_bytes(jsonl([{"text": ["a b", "b"]}, {"text": ""}, {"text": "b"}]))
     tokenizer = TokenizerConfig(tokenizer_model=str(tmp_path))
     run(tmp_path, tmp_path / "x.jsonl", tokenizer=tokenizer, append_bod=True, append_eod=True)
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [data.get(number).tolist() for number in range(3)] == [[0, 2, 3], [3, 1], [0, 3, 1]]
     assert data.document_indices.tolist() == [0, 2, 3]
+
+
+def test_tokens_that_begin_documents(tmp_path: Path) -> None:
+    bert = TokenizerConfig(
+        tokenizer_type="BertWordPieceLowerCase", vocab_file=str(write_bert_vocabulary(tmp_path / "vocab.txt"))
+    )
+    ranks = TokenizerConfig(
+        tokenizer_type="TikTokenizer",
+        tokenizer_model=str(write_vocabulary(tmp_path / "vocab.json", trained_tokens(300))),
+        tiktoken_num_special_tokens=7,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(piece_model("llama"))
+    pieces = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.model"))
+    names = {"[CLS]": bert, "<s>": ranks}
+    for name, config in names.items():
+        tokenizer = build_tokenizer(config)
+        assert tokenizer.bod is not None and tokenizer.decode([tokenizer.bod]) == name
+    assert build_tokenizer(pieces).bod == 1  # `<unk> <s> </s>` are first
+
+
+@pytest.mark.parametrize(
+    ("config", "bod"),
+    [({"cls_token": "</s>"}, 1), ({"bos_token": None, "cls_token": "<s>"}, 0), ({"bos_token": "of another"}, None)],
+)
+def test_a_config_beside_a_tokenizer_names_the_token(
+    tmp_path: Path, config: dict[str, object], bod: int | None
+) -> None:
+    model = write_word_tokenizer(tmp_path, config)
+    assert build_tokenizer(TokenizerConfig(tokenizer_model=str(model))).bod == bod
+
+
+def test_a_token_that_is_no_text(tmp_path: Path) -> None:
+    model = write_word_tokenizer(tmp_path, {"bos_token": ["<s>"]})
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not valid JSON"):
+        build_tokenizer(TokenizerConfig(tokenizer_model=str(model)))
+
+
+def test_a_job_with_another_first_token_is_another_job(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = TokenizerConfig(tokenizer_model=str(write_word_tokenizer(tmp_path, {"bos_token": "<s>"})))
+    begin_parts(options(corpus, tokenizer=tokenizer, append_bod=True))
+    with pytest.raises(DataError, match="append_bod was 0 and is null"):
+        begin_parts(options(corpus, tokenizer=tokenizer))
 
 
 def test_a_tokenizer_without_such_a_token(corpus: Path) -> None:

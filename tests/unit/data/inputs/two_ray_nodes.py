@@ -56,25 +56,24 @@ class TwoRayNodes:
     def _start(self, name: str, flags: list[str], variables: Mapping[str, str]) -> None:
         """Starts a node, again where Ray gives up: it allows a start 30 seconds, however busy the machine is."""
         log = self._folder / f"{name}.log"
-        for _ in range(MAX_STARTS):
-            node = self._start_once(log, flags, variables)
-            self._nodes[name] = node
-            wait_until(lambda: STARTED in log.read_text() or node.poll() is not None, f"the {name} node", 120)
-            if node.poll() is None:
-                return
-            _stop_node(node)
-        raise AssertionError(log.read_text())
+        assert any(self._starts(name, log, flags, variables) for _ in range(MAX_STARTS)), log.read_text()
 
-    def _start_once(self, log: Path, flags: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _starts(self, name: str, log: Path, flags: list[str], variables: Mapping[str, str]) -> bool:
         command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
         with log.open("wb") as output:
-            return subprocess.Popen(
+            node = subprocess.Popen(
                 [*command, "--object-store-memory=100000000", *flags],
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._nodes[name] = node
+        wait_until(lambda: STARTED in log.read_text() or node.poll() is not None, f"the {name} node", 120)
+        if node.poll() is None:
+            return True
+        _stop_node(node)
+        return False
 
 
 def _stop_node(node: subprocess.Popen[bytes]) -> None:
