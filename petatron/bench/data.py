@@ -46,7 +46,8 @@ from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.preprocess import PreprocessOptions, init_worker, preprocess
+from petatron.data.parts.encode_blocks import init_worker
+from petatron.data.preprocess import PreprocessOptions, preprocess
 
 BATCH_TEXTS = 64
 TRAINING_BYTES = 2_000_000

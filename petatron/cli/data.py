@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from petatron.base.log import configure_logging
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable
 from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
-from petatron.cli.subcommands import data_fetch, data_train_tokenizer
+from petatron.cli.subcommands import data_fetch, data_preprocess_parts, data_train_tokenizer, data_worker_speeds
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     actions = {
         "fetch": data_fetch.run,
         "train-tokenizer": data_train_tokenizer.run,
-        "preprocess": _preprocess,
+        "preprocess": partial(_preprocess, argv=argv),
         "inspect": _inspect,
         "merge": _merge,
     }
@@ -100,6 +101,7 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take text from (default: text)")
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
+    add("--append-bod", action="store_true", help="begin each document with the begin-of-document token")
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add("--split-sentences", action="store_true", help="make a sequence of each sentence, as BERT's datasets read them")
     add("--keep-newlines", action="store_true", help="keep the white space after a sentence in its text")
@@ -117,38 +119,54 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     text = "write no PREFIX_<key>_document.sources, which has the file, line and id of every document"
     add("--no-document-sources", dest="document_sources", action="store_false", default=None, help=text)
     add("--json", metavar="FILE", help="write the summary to a file")
+    data_preprocess_parts.add_part_arguments(parser)
+    data_worker_speeds.add_worker_speed_arguments(parser)
     add("--log-interval", type=int, default=10_000, metavar="N", help="documents between plain progress lines")
     add_tokenizer_arguments(parser)
-    # Flags of other tools, which change nothing here: they are named and ignored.
-    add("--partitions", type=int, help=argparse.SUPPRESS)
+    # A flag of another tool, which changes nothing here: it is named and ignored.
     add("--keep-sequential-samples", action="store_true", help=argparse.SUPPRESS)
 
 
-def _preprocess(args: argparse.Namespace) -> int:
+def _preprocess(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Checks the flags, tokenizes with a progress display, prints a report."""
     problems: list[Problem] = []
     tokenizer = tokenizer_settings(args, problems)
     if args.log_interval < 1:
         problems.append(Problem("--log-interval", str(args.log_interval), "must be at least 1", "Leave it out."))
+    problems += [*data_preprocess_parts.part_problems(args), *data_worker_speeds.worker_speed_problems(args)]
     problems += writable_problems("--json", Path(args.json)) if args.json is not None else []
     raise_problems(problems)
-    for flag, given in (("--partitions", args.partitions), ("--keep-sequential-samples", args.keep_sequential_samples)):
-        if given:
-            print(f"note: {flag} is not needed: order is always kept, at any number of --workers.", file=sys.stderr)
-    for flag, given in (("--keep-newlines", args.keep_newlines), ("--lang", args.lang)):
-        if given and not args.split_sentences:
-            print(f"note: {flag} has no effect without --split-sentences.", file=sys.stderr)
+    if args.keep_sequential_samples:
+        print("note: --keep-sequential-samples is not needed: order is always kept.", file=sys.stderr)
+    notes = [
+        (args.split_sentences, "--split-sentences", {"--keep-newlines": args.keep_newlines, "--lang": args.lang}),
+        (
+            args.find_optimal_num_workers,
+            "--find-optimal-num-workers",
+            {"--workers-to-check": args.workers_to_check, "--performance-dir": args.performance_dir},
+        ),
+    ]
+    for is_given, needed, flags in notes:
+        for flag in (flag for flag, value in flags.items() if value and not is_given):
+            print(f"note: {flag} has no effect without {needed}.", file=sys.stderr)
     if tokenizer.tokenizer_type in WORDPIECE_TYPES and not args.split_sentences:
         print("note: a document is one sequence; BERT's datasets read sentences: --split-sentences.", file=sys.stderr)
 
-    from petatron.data.preprocess import PreprocessOptions, preprocess
+    from petatron.data.preprocess import PreprocessOptions, join_finished_parts, preprocess
 
     named = {field.name for field in fields(PreprocessOptions)} & vars(args).keys()
     given = {name: value for name in named if (value := getattr(args, name)) is not None}
     given |= {"inputs": tuple(args.input), "json_keys": tuple(args.json_keys)}
+    given |= {"engine": "ray" if args.engine == "ray" else "local"}
     options = PreprocessOptions(tokenizer=tokenizer, **given)
+    if args.find_optimal_num_workers:
+        return data_worker_speeds.print_worker_speeds(options, args)
+    if args.part is not None:
+        return data_preprocess_parts.run_parts(options, args.part)
+    if args.engine == "slurm":
+        return data_preprocess_parts.write_scripts(options, argv)
     with _progress_display(args.log_interval) as show:
-        report = preprocess(options, show)
+        report = join_finished_parts(options) if args.join else preprocess(options, show)
     _print_report(report, with_sources=options.document_sources, are_sentences=options.split_sentences)
     if args.json is not None:
         write_atomic(Path(args.json), json.dumps(asdict(report), indent=2) + "\n")

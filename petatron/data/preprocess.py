@@ -1,9 +1,8 @@
 """JSON lines, or plain text, to token files.
 
-One process reads blocks of raw lines and writes results; workers parse and tokenize. A worker receives one bytes object
-and returns a few flat arrays, so communication costs little compared with tokenizing. Results are consumed in the order
-of the blocks, and only a few blocks per worker are in flight at a time: the output does not depend on the number of
-workers, nor memory on the size of the input.
+One process reads blocks of raw lines and writes results; workers parse and tokenize. Results are consumed in the order of the blocks,
+and the parts of a job are joined in theirs: the output does not depend on the number of workers, nor on where and how often the work was
+interrupted, nor on which machines have done which parts (`parts/`).
 
 A line must be a JSON object with every requested key, each a string (one sequence, or with `split_sentences` one per sentence) or a
 list of strings (sentences, one sequence each). Anything else is malformed: reported with file and line number, and fatal unless
@@ -14,18 +13,11 @@ either.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import chain
-from multiprocessing import get_context, parent_process
 from typing import Literal
 
 import numpy as np
@@ -40,20 +32,29 @@ from petatron.data.inputs.input_formats import TEXT_FORMATS, InputFormat
 from petatron.data.inputs.input_slice import ReadOptions
 from petatron.data.inputs.json_record import TextValue, document_id, parse_record, text_value
 from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES, LineBlock
+from petatron.data.parts.encode_blocks import encode_blocks
 from petatron.data.parts.encoded_block import EncodedBlock, EncodedKey
+from petatron.data.parts.group_engine import tokenize_in_groups
 from petatron.data.parts.input_cuts import PART_BYTES
-from petatron.data.parts.part_blocks import PartBlock, part_blocks
+from petatron.data.parts.part_blocks import part_blocks
 from petatron.data.parts.part_report import LineCounts, PartReport
 from petatron.data.parts.part_writer import WriteOptions, write_parts
 from petatron.data.parts.parts_folder import PartsFolder, TokenizingJob
-from petatron.data.parts.run_job import JobRequest, run_job
+from petatron.data.parts.ray_engine import tokenize_on_ray
+from petatron.data.parts.run_job import (
+    Engine,
+    JobRequest,
+    begin_job,
+    check_finished,
+    finished_parts,
+    open_job,
+    run_job,
+)
 from petatron.data.preprocess_report import OnProgress, PreprocessReport
 from petatron.data.sentences.language_rules import DEFAULT_LANGUAGE
 from petatron.data.sentences.sentence_splitter import SentenceSplitter
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.data.tokenizer_digest import tokenizer_digest
-
-BLOCKS_PER_WORKER = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ class PreprocessOptions:
     """Keep the white space after a sentence, lines' ends included, in its text."""
     lang: str = DEFAULT_LANGUAGE
     """Language of the sentences."""
+    append_bod: bool = False
+    """Begin each document with the tokenizer's begin-of-document token."""
     workers: int = 1
     on_error: Literal["fail", "skip"] = "fail"
     max_documents: int | None = None
@@ -84,6 +87,12 @@ class PreprocessOptions:
     input_format: InputFormat = "auto"
     overwrite: bool = False
     """Replace an output that exists."""
+    engine: Literal["local", "ray"] = "local"
+    """Where parts are tokenized: in this process and its workers, or as tasks of Ray, each with one core."""
+    address: str | None = None
+    """Address of a Ray cluster; without it, the one of this machine or of Ray's environment variable."""
+    partitions: int = 1
+    """Parts that are tokenized at the same time, each with its share of the workers and a reader of its own."""
     part_bytes: int = PART_BYTES
     """Bytes of the inputs that are lost at most when the work is interrupted, about."""
     document_sources: bool = True
@@ -100,25 +109,73 @@ class PreprocessOptions:
 
 def preprocess(options: PreprocessOptions, on_progress: OnProgress | None = None) -> PreprocessReport:
     """Tokenizes the inputs into `<output_prefix>_<key>_document.{bin,idx}` (`_sentence` where they are split), one pair per key."""
+    return _run(options, _engine(options, on_progress))
+
+
+def begin_parts(options: PreprocessOptions) -> TokenizingJob:
+    """Cuts the inputs into parts, for `preprocess_parts` in any order and on any machine, and then `join_finished_parts`."""
+    return begin_job(_job_request(options))
+
+
+def preprocess_parts(options: PreprocessOptions, parts: Sequence[int]) -> dict[int, PartReport]:
+    """Tokenizes those of the parts that are not finished, of a job that has begun, and returns the reports of all."""
+    request = _job_request(replace(options, overwrite=False))
+    folder, job = open_job(request)
+    if unknown := [part for part in parts if not 0 <= part < job.num_parts]:
+        raise DataError(f"--part {unknown[0]}: the parts of {folder.path} are 0 to {job.num_parts - 1}.")
+    finished = finished_parts(request, folder, job)
+    return {part: finished.get(part) or tokenize_part(options, part) for part in parts}
+
+
+def join_finished_parts(options: PreprocessOptions) -> PreprocessReport:
+    """Joins the parts of a job, all of which must be finished."""
+    options = replace(options, overwrite=False)
+    check_finished(_job_request(options))
+    return _run(options, _engine(options, None))
+
+
+def tokenize_part(options: PreprocessOptions, part: int) -> PartReport:
+    """Tokenizes a part of a job that has begun; what an earlier attempt has left is removed."""
+    folder = PartsFolder(options.output_prefix)
+    folder.clear_part(part)
+    (report,) = _tokenize_parts(options, folder.read_job(), [part])
+    return report
+
+
+def _run(options: PreprocessOptions, engine: Engine) -> PreprocessReport:
     started = time.monotonic()
-    tokenizer, files = _check_options(options)
-    request = JobRequest(
-        output_prefix=options.output_prefix,
-        files=tuple(files),
-        settings=_output_settings(options, tokenizer),
-        part_bytes=options.part_bytes if options.max_documents is None else None,
-        write=_write_options(options, tokenizer),
-        overwrite=options.overwrite,
-    )
-    engine = partial(_tokenize_parts, options, on_progress=on_progress)
+    request = _job_request(options)
     result = run_job(request, engine, partial(_check_not_empty, options))
     return PreprocessReport.of_parts(
         result.reports,
         outputs=options.outputs,
         resumed=result.resumed,
-        bytes_read=sum(file.size or 0 for file in files),
+        bytes_read=sum(file.size or 0 for file in request.files),
         seconds=time.monotonic() - started,
     )
+
+
+def _job_request(options: PreprocessOptions) -> JobRequest:
+    tokenizer, files = _check_options(options)
+    total = sum(file.size or 0 for file in files)
+    return JobRequest(
+        output_prefix=options.output_prefix,
+        files=tuple(files),
+        settings=_output_settings(options, tokenizer),
+        part_bytes=min(options.part_bytes, -(-total // options.partitions)) if options.max_documents is None else None,
+        write=_write_options(options, tokenizer),
+        overwrite=options.overwrite,
+    )
+
+
+def _engine(options: PreprocessOptions, on_progress: OnProgress | None) -> Engine:
+    if options.engine == "ray":
+        one_core = replace(options, workers=1)
+        return partial(tokenize_on_ray, partial(tokenize_part, one_core), options.address, on_progress)
+    if options.partitions > 1:
+        share = replace(options, workers=max(options.workers // options.partitions, 1))
+        return partial(tokenize_in_groups, partial(tokenize_part, share), options.partitions, on_progress)
+    return partial(_tokenize_parts, options, on_progress=on_progress)
 
 
 def _write_options(options: PreprocessOptions, tokenizer: Tokenizer) -> WriteOptions:
@@ -135,6 +192,9 @@ _WITHOUT_EFFECT = (
     "inputs",
     "output_prefix",
     "workers",
+    "engine",
+    "address",
+    "partitions",
     "on_error",
     "max_line_bytes",
     "block_bytes",
@@ -149,6 +209,7 @@ def _output_settings(options: PreprocessOptions, tokenizer: Tokenizer) -> dict[s
     names = [item.name for item in fields(options) if item.name not in (*_WITHOUT_EFFECT, "tokenizer")]
     settings = {name: getattr(options, name) for name in names}
     settings |= {"tokenizer": tokenizer_digest(options.tokenizer, tokenizer)}
+    settings |= {"append_bod": tokenizer.bod if options.append_bod else None}
     return json.loads(json.dumps(settings))
 
 
@@ -165,7 +226,8 @@ def _tokenize_parts(
     write_options = _write_options(options, build_tokenizer(options.tokenizer, vocab_size=options.vocab_size))
     blocks = part_blocks(job, parts, read_options, max_documents=options.max_documents)
     folder = PartsFolder(options.output_prefix)
-    yield from write_parts(job, parts, folder, _encoded_blocks(options, blocks), write_options, on_progress=on_progress)
+    encoded_blocks = encode_blocks(partial(_encode_block, options), blocks, workers=options.workers)
+    yield from write_parts(job, parts, folder, encoded_blocks, write_options, on_progress=on_progress)
 
 
 def _check_options(options: PreprocessOptions) -> tuple[Tokenizer, list[InputFile]]:
@@ -180,6 +242,10 @@ def _check_options(options: PreprocessOptions) -> tuple[Tokenizer, list[InputFil
         problems.append("no input is given (--input)")
     if options.workers < 1:
         problems.append(f"--workers {options.workers} must be at least 1")
+    if options.part_bytes < 1:
+        problems.append(f"--part-bytes {options.part_bytes} must be at least 1")
+    if not 1 <= options.partitions <= options.workers:
+        problems.append(f"--partitions {options.partitions} must be from 1 to --workers {options.workers}")
     if len(set(options.json_keys)) != len(options.json_keys) or not options.json_keys:
         problems.append(f"--json-keys {' '.join(options.json_keys)} must name each key once")
     if options.max_documents is not None and options.max_documents < 1:
@@ -207,6 +273,11 @@ def _check_options(options: PreprocessOptions) -> tuple[Tokenizer, list[InputFil
             f"--append-eod: the tokenizer {tokenizer.name} has no end-of-document token. Put a tokenizer_config.json with an "
             "eos_token beside it, or leave --append-eod out."
         )
+    if options.append_bod and tokenizer.bod is None:
+        raise DataError(
+            f"--append-bod: the tokenizer {tokenizer.name} has no begin-of-document token. Put a tokenizer_config.json with a "
+            "bos_token beside it, or leave --append-bod out."
+        )
     return tokenizer, files
 
 
@@ -224,63 +295,6 @@ def _check_not_empty(options: PreprocessOptions, reports: Sequence[PartReport]) 
             )
 
 
-def _encoded_blocks(
-    options: PreprocessOptions, blocks: Iterable[PartBlock]
-) -> Generator[tuple[PartBlock, EncodedBlock | None], None, None]:
-    """Yields blocks and their encodings in input order, from this process (one worker) or from several."""
-    if options.workers == 1:
-        for source in blocks:
-            yield source, None if source.block is None else _encode_block(options, source.block)
-        return
-    # spawn: the tokenizer library has threads, and a forked copy of a process with threads may hang.
-    pool = ProcessPoolExecutor(options.workers, get_context("spawn"), init_worker)
-    waiting: deque[tuple[PartBlock, Future[EncodedBlock] | None]] = deque()
-    failure: DataError | None = None
-
-    def next_result() -> tuple[PartBlock, EncodedBlock | None]:
-        source, future = waiting.popleft()
-        return source, None if future is None else future.result()
-
-    try:
-        try:
-            for source in blocks:
-                waiting.append(
-                    (source, None if source.block is None else pool.submit(_encode_block, options, source.block))
-                )
-                if len(waiting) >= BLOCKS_PER_WORKER * options.workers:
-                    yield next_result()
-        except DataError as error:  # what was read before may have a problem of its own, which comes first
-            failure = error
-        while waiting:
-            yield next_result()
-        if failure is not None:
-            raise failure
-    except BrokenProcessPool as error:
-        raise DataError(
-            "A worker process died while tokenizing; the system may have run out of memory. Try fewer --workers."
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def init_worker() -> None:
-    """Makes a fresh process a worker that uses one core and leaves Ctrl-C to its parent."""
-    # One worker, one thread: the tokenizer library would otherwise start a thread per core in each worker. It takes
-    # this setting from the environment only, so we write it, in the worker alone.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    """A worker whose parent is killed would wait for blocks for ever."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 def _encode_block(options: PreprocessOptions, block: LineBlock) -> EncodedBlock:
     return _cached_encoder(options).encode(block)
 
@@ -294,6 +308,7 @@ class _Encoder:
         self._dtype = optimal_dtype(self._tokenizer.vocab_size)
         self._eod = self._tokenizer.eod if options.append_eod else None
         self._splitter = _sentence_splitter(options)
+        self._bod = self._tokenizer.bod if options.append_bod else None
         self._id_key = options.id_key if options.document_sources else None
 
     def encode(self, block: LineBlock) -> EncodedBlock:
@@ -357,6 +372,8 @@ class _Encoder:
         for value in values:
             count = 1 if isinstance(value, str) else len(value)
             kept = [ids for _ in range(count) if (ids := next(encoded))]
+            if kept and self._bod is not None:
+                kept[0].insert(0, self._bod)
             if kept and self._eod is not None:
                 kept[-1].append(self._eod)
             sequences += kept

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from petatron.data.parts.part_report import MAX_SHOWN_PROBLEMS, LineCounts, PartReport
+from petatron.data.parts.parts_folder import TokenizingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +56,26 @@ class PreprocessReport(LineCounts):
 
 
 OnProgress = Callable[[PreprocessProgress], None]
+
+
+class PartsProgress:
+    """Reports the progress of a job of which other processes finish some parts, in any order."""
+
+    def __init__(self, job: TokenizingJob, parts: Sequence[int], on_progress: OnProgress | None) -> None:
+        self._job, self._on_progress = job, on_progress
+        self._bytes_before = self._bytes_done = job.num_bytes - sum(map(job.part_bytes, parts))
+        self._done, self._started = LineCounts(), time.monotonic()
+
+    def add(self, report: PartReport) -> None:
+        self._done.add(report.counts)
+        self._bytes_done += self._job.part_bytes(report.part)
+        if self._on_progress is not None:
+            progress = PreprocessProgress(
+                documents=self._done.documents,
+                tokens=self._done.tokens,
+                bytes_read=self._bytes_done,
+                bytes_total=self._job.num_bytes,
+                seconds=time.monotonic() - self._started,
+                bytes_before=self._bytes_before,
+            )
+            self._on_progress(progress)

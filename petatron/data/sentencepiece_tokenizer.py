@@ -66,6 +66,7 @@ class SentencePieceTokenizer:
         self._pattern = re.compile("|".join(map(re.escape, self._tokens.ids)))
         self._boundary = next((id for id, piece in enumerate(self._model.pieces) if piece.text == WORD_BOUNDARY), None)
         self.vocab_size = max(len(self._model.pieces), *(number + 1 for number in self._token_texts), 0)
+        self.bod = self._model.bos
         self.eod = self._model.eos if self._tokens.eod is None else self._tokens.eod
         self.name = str(given)
         beside = find_companion_files(given, DataError, names=_COMPANION_FILES) if given.is_dir() else {}

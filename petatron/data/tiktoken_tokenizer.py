@@ -51,6 +51,7 @@ class TikTokenizer(LibraryTokenizer):
         self._table = _IdBytes([*(name.encode() for name in names), *kept])
         self.vocab_size = size
         self.eod = names.index("</s>")
+        self.bod = names.index("<s>") if "<s>" in names else None
         self.name = f"TikTokenizer({path}, {pattern}, {num_special_tokens} special tokens)"
 
     def files(self) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 End of document (`eod`) is the id between documents. It comes from the tokenizer's own files when they name an
 end-of-text token; a tokenizer without one has eod None, and asking to append it is an error.
+Begin of document (`bod`) is the id that a tokenizer's files name as the first of a text, BERT's [CLS] included; most have none.
 Encoding never adds special tokens of its own, and ignores truncation or padding stored in a tokenizer.json: these are
 made for inference, and would silently truncate training documents.
 
@@ -83,6 +84,8 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eod(self) -> int | None: ...
+    @property
+    def bod(self) -> int | None: ...
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -113,9 +116,9 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             self._table = ByteTable(self._fast, given) if is_byte_level else None
             self.vocab_size = _vocab_size(file, self._fast)
         self.name = str(given)
-        candidates = (_eos_in_config(file.parent / "tokenizer_config.json"), *EOD_CANDIDATES)
-        ids = (self._fast.token_to_id(token) for token in candidates if token is not None)
-        self.eod = next((number for number in ids if number is not None), None)
+        config = file.parent / "tokenizer_config.json"
+        self.eod = _first_id(self._fast, (_token_in_config(config, "eos_token"), *EOD_CANDIDATES))
+        self.bod = _first_id(self._fast, [_token_in_config(config, name) for name in ("bos_token", "cls_token")])
         self._files = {name: read_companion_file(path, DataError) for name, path in beside.items()}
         self._files["tokenizer.json"] = content
 
@@ -161,6 +164,7 @@ class ByteTokenizer:
     name = "ByteTokenizer"
     vocab_size = 257
     eod = 256
+    bod = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -195,6 +199,7 @@ class NullTokenizer:
         self.name = f"NullTokenizer({vocab_size})"
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
+        self.bod = None
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -417,17 +422,23 @@ def _gpt2_error(files: tuple[Path, Path], why: str) -> DataError:
     return DataError(f"{what}: the {('first', 'second')[other[0]]} is {other[1].name}. {other[1].fix}.")
 
 
-def _eos_in_config(config: Path) -> str | None:
-    """Returns eos_token of a tokenizer_config.json, which may be a string or an object with its content."""
+def _first_id(fast: FastTokenizer, tokens: Sequence[str | None]) -> int | None:
+    """Returns the id of the first token that the vocabulary has."""
+    ids = (fast.token_to_id(token) for token in tokens if token is not None)
+    return next((number for number in ids if number is not None), None)
+
+
+def _token_in_config(config: Path, name: str) -> str | None:
+    """Returns a special token of a tokenizer_config.json, which may be a string or an object with its content."""
     if not config.exists():
         return None
     with reading_untrusted(
         config, lambda path, why: DataError(f"{path} is not valid JSON: it {why}. Copy it again, or remove it.")
     ):
-        token = read_limited_json(config, MAX_TOKENIZER_BYTES).get("eos_token")
+        token = read_limited_json(config, MAX_TOKENIZER_BYTES).get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None and not isinstance(token, str):
-            raise TypeError("eos_token is neither a text nor an object with its content")
+            raise TypeError(f"{name} is neither a text nor an object with its content")
         (token or "").encode()  # half a surrogate is no text, and cannot be looked up
     return token
 

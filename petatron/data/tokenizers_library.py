@@ -23,6 +23,7 @@ class LibraryTokenizer:
 
     name: str
     eod: int | None
+    bod: int | None = None
     _fast: FastTokenizer
     _table: Mapping[int, bytes] | None
 

@@ -77,6 +77,7 @@ class WordPieceTokenizer(LibraryTokenizer):
         self.vocab_size = max(self._ids.values()) + 1
         self._end = next(token for token in END_OF_DOCUMENT if token in self._ids)
         self.eod = self._ids[self._end]
+        self.bod = self._ids[CLASSIFIER]
         self.name = str(path)
         self._content = vocabulary.content
 

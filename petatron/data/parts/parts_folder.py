@@ -14,7 +14,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -214,6 +214,11 @@ class PartsFolder:
             if report is not None and report.may_stand(skips=skips, max_line_bytes=max_line_bytes):
                 reports[part] = report
         return reports
+
+    def forget_reports(self, parts: Iterable[int]) -> None:
+        """Makes parts unfinished before their files are replaced."""
+        for part in parts:
+            self._report_path(part).unlink(missing_ok=True)
 
     def clear_part(self, part: int) -> None:
         """Removes what an attempt at a part has left."""

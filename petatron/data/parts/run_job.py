@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from petatron.base.errors import DataError
+from petatron.base.format_text import abbreviate_names
 from petatron.base.log import get_logger
 from petatron.data.inputs.input_file import InputFile
 from petatron.data.parts.input_cuts import Cut, cut_inputs
@@ -40,8 +41,23 @@ class JobResult:
     resumed: frozenset[int]
 
 
-def begin_job(request: JobRequest, folder: PartsFolder) -> TokenizingJob:
-    """Returns the job as its folder has it; the folder must be locked."""
+def begin_job(request: JobRequest) -> TokenizingJob:
+    """Cuts the inputs into parts, and makes their folder; returns the job that is there if it has begun."""
+    folder = PartsFolder(request.output_prefix)
+    with folder.locked():
+        return _stored_or_new(request, folder)
+
+
+def open_job(request: JobRequest) -> tuple[PartsFolder, TokenizingJob]:
+    """Returns the folder of a job that has begun, and the job with its parts."""
+    folder = PartsFolder(request.output_prefix)
+    job = folder.stored_job(TokenizingJob(request.files, request.settings, ()), overwrite=False)
+    if job is None:
+        raise DataError(f"{folder.path} has no job. Begin it with the same command and --engine slurm.")
+    return folder, job
+
+
+def _stored_or_new(request: JobRequest, folder: PartsFolder) -> TokenizingJob:
     job = TokenizingJob(request.files, request.settings, ())
     if (stored := folder.stored_job(job, overwrite=request.overwrite)) is not None:
         return stored
@@ -55,15 +71,29 @@ def finished_parts(request: JobRequest, folder: PartsFolder, job: TokenizingJob)
     return folder.finished(job, skips=request.write.skips, max_line_bytes=request.write.max_line_bytes)
 
 
+def check_finished(request: JobRequest) -> None:
+    """Raises unless every part of a job that has begun is finished; changes nothing, as parts may be in progress."""
+    folder, job = open_job(request)
+    finished = finished_parts(request, folder, job)
+    missing = [str(part) for part in range(job.num_parts) if part not in finished]
+    if missing:
+        raise DataError(
+            f"{len(missing):,} of {job.num_parts:,} parts in {folder.path} are not finished: {abbreviate_names(missing)}. "
+            "Run them with --part; if they have failed, their logs say why."
+        )
+
+
 def run_job(request: JobRequest, engine: Engine, check: Callable[[Sequence[PartReport]], None]) -> JobResult:
     """Does the job; `check` raises where the parts together are no dataset."""
     folder = PartsFolder(request.output_prefix)
     with folder.locked():
-        job = begin_job(request, folder)
+        job = _stored_or_new(request, folder)
         folder.clear_abandoned()
         reports = finished_parts(request, folder, job)
         resumed = frozenset(reports)
-        if resumed:
+        unfinished = [part for part in range(job.num_parts) if part not in resumed]
+        folder.forget_reports(unfinished)
+        if resumed and unfinished:
             get_logger(__name__).info(
                 "%s: %d of %d parts are finished already, and the rest is done",
                 folder.path,
@@ -71,7 +101,7 @@ def run_job(request: JobRequest, engine: Engine, check: Callable[[Sequence[PartR
                 job.num_parts,
             )
         with _keeping_finished(folder, request, job):
-            for report in engine(job, [part for part in range(job.num_parts) if part not in resumed]):
+            for report in engine(job, unfinished):
                 reports[report.part] = report
             in_order = tuple(reports[part] for part in range(job.num_parts))
             _check_joined(folder, in_order, check)

@@ -33,6 +33,7 @@ class SentTokenizer:
         self.name: str = content["name"]
         self.vocab_size: int = content["vocab_size"]
         self.eod: int | None = content["eod"]
+        self.bod: int | None = None  # a grammar has no use for it
         self._file: str | None = content["tokenizer_json"]
         self._texts: list[str] = content["texts"]
 

@@ -85,13 +85,15 @@ def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
         ),
         (("--log-interval", "0"), 2, "--log-interval 0 must be at least 1"),
         (("--tokenizer-model", "/nowhere/tokenizer.json"), 1, "/nowhere/tokenizer.json does not exist"),
-        ((), 0, "note: --partitions is not needed"),
+        ((), 0, "note: --keep-sequential-samples is not needed"),
+        ((), 0, "note: --workers-to-check has no effect without --find-optimal-num-workers"),
     ],
 )
 def test_flags_of_other_tools(
     corpus: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], code: int, message: str
 ) -> None:
     chosen = flags or ("--tokenizer-type", "ByteTokenizer", "--partitions", "1", "--keep-sequential-samples")
+    chosen += ("--workers-to-check", "1")
     assert preprocess(corpus, *chosen) == code
     assert message in capsys.readouterr().err
 
