@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from glob import glob, has_magic
-from itertools import chain
 from pathlib import Path
 
 from petatron.base.errors import DataError
@@ -38,19 +37,14 @@ _MAX_METADATA_BYTES = 1 << 26
 
 def expand_inputs(names: Sequence[str], input_format: InputFormat) -> list[InputFile]:
     """Returns the files in the order in which they are named; one error has everything that is wrong."""
-    return list(chain.from_iterable(expand_each(names, input_format)))
-
-
-def expand_each(names: Sequence[str], input_format: InputFormat) -> list[list[InputFile]]:
-    """Returns the files of each name."""
-    files: list[list[InputFile]] = []
+    files: list[InputFile] = []
     problems: list[str] = []
     for name in names:
         try:
             if is_remote(name):
-                files.append(_remote_inputs(name, input_format))
+                files += _remote_inputs(name, input_format)
             else:
-                files.append([input_file(path, input_format) for path in _local_paths(name, input_format)])
+                files += [input_file(path, input_format) for path in _local_paths(name, input_format)]
         except _InputProblem as problem:
             problems.append(str(problem))
         except DataError as error:

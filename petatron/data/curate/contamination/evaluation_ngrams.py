@@ -1,7 +1,8 @@
 """The word n-grams of evaluation files, and the place of each.
 
-A file is JSON lines, or rows of another format, of which every string is a text (also those in lists and objects: questions, choices,
-answers), or plain text whose paragraphs are texts. A text of fewer words than n has no n-gram, so nothing can be found of it; such texts are counted.
+A file is JSON lines, or rows of another format, of which every string is a text (also those in lists and objects: questions,
+choices, answers), or plain text whose paragraphs are texts. A text of fewer words than n has no n-gram, so nothing can be found
+of it; such texts are counted.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Literal
 
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
-from petatron.data.inputs.expand_inputs import expand_each
+from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.input_file import InputFile
 from petatron.data.inputs.input_formats import DATA_ENDINGS, InputFormat, name_endings
 from petatron.data.inputs.input_slice import ReadOptions
@@ -92,10 +92,13 @@ def check_step_files(files: StepFiles, *, step: str, parts: Sequence[str] = ("",
     parts: the folders in the output that have a file for each input.
     """
     problems: list[str] = []
-    try:
-        files = replace(files, expanded=tuple(map(tuple, expand_each(files.inputs, files.input_format))))
-    except DataError as error:
-        problems.append(str(error).removesuffix("."))
+    expanded: list[tuple[InputFile, ...]] = []
+    for name in files.inputs:
+        try:
+            expanded.append(tuple(expand_inputs([name], files.input_format)))
+        except DataError as error:
+            problems.append(str(error).removesuffix("."))
+    files = replace(files, expanded=tuple(expanded))
     if not files.inputs:
         problems.append("no input is given (--input)")
     if files.workers < 1:
