@@ -65,7 +65,7 @@ def _is_text(column_type: Any) -> bool:
 def row_groups(file: InputFile) -> list[tuple[int, int]]:
     """Returns the rows and bytes of each row group of a parquet file."""
     with _reading(file), file.open() as opened:
-        metadata = _library("pyarrow.parquet", file.path).ParquetFile(seekable(opened)).metadata
+        metadata = _library("pyarrow.parquet", file.path).ParquetFile(seekable(opened, file.size)).metadata
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
@@ -76,7 +76,7 @@ def parquet_rows(
     """Yields the rows of some row groups, numbered from 1 over the whole file."""
     with _reading(file), file.open() as opened:
         parquet = _library("pyarrow.parquet", file.path)
-        table = parquet.ParquetFile(seekable(opened), pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        table = parquet.ParquetFile(seekable(opened, file.size), pre_buffer=False, buffer_size=_BUFFER_BYTES)
         names = columns.of_schema(file.path, table.schema_arrow)
         counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
         row, total = sum(counts[:first_group]), max(sum(counts), 1)
@@ -93,7 +93,7 @@ def arrow_rows(file: InputFile, columns: AskedColumns) -> Iterator[SourceRow | R
     """Yields the rows of an arrow file, of either of its two layouts: with an index at its end, or as a stream."""
     with _reading(file), file.open() as opened:
         ipc = _library("pyarrow.ipc", file.path)
-        source = seekable(opened)
+        source = seekable(opened, file.size)
         is_file = source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
         source.seek(0)
         schema = (ipc.open_file(source) if is_file else ipc.open_stream(source)).schema

@@ -106,6 +106,20 @@ def _format_of_content(path: str) -> FileFormat:
     return format_of_head(head) or "jsonl"
 
 
-def seekable(file: BinaryIO) -> Any:
+def seekable(file: BinaryIO, size: int | None) -> Any:
     """Returns an open file as libraries want it that read from several places: with a buffer, or as its server gives it."""
-    return io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
+    return _BoundedReader(file, size) if isinstance(file, io.RawIOBase) else file
+
+
+class _BoundedReader(io.BufferedReader):
+    """Reads no further than to the end that a file had at first, whatever length its content asks for: that much memory would be taken."""
+
+    def __init__(self, file: io.RawIOBase, size: int | None) -> None:
+        super().__init__(file)
+        self._size = size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self._size is None:
+            return super().read(size)
+        left = max(self._size - self.tell(), 0)
+        return super().read(left if size is None or size < 0 else min(size, left))
