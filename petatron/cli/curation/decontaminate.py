@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.description = "Drop documents that share an n-gram of words with evaluation texts, and say which."
     add_step_arguments(parser)
-    text = "evaluation files: JSON lines, of which all strings count, or plain text"
+    text = "evaluation files: JSON lines or another format, of which all strings count, or plain text"
     add("--against", nargs="+", required=True, metavar="FILE", help=text)
     add("--ngram", type=int, default=13, metavar="N", help="words of an n-gram (13)")
     add("--mark", action="store_true", help='keep such documents, with the matches under "contamination"')

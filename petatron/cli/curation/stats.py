@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import align_columns, format_bytes
 from petatron.base.safe_files import write_atomic
 from petatron.base.version import __version__
-from petatron.cli.curation.step_arguments import output_file_problems, step_progress
+from petatron.cli.curation.step_arguments import add_input_format, output_file_problems, step_progress
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
 
 if TYPE_CHECKING:
@@ -27,9 +28,11 @@ _PERCENTS = (5, 50, 95, 99)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.description = "Describe files of JSON lines and token files: documents, lengths, tokens, duplicates."
-    add("sources", nargs="+", metavar="SOURCE", help="a file of JSON lines, or the prefix of a dataset")
-    add("--json-key", default="text", metavar="KEY", help="key of the text of JSON lines (default: text)")
+    parser.description = "Describe texts and token files: documents, lengths, tokens, duplicates."
+    text = "the prefix of a dataset, or what preprocess reads: files, patterns, folders or addresses"
+    add("sources", nargs="+", metavar="SOURCE", help=text)
+    add_input_format(parser)
+    add("--json-key", default="text", metavar="KEY", help="key of the text (default: text)")
     add("--no-duplicates", action="store_true", help="do not look for duplicates, which reads all tokens of a dataset")
     add("--svg", metavar="FILE", help="draw the lengths of all sources")
     add("--theme", choices=("light", "dark"), default="light", help="colors of the picture (light)")
@@ -79,18 +82,19 @@ def _read_sources(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list
     if tokenizer is not None:
         for dataset in datasets.values():
             dataset.check_token_ids()
-    paths = tuple(word for word in args.sources if word not in datasets)
-    of_files: dict[str, SourceStats] = {}
-    if paths:
-        files = StepFiles(inputs=paths, output=os.devnull, json_key=args.json_key)
-        check_step_files(files, step="describe")
+    inputs = tuple(word for word in args.sources if word not in datasets)
+    of_inputs: dict[str, list[SourceStats]] = {}
+    if inputs:
+        files = StepFiles(inputs=inputs, output=os.devnull, json_key=args.json_key, input_format=args.input_format)
+        files = check_step_files(files, step="describe", parts=())
         with step_progress() as show:
-            stats = file_stats(files, tokenizer, duplicates=duplicates, on_progress=show)
-        of_files = {source.name: source for source in stats}
-    return [
-        of_files[word] if word in of_files else dataset_stats(datasets[word], tokenizer, duplicates=duplicates)
-        for word in args.sources
-    ]
+            stats = iter(file_stats(files, tokenizer, duplicates=duplicates, on_progress=show))
+        of_inputs = {word: list(islice(stats, len(named))) for word, named in zip(inputs, files.expanded)}
+    sources: list[SourceStats] = []
+    for word in args.sources:
+        named = of_inputs.get(word)
+        sources += [dataset_stats(datasets[word], tokenizer, duplicates=duplicates)] if named is None else named
+    return sources
 
 
 _HEADINGS = ("documents", "tokens", "text", "bytes/token", "mean", *(f"{percent}%" for percent in _PERCENTS), "max",

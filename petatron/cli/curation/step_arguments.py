@@ -14,6 +14,7 @@ from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun, format_bytes
 from petatron.cli.subcommands.stderr_progress import StderrProgress
+from petatron.data.inputs.input_formats import INPUT_FORMATS
 
 if TYPE_CHECKING:
     from petatron.data.curate.files.pass_progress import OnProgress, StepProgress
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 def add_step_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the flags that name inputs and output."""
     add = parser.add_argument
-    add("--input", nargs="+", required=required, metavar="FILE", help="JSON lines: plain, gzip or zstd")
-    add(
-        "--output", required=required, metavar="FOLDER", help="folder to write: a file for each input, and summary.json"
-    )
+    text = "what preprocess reads: files, patterns, folders or addresses"
+    add("--input", nargs="+", required=required, metavar="INPUT", help=text)
+    add_input_format(parser)
+    text = "folder to write: JSON lines for each file, and summary.json"
+    add("--output", required=required, metavar="FOLDER", help=text)
     add("--json-key", default="text", metavar="KEY", help="key of the text (default: text)")
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
     add("--on-error", choices=("fail", "skip"), default="fail", help="what a malformed line does (default: fail)")
@@ -37,12 +39,18 @@ def add_step_arguments(parser: argparse.ArgumentParser, *, required: bool = True
     add("--max-line-bytes", type=int, metavar="N", help="refuse longer lines (default: 256 MiB)")
 
 
+def add_input_format(parser: argparse.ArgumentParser) -> None:
+    text = "as in preprocess (default: by name and content)"
+    parser.add_argument("--input-format", choices=INPUT_FORMATS, default="auto", help=text)
+
+
 def step_files(args: argparse.Namespace) -> StepFiles:
     from petatron.data.curate.files.step_files import StepFiles
 
     limit = {} if args.max_line_bytes is None else {"max_line_bytes": args.max_line_bytes}
     return StepFiles(
         inputs=tuple(args.input),
+        input_format=args.input_format,
         output=args.output,
         json_key=args.json_key,
         workers=args.workers,
@@ -72,8 +80,11 @@ def step_progress() -> Iterator[OnProgress]:
     """Shows how far a step is, now and then."""
 
     def describe(now: StepProgress) -> str:
-        share = now.bytes_read / max(now.bytes_total, 1)
-        return f"{now.part} {count_with_noun(now.lines, 'line')}, {share:.0%} of {format_bytes(now.bytes_total)}"
+        lines = f"{now.part} {count_with_noun(now.lines, 'line')}"
+        if now.bytes_total is None:
+            return f"{lines}, {format_bytes(now.bytes_read)}"
+        share = min(now.bytes_read / max(now.bytes_total, 1), 1.0)
+        return f"{lines}, {share:.0%} of {format_bytes(now.bytes_total)}"
 
     with StderrProgress(describe) as show:
         yield show

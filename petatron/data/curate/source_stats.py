@@ -1,4 +1,4 @@
-"""What a corpus consists of: documents and their lengths, tokens, bytes per token, duplicates; of JSON lines or of token files.
+"""What a corpus consists of: documents and their lengths, tokens, bytes per token, duplicates; of texts in any format or of token files.
 
 Memory is 16 bytes for each document: its length and a hash.
 """
@@ -6,6 +6,7 @@ Memory is 16 bytes for each document: its length and a hash.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from petatron.data.curate.files.document_blocks import parse_block, read_blocks
 from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
 from petatron.data.curate.files.step_files import StepFiles
+from petatron.data.curate.files.step_summary import BLANK
 from petatron.data.curate.normalize_text import same_text_key
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.tokenizer import Tokenizer
@@ -99,10 +101,10 @@ def length_histogram(lengths: NDArray[np.int64], *, last_start: int = 0) -> Leng
 def file_stats(
     files: StepFiles, tokenizer: Tokenizer | None, *, duplicates: bool, on_progress: OnProgress | None = None
 ) -> list[SourceStats]:
-    """Reads files of JSON lines, one source each; malformed lines are counted."""
+    """Reads files, one source each; malformed lines are counted."""
     result: list[SourceStats] = []
     progress = PassProgress(files, "read", on_progress)
-    readings = [_Reading() for _ in files.inputs]
+    readings = [_Reading() for _ in files.sources]
     for index, block in read_blocks(files):
         parsed = parse_block(block, files.json_key)
         reading = readings[index]
@@ -112,11 +114,11 @@ def file_stats(
             reading.tokens.append(np.array([len(ids) for ids in tokenizer.encode_batch(texts)], np.int64))
         if duplicates:
             reading.hashes.append(_hashes([same_text_key(text).encode() for text in texts]))
-        reading.blank += len(parsed.blank)
-        reading.malformed += len(parsed.malformed)
+        reading.left_out += Counter(refused.kind for refused in parsed.malformed)
+        reading.left_out[BLANK] += parsed.num_blank
         progress.add_block(index, block, parsed.num_lines)
-    for path, reading in zip(files.inputs, readings):
-        result.append(reading.stats(path, has_tokens=tokenizer is not None, duplicates=duplicates))
+    for file, reading in zip(files.sources, readings):
+        result.append(reading.stats(file.path, has_tokens=tokenizer is not None, duplicates=duplicates))
     return result
 
 
@@ -125,14 +127,12 @@ class _Reading:
     sizes: list[NDArray[np.int64]] = field(default_factory=list)
     tokens: list[NDArray[np.int64]] = field(default_factory=list)
     hashes: list[NDArray[np.uint64]] = field(default_factory=list)
-    blank: int = 0
-    malformed: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def stats(self, path: str, *, has_tokens: bool, duplicates: bool) -> SourceStats:
         sizes = np.concatenate([np.zeros(0, np.int64), *self.sizes])
         lengths = np.concatenate([np.zeros(0, np.int64), *self.tokens]) if has_tokens else sizes
         num_tokens, num_bytes = int(lengths.sum()) if has_tokens else None, int(sizes.sum())
-        counts = {"blank": self.blank, "malformed": self.malformed}
         return SourceStats(
             path,
             "tokens" if has_tokens else "bytes",
@@ -141,7 +141,7 @@ class _Reading:
             num_bytes,
             num_bytes / num_tokens if num_tokens else None,
             _num_duplicates(np.concatenate([np.zeros(0, np.uint64), *self.hashes])) if duplicates else None,
-            {reason: count for reason, count in counts.items() if count},
+            {reason: count for reason, count in sorted(self.left_out.items()) if count},
         )
 
 

@@ -25,7 +25,7 @@ def split_documents(
     files: StepFiles, *, held_out: float, seed: int, on_progress: OnProgress | None = None
 ) -> StepSummary:
     """Writes both parts, each a folder, and the summary."""
-    check_step_files(files, step="split")
+    files = check_step_files(files, step="split", parts=(TRAIN, HELD_OUT))
     if not 0 < held_out < 1:
         rule = "is not above 0 and below 1"
         raise ConfigError([Problem("--held-out", f"{held_out:g}", rule, "It is a share of the documents: 0.01, say.")])

@@ -7,6 +7,7 @@ validating each batch of an arrow file, whose offsets the library believes other
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,14 +27,17 @@ _ROWS_PER_BATCH = 256
 _BUFFER_BYTES = 1 << 20
 _STRINGS = ("string", "large_string", "string_view")
 _ARROW_FILE_MAGIC = b"ARROW1"
+_VALUE_ERRORS = (ValueError, OverflowError)
+"""Bytes that are no text, and times that Python has no object for."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedColumns:
-    """texts: columns that must be there, of text or lists of texts. extra: a column that is read where it is there."""
+    """texts: columns that must be there, of text or lists of texts. extra: a column that is read where it is there, or `all_columns`."""
 
     texts: tuple[str, ...]
     extra: str | None = None
+    all_columns: bool = False
 
     def of_schema(self, path: str, schema: Any) -> list[str]:
         """Returns the names to read; DataError if a text is missing or no text."""
@@ -46,7 +50,11 @@ class AskedColumns:
                 f"The column {missing[0]!r} {what} in {path}. Its text columns: {names}. Name them with --json-keys."
             )
         extra = [self.extra] if self.extra is not None and self.extra in schema.names else []
-        return list(dict.fromkeys((*self.texts, *extra)))
+        names = schema.names if self.all_columns else list(dict.fromkeys((*self.texts, *extra)))
+        counts = Counter(schema.names)
+        if (twice := next((name for name in names if counts[name] > 1), None)) is not None:
+            raise DataError(f"The column {printable(twice, max_chars=80)!r} is there twice in {path}. Rename one.")
+        return names
 
 
 def _is_text(column_type: Any) -> bool:
@@ -57,7 +65,7 @@ def _is_text(column_type: Any) -> bool:
 def row_groups(file: InputFile) -> list[tuple[int, int]]:
     """Returns the rows and bytes of each row group of a parquet file."""
     with _reading(file), file.open() as opened:
-        metadata = _library("pyarrow.parquet", file.path).ParquetFile(seekable(opened)).metadata
+        metadata = _library("pyarrow.parquet", file.path).ParquetFile(seekable(opened, file.size)).metadata
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
@@ -68,12 +76,14 @@ def parquet_rows(
     """Yields the rows of some row groups, numbered from 1 over the whole file."""
     with _reading(file), file.open() as opened:
         parquet = _library("pyarrow.parquet", file.path)
-        table = parquet.ParquetFile(seekable(opened), pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        table = parquet.ParquetFile(seekable(opened, file.size), pre_buffer=False, buffer_size=_BUFFER_BYTES)
         names = columns.of_schema(file.path, table.schema_arrow)
         counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
         row, total = sum(counts[:first_group]), max(sum(counts), 1)
         for group in range(first_group, len(counts) if end_group is None else end_group):
-            batches = table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=names, use_threads=False)
+            # A column that is asked for by its name may be a field of another, and all need no names.
+            chosen = None if columns.all_columns else names
+            batches = table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=chosen, use_threads=False)
             for batch in batches:
                 yield from _batch_rows(batch, row, (file.size or 0) / total)
                 row += batch.num_rows
@@ -83,7 +93,7 @@ def arrow_rows(file: InputFile, columns: AskedColumns) -> Iterator[SourceRow | R
     """Yields the rows of an arrow file, of either of its two layouts: with an index at its end, or as a stream."""
     with _reading(file), file.open() as opened:
         ipc = _library("pyarrow.ipc", file.path)
-        source = seekable(opened)
+        source = seekable(opened, file.size)
         is_file = source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
         source.seek(0)
         schema = (ipc.open_file(source) if is_file else ipc.open_stream(source)).schema
@@ -105,24 +115,31 @@ def _batch_rows(batch: Any, before: int, bytes_per_row: float) -> Iterator[Sourc
     for name in batch.schema.names:
         try:
             columns[name] = batch.column(name).to_pylist()
-        except UnicodeDecodeError:
+        except _VALUE_ERRORS:
             columns[name] = [_value_or_error(value) for value in batch.column(name)]
     for place in range(batch.num_rows):
         row = before + place + 1
         position = int(row * bytes_per_row)
         record = {name: values[place] for name, values in columns.items()}
-        error = next((value for value in record.values() if isinstance(value, UnicodeDecodeError)), None)
+        error = next(((name, value) for name, value in record.items() if isinstance(value, Exception)), None)
         if error is None:
             yield SourceRow(row, record, position)
         else:
-            yield RefusedRow(RefusedLine(row, f"not UTF-8 text ({error.reason})"), position)
+            yield RefusedRow(RefusedLine(row, _value_problem(*error)), position)
 
 
 def _value_or_error(value: Any) -> Any:
     try:
         return value.as_py()
-    except UnicodeDecodeError as error:
+    except _VALUE_ERRORS as error:
         return error
+
+
+def _value_problem(name: str, error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text ({error.reason})"
+    said = printable(str(error).strip().partition("\n")[0], max_chars=120)
+    return f"the value of the column {printable(name, max_chars=80)!r} cannot be read ({said})"
 
 
 @contextmanager

@@ -62,9 +62,9 @@ def _split_lines(data: bytes) -> list[bytes]:
 
 
 def csv_rows(
-    file: InputFile, keys: Sequence[str], *, extra: str | None, max_line_bytes: int
+    file: InputFile, keys: Sequence[str], *, extra: str | None, max_line_bytes: int, all_columns: bool = False
 ) -> Iterator[SourceRow | RefusedRow]:
-    """Yields the rows with the columns `keys`, and `extra` where it is there."""
+    """Yields the rows with the columns `keys`, and `extra` where it is there; with `all_columns`, whatever the first line names."""
     lines = _Lines(file, max_line_bytes)
     # A limit of the whole process, which says less than the one of a row; nothing else of ours parses CSV.
     csv.field_size_limit(max(csv.field_size_limit(), max_line_bytes))
@@ -77,6 +77,10 @@ def csv_rows(
         names = abbreviate_names([printable(name, max_chars=80) for name in header]) or "none"
         raise DataError(f"{file.path} has no column {missing[0]!r}. Its columns: {names}. Name them with --json-keys.")
     wanted = [*keys, *([extra] if extra in columns and extra not in keys else [])]
+    if all_columns:
+        wanted = header
+        if not all(map(_is_utf8, header)):
+            raise DataError(f"{file.path}:1: the names of the columns are not UTF-8 text. Convert the file to UTF-8.")
     while True:
         line = lines.begin_row()
         refusal = None

@@ -49,6 +49,8 @@ def expand_inputs(names: Sequence[str], input_format: InputFormat) -> list[Input
             problems.append(str(problem))
         except DataError as error:
             problems.append(str(error).removesuffix("."))
+        except OSError as error:  # a name that no file can have, or a folder that is closed to the user
+            problems.append(f"input {printable(name, max_chars=200)} cannot be read: {error.strerror or error}")
     if problems:
         raise DataError(f"{'; '.join(problems)}.")
     return files

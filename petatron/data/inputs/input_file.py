@@ -15,6 +15,7 @@ from petatron.data.inputs import remote_files
 from petatron.data.inputs.compressed_stream import (
     HEAD_BYTES,
     READ_ERRORS,
+    Compression,
     CountedStream,
     compression_of,
     decompressed_chunks,
@@ -60,17 +61,22 @@ class InputFile:
             sizes = (
                 f" (it had {self.size:,} bytes and has {size:,})" if size != self.size and size and self.size else ""
             )
-            raise DataError(
-                f"{self.path} has changed while it was read{sizes}. Run the command again once nobody writes to it."
-            )
+            raise changed_error(self.path, sizes)
+
+    def compression(self) -> Compression | None:
+        """Returns what its first bytes say that it is compressed with."""
+        return compression_of(self._head(HEAD_BYTES))
 
     def is_compressed(self) -> bool:
-        """Whether its first bytes are those of a compressed file."""
-        return compression_of(self._head(HEAD_BYTES)) is not None
+        return self.compression() is not None
 
     def _head(self, size: int) -> bytes:
         with reading_untrusted(Path(self.path), lambda _, why: data_file_error(self.path, why)), self.open() as file:
             return CountedStream(file, end=size).buffered().read(size)
+
+
+def changed_error(path: str, how: str = "") -> DataError:
+    return DataError(f"{path} has changed while it was read{how}. Run the command again once nobody writes to it.")
 
 
 def file_state(path: str) -> tuple[int | None, str]:
@@ -100,6 +106,20 @@ def _format_of_content(path: str) -> FileFormat:
     return format_of_head(head) or "jsonl"
 
 
-def seekable(file: BinaryIO) -> Any:
+def seekable(file: BinaryIO, size: int | None) -> Any:
     """Returns an open file as libraries want it that read from several places: with a buffer, or as its server gives it."""
-    return io.BufferedReader(file) if isinstance(file, io.RawIOBase) else file
+    return _BoundedReader(file, size) if isinstance(file, io.RawIOBase) else file
+
+
+class _BoundedReader(io.BufferedReader):
+    """Reads no further than to the end that a file had at first, whatever length its content asks for: that much memory would be taken."""
+
+    def __init__(self, file: io.RawIOBase, size: int | None) -> None:
+        super().__init__(file)
+        self._size = size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self._size is None:
+            return super().read(size)
+        left = max(self._size - self.tell(), 0)
+        return super().read(left if size is None or size < 0 else min(size, left))

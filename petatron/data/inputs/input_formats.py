@@ -35,6 +35,7 @@ _ENDINGS: dict[str, FileFormat] = {
     "tgz": "webdataset",
 }
 TEXT_ENDINGS = ("txt", "text", "md")
+DATA_ENDINGS = (*_ENDINGS, *TEXT_ENDINGS)
 _COMPRESSED_ENDINGS = ("gz", "zst", "zstd", "bz2", "xz")
 FORMAT_HEAD_BYTES = 265
 _MAGICS: tuple[tuple[int, bytes, FileFormat], ...] = (

@@ -29,6 +29,8 @@ class ReadOptions:
 
     keys: tuple[str, ...]
     id_key: str | None = None
+    all_keys: bool = False
+    """Also what nobody asks for by name, for whoever writes the rows again."""
     block_bytes: int = BLOCK_BYTES
     max_line_bytes: int = MAX_LINE_BYTES
 
@@ -118,13 +120,20 @@ class InputSlice:
         options = self._options
         match self.file.format:
             case "parquet":
-                columns = AskedColumns(options.keys, options.id_key)
+                columns = AskedColumns(options.keys, options.id_key, all_columns=options.all_keys)
                 return parquet_rows(self.file, columns, first_group=self._start, end_group=self._end)
             case "arrow":
-                return arrow_rows(self.file, AskedColumns(options.keys, options.id_key))
+                columns = AskedColumns(options.keys, options.id_key, all_columns=options.all_keys)
+                return arrow_rows(self.file, columns)
             case "csv":
-                return csv_rows(self.file, options.keys, extra=options.id_key, max_line_bytes=options.max_line_bytes)
+                return csv_rows(
+                    self.file,
+                    options.keys,
+                    extra=options.id_key,
+                    all_columns=options.all_keys,
+                    max_line_bytes=options.max_line_bytes,
+                )
             case _:
                 return tar_samples(
-                    self.file, options.keys[0], id_key=options.id_key, max_line_bytes=options.max_line_bytes
+                    self.file, options.keys, id_key=options.id_key, max_line_bytes=options.max_line_bytes
                 )

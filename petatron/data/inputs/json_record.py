@@ -35,6 +35,11 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return record if len(record) == len(pairs) else RepeatedKeys(pairs)
 
 
+def repeated_keys(record: object) -> set[str]:
+    """Returns the keys that an object of `parse_record` has more than once."""
+    return record.names if isinstance(record, RepeatedKeys) else set()
+
+
 def document_id(record: object, key: str) -> bytes:
     """Returns what an object says under a key as text of at most MAX_ID_CHARACTERS; nothing where it says nothing.
 
@@ -55,7 +60,7 @@ def text_value(record: object, key: str) -> TextValue:
     if key not in record:
         present = ", ".join(printable(name, max_chars=40) for name in sorted(record)[:8]) or "none"
         raise ValueError(f"no key {key!r} (keys here: {present})")
-    if isinstance(record, RepeatedKeys) and key in record.names:
+    if key in repeated_keys(record):
         raise ValueError(f"the key {key!r} is there twice")
     value = record[key]
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value)):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date, time
 
 import numpy as np
 
@@ -43,7 +46,9 @@ def blocks_of_rows(
         position = row.file_position
         if isinstance(row, RefusedRow):
             refused.append(row.refused)
-        elif len(line := _json_line(row.record)) - 1 > max_line_bytes:
+        elif (line := _json_line(row.record)) is None:
+            refused.append(RefusedLine(row.line, "nested too deeply"))
+        elif len(line) - 1 > max_line_bytes:
             reason = f"the row has {len(line) - 1:,} bytes as JSON, more than {max_line_bytes:,}"
             refused.append(RefusedLine(row.line, reason, "too long"))
         else:
@@ -68,8 +73,29 @@ def _block(
     return LineBlock(path, count + 1, b"".join(lines), position, np.array(numbers, np.int64), tuple(refused))
 
 
-def _json_line(record: Mapping[str, object]) -> bytes:
+def _json_line(record: Mapping[str, object]) -> bytes | None:
+    """Returns a record as a line; None where it is nested deeper than JSON can be written."""
     try:
-        return json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
-    except UnicodeEncodeError:  # a lone surrogate, which the tokenizer refuses with the reason
-        return json.dumps(record, default=str).encode() + b"\n"
+        return json.dumps(record, ensure_ascii=False, allow_nan=False, default=_json_value).encode() + b"\n"
+    except RecursionError:
+        return None
+    except (
+        ValueError
+    ):  # a number that JSON does not have, or a lone surrogate, which the tokenizer refuses with the reason
+        return json.dumps(_finite(record), default=_json_value).encode() + b"\n"
+
+
+def _json_value(value: object) -> object:
+    """Returns what JSON has for a value that it does not have: base64 of bytes, ISO 8601 of a time, or its text."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if isinstance(value, date | time) else str(value)
+
+
+def _finite(value: object) -> object:
+    """Returns a value with null for infinities and for what is no number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value

@@ -9,13 +9,13 @@ whole, however long it says it is.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from petatron.base.errors import DataError
 from petatron.data.inputs.compressed_stream import READ_ERRORS, CountedStream, decompressed_chunks
 from petatron.data.inputs.input_file import InputFile
+from petatron.data.inputs.json_record import parse_record, repeated_keys
 from petatron.data.inputs.line_blocks import RefusedLine
 from petatron.data.inputs.row_blocks import RefusedRow, SourceRow
 
@@ -68,9 +68,9 @@ class _Stream:
 
 
 def tar_samples(
-    file: InputFile, text_key: str, *, id_key: str | None, max_line_bytes: int
+    file: InputFile, keys: Sequence[str], *, id_key: str | None, max_line_bytes: int
 ) -> Iterator[SourceRow | RefusedRow]:
-    """Yields the samples of a tar, numbered from 1. A .txt is the text `text_key`, also beside an object that has that key."""
+    """Yields the samples of a tar, numbered from 1. A .txt is the text of the first key, also beside an object that has that key."""
     sample, number = _Sample(""), 0
     with file.open() as opened:
         stream = CountedStream(opened, end=file.size)
@@ -83,14 +83,14 @@ def tar_samples(
                 if key != sample.key:
                     if sample.has_content:
                         number += 1
-                        yield sample.row(number, text_key, id_key, stream.position)
+                        yield sample.row(number, keys, id_key, stream.position)
                     sample = _Sample(key)
                 sample.add(ending, member.content)
         except (*READ_ERRORS, _Damaged) as error:
             where = f"{file.path} cannot be read beyond sample {number + 1}"
             raise DataError(f"{where}: {error}. Check the file, or copy it again.") from error
         if sample.has_content:
-            yield sample.row(number + 1, text_key, id_key, stream.position)
+            yield sample.row(number + 1, keys, id_key, stream.position)
 
 
 def _split_name(name: str) -> tuple[str, str, str]:
@@ -114,17 +114,19 @@ class _Sample:
         if ending in _READ_ENDINGS:
             self._contents[ending] = content
 
-    def row(self, number: int, text_key: str, id_key: str | None, position: int) -> SourceRow | RefusedRow:
+    def row(self, number: int, keys: Sequence[str], id_key: str | None, position: int) -> SourceRow | RefusedRow:
         if any(content is None for content in self._contents.values()):
             return RefusedRow(
                 RefusedLine(number, f"a file of {self.key} is longer than a line may be", "too long"), position
             )
         try:
-            record: Mapping[str, object] = json.loads(self._contents.get("json") or b"{}")
+            record = parse_record(self._contents.get("json") or b"{}")
             if not isinstance(record, dict):
                 raise ValueError(f"a JSON {type(record).__name__}, not an object")
             text = self._contents.get("txt")
-            texts = {} if text is None else {text_key: text.decode()}
+            texts = {} if text is None else {keys[0]: text.decode()}
+            if twice := sorted(repeated_keys(record).intersection(keys) - texts.keys()):
+                raise ValueError(f"the key {twice[0]!r} is there twice")
         except (ValueError, RecursionError) as error:
             return RefusedRow(RefusedLine(number, f"{self.key}: {error}"), position)
         names = {} if id_key is None or id_key in record else {id_key: self.key}

@@ -7,13 +7,20 @@ import importlib.util
 
 from tests.fuzz.kind import Kind
 
-_OF_EXTRAS = {"fetch": ("pyarrow",), "submissions": ("fastapi", "llguidance", "httpx")}
+_OF_EXTRAS = {
+    "fetch": ("pyarrow",),
+    "parquet": ("pyarrow",),
+    "arrow": ("pyarrow",),
+    "saved-dataset": ("pyarrow",),
+    "submissions": ("fastapi", "llguidance", "httpx"),
+}
 LACKING = {
     name: lacking
     for name, modules in _OF_EXTRAS.items()
     if (lacking := [module for module in modules if importlib.util.find_spec(module) is None])
 }
 """Kinds that cannot run here, and the packages that they would need."""
+_MODULES = dict.fromkeys(("parquet", "arrow", "saved-dataset"), "inputs")
 KINDS = {
     "checkpoint": "checkpoint",
     "huggingface": "huggingface",
@@ -32,11 +39,16 @@ KINDS = {
     "dataset": "dataset",
     "jsonl": "jsonl",
     "curation": "curation",
+    "compressed": "inputs",
+    "csv": "inputs",
+    "webdataset": "inputs",
+    "sources": "sources",
+    "parts": "parts",
     "tokenizer": "tokenizer",
     "settings": "settings",
     "run-folder": "run_folder",
     "rendezvous": "rendezvous",
-    **{name: name for name in _OF_EXTRAS if name not in LACKING},
+    **{name: _MODULES.get(name, name) for name in _OF_EXTRAS if name not in LACKING},
 }
 PLANTED = "planted"
 """A kind that breaks every rule, to test the harness with."""

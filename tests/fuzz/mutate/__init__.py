@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from tests.fuzz.kind import Case, Change, Files, Kind
-from tests.fuzz.mutate import archives, octets, pickles, tables, texts, trees
+from tests.fuzz.mutate import archives, columns, octets, pickles, tables, texts, trees
 
 FORMATS = {
     "bytes": octets.mutate,
@@ -23,6 +23,11 @@ FORMATS = {
     "pickle": pickles.mutate,
     "torch": archives.mutate_torch,
     "gzip": archives.mutate_gzip,
+    "tar": archives.mutate_tar,
+    "csv": texts.mutate_csv,
+    "parquet": columns.mutate_parquet,
+    "arrow": columns.mutate_arrow,
+    "sources": tables.mutate_sources,
 }
 OUTSIDE = "../outside"
 """A folder beside the working folder, with a secret and with files that must stay as they are."""

@@ -1,4 +1,4 @@
-"""Mutations inside archives, packed again: torch's files (a pickle and tensors in a zip), and gzip."""
+"""Mutations inside archives, packed again: torch's files (a pickle and tensors in a zip), gzip, and tars."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from tests.fuzz.mutate import octets, pickles
 from tests.fuzz.mutate.octets import Mutated, NotOfThisFormat
 
 _MOST_PLAIN_BYTES = 32 << 20
+_TAR_BLOCK = 512
+_TAR_FIELDS = {
+    "name": (0, 100),
+    "size": (124, 136),
+    "type": (156, 157),
+    "link": (157, 257),
+    "magic": (257, 265),
+    "prefix": (345, 500),
+}
 
 
 def mutate_torch(content: bytes, rng: random.Random) -> Mutated:
@@ -51,6 +60,45 @@ def _zipped(members: list[tuple[str, bytes]], packing: int) -> bytes:
         for name, content in members:
             archive.writestr(zipfile.ZipInfo(name), content, packing)
     return out.getvalue()
+
+
+def mutate_tar(content: bytes, rng: random.Random) -> Mutated:
+    """A field of a header, with a checksum that fits, a block that goes or is there twice, or an extended header of some length."""
+    headers = [
+        at for at in range(0, len(content) - _TAR_BLOCK + 1, _TAR_BLOCK) if content[at + 257 : at + 262] == b"ustar"
+    ]
+    if not headers:
+        raise NotOfThisFormat
+    at = rng.choice(headers)
+    what = rng.choice(("field", "field", "field", "block", "extended", "zeros", "repeat"))
+    if what == "block":
+        return content[:at] + content[at + _TAR_BLOCK :], f"without the block at {at}"
+    if what == "zeros":
+        return content[:at] + bytes(_TAR_BLOCK * rng.choice((1, 2))) + content[at:], f"zeros at {at}"
+    if what == "repeat":
+        return content[:at] + content[at : at + 2 * _TAR_BLOCK] * 50 + content[at:], f"a file 50 times at {at}"
+    header = bytearray(content[at : at + _TAR_BLOCK])
+    if what == "extended":
+        record = rng.choice(
+            (b"19 path=../../x.txt\n", b"9999999 path=x\n", b"x", b"0 path=a\n", b"12 size=9999\n", b"\xff" * 40, b"")
+        )
+        header[124:136] = b"%011o\x00" % rng.choice((len(record), 1 << 20, 1 << 30))
+        header[156:157] = rng.choice((b"x", b"g", b"L", b"K"))
+        block = record.ljust(_TAR_BLOCK, b"\x00")
+        return content[:at] + _with_checksum(header) + block + content[at:], f"an extended header at {at}"
+    field, (start, end) = rng.choice(sorted(_TAR_FIELDS.items()))
+    values = (
+        b"", b"\x00", b"0", b"1", b"5", b"g", b"77777777777", b"-1", b"8", b"\x80" + b"\x00" * 7 + b"\x01", b"\xff" * 12, b"00000001000",
+        b"../x.txt", b"a.json", b".txt", b"\xff.txt", b"\x1b[31m.json", b"ustar  \x00",
+    )  # fmt: skip
+    header[start:end] = rng.choice(values)[: end - start].ljust(end - start, b"\x00")
+    return content[:at] + _with_checksum(header) + content[at + _TAR_BLOCK :], f"{field} of the header at {at}"
+
+
+def _with_checksum(header: bytearray) -> bytes:
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\x00 " % sum(header)
+    return bytes(header)
 
 
 def mutate_gzip(content: bytes, rng: random.Random) -> Mutated:

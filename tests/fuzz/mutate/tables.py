@@ -1,4 +1,4 @@
-"""Mutations of binary tables: the index of a dataset, and numpy's arrays."""
+"""Mutations of binary tables: the index of a dataset, the sources of its documents, and numpy's arrays."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def mutate_index(content: bytes, rng: random.Random) -> Mutated:
     for number in chosen:
         content = put_number(content, start + width * number, width, rng)
     return content, f"{what}: {len(chosen)} of {count}"
+
+
+def mutate_sources(content: bytes, rng: random.Random) -> Mutated:
+    """A number of the header, a line, the end of an id, a file, or the list of files."""
+    if len(content) < 32:
+        raise NotOfThisFormat
+    documents, id_bytes = struct.unpack("<QQ", content[16:32])
+    names = 32 + 20 * documents + id_bytes
+    what = rng.choice(("header", "line", "id", "file", "names"))
+    if what == "header":
+        at, width = rng.choice(((8, 4), (12, 4), (16, 8), (24, 8)))
+        return put_number(content, at, width, rng), f"header at {at}"
+    if not documents or names > len(content):
+        raise NotOfThisFormat
+    if what == "names":
+        listed = rng.choice(
+            ("[]", "[1, 2]", "{}", '["a"]', '["\\ud800", "\\u001b[2J"]', "[" * 5000, '["x", "y", "z"]', "")
+        )
+        return content[:names] + listed.encode(), f"files {listed[:20]!r}"
+    offset, width = {"line": (0, 8), "id": (8, 8), "file": (16, 4)}[what]
+    number = rng.randrange(documents)
+    return put_number(content, 32 + 20 * number + offset, width, rng), f"{what} of document {number}"
 
 
 def mutate_npy(content: bytes, rng: random.Random) -> Mutated:

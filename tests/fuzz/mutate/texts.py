@@ -1,4 +1,4 @@
-"""Mutations of lines of text, and of YAML, whose scalars, anchors and tags have surprises of their own."""
+"""Mutations of lines of text, of CSV, and of YAML, whose scalars, anchors and tags have surprises of their own."""
 
 from __future__ import annotations
 
@@ -50,6 +50,32 @@ def mutate(content: bytes, rng: random.Random) -> Mutated:
     else:
         lines[at] = re.sub(r"\d+", lambda match: rng.choice(("0", "-1", match[0] + "0", "9" * 30, "1.5")), lines[at])
     return "\n".join(lines).encode("utf-8", "surrogatepass"), f"{what} at line {at}"
+
+
+def mutate_csv(content: bytes, rng: random.Random) -> Mutated:
+    """Quotes, delimiters and line ends where none were, other names of columns, or what plain text may become."""
+    if rng.random() < 0.3:
+        return mutate(content, rng)
+    lines = content.split(b"\n")
+    what = rng.choice(("mark", "mark", "mark", "header", "long", "ends", "wide"))
+    if what == "header":
+        names = lines[0].split(b",")
+        names[rng.randrange(len(names))] = rng.choice(
+            (b"", b"text", b"\xff", b'"', b"x" * 3000, b"\x1b[31m", b"\xef\xbb\xbftext")
+        )
+        return b"\n".join([b",".join(names), *lines[1:]]), "another name"
+    if what == "long":
+        return content + b'"' + b"a" * (6 << 20), "a quote without an end"
+    if what == "ends":
+        return content.replace(b"\n", rng.choice((b"\r\n", b"\r", b"\n\n", b"\x00\n", b"\x0b"))), "other line ends"
+    if what == "wide":
+        lines.insert(rng.randrange(len(lines)), b"," * rng.choice((1, 100, 100_000)))
+        return b"\n".join(lines), "a line of delimiters"
+    at, mark = (
+        rng.randrange(len(content) + 1),
+        rng.choice((b'"', b'""', b'"""', b",", b"\n", b"\r", b"\x00", b"\xff", b"\t", b"\\")),
+    )
+    return content[:at] + mark + content[at:], f"{mark!r} at {at}"
 
 
 def mutate_yaml(content: bytes, rng: random.Random) -> Mutated:

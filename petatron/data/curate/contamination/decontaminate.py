@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.base.safe_files import open_atomic
-from petatron.base.untrusted_files import not_a_file_reason
 from petatron.data.curate.contamination.evaluation_ngrams import read_evaluation_ngrams
 from petatron.data.curate.files.document_blocks import parse_block, with_key
 from petatron.data.curate.files.line_step import JudgedBlock, run_line_step
@@ -30,6 +29,8 @@ from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.normalize_text import word_bytes
 from petatron.data.curate.word_hashes import Hashes, word_ngrams
+from petatron.data.inputs.expand_inputs import expand_inputs
+from petatron.data.inputs.input_file import InputFile
 from petatron.data.inputs.line_blocks import LineBlock
 
 NGRAM = 13
@@ -54,8 +55,9 @@ def decontaminate_documents(
     files: StepFiles, options: DecontaminateOptions, on_progress: OnProgress | None = None
 ) -> StepSummary:
     """Writes documents without matches, or all of them with marks, and the summary."""
-    _check_options(files, options)
-    ngrams = read_evaluation_ngrams(options.against, options.ngram)
+    files, against = _check_options(files, options)
+    ngrams = read_evaluation_ngrams(against, options.ngram)
+    options = replace(options, against=ngrams.files)
     settings: dict[str, Any] = {"against": options.against, "ngram": options.ngram, "mark": options.mark}
     summary = StepSummary("decontaminate", settings)
     summary.details["evaluation"] = {
@@ -93,13 +95,19 @@ class _Report:
             self._file.write(json.dumps(row).encode() + b"\n")
 
 
-def _check_options(files: StepFiles, options: DecontaminateOptions) -> None:
-    check_step_files(files, step="decontaminate")
-    problems = [f"--against {path} {why}" for path in options.against if (why := not_a_file_reason(Path(path)))]
+def _check_options(files: StepFiles, options: DecontaminateOptions) -> tuple[StepFiles, list[InputFile]]:
+    files = check_step_files(files, step="decontaminate")
+    against: list[InputFile] = []
+    problems: list[str] = []
+    try:
+        against = expand_inputs(options.against, "auto")
+    except DataError as error:
+        problems.append(f"--against: {str(error).removesuffix('.')}")
     if not 1 <= options.ngram <= 1024:
         problems.append(f"--ngram {options.ngram} is not from 1 to 1024")
     if problems:
         raise DataError(f"Cannot decontaminate: {'; '.join(problems)}.")
+    return files, against
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,8 @@
 """The word n-grams of evaluation files, and the place of each.
 
-A file is JSON lines, of which every string is a text (also those in lists and objects: questions, choices, answers), or plain text whose
-paragraphs are texts. A text of fewer words than n has no n-gram, so nothing can be found of it; such texts are counted.
+A file is JSON lines, or rows of another format, of which every string is a text (also those in lists and objects: questions,
+choices, answers), or plain text whose paragraphs are texts. A text of fewer words than n has no n-gram, so nothing can be found
+of it; such texts are counted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file
+from petatron.data.curate.files.document_blocks import block_lines
 from petatron.data.curate.word_hashes import Hashes, word_ngrams
+from petatron.data.inputs.input_file import InputFile
+from petatron.data.inputs.input_slice import InputSlice, ReadOptions
 from petatron.data.inputs.line_blocks import read_line_blocks
 
 _TEXTS_AT_ONCE = 1024
@@ -42,14 +46,14 @@ class EvaluationNgrams:
                 np.lib.format.write_array(file, array, allow_pickle=False)
 
 
-def read_evaluation_ngrams(paths: Sequence[str], n: int) -> EvaluationNgrams:
+def read_evaluation_ngrams(files: Sequence[InputFile], n: int) -> EvaluationNgrams:
     """Reads evaluation files; `DataError` for one that is missing, malformed or has no text of n words."""
     hashes: list[Hashes] = []
     places: list[NDArray[np.int64]] = []
     num_texts = num_short = 0
-    for index, path in enumerate(paths):
+    for index, file in enumerate(files):
         before = sum(map(len, hashes))
-        for lines, texts in _batches(path):
+        for lines, texts in _batches(file):
             grams = word_ngrams(texts, n, keep_short=False)
             hashes.append(grams.hashes)
             in_lines = np.repeat(np.array(lines, np.int64), grams.counts)
@@ -57,15 +61,16 @@ def read_evaluation_ngrams(paths: Sequence[str], n: int) -> EvaluationNgrams:
             num_texts += len(texts)
             num_short += int(np.count_nonzero(grams.counts == 0))
         if sum(map(len, hashes)) == before:
-            raise DataError(f"{path} has no text of {n} words or more, so nothing can match it. Lower --ngram.")
+            raise DataError(f"{file.path} has no text of {n} words or more, so nothing can match it. Lower --ngram.")
     distinct, first = np.unique(np.concatenate(hashes), return_index=True)
-    return EvaluationNgrams(tuple(paths), distinct, np.concatenate(places)[first], num_texts, num_short)
+    paths = tuple(file.path for file in files)
+    return EvaluationNgrams(paths, distinct, np.concatenate(places)[first], num_texts, num_short)
 
 
-def _batches(path: str) -> Iterator[tuple[list[int], list[str]]]:
+def _batches(file: InputFile) -> Iterator[tuple[list[int], list[str]]]:
     lines: list[int] = []
     texts: list[str] = []
-    for line, text in _texts(path):
+    for line, text in _texts_of_lines(file) if file.format == "jsonl" else _texts_of_rows(file):
         lines.append(line)
         texts.append(text)
         if len(texts) == _TEXTS_AT_ONCE:
@@ -75,12 +80,24 @@ def _batches(path: str) -> Iterator[tuple[list[int], list[str]]]:
         yield lines, texts
 
 
-def _texts(path: str) -> Iterator[tuple[int, str]]:
-    """Yields the texts of a file with their lines."""
+def _texts_of_rows(file: InputFile) -> Iterator[tuple[int, str]]:
+    """Yields the texts of a file that is made of rows, with their places."""
+    keys = ("text",) if file.format == "webdataset" else ()
+    for block in InputSlice(file, ReadOptions(keys, all_keys=True)).blocks():
+        for refused in block.refused:
+            raise DataError(f"{file.path}:{refused.line}: {refused.reason}. Correct the file.")
+        numbers = block.source_lines(np.arange(block.first_line, block.first_line + block.num_lines))
+        for number, line in zip(numbers.tolist(), block_lines(block)):
+            yield from ((number, text) for text in _strings(json.loads(line)))
+
+
+def _texts_of_lines(file: InputFile) -> Iterator[tuple[int, str]]:
+    """Yields the texts of JSON lines, or of plain text, with their lines."""
+    path = file.path
     is_json: bool | None = None
     paragraph: list[str] = []
     first = number = 0
-    for block in read_line_blocks(path):
+    for block in read_line_blocks(path, open_file=file.open, end=file.size):
         for number, raw in enumerate(block.data.removesuffix(b"\n").split(b"\n"), block.first_line):
             try:
                 line = raw.decode().strip()

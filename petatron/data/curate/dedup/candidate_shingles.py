@@ -18,6 +18,7 @@ from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
 from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.curate.files.worker_pool import WorkerPool
 from petatron.data.curate.word_hashes import NgramHashes, word_ngrams
+from petatron.data.inputs.input_file import changed_error
 from petatron.data.inputs.line_blocks import LineBlock
 
 
@@ -95,6 +96,8 @@ def _shingle_block(json_key: str, ngram: int, masked: _MaskedBlock) -> NgramHash
     if not masked.mask.any():
         return NgramHashes(np.zeros(0, np.uint64), np.zeros(0, np.int64))
     documents = parse_block(masked.block, json_key).documents
+    if len(documents) != len(masked.mask):
+        raise changed_error(masked.block.path)
     texts = [documents[place].text for place in np.flatnonzero(masked.mask)]
     grams = word_ngrams(texts, ngram, keep_short=True)
     distinct = [np.unique(part) for part in np.split(grams.hashes, grams.starts[1:])]

@@ -23,10 +23,10 @@ from petatron.data.curate.dedup.document_sketches import DocumentLines, read_ske
 from petatron.data.curate.dedup.duplicate_links import Documents, DuplicateLinks, Similarity, link_equal_keys
 from petatron.data.curate.dedup.min_hash import MinHashOptions
 from petatron.data.curate.dedup.signature_files import SignatureFiles, signature_files
-from petatron.data.curate.files.document_blocks import check_unchanged, file_state, joined_lines, read_blocks
-from petatron.data.curate.files.output_folder import SUMMARY_FILE, OutputFiles, output_folder
+from petatron.data.curate.files.document_blocks import block_lines, joined_lines, read_blocks
+from petatron.data.curate.files.output_folder import OutputFiles, output_folder
 from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
-from petatron.data.curate.files.step_files import StepFiles, check_step_files
+from petatron.data.curate.files.step_files import SUMMARY_FILE, StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.files.worker_pool import WorkerPool
 
@@ -50,8 +50,7 @@ class DedupOptions:
 
 def dedup_documents(files: StepFiles, options: DedupOptions, on_progress: OnProgress | None = None) -> StepSummary:
     """Writes the first document of every cluster, its line unchanged, and the summary."""
-    _check_options(files, options)
-    states = [file_state(path) for path in files.inputs]
+    files = _check_options(files, options)
     summary = StepSummary("dedup", _settings(options))
     with output_folder(Path(files.output), overwrite=files.overwrite) as folder:
         work = folder / _WORK_FOLDER
@@ -68,15 +67,13 @@ def dedup_documents(files: StepFiles, options: DedupOptions, on_progress: OnProg
         if options.report_pairs is not None:
             _write_pairs(Path(options.report_pairs), files, lines, links, is_exact)
         _write_kept(files, folder, lines, ~links.duplicates, on_progress)
-        for path, state in zip(files.inputs, states):
-            check_unchanged(path, state)
         _count(summary, links, is_exact)
         write_atomic(folder / SUMMARY_FILE, summary.file_content())
     return summary
 
 
-def _check_options(files: StepFiles, options: DedupOptions) -> None:
-    check_step_files(files, step="deduplicate")
+def _check_options(files: StepFiles, options: DedupOptions) -> StepFiles:
+    files = check_step_files(files, step="deduplicate")
     problems: list[str] = []
     if near := options.near:
         for flag, number in (("--bands", near.bands), ("--rows", near.rows), ("--ngram", near.ngram)):
@@ -86,6 +83,7 @@ def _check_options(files: StepFiles, options: DedupOptions) -> None:
             problems.append(f"--threshold {near.threshold:g} is not above 0 and at most 1")
     if problems:
         raise DataError(f"Cannot deduplicate: {'; '.join(problems)}.")
+    return files
 
 
 def _settings(options: DedupOptions) -> dict[str, Any]:
@@ -178,10 +176,10 @@ def _write_kept(
         mask[mask] = is_kept[starts[index] : starts[index + 1]]
     with OutputFiles(folder, files) as output:
         for index, block in read_blocks(files):
-            content = block.data.removesuffix(b"\n").split(b"\n")
+            content = block_lines(block)
             chosen = masks[index][block.first_line - 1 : block.first_line - 1 + len(content)]
             output.write(index, joined_lines([content[place] for place in np.flatnonzero(chosen)]))
-            progress.add_block(index, block, len(content))
+            progress.add_block(index, block, len(content) + len(block.refused))
 
 
 def _write_pairs(
@@ -192,7 +190,7 @@ def _write_pairs(
 
     def place(document: int) -> dict[str, Any]:
         index = int(np.searchsorted(starts, document, side="right")) - 1
-        return {"file": files.inputs[index], "line": int(numbers[document])}
+        return {"file": files.sources[index].path, "line": int(numbers[document])}
 
     first, second, similarity = (np.concatenate(parts) for parts in zip(*links.pairs)) if links.pairs else ([], [], [])
     try:

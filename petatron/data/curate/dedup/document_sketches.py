@@ -18,17 +18,23 @@ from petatron.data.curate.files.step_summary import BLANK, StepSummary
 from petatron.data.curate.files.worker_pool import WorkerPool
 from petatron.data.curate.normalize_text import same_text_key
 from petatron.data.curate.word_hashes import Hashes, word_ngrams
-from petatron.data.inputs.line_blocks import LineBlock
+from petatron.data.inputs.input_formats import TEXT_FORMATS
+from petatron.data.inputs.line_blocks import LineBlock, RefusedLine
 
-_DOCUMENT, _BLANK, _MALFORMED = range(3)
+_UNCOUNTED_FORMATS = (*TEXT_FORMATS, "csv")
+"""Formats of which a row may have several lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentLines:
-    """Which lines of each input are documents, a byte for each line, and which documents have words."""
+    """Which lines (rows, samples) of each input are documents, a byte for each line, and which documents have words.
+
+    lines: of an input whose rows are not counted by lines, as in CSV, the line that each document begins on; 8 bytes for each.
+    """
 
     is_document: tuple[NDArray[np.bool_], ...]
     has_words: NDArray[np.bool_]
+    lines: tuple[NDArray[np.int64] | None, ...]
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -41,16 +47,20 @@ class DocumentLines:
 
     def numbers(self) -> NDArray[np.int64]:
         """Returns the line of every document in its input."""
-        return np.concatenate([np.zeros(0, np.int64), *(np.flatnonzero(lines) + 1 for lines in self.is_document)])
+        counted = (np.flatnonzero(is_document) + 1 for is_document in self.is_document)
+        numbers = (places if lines is None else lines for places, lines in zip(counted, self.lines))
+        return np.concatenate([np.zeros(0, np.int64), *numbers])
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockSketch:
-    codes: NDArray[np.uint8]
+    is_document: NDArray[np.bool_]
+    lines: NDArray[np.int64]
     exact: Hashes
     signatures: NDArray[np.unsignedinteger] | None
     has_words: NDArray[np.bool_]
-    malformed: tuple[tuple[int, str], ...]
+    num_blank: int
+    malformed: tuple[RefusedLine, ...]
 
 
 def read_sketches(
@@ -62,35 +72,42 @@ def read_sketches(
     on_progress: OnProgress | None,
 ) -> DocumentLines:
     """Appends the hashes of all documents to `sketches`, and counts the lines that are none."""
-    is_document: list[list[NDArray[np.bool_]]] = [[np.zeros(0, bool)] for _ in files.inputs]
+    is_document: list[list[NDArray[np.bool_]]] = [[np.zeros(0, bool)] for _ in files.sources]
+    line_numbers: list[list[NDArray[np.int64]]] = [[np.zeros(0, np.int64)] for _ in files.sources]
     has_words: list[NDArray[np.bool_]] = [np.zeros(0, bool)]
     progress = PassProgress(files, "hashed", on_progress)
     sketch = partial(_sketch_block, files.json_key, near)
     for (index, block), result in pool.ordered_results(sketch, read_blocks(files)):
-        for line, reason in result.malformed:
-            summary.count_malformed(block.path, line, reason, files.on_error)
-        summary.count_dropped(BLANK, int(np.count_nonzero(result.codes == _BLANK)))
+        for refused in result.malformed:
+            summary.count_malformed(block.path, refused, files.on_error)
+        summary.count_dropped(BLANK, result.num_blank)
         sketches.append(result.exact, result.signatures)
-        is_document[index].append(result.codes == _DOCUMENT)
+        is_document[index].append(result.is_document)
+        if files.sources[index].format in _UNCOUNTED_FORMATS:
+            line_numbers[index].append(result.lines)
         has_words.append(result.has_words)
-        progress.add_block(index, block, len(result.codes))
-    lines = DocumentLines(tuple(map(np.concatenate, is_document)), np.concatenate(has_words))
-    summary.inputs |= {path: len(of_file) for path, of_file in zip(files.inputs, lines.is_document)}
+        progress.add_block(index, block, len(result.is_document))
+    uncounted = [file.format in _UNCOUNTED_FORMATS for file in files.sources]
+    lines = DocumentLines(
+        tuple(map(np.concatenate, is_document)),
+        np.concatenate(has_words),
+        tuple(np.concatenate(numbers) if kept else None for numbers, kept in zip(line_numbers, uncounted)),
+    )
+    summary.inputs |= {file.path: len(of_file) for file, of_file in zip(files.sources, lines.is_document)}
     return lines
 
 
 def _sketch_block(json_key: str, near: MinHashOptions | None, indexed: tuple[int, LineBlock]) -> _BlockSketch:
     _, block = indexed
     parsed = parse_block(block, json_key)
-    codes = np.full(parsed.num_lines, _DOCUMENT, np.uint8)
-    codes[[line - block.first_line for line in parsed.blank]] = _BLANK
-    codes[[line - block.first_line for line, _ in parsed.malformed]] = _MALFORMED
+    lines = np.array([document.line for document in parsed.documents], np.int64)
     texts = [document.text for document in parsed.documents]
     hashes = b"".join(
         hashlib.blake2b(same_text_key(text).encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in texts
     )
     exact = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
-    if near is None:
-        return _BlockSketch(codes, exact, None, np.zeros(len(texts), bool), parsed.malformed)
-    shingles = word_ngrams(texts, near.ngram, keep_short=True)
-    return _BlockSketch(codes, exact, signatures(shingles, near), shingles.counts > 0, parsed.malformed)
+    signature, has_words = None, np.zeros(len(texts), bool)
+    if near is not None:
+        shingles = word_ngrams(texts, near.ngram, keep_short=True)
+        signature, has_words = signatures(shingles, near), shingles.counts > 0
+    return _BlockSketch(parsed.is_document, lines, exact, signature, has_words, parsed.num_blank, parsed.malformed)

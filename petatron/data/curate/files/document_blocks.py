@@ -1,29 +1,31 @@
-"""The documents of JSON lines: the one place where curation reads its inputs.
+"""The documents of inputs: the one place where curation reads them, as JSON lines whatever their format.
 
-A block of lines is parsed where it is judged, in a worker. Every line is a document, blank, or malformed, so that a step can account
-for all of them.
+A block of lines is parsed where it is judged, in a worker. Every line (row, sample) is a document, blank, or malformed, so that a step can
+account for all of them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.data.curate.files.step_files import StepFiles
+from petatron.data.inputs.input_slice import InputSlice
 from petatron.data.inputs.json_record import parse_record, text_value
-from petatron.data.inputs.line_blocks import LineBlock, read_line_blocks
+from petatron.data.inputs.line_blocks import LineBlock, RefusedLine
 
 MAX_SHOWN_PROBLEMS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One line of an input: `line` counts from 1, `raw` is its bytes without the line end."""
+    """One line of an input: `line` is where it is in its file, from 1, `raw` its bytes without the line end, or the row as JSON."""
 
     line: int
     raw: bytes
@@ -33,76 +35,70 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class ParsedBlock:
-    """The lines of a block; each is in one of the three."""
+    """The lines of a block; each is a document, blank or malformed."""
 
-    num_lines: int
+    is_document: NDArray[np.bool_]
+    """Of every line."""
     documents: tuple[Document, ...]
-    blank: tuple[int, ...]
-    malformed: tuple[tuple[int, str], ...]
-    """Line and reason."""
+    num_blank: int
+    malformed: tuple[RefusedLine, ...]
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.is_document)
 
 
 def read_blocks(files: StepFiles) -> Iterator[tuple[int, LineBlock]]:
-    """Yields the blocks of all inputs with the index of the input; `DataError` if a file changes meanwhile."""
-    for index, path in enumerate(files.inputs):
-        before = file_state(path)
-        for block in read_line_blocks(path, block_bytes=files.block_bytes, max_line_bytes=files.max_line_bytes):
+    """Yields the blocks of all inputs with the index of the input; `DataError` if a file has changed since the step began."""
+    for index, file in enumerate(files.sources):
+        file.check_unchanged()
+        for block in InputSlice(file, files.read_options).blocks():
             yield index, block
-        check_unchanged(path, before)
-
-
-FileState = tuple[int, int, int]
-
-
-def file_state(path: str) -> FileState:
-    """Returns size, time and number of a file, which show whether it was changed."""
-    try:
-        status = os.stat(Path(path))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def check_unchanged(path: str, before: FileState) -> None:
-    """Raises `DataError` for a file that was changed since."""
-    if file_state(path) != before:
-        raise DataError(f"{path} was changed while it was read. Run the step again when nobody writes the file.")
 
 
 def parse_block(block: LineBlock, json_key: str) -> ParsedBlock:
     """Parses a block; the text of a list of strings is its lines.
 
     >>> parsed = parse_block(LineBlock("a.jsonl", 1, b'{"text": "one"}\\n\\n[]\\n', 0), "text")
-    >>> parsed.documents[0].text, parsed.blank, parsed.malformed
-    ('one', (2,), ((3, 'a JSON list, not an object'),))
+    >>> parsed.documents[0].text, parsed.num_blank, parsed.malformed[0].line, parsed.malformed[0].reason
+    ('one', 1, 3, 'a JSON list, not an object')
     """
-    lines = block.data.removesuffix(b"\n").split(b"\n") if block.data else []
+    lines = block_lines(block)
+    is_document = np.zeros(len(lines) + len(block.refused), bool)
+    numbers = block.source_lines(np.arange(block.first_line, block.first_line + len(lines)))
     documents: list[Document] = []
-    blank: list[int] = []
-    malformed: list[tuple[int, str]] = []
-    for number, line in enumerate(lines, block.first_line):
+    malformed: list[RefusedLine] = []
+    num_blank = 0
+    for place, (number, line) in enumerate(zip(numbers.tolist(), lines)):
         if not line or line.isspace():
-            blank.append(number)
+            num_blank += 1
             continue
         try:
             record = parse_record(line.decode())
             text = text_value(record, json_key)
             assert isinstance(record, dict)  # it has a key
             documents.append(Document(number, line, record, text if isinstance(text, str) else "\n".join(text)))
+            is_document[place] = True
         except json.JSONDecodeError as error:
-            malformed.append((number, f"not JSON ({error.msg}, column {error.colno})"))
+            malformed.append(RefusedLine(number, f"not JSON ({error.msg}, column {error.colno})"))
         except UnicodeDecodeError as error:
-            malformed.append((number, f"not UTF-8 text ({error.reason})"))
+            malformed.append(RefusedLine(number, f"not UTF-8 text ({error.reason})"))
         except RecursionError:
-            malformed.append((number, "nested too deeply"))
+            malformed.append(RefusedLine(number, "nested too deeply"))
         except ValueError as error:
-            malformed.append((number, str(error)))
-    return ParsedBlock(len(lines), tuple(documents), tuple(blank), tuple(malformed))
+            malformed.append(RefusedLine(number, str(error)))
+    return ParsedBlock(is_document, tuple(documents), num_blank, (*malformed, *block.refused))
 
 
-def malformed_error(path: str, line: int, reason: str) -> DataError:
+def block_lines(block: LineBlock) -> list[bytes]:
+    """Returns the lines of a block, without those that its reader has refused, which come after them."""
+    return block.data.removesuffix(b"\n").split(b"\n") if block.data else []
+
+
+def malformed_error(path: str, refused: RefusedLine) -> DataError:
+    fix = "Allow more with --max-line-bytes" if refused.kind == "too long" else "Correct the line"
     return DataError(
-        f"{path}:{line}: {reason}. Correct the line, or leave out and count such lines with --on-error skip."
+        f"{path}:{refused.line}: {refused.reason}. {fix}, or leave out and count such lines with --on-error skip."
     )
 
 

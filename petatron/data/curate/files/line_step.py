@@ -10,12 +10,12 @@ from typing import Any
 
 from petatron.base.safe_files import write_atomic
 from petatron.data.curate.files.document_blocks import ParsedBlock, joined_lines, read_blocks
-from petatron.data.curate.files.output_folder import SUMMARY_FILE, OutputFiles, output_folder
+from petatron.data.curate.files.output_folder import OutputFiles, output_folder
 from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
-from petatron.data.curate.files.step_files import StepFiles
+from petatron.data.curate.files.step_files import SUMMARY_FILE, StepFiles
 from petatron.data.curate.files.step_summary import BLANK, StepSummary
 from petatron.data.curate.files.worker_pool import WorkerPool
-from petatron.data.inputs.line_blocks import LineBlock
+from petatron.data.inputs.line_blocks import LineBlock, RefusedLine
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class JudgedBlock:
     """What becomes of the lines of a block: those of each part of the output, and the others by reason."""
 
     num_lines: int
-    malformed: tuple[tuple[int, str], ...] = ()
+    malformed: tuple[RefusedLine, ...] = ()
     lines: dict[str, list[bytes]] = field(default_factory=dict)
     """By the part of the output; every part but `SAVED` has lines that are kept."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -34,7 +34,7 @@ class JudgedBlock:
 
     @classmethod
     def of(cls, parsed: ParsedBlock) -> JudgedBlock:
-        return cls(parsed.num_lines, parsed.malformed, dropped=Counter({BLANK: len(parsed.blank)}))
+        return cls(parsed.num_lines, parsed.malformed, dropped=Counter({BLANK: parsed.num_blank}))
 
     def keep(self, line: bytes, part: str = "") -> None:
         self.lines.setdefault(part, []).append(line)
@@ -77,7 +77,7 @@ def run_line_step(
 ) -> None:
     """Judges all lines and publishes the output; `judge_again` judges what was kept in this process, for a model that is here."""
     progress = PassProgress(files, "read", on_progress)
-    summary.inputs |= dict.fromkeys(files.inputs, 0)
+    summary.inputs |= {file.path: 0 for file in files.sources}
     with output_folder(Path(files.output), overwrite=files.overwrite) as folder:
         with WorkerPool(files.workers) as pool, OutputFiles(folder, files, parts) as output:
             for (index, block), result in pool.ordered_results(IndexedJudge(judge), read_blocks(files)):
@@ -94,8 +94,8 @@ def run_line_step(
 
 def _count(summary: StepSummary, files: StepFiles, block: LineBlock, result: JudgedBlock) -> None:
     summary.inputs[block.path] += result.num_lines
-    for line, reason in result.malformed:
-        summary.count_malformed(block.path, line, reason, files.on_error)
+    for refused in result.malformed:
+        summary.count_malformed(block.path, refused, files.on_error)
     for reason, count in result.dropped.items():
         summary.count_dropped(reason, count)
     for part, lines in result.lines.items():

@@ -19,13 +19,9 @@ from typing import Any, BinaryIO
 from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, make_folder, remove_tree, tmp_path_for
 from petatron.base.untrusted_files import open_regular_file
-from petatron.data.curate.files.step_files import StepFiles
-from petatron.data.inputs.compressed_stream import GZIP_MAGIC, ZSTD_MAGIC
+from petatron.data.curate.files.step_files import SUMMARY_FILE, StepFiles
+from petatron.data.inputs.compressed_stream import Compression
 
-SUMMARY_FILE = "summary.json"
-_XZ_MAGIC, _BZIP2_MAGIC, _HEAD_BYTES = b"\xfd7zXZ\x00", b"BZh", 10
-_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
-"""A block, or the end of an empty file, behind the magic and a digit; a text may begin with the magic."""
 _MAX_SUMMARY_BYTES = 1 << 28
 
 
@@ -90,7 +86,7 @@ class OutputFiles:
 
     def __init__(self, folder: Path, files: StepFiles, parts: Sequence[str] = ("",)) -> None:
         self._folder, self._files, self._parts = folder, files, parts
-        self._index, self._open = -1, dict[str, BinaryIO]()
+        self._names, self._index, self._open = files.output_names(), -1, dict[str, BinaryIO]()
         self._stack = ExitStack()
 
     def __enter__(self) -> OutputFiles:
@@ -98,7 +94,7 @@ class OutputFiles:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._advance(len(self._files.inputs) - 1)
+            self._advance(len(self._files.sources) - 1)
         self._stack.close()
 
     def write(self, index: int, content: bytes, part: str = "") -> None:
@@ -111,43 +107,37 @@ class OutputFiles:
         while self._index < index:
             self._stack.close()
             self._index += 1
-            path = self._files.inputs[self._index]
-            name = self._files.output_names()[self._index]
-            like = path if self._files.compression == "same" else None
+            file, name = self._files.sources[self._index], self._names[self._index]
+            compression = file.compression() if self._files.compression == "same" else None
             for part in self._parts:
-                self._open[part] = self._stack.enter_context(_open_output(self._folder / part / name, like=like))
+                self._open[part] = self._stack.enter_context(_open_output(self._folder / part / name, compression))
 
 
 @contextmanager
-def _open_output(path: Path, *, like: str | None) -> Iterator[BinaryIO]:
-    """Opens a file of the folder for writing, compressed like an input (None: not at all), and syncs it at the end."""
+def _open_output(path: Path, compression: Compression | None) -> Iterator[BinaryIO]:
+    """Opens a file of the folder for writing, and syncs it at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         file = stack.enter_context(create_file(path, buffering=1 << 16))
-        with _compressed(file, b"" if like is None else _head(like)) as stream:
+        with _compressed(file, compression) as stream:
             yield stream
         file.flush()
         os.fsync(file.fileno())
 
 
 @contextmanager
-def _compressed(file: BinaryIO, head: bytes) -> Iterator[BinaryIO]:
-    """Yields a stream that writes to a file as one that begins with `head` is compressed."""
+def _compressed(file: BinaryIO, compression: Compression | None) -> Iterator[BinaryIO]:
+    """Yields a stream that compresses what is written into a file."""
     stream: Any = nullcontext(file)
-    if head.startswith(ZSTD_MAGIC):
+    if compression == "zst":
         import zstandard
 
         stream = zstandard.ZstdCompressor(write_checksum=True).stream_writer(file, closefd=False)
-    elif head.startswith(GZIP_MAGIC):
+    elif compression == "gz":
         stream = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0)
-    elif head.startswith(_XZ_MAGIC):
+    elif compression == "xz":
         stream = lzma.LZMAFile(file, "wb")  # noqa: SIM115  entered below
-    elif head.startswith(_BZIP2_MAGIC) and head[4:] in _BZIP2_BLOCKS:
+    elif compression == "bz2":
         stream = bz2.BZ2File(file, "wb")
     with stream as opened:
         yield opened
-
-
-def _head(path: str) -> bytes:
-    with open_regular_file(Path(path)) as file:
-        return file.read(_HEAD_BYTES)

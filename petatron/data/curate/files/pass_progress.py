@@ -6,19 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from petatron.data.curate.files.document_blocks import file_state
 from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.inputs.line_blocks import LineBlock
 
 
 @dataclass(frozen=True, slots=True)
 class StepProgress:
-    """In bytes of the inputs on disk; `part` names the pass over them."""
+    """In bytes of the inputs on disk; `part` names the pass over them, and there is no total where a server does not say its sizes."""
 
     part: str
     lines: int
     bytes_read: int
-    bytes_total: int
+    bytes_total: int | None
 
 
 OnProgress = Callable[[StepProgress], None]
@@ -29,8 +28,9 @@ class PassProgress:
 
     def __init__(self, files: StepFiles, part: str, on_progress: OnProgress | None) -> None:
         self._part, self._on_progress = part, on_progress
-        ends = list(accumulate((file_state(path)[0] for path in files.inputs), initial=0))
-        self._lines, self._starts, self._total = 0, ends[:-1], ends[-1]
+        ends = list(accumulate((file.size or 0 for file in files.sources), initial=0))
+        self._lines, self._starts = 0, ends[:-1]
+        self._total = None if any(file.size is None for file in files.sources) else ends[-1]
 
     def add_block(self, index: int, block: LineBlock, num_lines: int) -> None:
         """Adds a block of the input with this index."""

@@ -11,8 +11,9 @@ from typing import Any
 from petatron.base.version import __version__
 from petatron.data.curate.files.document_blocks import MAX_SHOWN_PROBLEMS, malformed_error
 from petatron.data.curate.files.step_files import OnError
+from petatron.data.inputs.line_blocks import RefusedLine
 
-BLANK, MALFORMED = "blank", "malformed"
+BLANK = "blank"
 
 
 @dataclass(slots=True)
@@ -52,13 +53,13 @@ class StepSummary:
         if number:
             self.dropped[reason] += number
 
-    def count_malformed(self, path: str, line: int, reason: str, on_error: OnError) -> None:
-        """Counts a malformed line; `DataError` where such a line ends the step."""
+    def count_malformed(self, path: str, refused: RefusedLine, on_error: OnError) -> None:
+        """Counts a line that is malformed, or too long; `DataError` where such a line ends the step."""
         if on_error == "fail":
-            raise malformed_error(path, line, reason)
-        self.dropped[MALFORMED] += 1
+            raise malformed_error(path, refused)
+        self.dropped[refused.kind] += 1
         if len(self.problems) < MAX_SHOWN_PROBLEMS:
-            self.problems.append(f"{path}:{line}: {reason}")
+            self.problems.append(f"{path}:{refused.line}: {refused.reason}")
 
     def check(self) -> None:
         """Asserts that every line is accounted for."""

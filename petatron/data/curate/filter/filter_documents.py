@@ -64,7 +64,8 @@ def filter_documents(
     on_progress: OnProgress | None = None,
 ) -> StepSummary:
     """Writes what the rules keep, and the summary; `perplexities` is a model's, where there is a bound for them."""
-    check_step_files(files, step="filter")
+    parts = ("", SAVED) if options.save_dropped else ("",)
+    files = check_step_files(files, step="filter", parts=parts)
     rules, line_rules = build_rules(options)
     settings: dict[str, Any] = {rule.name: rule.bound for rule in rules}
     settings |= {rule.name: "removes lines" for rule in line_rules}
@@ -81,7 +82,7 @@ def filter_documents(
         files,
         summary,
         partial(_judge_block, options, files.json_key),
-        parts=("", SAVED) if options.save_dropped else ("",),
+        parts=parts,
         judge_again=judge_again,
         on_progress=on_progress,
     )

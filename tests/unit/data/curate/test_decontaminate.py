@@ -122,6 +122,6 @@ def test_evaluation_files_that_cannot_be_used(
 def test_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["x"])
     run(path, "--against", "gone", code=1)
-    assert "--against gone is missing" in capsys.readouterr().err
+    assert "--against: input gone does not exist" in capsys.readouterr().err
     run(path, "--against", str(path), "--report", str(tmp_path / "no" / "file"), code=2)
     assert "is in a folder that does not exist" in capsys.readouterr().err

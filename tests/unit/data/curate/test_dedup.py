@@ -19,7 +19,7 @@ from petatron.data.curate.dedup.dedup_documents import EXACT, NEAR, DedupOptions
 from petatron.data.curate.dedup.duplicate_links import DuplicateLinks, link_equal_keys
 from petatron.data.curate.dedup.min_hash import MinHashOptions
 from petatron.data.curate.files.output_folder import OutputFiles
-from petatron.data.curate.files.step_files import StepFiles
+from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from tests.unit.data.curate.planted import jaccard, pairs, random_text, read_texts, write_lines
 
 
@@ -156,7 +156,7 @@ def test_compressed_in_and_out(tmp_path: Path, ending: str) -> None:
 def test_an_output_is_compressed_like_its_input(tmp_path: Path, library: Any, content: bytes) -> None:
     (tmp_path / "like").write_bytes(library.compress(content))
     files = StepFiles(inputs=(str(tmp_path / "like"),), output=str(tmp_path / "out"))
-    with OutputFiles(tmp_path / "out", files) as output:
+    with OutputFiles(tmp_path / "out", check_step_files(files, step="copy")) as output:
         output.write(0, b"kept\n")
     assert library.decompress((tmp_path / "out" / "like").read_bytes()) == b"kept\n"
 
@@ -178,7 +178,7 @@ def test_problems_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[
         return capsys.readouterr().err
 
     message = fails("--input", str(path), str(path), "gone", "--output", str(tmp_path), "--near", "--workers", "0")
-    for part in ("gone is missing", "--workers 0", "a.jsonl; name each file once", "contains the input"):
+    for part in ("input gone does not exist", "--workers 0", "a.jsonl; name each file once", "contains the input"):
         assert part in message
     flags = ("--input", str(path), "--output", str(other / "out"), "--workers", "1")
     message = fails(*flags, "--bands", "3", "--exact-jaccard", code=2)
@@ -213,7 +213,7 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
         if progress.part == "hashed":
             write_lines(path, ["a", "b", "c"])
 
-    with pytest.raises(DataError, match="was changed while it was read"):
+    with pytest.raises(DataError, match="has changed while it was read"):
         dedup_documents(files_of(path), DedupOptions(), change)
     assert list(tmp_path.iterdir()) == [path]
 

@@ -82,7 +82,7 @@ def test_nothing_to_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (("nothing",), 1, "nothing is missing"),
+        (("nothing",), 1, "input nothing does not exist"),
         (("nothing", "--svg", "no/a.svg", "--json", "no/a.json"), 2, "2 problems"),
         (("nothing", "--tokenizer-type", "Other"), 2, "--tokenizer-type Other is not in this version"),
     ],
