@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     inspecting = subcommands.add_parser("inspect", help="describe a dataset and show a sample")
     inspecting.add_argument("prefix", help="dataset prefix, or its .bin or .idx")
     inspecting.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
+    text = "folder for the index and tokens of a dataset behind an address (s3://...)"
+    inspecting.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
     add_tokenizer_arguments(inspecting)
     add = subcommands.add_parser("merge", help="join datasets into one").add_argument
     add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
@@ -224,9 +226,12 @@ def _inspect(args: argparse.Namespace) -> int:
 
     from petatron.config.schema.data_blend import dataset_prefix
     from petatron.data.indexed_dataset import IndexedDataset
+    from petatron.data.object_storage.storage_cache import ObjectStorageCache
     from petatron.data.tokenizer import build_tokenizer
 
-    dataset = IndexedDataset(dataset_prefix(args.prefix))
+    folder = args.object_storage_cache_path
+    storage = None if folder is None else ObjectStorageCache(folder)
+    dataset = IndexedDataset(dataset_prefix(args.prefix), object_storage=storage)
     if not 0 <= args.document < dataset.num_documents:
         rule = f"is not a document of {args.prefix}, which has {dataset.num_documents:,}"
         problems.append(Problem("--document", str(args.document), rule, "They are counted from 0."))
@@ -266,7 +271,7 @@ def _dataset_summary(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
     yield "sequences", f"{dataset.num_sequences:,}"
     yield "tokens", f"{dataset.num_tokens:,}"
     yield "token type", str(dataset.dtype)
-    yield "size", f"{dataset.bin.stat().st_size / 1e6:,.1f} MB tokens, {dataset.idx.stat().st_size / 1e6:,.1f} MB index"
+    yield "size", f"{dataset.bin_bytes / 1e6:,.1f} MB tokens, {dataset.idx.stat().st_size / 1e6:,.1f} MB index"
     quantiles = np.quantile(lengths, [0, 0.05, 0.5, 0.95, 1]).astype(np.int64).tolist()
     yield "document length", "min {:,}, 5% {:,}, median {:,}, 95% {:,}, max {:,}".format(*quantiles)
     yield "mean length", f"{dataset.num_tokens / dataset.num_documents:,.1f}"

@@ -14,7 +14,7 @@ import numpy as np
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.config.schema.data_blend import BlendError, named_sets, read_blend_file
+from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_sets, read_blend_file
 from petatron.config.schema.default_objective_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
@@ -38,6 +38,7 @@ from petatron.data.dataset_kinds import (
     dataset_kind,
 )
 from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
+from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
@@ -112,6 +113,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
             seed=config.train.seed,
             tokenizer=tokenizer,
             vocab_size=vocab_size(config, tokenizer),
+            object_storage=_object_storage(config.data),
         )
         for split, count in zip(SPLITS, num_samples, strict=True)
     ]
@@ -306,12 +308,20 @@ def _size_warnings(
     return kind.size_warnings(shares, request, eval_iters=train.eval_iters)
 
 
+def _object_storage(data: DataConfig) -> ObjectStorageCache | None:
+    if data.object_storage_cache_path is None:
+        return None
+    return ObjectStorageCache(
+        data.object_storage_cache_path, data.object_storage_chunk_bytes, data.object_storage_cache_bytes
+    )
+
+
 def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
     """Returns the cache folder of sample indices: the user's, else `cache` next to the data.
 
     None if the default folder is a link: whoever made the data could choose where files are written.
     """
-    default_folder = Path(prefix).parent / "cache"
+    default_folder = Path(default_cache_folder(prefix, data.object_storage_cache_path))
     folder = Path(data.data_cache_path) if data.data_cache_path else default_folder
     if folder != default_folder or not default_folder.is_symlink():
         return folder

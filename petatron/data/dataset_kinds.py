@@ -18,6 +18,7 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.data.batch_loader import LoaderOptions, Sample, SampleDataset, epoch_permutation, make_batch
 from petatron.data.index_cache import fingerprint
+from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.batch import Batch
 
@@ -42,6 +43,8 @@ class DatasetRequest:
     tokenizer: Tokenizer | None = None
     vocab_size: int | None = None
     cache_dir: Path | None = None
+    object_storage: ObjectStorageCache | None = None
+    """Where a source behind an address is kept on this machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class PackedText(DatasetKind):
     reads: ClassVar[str] = "the prefix of a .bin and an .idx file"
 
     def open(self, source: str, request: DatasetRequest) -> IndexedText:
-        indexed = IndexedDataset(source)
+        indexed = IndexedDataset(source, object_storage=request.object_storage)
         indexed.check_token_ids()
         if request.vocab_size is not None:
             _check_token_ids(indexed, request.vocab_size)
