@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.check_output_file import writable_problems
-from petatron.base.errors import Problem, raise_problems
+from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import configure_logging
+from petatron.base.remote_address import is_remote
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable
 from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
 from petatron.cli.subcommands import data_fetch, data_train_tokenizer
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.cli.subcommands.stderr_progress import progress_bar
+from petatron.cli.subcommands.stderr_progress import StderrProgress, progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
 from petatron.config.schema.sections.tokenizer_options import WORDPIECE_TYPES
 from petatron.data.inputs.input_formats import INPUT_FORMATS
@@ -61,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
     inspecting.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
     text = "folder for the index and tokens of a dataset behind an address (s3://...)"
     inspecting.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
+    text = "read every token and report ids beyond the vocabulary of the tokenizer, or --vocab-size (default: unless it is an address)"
+    inspecting.add_argument("--check-ids", action=argparse.BooleanOptionalAction, help=text)
     add_tokenizer_arguments(inspecting)
     add = subcommands.add_parser("merge", help="join datasets into one").add_argument
     add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
@@ -227,6 +230,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from petatron.config.schema.data_blend import dataset_prefix
     from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.object_storage.storage_cache import ObjectStorageCache
+    from petatron.data.token_id_range import scan_ids
     from petatron.data.tokenizer import build_tokenizer
 
     folder = args.object_storage_cache_path
@@ -242,6 +246,13 @@ def _inspect(args: argparse.Namespace) -> int:
         dataset.check_token_ids()
     for name, value in _dataset_summary(dataset):
         print(f"{name:<18} {value}")
+    vocab_size = args.vocab_size if tokenizer is None else tokenizer.vocab_size
+    if dataset.dtype.kind != "f" and args.check_ids is not False and (args.check_ids or not is_remote(dataset.prefix)):
+        with StderrProgress(lambda done, total: f"{done:,} of {total:,} tokens checked") as show:
+            ids = scan_ids(dataset, vocab_size, show)
+        print(f"{'token ids':<18} {ids.low:,} to {ids.high:,}")
+        if vocab_size is not None and (problem := ids.problem(dataset.prefix, vocab_size)) is not None:
+            raise DataError(problem)
     tokens = dataset.get_document(args.document)
     print(f"\ndocument {args.document} ({len(tokens):,} tokens)")
     if (source := _source_text(dataset, args.document)) is not None:

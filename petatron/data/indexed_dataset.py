@@ -24,6 +24,7 @@ import hashlib
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -55,6 +56,7 @@ DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # Whole-index checks and sums run over this many entries at a time, so their temporaries stay small.
 CHUNK_ENTRIES = 1 << 22
+_BLOCK_SEQUENCES, _BLOCK_TOKENS = 1 << 16, 1 << 22
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -207,6 +209,32 @@ class IndexedDataset:
         if self._remote is not None:
             return np.frombuffer(self._remote.read(first, count * self.dtype.itemsize), self.dtype)
         return np.frombuffer(self._tokens, self.dtype, count, first)
+
+    def blocks(self) -> Iterator[tuple[int, NDArray]]:
+        """Yields all tokens in the order of the sequences, as views of many sequences each, with the first of these.
+
+        A block ends at the end of a sequence where sequences follow one another in the file; otherwise it is one sequence.
+        """
+        itemsize = self.dtype.itemsize
+        sequence, window = 0, _BLOCK_SEQUENCES
+        while sequence < self.num_sequences:
+            lengths = self.lengths[sequence : sequence + window].astype(np.int64)
+            starts = self.offsets[sequence : sequence + window]
+            ends = np.cumsum(lengths)
+            follows = (starts == starts[0] + (ends - lengths) * itemsize) & (
+                ends <= max(_BLOCK_TOKENS, int(lengths[0]))
+            )
+            count = len(follows) if bool(follows.all()) else max(1, int(np.argmin(follows)))
+            if total := int(ends[count - 1]):
+                yield sequence, self._read(int(starts[0]), total, 0, total)
+            sequence += count
+            window = min(2 * count, _BLOCK_SEQUENCES)
+
+    def token_in_block(self, sequence: int, place: int) -> tuple[int, int]:
+        """Returns the sequence and the position in it of a token of a block that begins with `sequence`."""
+        ends = np.cumsum(self.lengths[sequence : sequence + _BLOCK_SEQUENCES], dtype=np.int64)
+        number = int(np.searchsorted(ends, place, side="right"))
+        return sequence + number, place - (int(ends[number - 1]) if number else 0)
 
     def check_token_ids(self) -> None:
         """Raises for a file of floating-point numbers, which Megatron's format allows and which are no token ids."""
