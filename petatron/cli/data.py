@@ -21,7 +21,7 @@ from petatron.base.remote_address import is_remote
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable
 from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
-from petatron.cli.subcommands import data_fetch, data_train_tokenizer
+from petatron.cli.subcommands import data_fetch, data_trace, data_train_tokenizer
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import StderrProgress, progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
@@ -42,6 +42,10 @@ _CURATION = {
     "show": (show, "a sample as training sees it, token by token"),
 }
 """Subcommands with a module of their own, and what they do."""
+_OF_RUNS = {
+    "trace": (data_trace, "name the documents that an iteration of a run trains on"),
+}
+"""Subcommands that take the flags of `petatron train` too."""
 SHOWN_TOKENS = 24
 SHOWN_CHARACTERS = 400
 
@@ -68,13 +72,17 @@ def parser() -> argparse.ArgumentParser:
     add = subcommands.add_parser("merge", help="join datasets into one").add_argument
     add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
     add("--output-prefix", required=True, metavar="PREFIX", help="dataset to write")
-    for name, (module, text) in _CURATION.items():
+    for name, (module, text) in (_CURATION | _OF_RUNS).items():
         module.add_arguments(subcommands.add_parser(name, help=text))
     return root
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand of `petatron data`."""
+    if argv and argv[0] in _OF_RUNS:
+        args, flags = parser().parse_known_args(argv)
+        configure_logging()
+        return _OF_RUNS[argv[0]][0].run(args, flags)
     args = parser().parse_args(argv)
     configure_logging()
     actions = {

@@ -28,6 +28,7 @@ from petatron.config.schema.data_blend import BlendError
 from petatron.config.schema.data_blend import parse_blend as read_blend
 from petatron.data.batch_loader import Sample, SampleDataset
 from petatron.data.index_cache import fingerprint, load_or_build
+from petatron.data.trace_sample import SampleTrace, trace_sample
 
 MAX_DATASETS = 32766
 _SURPLUS = 0.005  # the default of Megatron's --mid-level-dataset-surplus
@@ -167,6 +168,10 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         return self.datasets[int(self._dataset[index])][int(self._sample[index])]
+
+    def trace(self, index: int) -> SampleTrace:
+        """Returns what the sample's own dataset says of it."""
+        return trace_sample(self.datasets[int(self._dataset[index])], int(self._sample[index]))
 
 
 def _furthest_behind(share: NDArray, cap: NDArray, step: NDArray, counts: NDArray) -> NDArray:

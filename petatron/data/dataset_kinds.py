@@ -19,7 +19,9 @@ from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.data.batch_loader import LoaderOptions, Sample, SampleDataset, epoch_permutation, make_batch
 from petatron.data.index_cache import fingerprint
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
+from petatron.data.token_id_range import TokenPlace
 from petatron.data.tokenizer import Tokenizer
+from petatron.data.trace_sample import SampleTrace, TracedDocument
 from petatron.models.batch import Batch
 
 _FLAG, _SETTINGS_FLAG = "--dataset-type", "--dataset-settings"
@@ -134,6 +136,12 @@ class _ShuffledRecords:
             raise IndexError(f"sample {index} of {len(self)}")
         epoch, place = divmod(index, len(self._units))
         return self._source.record(self._units[int(self._order(epoch)[place])], self._request)
+
+    def trace(self, index: int) -> SampleTrace:
+        """Returns the record, which is the document of its sample."""
+        epoch, place = divmod(index, len(self._units))
+        record = TokenPlace(self._units[int(self._order(epoch)[place])], None, 0)
+        return SampleTrace(self._source.name, index, (TracedDocument(record, self._request.seq_length + 1, None),))
 
 
 class DatasetKind(ABC):

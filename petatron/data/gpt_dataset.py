@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -27,10 +28,12 @@ from petatron.data.document_sample_shuffle_index import (
     legacy_random_state,
     plan_epochs,
 )
+from petatron.data.document_sources import DocumentSources, sources_of
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.small_dataset_warnings import size_warnings
 from petatron.data.token_id_range import can_hold_only, check_some_ids, first_beyond, raise_beyond
+from petatron.data.trace_sample import SampleTrace, trace_documents
 
 # Splits of mock data differ by their seed.
 _MOCK_SEEDS = {"train": 0, "valid": 1, "test": 2}
@@ -97,6 +100,10 @@ class GPTDataset:
         arrays = load_or_build(cache_dir, key, names, build=build)
         self._document_index, self._sample_index, self._shuffle_index = (arrays[name] for name in names)
 
+    @cached_property
+    def _sources(self) -> DocumentSources | None:
+        return sources_of(self.indexed)
+
     def _announce(self, cache_dir: str | Path | None) -> Callable[[str], None]:
         """Says what a large index will take before it is built, and refuses one that cannot be held; returns a reporter of progress."""
         size, memory = index_bytes(self.plan, len(self.sequences)), host_memory_bytes()
@@ -133,6 +140,11 @@ class GPTDataset:
                     raise_beyond(self.indexed, piece.sequence, piece.start + place, number, self._checked_size)
                 place -= piece.length
         return sample
+
+    def trace(self, index: int) -> SampleTrace:
+        """Returns the documents of a sample, and where they come from if a table of sources is beside the dataset."""
+        documents = trace_documents(self.indexed, self._sources, list(self.pieces(index)))
+        return SampleTrace(self.indexed.prefix, index, documents)
 
     def pieces(self, index: int) -> list[SamplePiece]:
         """Returns the pieces of sequences that sample `index` consists of."""
