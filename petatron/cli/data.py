@@ -21,7 +21,7 @@ from petatron.base.remote_address import is_remote
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable
 from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
-from petatron.cli.subcommands import data_fetch, data_trace, data_train_tokenizer
+from petatron.cli.subcommands import data_build_index, data_fetch, data_trace, data_train_tokenizer
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.stderr_progress import StderrProgress, progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
@@ -43,6 +43,7 @@ _CURATION = {
 }
 """Subcommands with a module of their own, and what they do."""
 _OF_RUNS = {
+    "build-index": (data_build_index, "build the sample indices of a run before it starts"),
     "trace": (data_trace, "name the documents that an iteration of a run trains on"),
 }
 """Subcommands that take the flags of `petatron train` too."""

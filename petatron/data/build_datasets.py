@@ -38,6 +38,7 @@ from petatron.data.dataset_kinds import (
     dataset_kind,
 )
 from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
+from petatron.data.index_cache import IndexLog
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
@@ -99,12 +100,19 @@ def chosen_kind_name(config: RunConfig) -> str:
     return config.data.dataset_type or build_objective(config).dataset_type or GPT_DATASET
 
 
-def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> SplitDatasets:
+def build_datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    num_samples: tuple[int, int, int],
+    *,
+    index_log: IndexLog | None = None,
+) -> SplitDatasets:
     """Builds datasets with the given numbers of training, validation and test samples.
 
     Every rank calls this; on a shared file system one rank should call it first, so that the others find its cached indices.
     """
     kind = chosen_kind(config)
+    index_log = IndexLog() if index_log is None else index_log
     requests = [
         DatasetRequest(
             split=split,
@@ -114,6 +122,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
             tokenizer=tokenizer,
             vocab_size=vocab_size(config, tokenizer),
             object_storage=_object_storage(config.data),
+            index_log=index_log,
         )
         for split, count in zip(SPLITS, num_samples, strict=True)
     ]
@@ -129,6 +138,8 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
             (wanted_set.request.split, wanted_set.name): _build_set(config, kind, wanted_set, of_set, warnings)
             for wanted_set, of_set in zip(wanted, split_sources, strict=True)
         }
+    if used := str(index_log):
+        get_logger(__name__).info("sample indices: %s", used)
     if fill is not None and tokenizer is not None:
         for (split, name), dataset in built.items():
             if dataset is not None:
@@ -273,7 +284,9 @@ def _build_set(
     elif once:
         taken = per_epoch
     else:
-        taken = np.bincount(load_blend(shares, count, cache_dir=cache)[0], minlength=len(sources)).tolist()
+        taken = np.bincount(
+            load_blend(shares, count, cache_dir=cache, index_log=request.index_log)[0], minlength=len(sources)
+        ).tolist()
     # Megatron adds nothing for the only dataset of a split, unless it has a weight in a blend for all splits.
     surplus = weights and not (len(sources) == 1 and _has_blend_per_split(config.data))
     needed = samples_to_build(weights, count, taken) if surplus else taken
@@ -287,7 +300,9 @@ def _build_set(
     warnings += _size_warnings(config, kind, request, sources, taken)
     if len(built) == 1:
         return built[0]
-    return BlendedDataset(built, None if once else shares, None if once else count, cache_dir=cache)
+    return BlendedDataset(
+        built, None if once else shares, None if once else count, cache_dir=cache, index_log=request.index_log
+    )
 
 
 def _size_warnings(

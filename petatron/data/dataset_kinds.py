@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.data.batch_loader import LoaderOptions, Sample, SampleDataset, epoch_permutation, make_batch
-from petatron.data.index_cache import fingerprint
+from petatron.data.index_cache import IndexLog, fingerprint
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.token_id_range import TokenPlace
 from petatron.data.tokenizer import Tokenizer
@@ -47,6 +47,8 @@ class DatasetRequest:
     cache_dir: Path | None = None
     object_storage: ObjectStorageCache | None = None
     """Where a source behind an address is kept on this machine."""
+    index_log: IndexLog | None = None
+    """Told which cached indices were found and which were built."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from petatron.data.document_sample_shuffle_index import (
     plan_epochs,
 )
 from petatron.data.document_sources import DocumentSources, sources_of
-from petatron.data.index_cache import Arrays, fingerprint, load_or_build
+from petatron.data.index_cache import Arrays, IndexLog, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.small_dataset_warnings import size_warnings
 from petatron.data.token_id_range import can_hold_only, check_some_ids, first_beyond, raise_beyond
@@ -67,6 +67,7 @@ class GPTDataset:
         seed: int,
         cache_dir: str | Path | None = None,
         vocab_size: int | None = None,
+        index_log: IndexLog | None = None,
     ) -> None:
         """vocab_size: None if ids are not checked."""
         self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
@@ -97,7 +98,7 @@ class GPTDataset:
 
         self.fingerprint = fingerprint(key)
         names = ("documents", "starts", "order")
-        arrays = load_or_build(cache_dir, key, names, build=build)
+        arrays = load_or_build(cache_dir, key, names, build=build, log=index_log)
         self._document_index, self._sample_index, self._shuffle_index = (arrays[name] for name in names)
 
     @cached_property
@@ -187,6 +188,7 @@ class IndexedText(DataSource):
             seed=request.seed,
             cache_dir=request.cache_dir,
             vocab_size=request.vocab_size,
+            index_log=request.index_log,
         )
 
 

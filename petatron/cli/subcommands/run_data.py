@@ -50,7 +50,8 @@ def open_run_data(
         found = locate_config(name if folder is None else str(folder))
         for path in found.get("files", ()):
             derived = _derived_batch_size(Path(path), flags) if world_size is None else []
-        loaded = load_config([*derived, *flags], require_training=False, world_size=world_size, **found)
+        found["world_size"] = world_size
+        loaded = load_config([*derived, *flags], require_training=False, **found)
     for notice in loaded.notices:
         get_logger(__name__).info("note: %s", notice)
     train = loaded.config.train

@@ -19,6 +19,7 @@ import pytest
 from petatron.base.errors import DataError
 from petatron.cli.main import main
 from petatron.config.schema.run import RunConfig
+from petatron.data.batch_loader import SampleDataset
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.object_storage import chunked_tokens
@@ -70,7 +71,7 @@ class _Files(http.server.BaseHTTPRequestHandler):
             body = content[first : last + 1]
             self.wfile.write(body[: len(body) // 2] if kind.breaks_index and path.suffix == ".idx" else body)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_: object, **__: object) -> None:
         pass
 
 
@@ -122,6 +123,12 @@ def index_copy(tmp_path: Path) -> Path:
     return path
 
 
+def ids(dataset: SampleDataset, index: int) -> np.ndarray:
+    sample = dataset[index]
+    assert isinstance(sample, np.ndarray)
+    return sample
+
+
 @pytest.mark.parametrize("protocol", ["http", "memory"])
 def test_samples_of_an_address_are_those_of_the_file(tmp_path: Path, corpus: str, web: str, protocol: str) -> None:
     address = f"{web}/corpus"
@@ -132,7 +139,7 @@ def test_samples_of_an_address_are_those_of_the_file(tmp_path: Path, corpus: str
     local = build_datasets(config_of(tmp_path, corpus), None, (200, 0, 0)).train
     remote = build_datasets(config_of(tmp_path, f"{address}.bin"), None, (200, 0, 0)).train
     assert local is not None and remote is not None and len(local) == len(remote)
-    assert all(np.array_equal(local[index], remote[index]) for index in range(len(local)))
+    assert all(np.array_equal(ids(local, index), ids(remote, index)) for index in range(len(local)))
     assert local.fingerprint == remote.fingerprint, "a copy on a disk continues a run"
     blend = build_datasets(config_of(tmp_path, "0.5", address, "0.5", corpus), None, (40, 0, 0)).train
     assert blend is not None and len(blend[39]) == 9

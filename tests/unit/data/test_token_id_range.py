@@ -57,7 +57,7 @@ def test_a_batch_with_such_an_id_is_refused_wherever_it_is(
 def test_no_read_of_good_ids_is_refused(make_dataset: MakeDataset, tmp_path: Path) -> None:
     config = run_config(tmp_path, data_path=(corpus(make_dataset, {5: 999}),), split="1")
     dataset = build_datasets(config, None, (NUM_DOCUMENTS * LENGTH // 8 - 1, 0, 0)).train
-    assert dataset is not None and max(int(dataset[index].max()) for index in range(len(dataset))) == 999
+    assert dataset is not None and max(int(np.max(dataset[index])) for index in range(len(dataset))) == 999
 
 
 def test_a_scan_finds_the_first_and_counts_all(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
