@@ -18,7 +18,7 @@ from petatron.config.schema.data_blend import BlendError, default_cache_folder, 
 from petatron.config.schema.default_objective_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
-from petatron.data import gpt_dataset  # noqa: F401  registers the kind of a run that names none
+from petatron.data import best_fit_dataset, gpt_dataset  # noqa: F401  they register their kinds
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import (
     BlendedDataset,

@@ -18,7 +18,7 @@ from petatron.base.remote_address import is_remote
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend
-from petatron.config.schema.default_objective_names import GPT_DATASET, NEXT_TOKEN
+from petatron.config.schema.default_objective_names import NEXT_TOKEN, TEXT_DATASETS
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 
@@ -120,7 +120,7 @@ def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
 def reads_packed_text(config: RawRunConfig) -> bool:
     """Whether the data is Megatron's token files; another dataset kind checks its own files."""
     if config.data.dataset_type is not None:
-        return config.data.dataset_type == GPT_DATASET
+        return config.data.dataset_type in TEXT_DATASETS
     return config.train.objective in (None, NEXT_TOKEN)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from petatron.base.remote_address import is_remote
+from petatron.config.schema.default_objective_names import BEST_FIT_DATASET
 from petatron.config.schema.evaluation import EvaluationSettings
 from petatron.config.schema.monitoring import StepCheckSettings, StepLogSettings
 from petatron.config.schema.numeric_bounds import (
@@ -238,8 +239,8 @@ class DataConfig(FillInMiddleSettings):
 
     feature: ClassVar = Feature("data", role="training")
     dataset_type: str | None = None
-    """How files become samples: `gpt` (Megatron's .bin and .idx files), or a name under which an imported module registered a kind of
-    dataset. Unset: the kind that `--objective` reads, else gpt."""
+    """How files become samples: `gpt` (Megatron's .bin and .idx files), `best-fit` (the same files, and no document that fits is cut), or
+    a name under which an imported module registered a kind of dataset. Unset: the kind that `--objective` reads, else gpt."""
     dataset_settings: tuple[str, ...] = ()
     """Settings of `--dataset-type`: NAME=VALUE, several."""
     data_path: tuple[FilePath, ...] = ()
@@ -280,6 +281,11 @@ class DataConfig(FillInMiddleSettings):
     """Forbid attention across document boundaries."""
     eod_mask_loss: bool = False
     """Leave out of the loss the positions whose input is the end-of-document token."""
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether attention stays within documents."""
+        return self.reset_attention_mask or self.dataset_type == BEST_FIT_DATASET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
