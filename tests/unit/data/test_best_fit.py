@@ -136,13 +136,18 @@ def test_what_cannot_be_packed_is_told(make_dataset: MakeDataset, tmp_path: Path
     assert dataset is not None
     with pytest.raises(DataError, match="beyond: document 201, token 1, has the id 2000"):
         [dataset[index] for index in range(400)]
-    hybrid = "--mock-data --dataset-type best-fit --lr 1e-3 --train-iters 2 --hybrid-layer-pattern M* --mamba-num-heads 4 --mamba-head-dim 16"
-    run = load_config(
-        [*hybrid.split(), "--hidden-size", "32", "--num-attention-heads", "4", "--mamba-num-groups", "1"]
-    ).config
-    if any(not branch.separates_documents for layer in model_spec(run).layers for branch in layer.branches):
-        with pytest.raises(ConfigError, match="--dataset-type best-fit separates packed documents"):
-            check_training(run, model_spec(run))
+
+
+def test_layers_that_see_whole_sequences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AttentionSpec, "separates_documents", False)
+    flags = "--mock-data --lr 1e-3 --train-iters 2".split()
+    run = load_config([*flags, "--dataset-type", "best-fit"], preset="tiny-llama").config
+    with pytest.raises(
+        ConfigError, match="--dataset-type best-fit separates packed documents, but layers of this model"
+    ):
+        check_training(run, model_spec(run))
+    run = load_config(flags, preset="tiny-llama").config
+    check_training(run, model_spec(run))
 
 
 FLAGS = (
