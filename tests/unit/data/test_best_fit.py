@@ -20,6 +20,8 @@ from petatron.data.batch_loader import LoaderOptions
 from petatron.data.best_fit_dataset import BestFitDataset, build_packing, make_best_fit_batch
 from petatron.data.best_fit_packing import cut_documents, pack_best_fit
 from petatron.data.build_datasets import build_datasets
+from petatron.data.trace_sample import trace_sample
+from petatron.layers.attention import AttentionSpec
 from petatron.models.registry import model_spec
 from petatron.validate import load_config
 from petatron.validate.layer_capabilities import check_training
@@ -96,6 +98,8 @@ def test_an_epoch_has_every_prediction_once_and_cuts_no_document_that_fits(
         )
         assert seen == expected
     assert dataset.pieces(0) != dataset.pieces(epoch), "another order in every epoch"
+    traced = trace_sample(dataset, 3).documents
+    assert [(t.place.document, t.place.position, t.length) for t in traced] == dataset.pieces(3)
     [told] = [record.getMessage() for record in caplog.records if "best fit cuts" in record.getMessage()]
     assert "best fit cuts 1.67% of 60 documents (concatenated, " in told
     share = float(told.partition("concatenated, ")[2].partition("%")[0])
