@@ -12,6 +12,7 @@ from petatron.cli.main import main
 from petatron.data import indexed_dataset
 from petatron.data.batch_loader import BatchLoader, LoaderOptions
 from petatron.data.build_datasets import build_datasets
+from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import HEADER, IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.data.token_id_range import scan_ids
@@ -57,7 +58,7 @@ def test_a_batch_with_such_an_id_is_refused_wherever_it_is(
 def test_no_read_of_good_ids_is_refused(make_dataset: MakeDataset, tmp_path: Path) -> None:
     config = run_config(tmp_path, data_path=(corpus(make_dataset, {5: 999}),), split="1")
     dataset = build_datasets(config, None, (NUM_DOCUMENTS * LENGTH // 8 - 1, 0, 0)).train
-    assert dataset is not None and max(int(np.max(dataset[index])) for index in range(len(dataset))) == 999
+    assert isinstance(dataset, GPTDataset) and max(int(dataset[index].max()) for index in range(len(dataset))) == 999
 
 
 def test_a_scan_finds_the_first_and_counts_all(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
