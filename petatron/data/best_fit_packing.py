@@ -70,11 +70,11 @@ def pack_best_fit(lengths: NDArray[np.integer], capacity: int) -> tuple[NDArray[
                 room, at, stacks = capacity, -1, []
                 bins = np.arange(num_bins, num_bins - (-left // (capacity // length)), dtype=np.int32)
                 num_bins += len(bins)
-            each = room // length
-            full = min(left // each, len(bins))
-            rest = left - full * each if full < len(bins) else 0
-            taken = full * each + rest
-            placed = np.repeat(bins[:full], each)
+            per_bin = room // length
+            full = min(left // per_bin, len(bins))
+            rest = left - full * per_bin if full < len(bins) else 0
+            taken = full * per_bin + rest
+            placed = np.repeat(bins[:full], per_bin)
             if rest:
                 placed = np.append(placed, np.full(rest, bins[full], np.int32))
             result[order[done : done + taken]] = placed
@@ -84,7 +84,7 @@ def pack_best_fit(lengths: NDArray[np.integer], capacity: int) -> tuple[NDArray[
             if at >= 0 and not stacks:
                 del rooms[room], used[at]
             for after, moved in (
-                (room - each * length, bins[:full]),
+                (room - per_bin * length, bins[:full]),
                 (room - rest * length, bins[full : full + bool(rest)]),
             ):
                 if len(moved) and after:

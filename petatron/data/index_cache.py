@@ -52,17 +52,17 @@ class IndexLog:
     """
 
     records_all: bool = False
-    found: set[str] = field(default_factory=set)
+    reused: set[str] = field(default_factory=set)
     compared: set[str] = field(default_factory=set)
     built: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
         """
-        >>> str(IndexLog(found={"a", "b"}, built={"c"}))
+        >>> str(IndexLog(reused={"a", "b"}, built={"c"}))
         '2 found, 1 built'
         """
         counts = {
-            "found": self.found,
+            "found": self.reused,
             "built": self.built,
             "built again to check those that were there": self.compared - self.built,
         }
@@ -95,7 +95,7 @@ def load_or_build(
     mapped, identities = _map_existing(paths)
     if mapped is not None and _read_trust_record(paths) == identities:
         if stem not in log.built | log.compared:  # by this start itself, a moment ago
-            log.found.add(stem)
+            log.reused.add(stem)
         return mapped
     arrays = build()
     if mapped is not None:

@@ -24,7 +24,7 @@ from petatron.train.global_batch_size import BatchSizeSchedule
 
 
 @dataclass(frozen=True, slots=True)
-class StepTrace:
+class TracedStep:
     """The global batch of an iteration, in its order; samples of the run are numbered from 0.
 
     data_changed: the data, or its order, is not what the next checkpoint (the last one, after it) has recorded.
@@ -59,7 +59,7 @@ class RecordedPosition:
     fingerprint: str | None = None
 
 
-def trace_step(run: RunConfig, tokenizer: Tokenizer | None, *, iteration: int, checkpoints: Path | None) -> StepTrace:
+def trace_step(run: RunConfig, tokenizer: Tokenizer | None, *, iteration: int, checkpoints: Path | None) -> TracedStep:
     """Returns what an iteration, counted from 1, trains on. checkpoints: a folder with checkpoints of the run, if there is one."""
     schedule, start = BatchSizeSchedule.from_config(run), RecordedPosition()
     recorded = None
@@ -81,7 +81,7 @@ def trace_step(run: RunConfig, tokenizer: Tokenizer | None, *, iteration: int, c
         indices = loader.dataset_indices(schedule.at(consumed), consumed).reshape(-1).tolist()
         samples = tuple(trace_sample(dataset, index) for index in indices)
         changed = recorded not in (None, dataset.fingerprint)
-        return StepTrace(iteration, consumed, samples, dataset.fingerprint, changed)
+        return TracedStep(iteration, consumed, samples, dataset.fingerprint, changed)
 
 
 def recorded_positions(checkpoints: Path) -> list[RecordedPosition]:

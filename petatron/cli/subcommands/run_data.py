@@ -47,11 +47,11 @@ def open_run_data(
             path.write_text(json.dumps(_stored_settings(folder)), encoding="utf-8")
             loaded = load_config(flags, require_training=False, files=(path,), world_size=world_size)
     else:
-        found = locate_config(name if folder is None else str(folder))
-        for path in found.get("files", ()):
+        sources = locate_config(name if folder is None else str(folder))
+        for path in sources.get("files", ()):
             derived = _derived_batch_size(Path(path), flags) if world_size is None else []
-        found["world_size"] = world_size
-        loaded = load_config([*derived, *flags], require_training=False, **found)
+        sources["world_size"] = world_size
+        loaded = load_config([*derived, *flags], require_training=False, **sources)
     for notice in loaded.notices:
         get_logger(__name__).info("note: %s", notice)
     train = loaded.config.train
