@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def _show(argv: list[str]) -> int:
     named = bool(argv) and not argv[0].startswith("-")
-    sources = _locate(argv[0]) if named else ConfigSources()
+    sources = locate_config(argv[0]) if named else ConfigSources()
     sources["read_checkpoint"] = read_settings_alone
     flags = [text for text in argv[named:] if text not in ("--changed", "--yaml")]
     loaded, problems = resolve_config(flags, require_training=False, **sources)
@@ -91,7 +91,7 @@ def _frozen_notices(loaded: RawLoadedConfig) -> Iterator[str]:
 
 def _params(argv: list[str]) -> int:
     named = bool(argv) and not argv[0].startswith("-")
-    sources = _locate(argv[0]) if named else ConfigSources()
+    sources = locate_config(argv[0]) if named else ConfigSources()
     sources["read_checkpoint"] = read_settings_alone
     flags, note = argv[named:], ""
     from petatron.models.frozen_params import describe_frozen, frozen_params, name_params
@@ -120,7 +120,7 @@ def _diff(argv: list[str]) -> int:
     if len(argv) != 2:
         rule = f"compares two configurations, and gets {count_with_noun(len(argv), 'word')}"
         raise ConfigError([Problem("config diff", "", rule, "Name two presets, files or folders.")])
-    sources = [_locate(name) for name in argv]
+    sources = [locate_config(name) for name in argv]
     files = [path for source in sources for path in source.get("files", ())]
     raise_problems(problem for path in files for problem in read_yaml_file(path).problems)
     # Problems of rules do not matter for display.
@@ -129,7 +129,7 @@ def _diff(argv: list[str]) -> int:
     return 0
 
 
-def _locate(name: str) -> ConfigSources:
+def locate_config(name: str) -> ConfigSources:
     """Resolves a name on the command line: a preset, a YAML file or a run folder."""
     if name in preset_names():
         return ConfigSources(preset=name)

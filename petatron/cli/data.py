@@ -15,15 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from petatron.base.check_output_file import writable_problems
-from petatron.base.errors import Problem, raise_problems
+from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import configure_logging
+from petatron.base.remote_address import is_remote
 from petatron.base.safe_files import write_atomic
 from petatron.base.terminal_escape import printable
 from petatron.cli.curation import decontaminate, dedup, filter, mix, show, split, stats
-from petatron.cli.subcommands import data_fetch, data_preprocess_parts, data_train_tokenizer, data_worker_speeds
+from petatron.cli.subcommands import (
+    data_build_index,
+    data_fetch,
+    data_preprocess_parts,
+    data_trace,
+    data_train_tokenizer,
+    data_worker_speeds,
+)
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.cli.subcommands.stderr_progress import progress_bar
+from petatron.cli.subcommands.stderr_progress import StderrProgress, progress_bar
 from petatron.cli.subcommands.tokenizer_arguments import add_tokenizer_arguments, tokenizer_settings
 from petatron.config.schema.sections.tokenizer_options import WORDPIECE_TYPES
 from petatron.data.inputs.input_formats import INPUT_FORMATS
@@ -42,6 +50,11 @@ _CURATION = {
     "show": (show, "a sample as training sees it, token by token"),
 }
 """Subcommands with a module of their own, and what they do."""
+_OF_RUNS = {
+    "build-index": (data_build_index, "build the sample indices of a run before it starts"),
+    "trace": (data_trace, "name the documents that an iteration of a run trains on"),
+}
+"""Subcommands that take the flags of `petatron train` too."""
 SHOWN_TOKENS = 24
 SHOWN_CHARACTERS = 400
 
@@ -60,17 +73,25 @@ def parser() -> argparse.ArgumentParser:
     inspecting = subcommands.add_parser("inspect", help="describe a dataset and show a sample")
     inspecting.add_argument("prefix", help="dataset prefix, or its .bin or .idx")
     inspecting.add_argument("--document", type=int, default=0, metavar="N", help="document to show (default: 0)")
+    text = "folder for the index and tokens of a dataset behind an address (s3://...)"
+    inspecting.add_argument("--object-storage-cache-path", metavar="FOLDER", help=text)
+    text = "read every token and report ids beyond the vocabulary of the tokenizer, or --vocab-size (default: unless it is an address)"
+    inspecting.add_argument("--check-ids", action=argparse.BooleanOptionalAction, help=text)
     add_tokenizer_arguments(inspecting)
     add = subcommands.add_parser("merge", help="join datasets into one").add_argument
     add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets to join, in this order")
     add("--output-prefix", required=True, metavar="PREFIX", help="dataset to write")
-    for name, (module, text) in _CURATION.items():
+    for name, (module, text) in (_CURATION | _OF_RUNS).items():
         module.add_arguments(subcommands.add_parser(name, help=text))
     return root
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand of `petatron data`."""
+    if argv and argv[0] in _OF_RUNS:
+        args, flags = parser().parse_known_args(argv)
+        configure_logging()
+        return _OF_RUNS[argv[0]][0].run(args, flags)
     args = parser().parse_args(argv)
     configure_logging()
     actions = {
@@ -242,9 +263,13 @@ def _inspect(args: argparse.Namespace) -> int:
 
     from petatron.config.schema.data_blend import dataset_prefix
     from petatron.data.indexed_dataset import IndexedDataset
+    from petatron.data.object_storage.storage_cache import ObjectStorageCache
+    from petatron.data.token_id_range import scan_ids
     from petatron.data.tokenizer import build_tokenizer
 
-    dataset = IndexedDataset(dataset_prefix(args.prefix))
+    folder = args.object_storage_cache_path
+    storage = None if folder is None else ObjectStorageCache(folder)
+    dataset = IndexedDataset(dataset_prefix(args.prefix), object_storage=storage)
     if not 0 <= args.document < dataset.num_documents:
         rule = f"is not a document of {args.prefix}, which has {dataset.num_documents:,}"
         problems.append(Problem("--document", str(args.document), rule, "They are counted from 0."))
@@ -255,6 +280,13 @@ def _inspect(args: argparse.Namespace) -> int:
         dataset.check_token_ids()
     for name, value in _dataset_summary(dataset):
         print(f"{name:<18} {value}")
+    vocab_size = args.vocab_size if tokenizer is None else tokenizer.vocab_size
+    if dataset.dtype.kind != "f" and args.check_ids is not False and (args.check_ids or not is_remote(dataset.prefix)):
+        with StderrProgress(lambda done, total: f"{done:,} of {total:,} tokens checked") as show:
+            ids = scan_ids(dataset, vocab_size, show)
+        print(f"{'token ids':<18} {ids.low:,} to {ids.high:,}")
+        if vocab_size is not None and (problem := ids.problem(dataset.prefix, vocab_size)) is not None:
+            raise DataError(problem)
     tokens = dataset.get_document(args.document)
     print(f"\ndocument {args.document} ({len(tokens):,} tokens)")
     if (source := _source_text(dataset, args.document)) is not None:
@@ -284,7 +316,7 @@ def _dataset_summary(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
     yield "sequences", f"{dataset.num_sequences:,}"
     yield "tokens", f"{dataset.num_tokens:,}"
     yield "token type", str(dataset.dtype)
-    yield "size", f"{dataset.bin.stat().st_size / 1e6:,.1f} MB tokens, {dataset.idx.stat().st_size / 1e6:,.1f} MB index"
+    yield "size", f"{dataset.bin_bytes / 1e6:,.1f} MB tokens, {dataset.idx.stat().st_size / 1e6:,.1f} MB index"
     quantiles = np.quantile(lengths, [0, 0.05, 0.5, 0.95, 1]).astype(np.int64).tolist()
     yield "document length", "min {:,}, 5% {:,}, median {:,}, 95% {:,}, max {:,}".format(*quantiles)
     yield "mean length", f"{dataset.num_tokens / dataset.num_documents:,.1f}"

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import Problem, raise_problems
+from petatron.base.remote_address import is_remote
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
-from petatron.config.schema.data_blend import BlendError, named_validation_sets, parse_blend
+from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_validation_sets, parse_blend
 from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
@@ -316,5 +316,7 @@ def _derive_files(values: _DerivedValues) -> None:
         except BlendError:
             prefix = None
         if prefix is not None:
-            values.fill("data_cache_path", str(Path(prefix).parent / "cache"), "beside the first dataset")
+            folder = default_cache_folder(prefix, values["object_storage_cache_path"])
+            place = "in --object-storage-cache-path" if is_remote(prefix) else "beside the first dataset"
+            values.fill("data_cache_path", folder, place)
     values.fill("log_dir", values["save"], "the --save folder")

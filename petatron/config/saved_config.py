@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from petatron.base.remote_address import is_remote
 from petatron.config.declared_rules import unused_settings
 from petatron.config.import_user_modules import IMPORTS_PATH, absolute_import
 from petatron.config.read_config_sources import LoadedConfig
@@ -99,7 +100,7 @@ def absolute_value(info: FieldInfo, value: Any) -> Any:
         return tuple(_absolute_sets(value))
     if info.is_list:
         return tuple(_absolute_blend(value))
-    return os.path.abspath(value) if value else value
+    return _absolute(value) if value else value
 
 
 def _absolute_sets(paths: Sequence[str]) -> list[str]:
@@ -121,7 +122,11 @@ def _absolute_blend(blend: Sequence[str]) -> list[str]:
         weighted = any(part.weight is not None for part in parse_blend(blend))
     except BlendError:  # reported by `check`
         return list(blend)
-    return [word if weighted and place % 2 == 0 else os.path.abspath(word) for place, word in enumerate(blend)]
+    return [word if weighted and place % 2 == 0 else _absolute(word) for place, word in enumerate(blend)]
+
+
+def _absolute(path: str) -> str:
+    return path if is_remote(path) else os.path.abspath(path)
 
 
 def _relative_blend(list_file: str) -> tuple[str, ...]:
@@ -131,4 +136,4 @@ def _relative_blend(list_file: str) -> tuple[str, ...]:
         prefixes = [part.prefix for part in parse_blend(blend)]
     except (OSError, UnicodeDecodeError, BlendError):
         return ()
-    return tuple(blend) if not all(os.path.isabs(prefix) for prefix in prefixes) else ()
+    return tuple(blend) if not all(os.path.isabs(prefix) or is_remote(prefix) for prefix in prefixes) else ()

@@ -130,6 +130,11 @@ class BatchLoader:
         first = consumed_samples + (np.arange(count) * self.dp_size + self.dp_rank) * micro
         return first[:, None] + np.arange(micro)
 
+    def dataset_indices(self, global_batch_size: int, consumed_samples: int) -> NDArray[np.int64]:
+        """Returns where in the dataset the samples of this rank's step are: [micro-batches, micro_batch_size]."""
+        numbers = self.sample_ids(global_batch_size, consumed_samples)
+        return self._shuffled(numbers, len(self.dataset)) if self.options.dataloader_type == "cyclic" else numbers
+
     def close(self) -> None:
         """Stops prefetching."""
         self._cancel_prefetch()
@@ -158,10 +163,7 @@ class BatchLoader:
         total = len(self.dataset)
         if self.options.dataloader_type == "single" and consumed_samples + global_batch_size > total:
             return []
-        numbers = self.sample_ids(global_batch_size, consumed_samples)
-        if self.options.dataloader_type == "cyclic":
-            numbers = self._shuffled(numbers, total)
-        batches = [self._batch(row) for row in numbers]
+        batches = [self._batch(row) for row in self.dataset_indices(global_batch_size, consumed_samples)]
         return [batch.pin_memory() for batch in batches] if self.options.pin_memory else batches
 
     def _batch(self, numbers: NDArray[np.int64]) -> Batch:

@@ -27,7 +27,8 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError
 from petatron.config.schema.data_blend import parse_blend as read_blend
 from petatron.data.batch_loader import Sample, SampleDataset
-from petatron.data.index_cache import fingerprint, load_or_build
+from petatron.data.index_cache import IndexLog, fingerprint, load_or_build
+from petatron.data.trace_sample import SampleTrace, trace_sample
 
 MAX_DATASETS = 32766
 _SURPLUS = 0.005  # the default of Megatron's --mid-level-dataset-surplus
@@ -116,7 +117,12 @@ def blend_indices(
 
 
 def load_blend(
-    weights: Sequence[float], size: int, *, limits: Sequence[int] | None = None, cache_dir: str | Path | None = None
+    weights: Sequence[float],
+    size: int,
+    *,
+    limits: Sequence[int] | None = None,
+    cache_dir: str | Path | None = None,
+    index_log: IndexLog | None = None,
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     """Caches `blend_indices` in the cache folder: large blends take a minute and ranks share one mapped copy."""
     key: dict[str, object] = {
@@ -127,7 +133,7 @@ def load_blend(
     }
     names = ("dataset", "sample")
     indices = partial(blend_indices, weights, size, limits=limits)
-    arrays = load_or_build(cache_dir, key, names, build=lambda: dict(zip(names, indices(), strict=True)))
+    arrays = load_or_build(cache_dir, key, names, build=lambda: dict(zip(names, indices(), strict=True)), log=index_log)
     return arrays["dataset"], arrays["sample"]
 
 
@@ -144,16 +150,19 @@ class BlendedDataset:
         size: int | None = None,
         *,
         cache_dir: str | Path | None = None,
+        index_log: IndexLog | None = None,
     ) -> None:
         self.datasets = tuple(datasets)
         sizes = [len(dataset) for dataset in self.datasets]
         if weights is None:
             size = sum(sizes) if size is None else min(size, sum(sizes))
-            self._dataset, self._sample = load_blend(sizes, size, limits=sizes, cache_dir=cache_dir)
+            self._dataset, self._sample = load_blend(
+                sizes, size, limits=sizes, cache_dir=cache_dir, index_log=index_log
+            )
         else:
             if size is None:
                 raise ValueError("a weighted blend needs a size")
-            self._dataset, self._sample = load_blend(weights, size, cache_dir=cache_dir)
+            self._dataset, self._sample = load_blend(weights, size, cache_dir=cache_dir, index_log=index_log)
         shares = sizes if weights is None else list(weights)
         parts = [dataset.fingerprint for dataset in self.datasets]
         self.fingerprint = fingerprint({"kind": "blend", "parts": parts, "shares": shares, "once": weights is None})
@@ -167,6 +176,10 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         return self.datasets[int(self._dataset[index])][int(self._sample[index])]
+
+    def trace(self, index: int) -> SampleTrace:
+        """Returns what the sample's own dataset says of it."""
+        return trace_sample(self.datasets[int(self._dataset[index])], int(self._sample[index]))
 
 
 def _furthest_behind(share: NDArray, cap: NDArray, step: NDArray, counts: NDArray) -> NDArray:

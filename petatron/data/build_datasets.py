@@ -14,11 +14,11 @@ import numpy as np
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.config.schema.data_blend import BlendError, named_sets, read_blend_file
+from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_sets, read_blend_file
 from petatron.config.schema.default_objective_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import DataConfig
-from petatron.data import gpt_dataset  # noqa: F401  registers the kind of a run that names none
+from petatron.data import best_fit_dataset, gpt_dataset  # noqa: F401  they register their kinds
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import (
     BlendedDataset,
@@ -38,6 +38,8 @@ from petatron.data.dataset_kinds import (
     dataset_kind,
 )
 from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
+from petatron.data.index_cache import IndexLog
+from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
@@ -98,12 +100,19 @@ def chosen_kind_name(config: RunConfig) -> str:
     return config.data.dataset_type or build_objective(config).dataset_type or GPT_DATASET
 
 
-def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: tuple[int, int, int]) -> SplitDatasets:
+def build_datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    num_samples: tuple[int, int, int],
+    *,
+    index_log: IndexLog | None = None,
+) -> SplitDatasets:
     """Builds datasets with the given numbers of training, validation and test samples.
 
     Every rank calls this; on a shared file system one rank should call it first, so that the others find its cached indices.
     """
     kind = chosen_kind(config)
+    index_log = IndexLog() if index_log is None else index_log
     requests = [
         DatasetRequest(
             split=split,
@@ -112,6 +121,8 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
             seed=config.train.seed,
             tokenizer=tokenizer,
             vocab_size=vocab_size(config, tokenizer),
+            object_storage=_object_storage(config.data),
+            index_log=index_log,
         )
         for split, count in zip(SPLITS, num_samples, strict=True)
     ]
@@ -127,6 +138,8 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer | None, num_samples: 
             (wanted_set.request.split, wanted_set.name): _build_set(config, kind, wanted_set, of_set, warnings)
             for wanted_set, of_set in zip(wanted, split_sources, strict=True)
         }
+    if used := str(index_log):
+        get_logger(__name__).info("sample indices: %s", used)
     if fill is not None and tokenizer is not None:
         for (split, name), dataset in built.items():
             if dataset is not None:
@@ -271,7 +284,9 @@ def _build_set(
     elif once:
         taken = per_epoch
     else:
-        taken = np.bincount(load_blend(shares, count, cache_dir=cache)[0], minlength=len(sources)).tolist()
+        taken = np.bincount(
+            load_blend(shares, count, cache_dir=cache, index_log=request.index_log)[0], minlength=len(sources)
+        ).tolist()
     # Megatron adds nothing for the only dataset of a split, unless it has a weight in a blend for all splits.
     surplus = weights and not (len(sources) == 1 and _has_blend_per_split(config.data))
     needed = samples_to_build(weights, count, taken) if surplus else taken
@@ -285,7 +300,9 @@ def _build_set(
     warnings += _size_warnings(config, kind, request, sources, taken)
     if len(built) == 1:
         return built[0]
-    return BlendedDataset(built, None if once else shares, None if once else count, cache_dir=cache)
+    return BlendedDataset(
+        built, None if once else shares, None if once else count, cache_dir=cache, index_log=request.index_log
+    )
 
 
 def _size_warnings(
@@ -306,12 +323,20 @@ def _size_warnings(
     return kind.size_warnings(shares, request, eval_iters=train.eval_iters)
 
 
+def _object_storage(data: DataConfig) -> ObjectStorageCache | None:
+    if data.object_storage_cache_path is None:
+        return None
+    return ObjectStorageCache(
+        data.object_storage_cache_path, data.object_storage_chunk_bytes, data.object_storage_cache_bytes
+    )
+
+
 def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
     """Returns the cache folder of sample indices: the user's, else `cache` next to the data.
 
     None if the default folder is a link: whoever made the data could choose where files are written.
     """
-    default_folder = Path(prefix).parent / "cache"
+    default_folder = Path(default_cache_folder(prefix, data.object_storage_cache_path))
     folder = Path(data.data_cache_path) if data.data_cache_path else default_folder
     if folder != default_folder or not default_folder.is_symlink():
         return folder

@@ -17,8 +17,11 @@ from typing import Any, ClassVar, Literal
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.data.batch_loader import LoaderOptions, Sample, SampleDataset, epoch_permutation, make_batch
-from petatron.data.index_cache import fingerprint
+from petatron.data.index_cache import IndexLog, fingerprint
+from petatron.data.object_storage.storage_cache import ObjectStorageCache
+from petatron.data.token_id_range import TokenPlace
 from petatron.data.tokenizer import Tokenizer
+from petatron.data.trace_sample import SampleTrace, TracedDocument
 from petatron.models.batch import Batch
 
 _FLAG, _SETTINGS_FLAG = "--dataset-type", "--dataset-settings"
@@ -42,6 +45,10 @@ class DatasetRequest:
     tokenizer: Tokenizer | None = None
     vocab_size: int | None = None
     cache_dir: Path | None = None
+    object_storage: ObjectStorageCache | None = None
+    """Where a source behind an address is kept on this machine."""
+    index_log: IndexLog | None = None
+    """Told which cached indices were found and which were built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,12 @@ class _ShuffledRecords:
             raise IndexError(f"sample {index} of {len(self)}")
         epoch, place = divmod(index, len(self._units))
         return self._source.record(self._units[int(self._order(epoch)[place])], self._request)
+
+    def trace(self, index: int) -> SampleTrace:
+        """Returns the record, which is the document of its sample."""
+        epoch, place = divmod(index, len(self._units))
+        record = TokenPlace(self._units[int(self._order(epoch)[place])], None, 0)
+        return SampleTrace(self._source.name, index, (TracedDocument(record, self._request.seq_length + 1, None),))
 
 
 class DatasetKind(ABC):

@@ -13,7 +13,7 @@ character because the sample cuts it is not divided: its decoded text would not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -28,6 +28,7 @@ from petatron.data.document_sample_shuffle_index import legacy_random_state
 from petatron.data.index_cache import fingerprint
 from petatron.data.tokenizer import Tokenizer, vocabulary_json
 from petatron.data.tokenizers_library import load_fast
+from petatron.data.trace_sample import SampleTrace, trace_sample
 
 _REPLACEMENT = "\ufffd"
 _STREAMS: dict[Split, int] = {"train": 101, "valid": 102, "test": 103}
@@ -116,6 +117,11 @@ class FillInMiddleDataset:
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def trace(self, index: int) -> SampleTrace:
+        """Returns the documents that were divided; the tokens of a sample that grew are cut at its end."""
+        change = "documents are divided by --fim-data, and the sample is cut or padded at its end"
+        return replace(trace_sample(self._dataset, index), change=change)
 
     def __getitem__(self, index: int) -> Sample:
         sample = self._dataset[index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -27,13 +28,13 @@ from petatron.data.document_sample_shuffle_index import (
     legacy_random_state,
     plan_epochs,
 )
-from petatron.data.index_cache import Arrays, fingerprint, load_or_build
+from petatron.data.document_sources import DocumentSources, sources_of
+from petatron.data.index_cache import Arrays, IndexLog, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.small_dataset_warnings import size_warnings
+from petatron.data.token_id_range import can_hold_only, check_some_ids, first_beyond, raise_beyond
+from petatron.data.trace_sample import SampleTrace, trace_documents
 
-# Token ids are checked on this many ranges of this many tokens, spread over each file.
-CHECKED_SEQUENCES = 64
-CHECKED_TOKENS = 4096
 # Splits of mock data differ by their seed.
 _MOCK_SEEDS = {"train": 0, "valid": 1, "test": 2}
 _ANNOUNCED_ENTRIES = 10_000_000
@@ -65,8 +66,12 @@ class GPTDataset:
         seq_length: int,
         seed: int,
         cache_dir: str | Path | None = None,
+        vocab_size: int | None = None,
+        index_log: IndexLog | None = None,
     ) -> None:
+        """vocab_size: None if ids are not checked."""
         self.indexed, self.sequences, self.seq_length = indexed, sequences, seq_length
+        self._checked_size = None if vocab_size is None or can_hold_only(indexed, vocab_size) else vocab_size
         lengths = indexed.lengths
         self.num_tokens = int(lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if self.num_tokens == 0:
@@ -93,8 +98,12 @@ class GPTDataset:
 
         self.fingerprint = fingerprint(key)
         names = ("documents", "starts", "order")
-        arrays = load_or_build(cache_dir, key, names, build=build)
+        arrays = load_or_build(cache_dir, key, names, build=build, log=index_log)
         self._document_index, self._sample_index, self._shuffle_index = (arrays[name] for name in names)
+
+    @cached_property
+    def _sources(self) -> DocumentSources | None:
+        return sources_of(self.indexed)
 
     def _announce(self, cache_dir: str | Path | None) -> Callable[[str], None]:
         """Says what a large index will take before it is built, and refuses one that cannot be held; returns a reporter of progress."""
@@ -119,10 +128,24 @@ class GPTDataset:
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Sample `index` as seq_length + 1 token ids."""
-        parts = [self.indexed.get(piece.sequence, piece.start, piece.length) for piece in self.pieces(index)]
+        pieces = self.pieces(index)
+        parts = [self.indexed.get(piece.sequence, piece.start, piece.length) for piece in pieces]
         if len(parts) == 1:
-            return parts[0].astype(np.int64)
-        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+            sample = parts[0].astype(np.int64)
+        else:
+            sample = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        if self._checked_size is not None and (place := first_beyond(sample, self._checked_size)) is not None:
+            number = int(sample[place])
+            for piece in pieces:
+                if place < piece.length:
+                    raise_beyond(self.indexed, piece.sequence, piece.start + place, number, self._checked_size)
+                place -= piece.length
+        return sample
+
+    def trace(self, index: int) -> SampleTrace:
+        """Returns the documents of a sample, and where they come from if a table of sources is beside the dataset."""
+        documents = trace_documents(self.indexed, self._sources, list(self.pieces(index)))
+        return SampleTrace(self.indexed.prefix, index, documents)
 
     def pieces(self, index: int) -> list[SamplePiece]:
         """Returns the pieces of sequences that sample `index` consists of."""
@@ -164,6 +187,8 @@ class IndexedText(DataSource):
             seq_length=request.seq_length,
             seed=request.seed,
             cache_dir=request.cache_dir,
+            vocab_size=request.vocab_size,
+            index_log=request.index_log,
         )
 
 
@@ -213,10 +238,10 @@ class PackedText(DatasetKind):
     reads: ClassVar[str] = "the prefix of a .bin and an .idx file"
 
     def open(self, source: str, request: DatasetRequest) -> IndexedText:
-        indexed = IndexedDataset(source)
+        indexed = IndexedDataset(source, object_storage=request.object_storage)
         indexed.check_token_ids()
         if request.vocab_size is not None:
-            _check_token_ids(indexed, request.vocab_size)
+            check_some_ids(indexed, request.vocab_size)
         return IndexedText(indexed)
 
     def mock(self, request: DatasetRequest) -> SampleDataset:
@@ -232,18 +257,6 @@ class PackedText(DatasetKind):
 
     def size_warnings(self, shares: Sequence[SourceShare], request: DatasetRequest, *, eval_iters: int) -> list[str]:
         return size_warnings(request.split, shares, seq_length=request.seq_length, eval_iters=eval_iters)
-
-
-def _check_token_ids(indexed: IndexedDataset, vocab_size: int) -> None:
-    """Checks a sample of ids: a model fails far from the cause, or not at all, on an id it has no embedding for."""
-    chosen = np.unique(np.linspace(0, indexed.num_sequences - 1, CHECKED_SEQUENCES).astype(np.int64))
-    for sequence in chosen:
-        tokens = indexed.get(int(sequence), 0, min(CHECKED_TOKENS, int(indexed.lengths[sequence])))
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-            raise DataError(
-                f"{indexed.prefix}: sequence {sequence} has token ids {tokens.min()}..{tokens.max()}, but the vocabulary has "
-                f"{vocab_size} ids. Use the tokenizer the data was preprocessed with, or set --vocab-size."
-            )
 
 
 register_dataset(GPT_DATASET, PackedText)

@@ -11,7 +11,7 @@ shuffle it is, and takes a third of the time. So an entry that this user has not
 Why that costs nothing at most starts. Once this user has built an entry, its files' identity (inode, size, times of change) is recorded
 in a folder of the user's home that nobody else can write to, and a file that still has it is not read again: neither by the other
 ranks nor by later starts. For a billion samples (16 GB, some minutes to build) a start makes a few calls of `stat`.
-Entries that are built quickly are not recorded.
+Entries that are built quickly are not recorded, except by `petatron data build-index`, after which a start builds nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,6 +44,31 @@ _MAX_RECORD_BYTES = 1 << 16
 Arrays = dict[str, NDArray]
 
 
+@dataclass(slots=True)
+class IndexLog:
+    """The entries that a start has used, by their stems: found and trusted, found and built again to compare them, and new ones.
+
+    records_all: small entries are recorded too.
+    """
+
+    records_all: bool = False
+    reused: set[str] = field(default_factory=set)
+    compared: set[str] = field(default_factory=set)
+    built: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        """
+        >>> str(IndexLog(reused={"a", "b"}, built={"c"}))
+        '2 found, 1 built'
+        """
+        counts = {
+            "found": self.reused,
+            "built": self.built,
+            "built again to check those that were there": self.compared - self.built,
+        }
+        return ", ".join(f"{len(stems)} {text}" for text, stems in counts.items() if stems)
+
+
 def _description(key: Mapping[str, object]) -> str:
     return json.dumps({"format": FORMAT_VERSION, **key}, sort_keys=True)
 
@@ -58,22 +84,27 @@ def load_or_build(
     names: tuple[str, ...],
     *,
     build: Callable[[], Arrays],
+    log: IndexLog | None = None,
 ) -> Arrays:
     """Returns arrays `names` for `key`: memory-mapped from the folder if they exist, else built and stored there."""
     if folder is None:
         return build()
+    log = IndexLog() if log is None else log
     stem = fingerprint(key)
     paths = {name: Path(folder) / f"{stem}-{name}.npy" for name in names}
     mapped, identities = _map_existing(paths)
     if mapped is not None and _read_trust_record(paths) == identities:
+        if stem not in log.built | log.compared:  # by this start itself, a moment ago
+            log.reused.add(stem)
         return mapped
     arrays = build()
     if mapped is not None:
         different = [name for name in names if not _arrays_equal(mapped[name], arrays[name])]
         if not different:
+            log.compared.add(stem)
             newest = max(time_ns for identity in identities for time_ns in identity[-2:])
             if time.time_ns() - newest > _MIN_FILE_AGE_NS and _file_identities(paths) == identities:
-                _write_trust_record(paths, identities)
+                _write_trust_record(paths, identities, any_size=log.records_all)
             return mapped
         _warn_mismatch(paths, " and ".join(different) + (" differ" if len(different) > 1 else " differs"))
     try:
@@ -81,7 +112,8 @@ def load_or_build(
         kept = {name: _save_and_map(path, arrays[name]) for name, path in paths.items()}
         # For people who wonder what a file is; never read by us.
         write_atomic(Path(folder) / f"{stem}.json", _description(key) + "\n")
-        _write_trust_record(paths, _file_identities(paths))
+        _write_trust_record(paths, _file_identities(paths), any_size=log.records_all)
+        log.built.add(stem)
     except OSError as error:
         get_logger(__name__).warning(
             "Sample indices cannot be kept in %s (%s); they stay in memory and are built again on the next start. "
@@ -169,9 +201,7 @@ def _arrays_equal(mapped: NDArray, built: NDArray) -> bool:
 
 
 def _trust_record_path(paths: Mapping[str, Path]) -> Path | None:
-    """Returns where this user's trust in these files is recorded; None if not worth it or there is no such place."""
-    if sum(path.stat().st_size for path in paths.values()) < MIN_RECORDED_BYTES:
-        return None
+    """Returns where this user's trust in these files is recorded; None if there is no such place."""
     folder = private_folder("checked-indices")
     return (
         folder / f"{fingerprint({'files': [str(path.resolve()) for path in paths.values()]})}.json" if folder else None
@@ -185,7 +215,9 @@ def _read_trust_record(paths: Mapping[str, Path]) -> FileIdentities | None:
     return None
 
 
-def _write_trust_record(paths: Mapping[str, Path], identities: FileIdentities) -> None:
+def _write_trust_record(paths: Mapping[str, Path], identities: FileIdentities, *, any_size: bool) -> None:
+    if not any_size and sum(identity[0] for identity in identities) < MIN_RECORDED_BYTES:
+        return
     with contextlib.suppress(OSError):  # a full home: the next start checks again
         record = _trust_record_path(paths)
         if record is not None:

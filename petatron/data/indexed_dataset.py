@@ -24,6 +24,7 @@ import hashlib
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -31,9 +32,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from petatron.base.errors import DataError
+from petatron.base.remote_address import is_remote
 from petatron.base.untrusted_files import open_regular_file, reading_untrusted
 from petatron.data.data_file_error import data_file_error
 from petatron.data.index_cache import cached_digest
+from petatron.data.object_storage.chunked_tokens import ChunkedTokens
+from petatron.data.object_storage.storage_cache import ObjectStorageCache, RemoteObject, copied_index
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -52,6 +56,7 @@ DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # Whole-index checks and sums run over this many entries at a time, so their temporaries stay small.
 CHUNK_ENTRIES = 1 << 22
+_BLOCK_SEQUENCES, _BLOCK_TOKENS = 1 << 16, 1 << 22
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -79,6 +84,9 @@ def dtype_code(dtype: DTypeLike) -> int:
 class IndexedDataset:
     """Memory-mapped reader of one prefix. Checks both files when it opens; afterwards reads never fail.
 
+    A prefix may be an address (s3://bucket/corpus) with a cache: then the index is a local copy, which is mapped, and reads of tokens may
+    raise `DataError`.
+
     >>> from petatron.data.indexed_writer import IndexedWriter
     >>> import tempfile, os
     >>> prefix = os.path.join(tempfile.mkdtemp(), "demo")
@@ -88,19 +96,40 @@ class IndexedDataset:
     [6, 7]
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, object_storage: ObjectStorageCache | None = None) -> None:
         self.prefix = str(prefix)
         self.idx, self.bin = idx_path(prefix), bin_path(prefix)
+        self._remote: ChunkedTokens | None = None
+        self._digest: str | None = None
+        if is_remote(self.prefix):
+            self._open_remote(object_storage)
+        else:
+            self._open_local()
+
+    def _open_local(self) -> None:
         for path in (self.idx, self.bin):
             with reading_untrusted(path, data_file_error):
                 if not path.exists():
                     raise DataError(f"{path} does not exist. {_missing_hint(self.prefix, path)}")
                 open_regular_file(path).close()
+        self.bin_bytes = self.bin.stat().st_size
         with reading_untrusted(self.idx, data_file_error):
             self.num_tokens = self._open_index()
         with reading_untrusted(self.bin, data_file_error):
             self._tokens = _mmap_file(self.bin)
-        self._digest: str | None = None
+
+    def _open_remote(self, cache: ObjectStorageCache | None) -> None:
+        if cache is None:
+            raise DataError(
+                f"{self.prefix} is in object storage. Give --object-storage-cache-path a folder for its index and its chunks where "
+                "there is such a flag, or copy the files to a disk."
+            )
+        index, tokens = (RemoteObject.find(f"{self.prefix}{end}") for end in (".idx", ".bin"))
+        self.bin_bytes = tokens.size
+        self.idx = copied_index(index, cache)
+        with reading_untrusted(self.idx, data_file_error):
+            self.num_tokens = self._open_index()
+        self._remote = ChunkedTokens(tokens, cache)
 
     def _open_index(self) -> int:
         """Maps the index, checks it against both files, returns the number of tokens."""
@@ -161,7 +190,7 @@ class IndexedDataset:
         With a cache folder the index is read once, until it changes, and not by every rank at every start.
         """
         if self._digest is None:
-            tokens = f"{self.bin.name}:{self.bin.stat().st_size}"
+            tokens = f"{self.bin.name}:{self.bin_bytes}"
             self._digest = cached_digest(cache_dir, self.idx, tokens, partial(self._hash, tokens))
         return self._digest
 
@@ -176,7 +205,36 @@ class IndexedDataset:
         count = available - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > available:
             raise IndexError(f"tokens {offset}..{offset + count} asked of a sequence of {available} in {self.prefix}")
-        return np.frombuffer(self._tokens, self.dtype, count, start + offset * self.dtype.itemsize)
+        first = start + offset * self.dtype.itemsize
+        if self._remote is not None:
+            return np.frombuffer(self._remote.read(first, count * self.dtype.itemsize), self.dtype)
+        return np.frombuffer(self._tokens, self.dtype, count, first)
+
+    def blocks(self) -> Iterator[tuple[int, NDArray]]:
+        """Yields all tokens in the order of the sequences, as views of many sequences each, with the first of these.
+
+        A block ends at the end of a sequence where sequences follow one another in the file; otherwise it is one sequence.
+        """
+        itemsize = self.dtype.itemsize
+        sequence, window = 0, _BLOCK_SEQUENCES
+        while sequence < self.num_sequences:
+            lengths = self.lengths[sequence : sequence + window].astype(np.int64)
+            starts = self.offsets[sequence : sequence + window]
+            ends = np.cumsum(lengths)
+            follows = (starts == starts[0] + (ends - lengths) * itemsize) & (
+                ends <= max(_BLOCK_TOKENS, int(lengths[0]))
+            )
+            count = len(follows) if bool(follows.all()) else max(1, int(np.argmin(follows)))
+            if total := int(ends[count - 1]):
+                yield sequence, self._read(int(starts[0]), total, 0, total)
+            sequence += count
+            window = min(2 * count, _BLOCK_SEQUENCES)
+
+    def token_in_block(self, sequence: int, place: int) -> tuple[int, int]:
+        """Returns the sequence and the position in it of a token of a block that begins with `sequence`."""
+        ends = np.cumsum(self.lengths[sequence : sequence + _BLOCK_SEQUENCES], dtype=np.int64)
+        number = int(np.searchsorted(ends, place, side="right"))
+        return sequence + number, place - (int(ends[number - 1]) if number else 0)
 
     def check_token_ids(self) -> None:
         """Raises for a file of floating-point numbers, which Megatron's format allows and which are no token ids."""
@@ -223,7 +281,7 @@ class IndexedDataset:
 
     def _check_sequences(self) -> int:
         """Checks each sequence against the size of the .bin; returns the number of tokens."""
-        size, itemsize = self.bin.stat().st_size, self.dtype.itemsize
+        size, itemsize = self.bin_bytes, self.dtype.itemsize
         tokens, furthest = 0, 0
         for start in range(0, self.num_sequences, CHUNK_ENTRIES):
             lengths = self.lengths[start : start + CHUNK_ENTRIES].astype(np.int64)
@@ -239,7 +297,7 @@ class IndexedDataset:
             furthest = max(furthest, int((offsets.view("<u8") + (lengths * itemsize).view("<u8")).max()))
         if furthest > size:
             raise DataError(
-                f"{self.bin} is truncated: it has {size:,} bytes, its index needs {furthest:,}. "
+                f"{self.prefix}.bin is truncated: it has {size:,} bytes, its index needs {furthest:,}. "
                 f"Copy it again together with {self.idx.name}, or preprocess the data again."
             )
         if tokens * itemsize > size:

@@ -13,6 +13,7 @@ from petatron.config.required_settings import required
 from petatron.data.batch_loader import BatchLoader, LoaderOptions
 from petatron.data.build_datasets import build_datasets, chosen_kind, vocab_size
 from petatron.data.fill_in_middle import padding_id
+from petatron.data.index_cache import IndexLog
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
@@ -132,17 +133,18 @@ def build_loaders(
     *,
     train_samples: int | None = None,
     evaluates: bool = True,
+    index_log: IndexLog | None = None,
 ) -> DataLoaders:
     """Opens every dataset of the run and reports every problem of the data.
 
     `train_samples` is the number of training samples required, counted from the start of the run. `evaluates`: whether validation and
-    test data are opened too.
+    test data are opened too. `index_log` is told which cached indices were found.
     """
     if tokenizer is None and run.tokenizer.tokenizer_type is not None:
         tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
     needed = RunLength.from_config(run).samples if train_samples is None else train_samples
     validation, test = evaluation_samples(run) if evaluates else (0, 0)
-    datasets = build_datasets(run, tokenizer, (needed, validation, test))
+    datasets = build_datasets(run, tokenizer, (needed, validation, test), index_log=index_log)
     assert datasets.train is not None
     if mesh.rank == 0:
         for text in datasets.warnings:

@@ -162,28 +162,31 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
 def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:
     """Yields problems of attention within packed documents; the varlen kernel of short documents can be captured."""
     model = config.model
-    if not config.data.reset_attention_mask:
+    if not config.data.separates_documents:
         return
+    separating = (
+        "--reset-attention-mask" if config.data.reset_attention_mask else f"--dataset-type {config.data.dataset_type}"
+    )
     fix = "Leave one of them out."
     if model.seq_length >= MIN_PADDED_DOCUMENT:
         why = (
             f"attention of documents of {MIN_PADDED_DOCUMENT} tokens or more is planned from their lengths, by the host"
         )
-        yield f"--reset-attention-mask and --seq-length {model.seq_length}", why, fix
+        yield f"{separating} and --seq-length {model.seq_length}", why, fix
     if config.parallel.world_size not in (None, 1):
         why = "what they capture would depend on their documents"
-        yield f"--reset-attention-mask and {config.parallel.world_size} ranks", why, fix
+        yield f"{separating} and {config.parallel.world_size} ranks", why, fix
     if model.attention_dropout > 0.0:
         why = "how many random numbers are drawn depends on the number of documents"
-        yield f"--reset-attention-mask and --attention-dropout {model.attention_dropout:g}", why, fix
+        yield f"{separating} and --attention-dropout {model.attention_dropout:g}", why, fix
     if config.train.deterministic_mode:
         why = "in which order gradients are added depends on the number of documents"
-        yield "--reset-attention-mask and --deterministic-mode", why, fix
+        yield f"{separating} and --deterministic-mode", why, fix
     why = "without FlashAttention the host makes the mask"
     if not (config.precision.bf16 or config.precision.fp16):
-        yield "--reset-attention-mask in this precision", why, "Add --bf16 or --fp16, or leave one of them out."
+        yield f"{separating} in this precision", why, "Add --bf16 or --fp16, or leave one of them out."
     elif model.kv_channels is not None and not flash_supports_heads(model.kv_channels):
-        yield f"--reset-attention-mask and heads of width {model.kv_channels}", why, fix
+        yield f"{separating} and heads of width {model.kv_channels}", why, fix
 
 
 def _context(config: RawRunConfig) -> Iterator[CaptureProblem]:

@@ -21,9 +21,12 @@ def check_training(run: RunConfig, spec: ModelSpec) -> None:
         rule = f"shards sequences, and no way of it suits all layers of this model: {', '.join(kinds)}"
         problems.append(Problem("--context-parallel-size", str(run.parallel.context_parallel_size), rule, "Use 1."))
     mixed = sorted({branch.name for branch in branches if not branch.separates_documents})
-    if run.data.reset_attention_mask and mixed:
+    if run.data.separates_documents and mixed:
         rule = f"separates packed documents, but layers of this model see the whole sequence: {', '.join(mixed)}"
-        problems.append(Problem("--reset-attention-mask", "", rule, "Leave it out."))
+        flag, value = "--reset-attention-mask", ""
+        if not run.data.reset_attention_mask:
+            flag, value = "--dataset-type", str(run.data.dataset_type)
+        problems.append(Problem(flag, value, rule, "Leave it out."))
     raise_problems(problems)
 
 

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from petatron.base.errors import Problem
+from petatron.base.remote_address import is_remote
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend
-from petatron.config.schema.default_objective_names import GPT_DATASET, NEXT_TOKEN
+from petatron.config.schema.default_objective_names import NEXT_TOKEN, TEXT_DATASETS
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
 
@@ -53,6 +54,7 @@ def _run_folders(config: RawRunConfig) -> Iterator[Problem]:
         "save_megatron": config.checkpoint.save_megatron,
         "log_dir": log.log_dir if log.log_dir != save else None,
         "tensorboard_dir": log.tensorboard_dir,
+        "object_storage_cache_path": config.data.object_storage_cache_path,
     }
     for name, path in named.items():
         if path is None:
@@ -118,7 +120,7 @@ def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
 def reads_packed_text(config: RawRunConfig) -> bool:
     """Whether the data is Megatron's token files; another dataset kind checks its own files."""
     if config.data.dataset_type is not None:
-        return config.data.dataset_type == GPT_DATASET
+        return config.data.dataset_type in TEXT_DATASETS
     return config.train.objective in (None, NEXT_TOKEN)
 
 
@@ -130,7 +132,16 @@ def _missing_data(config: RawRunConfig) -> Iterator[Problem]:
             parts = [part for of_set in sets for part in parse_blend(of_set)]
         except BlendError:  # a problem of its own
             continue
-        for prefix in dict.fromkeys(part.prefix for part in parts):
+        prefixes = dict.fromkeys(part.prefix for part in parts)
+        remote = [prefix for prefix in prefixes if is_remote(prefix)]
+        if remote and config.data.object_storage_cache_path is None:
+            rule = "is an address, and there is no --object-storage-cache-path"
+            fix = "Give it a folder on a disk of this machine, for the index and for the tokens that are read."
+            yield Problem(flag_name(name), remote[0], rule, fix)
+        elif remote and importlib.util.find_spec("fsspec") is None:
+            rule = "is read through fsspec, which is not installed"
+            yield Problem(flag_name(name), remote[0], rule, "pip install 'petatron[remote]'.")
+        for prefix in [prefix for prefix in prefixes if prefix not in remote]:
             reasons = {f"{prefix}{end}": not_a_file_reason(Path(f"{prefix}{end}")) for end in (".idx", ".bin")}
             gone = [path for path, reason in reasons.items() if reason == "is missing"]
             strange = [f"{path} {reason}" for path, reason in reasons.items() if reason and path not in gone]

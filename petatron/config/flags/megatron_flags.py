@@ -52,6 +52,7 @@ ALIASES: Mapping[str, str] = {
     "--persistent-save-interval": "save_interval",
     "--pytorch-profiler-collect-shapes": "record_shapes",
     "--rope-theta": "rotary_base",
+    "--s3-cache-path": "object_storage_cache_path",
     "--tiktoken-special-tokens": "tokenizer_special_tokens",
     "--rotary-scaling-factor": "rope_scaling_factor",
     "--yarn-original-max-position-embeddings": "original_max_position_embeddings",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from petatron.base.remote_address import is_remote
 from petatron.base.untrusted_files import read_limited_bytes
 
 _MAX_BLEND_FILE_BYTES = 1 << 26
@@ -91,6 +92,17 @@ def dataset_prefix(word: str) -> str:
     """
     stem = word.removesuffix(".bin") if word.endswith(".bin") else word.removesuffix(".idx")
     return word if not stem or os.path.isfile(f"{word}.idx") else stem
+
+
+def default_cache_folder(prefix: str, object_storage_cache: str | None) -> str:
+    """Returns the folder of sample indices that `--data-cache-path` is by default: beside the data, or with what is kept of remote data.
+
+    >>> default_cache_folder("data/corpus", None), default_cache_folder("s3://bucket/corpus", "/scratch")
+    ('data/cache', '/scratch/samples')
+    """
+    if is_remote(prefix):
+        return os.path.join(object_storage_cache or ".", "samples")
+    return str(Path(prefix).parent / "cache")
 
 
 def parse_split(text: str) -> tuple[float, float, float]:

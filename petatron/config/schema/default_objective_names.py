@@ -8,3 +8,7 @@ LM_LOSS = "lm loss"
 """The loss of the next token; in logs it is the only one that needs no other name beside it."""
 GPT_DATASET = "gpt"
 """The kind of dataset of a run whose objective reads text."""
+BEST_FIT_DATASET = "best-fit"
+"""The kind of dataset that packs the same files without cutting documents that fit."""
+TEXT_DATASETS = (GPT_DATASET, BEST_FIT_DATASET)
+"""The kinds that read Megatron's .bin and .idx files."""

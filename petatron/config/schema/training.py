@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from petatron.base.remote_address import is_remote
+from petatron.config.schema.default_objective_names import BEST_FIT_DATASET
 from petatron.config.schema.evaluation import EvaluationSettings
 from petatron.config.schema.monitoring import StepCheckSettings, StepLogSettings
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
+    ByteCount,
     DecayRate,
     Factor,
     Fraction,
@@ -63,6 +66,24 @@ _SAMPLES, _PROFILES = used_with("log.sample_prompts"), used_with("log.profile")
 _WANDB = used_with("log.wandb_project")
 _AVERAGES = used_with("train.ema_decay")
 _ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes")
+_REMOTE_DATA = UsedWhen(
+    lambda run: (
+        run.data.data_args_path is not None
+        or any(
+            map(
+                is_remote,
+                (
+                    *run.data.data_path,
+                    *run.data.train_data_path,
+                    *run.data.valid_data_path,
+                    *run.data.test_data_path,
+                ),
+            )
+        )
+    ),
+    "no dataset is behind an address (s3://...)",
+)
+_STORES_CHUNKS = used_with("data.object_storage_cache_path")
 _ONE_PATH = UsedWhen(
     lambda run: not run.data.mock_data and not run.data.train_data_path, "there is no --data-path to split"
 )
@@ -218,8 +239,8 @@ class DataConfig(FillInMiddleSettings):
 
     feature: ClassVar = Feature("data", role="training")
     dataset_type: str | None = None
-    """How files become samples: `gpt` (Megatron's .bin and .idx files), or a name under which an imported module registered a kind of
-    dataset. Unset: the kind that `--objective` reads, else gpt."""
+    """How files become samples: `gpt` (Megatron's .bin and .idx files), `best-fit` (the same files, and no document that fits is cut), or
+    a name under which an imported module registered a kind of dataset. Unset: the kind that `--objective` reads, else gpt."""
     dataset_settings: tuple[str, ...] = ()
     """Settings of `--dataset-type`: NAME=VALUE, several."""
     data_path: tuple[FilePath, ...] = ()
@@ -241,6 +262,13 @@ class DataConfig(FillInMiddleSettings):
     """Shares of documents for training, validation and test, with `--data-path`."""
     data_cache_path: FilePath | None = None
     """Folder for sample indices. Derived: `cache` beside the first dataset."""
+    object_storage_cache_path: Annotated[FilePath, _REMOTE_DATA] | None = None
+    """Folder of this machine for datasets behind addresses (s3://bucket/corpus, gs://, msc://, https://): copies of their indices, and
+    chunks of their tokens. All ranks of the machine share it."""
+    object_storage_chunk_bytes: Annotated[ByteCount, "at least 1", _STORES_CHUNKS] = 1 << 20
+    """Bytes of a token file that are downloaded at a time from object storage."""
+    object_storage_cache_bytes: Annotated[ByteCount, "at least 1", _STORES_CHUNKS] = 1 << 36
+    """Bytes of tokens that the folder keeps at most; those that were not used for the longest time are removed."""
     mock_data: bool = False
     """Made-up data: counting sequences, no files needed."""
     dataloader_type: Literal["single", "cyclic"] = "single"
@@ -253,6 +281,11 @@ class DataConfig(FillInMiddleSettings):
     """Forbid attention across document boundaries."""
     eod_mask_loss: bool = False
     """Leave out of the loss the positions whose input is the end-of-document token."""
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether attention stays within documents."""
+        return self.reset_attention_mask or self.dataset_type == BEST_FIT_DATASET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from petatron.base.errors import DataError
 from petatron.base.format_text import abbreviate_names
+from petatron.base.remote_address import is_remote
 from petatron.base.safe_files import symlink_target_outside
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import not_a_file_reason, read_limited_json, reading_untrusted
@@ -27,7 +28,7 @@ from petatron.data.inputs.input_formats import (
     format_of_name,
     name_endings,
 )
-from petatron.data.inputs.remote_files import expand_remote, is_remote
+from petatron.data.inputs.remote_files import expand_remote
 
 _SAVED_STATE = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from petatron.base.errors import DataError
+from petatron.base.remote_address import is_remote
 from petatron.base.untrusted_files import open_regular_file, reading_untrusted
 from petatron.data.data_file_error import data_file_error
 from petatron.data.inputs import remote_files
@@ -41,7 +42,7 @@ class InputFile:
 
     @property
     def is_remote(self) -> bool:
-        return remote_files.is_remote(self.path)
+        return is_remote(self.path)
 
     @property
     def can_seek(self) -> bool:
@@ -81,7 +82,7 @@ def changed_error(path: str, how: str = "") -> DataError:
 
 def file_state(path: str) -> tuple[int | None, str]:
     """Returns size and version of a file, local or remote."""
-    if remote_files.is_remote(path):
+    if is_remote(path):
         return remote_files.remote_state(path)
     status = os.stat(path)
     return status.st_size, str(status.st_mtime_ns)

@@ -39,14 +39,6 @@ _PACKAGES = {
 }
 
 
-def is_remote(path: str) -> bool:
-    """
-    >>> is_remote("s3://bucket/a.jsonl"), is_remote("data/a.jsonl")
-    (True, False)
-    """
-    return "://" in path
-
-
 def remote_state(path: str) -> tuple[int | None, str]:
     """Returns size and version of a file."""
     with _asking(path):
@@ -66,6 +58,13 @@ def open_remote(path: str, *, in_order: bool) -> BinaryIO:
         system, inner = _file_system(path)
         block_bytes = 0 if in_order and is_web_page(path) else _BLOCK_BYTES
         return _RemoteFile(path, system.open(inner, "rb", block_size=block_bytes))  # type: ignore[return-value]
+
+
+def read_remote_range(path: str, start: int, stop: int) -> bytes:
+    """Returns what a server sends for bytes `start` to `stop` of a file, which may be another number of bytes."""
+    with _asking(path):
+        system, inner = _file_system(path)
+        return bytes(system.cat_file(inner, start=start, end=stop))
 
 
 def expand_remote(path: str) -> list[tuple[str, tuple[int | None, str]]]:

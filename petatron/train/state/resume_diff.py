@@ -58,6 +58,9 @@ _IGNORED_SETTINGS = (
     "tokenizer",
     "data.num_workers",
     "data.data_cache_path",
+    "data.object_storage_cache_path",
+    "data.object_storage_chunk_bytes",
+    "data.object_storage_cache_bytes",
     "train.device",
     "train.cuda_graphs",  # no bit depends on it; older checkpoints have a boolean
     "train.exit_interval",

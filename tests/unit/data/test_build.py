@@ -115,7 +115,7 @@ def test_all_problems_come_together(make_dataset: MakeDataset, tmp_path: Path) -
     message = str(caught.value)
     assert message.startswith("3 problems in the data:")
     assert "cut.bin is truncated" in message and "gone.idx does not exist" in message
-    assert "strange: sequence 1 has token ids 2000..2000, but the vocabulary has 1000 ids" in message
+    assert "strange: document 1, token 0, has the id 2000, but the vocabulary has 1000 ids" in message
 
 
 def test_vocabulary_of_the_tokenizer_is_checked(make_dataset: MakeDataset, tmp_path: Path) -> None:
