@@ -66,9 +66,11 @@ def _median_ratio(numerators: list[float], denominators: list[float]) -> float:
     return statistics.median(first / second for first, second in zip(numerators, denominators, strict=True))
 
 
-def _run(*words: str) -> tuple[float, str]:
+def _run(*arguments: str) -> tuple[float, str]:
     started = time.perf_counter()
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise DataError(f"{' '.join(words[:4])} ended with exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise DataError(
+            f"{' '.join(arguments[:4])} ended with exit code {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
     return time.perf_counter() - started, done.stdout

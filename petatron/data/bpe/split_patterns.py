@@ -24,8 +24,8 @@ def _with_line_ends(contractions: str, numbers: str) -> str:
 
 
 def _with_case(contractions: str, numbers: str) -> str:
-    words = f"{_BEFORE_WORD}?{_UPPER}*{_LOWER}+{contractions}|{_BEFORE_WORD}?{_UPPER}+{_LOWER}*{contractions}"
-    return rf"{words}|{numbers}|{_OTHERS}[\r\n/]*|\s*[\r\n]+|{_WHITE_SPACE}"
+    cased = f"{_BEFORE_WORD}?{_UPPER}*{_LOWER}+{contractions}|{_BEFORE_WORD}?{_UPPER}+{_LOWER}*{contractions}"
+    return rf"{cased}|{numbers}|{_OTHERS}[\r\n/]*|\s*[\r\n]+|{_WHITE_SPACE}"
 
 
 TIKTOKENIZER_PATTERNS = {
@@ -34,8 +34,12 @@ TIKTOKENIZER_PATTERNS = {
 }
 """Megatron's `--tiktoken-pattern`: a word with at most one character before it, a digit, punctuation, or spaces. v2 also splits before
 an uppercase letter that follows lowercase ones."""
-GPT4_PATTERNS = frozenset(_with_line_ends(words, numbers) for words in (_ANY_CASE, _SPELLED) for numbers in _NUMBERS)
+GPT4_PATTERNS = frozenset(
+    _with_line_ends(endings, numbers) for endings in (_ANY_CASE, _SPELLED) for numbers in _NUMBERS
+)
 """GPT-4's, and those of Llama 3 and Qwen."""
-GPT4O_PATTERNS = frozenset(_with_case(f"{words}?", numbers) for words in (_ANY_CASE, _SPELLED) for numbers in _NUMBERS)
+GPT4O_PATTERNS = frozenset(
+    _with_case(f"{endings}?", numbers) for endings in (_ANY_CASE, _SPELLED) for numbers in _NUMBERS
+)
 """GPT-4o's, and that of Llama 4: a capital begins a word."""
 SPLIT_PATTERNS = frozenset([GPT2, *GPT4_PATTERNS, *GPT4O_PATTERNS, *TIKTOKENIZER_PATTERNS.values()])

@@ -36,10 +36,10 @@ def test_both_write_the_same_files(case: PreprocessCase):
 
 
 def test_other_files_and_failures_are_errors(case: PreprocessCase, monkeypatch: pytest.MonkeyPatch):
-    def run(*words: str) -> tuple[float, str]:
-        ours = against_megatron.LOOP not in words
+    def run(*arguments: str) -> tuple[float, str]:
+        ours = against_megatron.LOOP not in arguments
         for end in ("bin", "idx"):
-            (case.folder / (f"petatron_text_document.{end}" if ours else f"megatron.{end}")).write_text(words[1])
+            (case.folder / (f"petatron_text_document.{end}" if ours else f"megatron.{end}")).write_text(arguments[1])
         (case.folder / "report.json").write_text('{"tokens": 1, "seconds": 1}')
         return 1.0, '{"steady_tokens_per_s": 1}'
 
