@@ -18,7 +18,7 @@ from tests.load_deadline import scaled, wait_until
 SECOND_NODE = "TEST_SECOND_RAY_NODE"
 """Environment variable of the processes of the second node."""
 STARTED = "Ray runtime started"
-MAX_STARTS = 5
+MAX_STARTS = 3
 AGENT_PORTS = (
     "--dashboard-agent-grpc-port",
     "--dashboard-agent-listen-port",
@@ -64,11 +64,12 @@ class TwoRayNodes:
 
     def _starts(self, name: str, log: Path, flags: list[str], variables: Mapping[str, str]) -> bool:
         command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
+        command += ["--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
         # A node waits fifteen seconds for its agents to choose ports, however busy the machine is.
         command += [f"{flag}={port}" for flag, port in zip(AGENT_PORTS, _free_ports(len(AGENT_PORTS)))]
         with log.open("wb") as output:
             node = subprocess.Popen(
-                [*command, "--object-store-memory=100000000", *flags],
+                [*command, *flags],
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
                 stdout=output,
                 stderr=subprocess.STDOUT,
