@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from petatron.data.parts.part_report import PartReport
 from petatron.data.parts.parts_folder import TokenizingJob
 from petatron.data.preprocess_report import OnProgress, PartsProgress
 
+_CONNECT_S = 10.0
 _MAX_ATTEMPTS = 10
 """A part that is lost this often is itself the reason: a text may take more memory than a machine has."""
 
@@ -75,12 +77,20 @@ def _result(ray: Any, reference: Any, part: int) -> dict[str, Any]:
 
 def _connect(ray: Any, address: str | None) -> None:
     try:
+        _try_port(address)
         ray.init(address=address or "auto", log_to_driver=False, logging_level="error")
     except Exception as error:
         where = "" if address is None else f" at --address {address}"
         raise DataError(
             f"No Ray cluster{where} can be used: {_first_line(error)} Start one with `ray start --head`."
         ) from error
+
+
+def _try_port(address: str | None) -> None:
+    """Raises where nothing listens: Ray would wait for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
 def _first_line(error: Exception) -> str:

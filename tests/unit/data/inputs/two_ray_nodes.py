@@ -18,16 +18,20 @@ from tests.load_deadline import scaled, wait_until
 SECOND_NODE = "TEST_SECOND_RAY_NODE"
 """Environment variable of the processes of the second node."""
 STARTED = "Ray runtime started"
-MAX_STARTS = 5
+MAX_STARTS = 3
+AGENT_PORTS = (
+    "--dashboard-agent-grpc-port",
+    "--dashboard-agent-listen-port",
+    "--runtime-env-agent-port",
+    "--metrics-export-port",
+)
 
 
 class TwoRayNodes:
     """`ray start`, twice; `stop` ends these nodes, and no others of this machine."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        (port,) = _free_ports(1)
         self.address = f"127.0.0.1:{port}"
         self._folder = Path(tempfile.mkdtemp(prefix="ray-"))  # not pytest's: names of sockets are short
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -60,9 +64,12 @@ class TwoRayNodes:
 
     def _starts(self, name: str, log: Path, flags: list[str], variables: Mapping[str, str]) -> bool:
         command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
+        command += ["--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
+        # A node waits fifteen seconds for its agents to choose ports, however busy the machine is.
+        command += [f"{flag}={port}" for flag, port in zip(AGENT_PORTS, _free_ports(len(AGENT_PORTS)))]
         with log.open("wb") as output:
             node = subprocess.Popen(
-                [*command, "--object-store-memory=100000000", *flags],
+                [*command, *flags],
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -74,6 +81,14 @@ class TwoRayNodes:
             return True
         _stop_node(node)
         return False
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [item.getsockname()[1] for item in sockets]
 
 
 def _stop_node(node: subprocess.Popen[bytes]) -> None:
