@@ -38,19 +38,24 @@ def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blended_dataset, "blend_indices", refuse)
 
 
+def arrays(folder: Path) -> list[str]:
+    """The files of indices; digests of the data are written when these are some seconds old."""
+    return sorted(path.name for path in folder.glob("*.npy"))
+
+
 def test_a_run_builds_nothing_and_says_so(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "build-index", "tiny-llama", *flags]) == 0
     printed = capsys.readouterr().out
-    files = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    stems = {name.partition("-")[0] for name in files if name.endswith(".npy")}
+    files = arrays(tmp_path / "cache")
+    stems = {name.partition("-")[0] for name in files}
     assert printed.startswith(f"sample indices: {len(stems)} built; ") and len(stems) == 9
     assert "20 training samples of 5 iterations, order " in printed
     nothing_is_built(monkeypatch)
     assert main(["train", "tiny-llama", *flags, "--log-dir", str(tmp_path / "run")]) == 0
     assert f"sample indices: {len(stems)} found" in capsys.readouterr().err
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == files
+    assert arrays(tmp_path / "cache") == files
     assert main(["data", "build-index", str(tmp_path / "run")]) == 0
     assert f"sample indices: {len(stems)} found; " in capsys.readouterr().out
 
