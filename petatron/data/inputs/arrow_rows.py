@@ -11,6 +11,7 @@ can have.
 from __future__ import annotations
 
 import importlib
+import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from petatron.base.format_text import abbreviate_names
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.data_file_error import data_file_error
+from petatron.data.inputs.arrow_messages import check_block, check_stream_batch, file_blocks
 from petatron.data.inputs.input_file import InputFile, seekable
 from petatron.data.inputs.line_blocks import RefusedLine
 from petatron.data.inputs.row_blocks import RefusedRow, SourceRow
@@ -156,12 +158,31 @@ def arrow_rows(file: InputFile, columns: AskedColumns) -> Iterator[SourceRow | R
         source.seek(0)
         row = 0
         reader = ipc.open_file(source, options=wanted) if is_file else ipc.open_stream(source, options=wanted)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        for batch in batches:
+        for batch in _file_batches(reader, source, file.size) if is_file else _stream_batches(reader, source):
             batch.validate(full=True)
             share = source.tell() / batch.num_rows if batch.num_rows and not row else 0.0
             yield from _batch_rows(batch, row, share)
             row += batch.num_rows
+
+
+def _file_batches(reader: Any, source: Any, size: int | None) -> Iterator[Any]:
+    if not reader.num_record_batches:
+        return
+    dictionaries, batches = file_blocks(source, source.seek(0, io.SEEK_END) if size is None else size)
+    for block in dictionaries:  # which come with the first batch
+        check_block(source, block)
+    for number, block in zip(range(reader.num_record_batches), batches, strict=True):
+        check_block(source, block)
+        yield reader.get_batch(number)
+
+
+def _stream_batches(reader: Any, source: Any) -> Iterator[Any]:
+    while True:
+        check_stream_batch(source)
+        try:
+            yield reader.read_next_batch()
+        except StopIteration:
+            return
 
 
 def _batch_rows(batch: Any, before: int, bytes_per_row: float) -> Iterator[SourceRow | RefusedRow]:

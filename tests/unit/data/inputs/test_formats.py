@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from petatron.base.errors import DataError
-from petatron.data.inputs import arrow_rows
+from petatron.data.inputs import arrow_messages, arrow_rows
 from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.input_formats import format_of_head
 from petatron.data.inputs.input_slice import InputSlice, ReadOptions
@@ -415,3 +415,21 @@ def test_a_key_that_is_there_twice_in_a_sample(tmp_path: Path) -> None:
         run(tmp_path, tmp_path / "a.tar")
     assert run(tmp_path, tmp_path / "a.tar", on_error="skip").documents == 1
     assert documents(tmp_path / "out_text_document") == ["its own"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_a_batch_that_decompresses_to_gigabytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, dictionary: bool
+) -> None:
+    texts = pa.array(["a" * 1000] * 1000)
+    column = pa.array(["a" * 1_000_000]).dictionary_encode() if dictionary else texts
+    table = pa.table({"text": column})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(tmp_path / "a.arrow", table.schema, options=options) as writer:
+        writer.write_table(table)
+    assert run(tmp_path, tmp_path / "a.arrow").documents == len(column)
+    monkeypatch.setattr(arrow_messages, "MAX_BATCH_BYTES", 500_000)
+    with pytest.raises(DataError, match=r"a\.arrow .*a batch has more than 500,000 bytes when it is decompressed"):
+        run(tmp_path, tmp_path / "a.arrow")
