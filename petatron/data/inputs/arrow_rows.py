@@ -2,11 +2,16 @@
 
 Both come from others: what a file says of its own layout is checked before a row is made, by the library where it does and by
 validating each batch of an arrow file, whose offsets the library believes otherwise.
+
+A few hundred bytes may stand for gigabytes: a value that is stored once, in a dictionary, is there in every row. So rows become objects
+of Python one at a time, and of parquet as many are read at once as fit into memory if each had the largest value that the dictionary
+can have.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +24,15 @@ from petatron.base.format_text import abbreviate_names
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.data_file_error import data_file_error
+from petatron.data.inputs.arrow_messages import check_block, check_stream_batch, file_blocks
 from petatron.data.inputs.input_file import InputFile, seekable
 from petatron.data.inputs.line_blocks import RefusedLine
 from petatron.data.inputs.row_blocks import RefusedRow, SourceRow
 
 _ROWS_PER_BATCH = 256
+_BATCH_BYTES = 1 << 28
 _BUFFER_BYTES = 1 << 20
+_DICTIONARY_PAGE, _PAGE_HEADER_BYTES, _THRIFT_INT32 = 2, 32, 5
 _STRINGS = ("string", "large_string", "string_view")
 _ARROW_FILE_MAGIC = b"ARROW1"
 _VALUE_ERRORS = (ValueError, OverflowError)
@@ -76,17 +84,65 @@ def parquet_rows(
     """Yields the rows of some row groups, numbered from 1 over the whole file."""
     with _reading(file), file.open() as opened:
         parquet = _library("pyarrow.parquet", file.path)
-        table = parquet.ParquetFile(seekable(opened, file.size), pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        source = seekable(opened, file.size)
+        table = parquet.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES)
         names = columns.of_schema(file.path, table.schema_arrow)
         counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
         row, total = sum(counts[:first_group]), max(sum(counts), 1)
         for group in range(first_group, len(counts) if end_group is None else end_group):
             # A column that is asked for by its name may be a field of another, and all need no names.
             chosen = None if columns.all_columns else names
-            batches = table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=chosen, use_threads=False)
+            num_rows = _rows_at_once(source, table.metadata.row_group(group), names)
+            batches = table.iter_batches(num_rows, row_groups=[group], columns=chosen, use_threads=False)
             for batch in batches:
                 yield from _batch_rows(batch, row, (file.size or 0) / total)
                 row += batch.num_rows
+
+
+def _rows_at_once(source: Any, group: Any, names: Sequence[str]) -> int:
+    """Returns how many rows of a row group take at most _BATCH_BYTES if all values are as large as the dictionaries of their columns."""
+    row_bytes = 0
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.path_in_schema.partition(".")[0] in names or column.path_in_schema in names:
+            values_per_row = -(-column.num_values // max(group.num_rows, 1))
+            row_bytes += _dictionary_bytes(source, column) * max(values_per_row, 1)
+    return max(min(_ROWS_PER_BATCH, _BATCH_BYTES // max(row_bytes, 1)), 1)
+
+
+def _dictionary_bytes(source: Any, column: Any) -> int:
+    """Returns the size of the dictionary page of a column of a row group; 0 if its first page is none."""
+    offsets = (column.dictionary_page_offset, column.data_page_offset)
+    source.seek(min(offset for offset in offsets if offset is not None))
+    fields = _first_fields(source.read(_PAGE_HEADER_BYTES))
+    if fields is None:
+        return _BATCH_BYTES
+    kind, size = fields
+    return size if kind == _DICTIONARY_PAGE else 0
+
+
+def _first_fields(header: bytes) -> tuple[int, int] | None:
+    """Returns type and uncompressed size of a page; None where the header begins with other fields than writers begin it with.
+
+    >>> _first_fields(bytes([0x15, 4, 0x15, 0x90, 3])), _first_fields(bytes([0x25, 4]))
+    ((2, 200), None)
+    """
+    values: list[int] = []
+    place = 0
+    for _ in range(2):
+        if header[place : place + 1] != bytes(
+            (1 << 4 | _THRIFT_INT32,)
+        ):  # the field after the one before, of this type
+            return None
+        place, value, shift = place + 1, 0, 0
+        while place < len(header):
+            byte = header[place]
+            value |= (byte & 0x7F) << shift
+            place, shift = place + 1, shift + 7
+            if not byte & 0x80:
+                break
+        values.append(value >> 1)  # zigzag
+    return values[0], values[1]
 
 
 def arrow_rows(file: InputFile, columns: AskedColumns) -> Iterator[SourceRow | RefusedRow]:
@@ -102,25 +158,39 @@ def arrow_rows(file: InputFile, columns: AskedColumns) -> Iterator[SourceRow | R
         source.seek(0)
         row = 0
         reader = ipc.open_file(source, options=wanted) if is_file else ipc.open_stream(source, options=wanted)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        for batch in batches:
+        for batch in _file_batches(reader, source, file.size) if is_file else _stream_batches(reader, source):
             batch.validate(full=True)
             share = source.tell() / batch.num_rows if batch.num_rows and not row else 0.0
             yield from _batch_rows(batch, row, share)
             row += batch.num_rows
 
 
-def _batch_rows(batch: Any, before: int, bytes_per_row: float) -> Iterator[SourceRow | RefusedRow]:
-    columns: dict[str, Sequence[Any]] = {}
-    for name in batch.schema.names:
+def _file_batches(reader: Any, source: Any, size: int | None) -> Iterator[Any]:
+    if not reader.num_record_batches:
+        return
+    dictionaries, batches = file_blocks(source, source.seek(0, io.SEEK_END) if size is None else size)
+    for block in dictionaries:  # which come with the first batch
+        check_block(source, block)
+    for number, block in zip(range(reader.num_record_batches), batches, strict=True):
+        check_block(source, block)
+        yield reader.get_batch(number)
+
+
+def _stream_batches(reader: Any, source: Any) -> Iterator[Any]:
+    while True:
+        check_stream_batch(source)
         try:
-            columns[name] = batch.column(name).to_pylist()
-        except _VALUE_ERRORS:
-            columns[name] = [_value_or_error(value) for value in batch.column(name)]
+            yield reader.read_next_batch()
+        except StopIteration:
+            return
+
+
+def _batch_rows(batch: Any, before: int, bytes_per_row: float) -> Iterator[SourceRow | RefusedRow]:
+    columns = {name: batch.column(name) for name in batch.schema.names}
     for place in range(batch.num_rows):
         row = before + place + 1
         position = int(row * bytes_per_row)
-        record = {name: values[place] for name, values in columns.items()}
+        record = {name: _value_or_error(values[place]) for name, values in columns.items()}
         error = next(((name, value) for name, value in record.items() if isinstance(value, Exception)), None)
         if error is None:
             yield SourceRow(row, record, position)

@@ -46,6 +46,9 @@ def blocks_of_rows(
         position = row.file_position
         if isinstance(row, RefusedRow):
             refused.append(row.refused)
+        elif (longest := _longest_text(row.record)) > max_line_bytes:  # said before as much memory is taken again
+            reason = f"a text of the row has {longest:,} characters, and a line at most {max_line_bytes:,} bytes"
+            refused.append(RefusedLine(row.line, reason, "too long"))
         elif (line := _json_line(row.record)) is None:
             refused.append(RefusedLine(row.line, "nested too deeply"))
         elif len(line) - 1 > max_line_bytes:
@@ -71,6 +74,10 @@ def _block(
     path: str, count: int, lines: list[bytes], numbers: list[int], refused: list[RefusedLine], position: int
 ) -> LineBlock:
     return LineBlock(path, count + 1, b"".join(lines), position, np.array(numbers, np.int64), tuple(refused))
+
+
+def _longest_text(record: Mapping[str, object]) -> int:
+    return max((len(value) for value in record.values() if isinstance(value, str | bytes)), default=0)
 
 
 def _json_line(record: Mapping[str, object]) -> bytes | None:

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import tarfile
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -16,9 +17,12 @@ import pyarrow.parquet
 import pytest
 
 from petatron.base.errors import DataError
-from petatron.data.inputs import arrow_rows
+from petatron.data.inputs import arrow_messages, arrow_rows
+from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.input_formats import format_of_head
+from petatron.data.inputs.input_slice import InputSlice, ReadOptions
 from tests.unit.data.inputs.corpora import (
+    BYTES,
     COMPRESSIONS,
     FILES,
     ROWS,
@@ -300,3 +304,132 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, name: str, monkeypatc
 def test_gzip_that_holds_no_newline_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "x.gz").write_bytes(gzip.compress(jsonl().rstrip()))
     assert run(tmp_path, tmp_path / "x.gz").documents == len(TEXTS)
+
+
+# Little that stands for much
+
+
+def _one_value_in_all_rows(path: Path, value: str, rows: int) -> None:
+    """Writes the value once, into a dictionary."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([value]))
+    table = pa.table({"text": column})
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 30, store_schema=False)
+    else:
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_value_that_is_in_every_row_is_in_memory_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(arrow_rows, "_BATCH_BYTES", 4 << 20)
+    _one_value_in_all_rows(tmp_path / name, "a" * (1 << 20), 200)
+    assert (tmp_path / name).stat().st_size < 4000
+    (file,) = expand_inputs([str(tmp_path / name)], "auto")
+    before, peak, numbers = pa.total_allocated_bytes(), 0, []
+    for block in InputSlice(file, ReadOptions(("text",), max_line_bytes=1 << 10)).blocks():
+        numbers += [refused.line for refused in block.refused]
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    assert numbers == list(range(1, 201))
+    assert peak < 32 << 20, "200 MiB, if all rows were there at once"
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_value_that_is_in_every_row_is_read(tmp_path: Path, name: str) -> None:
+    _one_value_in_all_rows(tmp_path / name, "abc", 600)
+    assert run(tmp_path, tmp_path / name).documents == 600
+
+
+def test_a_page_whose_size_is_hidden_is_read_row_by_row() -> None:
+    assert arrow_rows._first_fields(bytes([0x15, 4, 0x15, 0x90, 3])) == (2, 200)
+    assert arrow_rows._first_fields(bytes([0x05, 2, 4, 0x15, 8])) is None
+
+
+def test_a_length_in_a_file_takes_no_memory(tmp_path: Path) -> None:
+    """A message of an arrow stream that says that it has 2 GB."""
+    content = bytearray(arrow(stream=True))
+    content[4:8] = (0x7FFFFFFF).to_bytes(4, "little")
+    (tmp_path / "a.arrow").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"a\.arrow"):
+            run(tmp_path, tmp_path / "a.arrow")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_a_huge_line_is_counted_in_bounded_memory(tmp_path: Path, name: str) -> None:
+    """Of 128 MiB here, which a few kilobytes stand for; zstd makes up to 32 MiB at once."""
+    long = b'{"text": "' + b"a" * (128 << 20) + b'"}\n'
+    (tmp_path / "a").write_bytes(COMPRESSIONS[name](b'{"text": "one"}\n' + long + b'{"text": "last"}\n'))
+    (file,) = expand_inputs([str(tmp_path / "a")], "jsonl")
+    tracemalloc.start()
+    try:
+        blocks = list(InputSlice(file, ReadOptions(("text",), max_line_bytes=1 << 20)).blocks())
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()
+    assert [(refused.line, refused.kind) for block in blocks for refused in block.refused] == [(2, "too long")]
+    assert b"".join(block.data for block in blocks) == b'{"text": "one"}\n{"text": "last"}\n'
+
+
+@pytest.mark.parametrize("form", [None, *COMPRESSIONS])
+def test_odd_lines_are_the_same_under_every_compression(tmp_path: Path, form: str | None) -> None:
+    lines = [
+        b'{"text": "one"}\r',
+        b"",
+        b'{"text": "a", "text": "b"}',
+        b'{"text": "\\ud800"}',
+        b"\xff",
+        b'{"text": "last"}\r',
+    ]
+    content = b"\n".join(lines)
+    (tmp_path / "a.jsonl").write_bytes(COMPRESSIONS[form](content) if form else content)
+    report = run(tmp_path, tmp_path / "a.jsonl", on_error="skip", tokenizer=BYTES)
+    assert documents(tmp_path / "out_text_document") == ["one", "last"]
+    assert (report.documents, report.malformed) == (2, 3)
+    for line, problem in zip((3, 4, 5), report.problems):
+        assert problem.startswith(f"{tmp_path / 'a.jsonl'}:{line}: ")
+
+
+@pytest.mark.parametrize("name", [*COMPRESSIONS, "jsonl", "csv", "tar", "parquet", "arrow"])
+def test_an_empty_file_is_named_or_has_no_documents(tmp_path: Path, name: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(jsonl())
+    (tmp_path / f"a.{name}").write_bytes(COMPRESSIONS[name](b"") if name in COMPRESSIONS else b"")
+    inputs = (tmp_path / "rows.jsonl", tmp_path / f"a.{name}")
+    if name in ("parquet", "arrow", "tar"):
+        with pytest.raises(DataError, match=rf"a\.{name}"):
+            run(tmp_path, *inputs)
+    else:
+        assert run(tmp_path, *inputs).documents == len(TEXTS)
+
+
+def test_a_key_that_is_there_twice_in_a_sample(tmp_path: Path) -> None:
+    twice = b'{"text": "a", "text": "b", "x": 1, "x": 2}'
+    (tmp_path / "a.tar").write_bytes(tar([("1.json", twice), ("2.json", twice), ("2.txt", b"its own")]))
+    with pytest.raises(DataError, match=r"a\.tar:1: 1: the key 'text' is there twice"):
+        run(tmp_path, tmp_path / "a.tar")
+    assert run(tmp_path, tmp_path / "a.tar", on_error="skip").documents == 1
+    assert documents(tmp_path / "out_text_document") == ["its own"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dictionary", [False, True])
+def test_a_batch_that_decompresses_to_gigabytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, dictionary: bool
+) -> None:
+    texts = pa.array(["a" * 1000] * 1000)
+    column = pa.array(["a" * 1_000_000]).dictionary_encode() if dictionary else texts
+    table = pa.table({"text": column})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(tmp_path / "a.arrow", table.schema, options=options) as writer:
+        writer.write_table(table)
+    assert run(tmp_path, tmp_path / "a.arrow").documents == len(column)
+    monkeypatch.setattr(arrow_messages, "MAX_BATCH_BYTES", 500_000)
+    with pytest.raises(DataError, match=r"a\.arrow .*a batch has more than 500,000 bytes when it is decompressed"):
+        run(tmp_path, tmp_path / "a.arrow")
