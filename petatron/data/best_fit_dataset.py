@@ -202,11 +202,10 @@ def make_best_fit_batch(samples: Sequence[Mapping[str, NDArray[Any]]], options: 
     places = np.arange(tokens.shape[1])
     num_filled = (~is_padding).sum(axis=1, keepdims=True)
     starts = np.where(is_padding, num_filled, begins[:, :-1])
-    arrays = (tokens, ids[:, 1:], mask, places - starts)
-    tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
-    tokens_BS, labels_BS, mask_BS, positions_BS = tensors
+    arrays = {"tokens": tokens, "labels": ids[:, 1:], "loss_mask": mask, "positions": places - starts}
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     documents = Documents.build(starts, is_padding_BS=is_padding if bool(is_padding.any()) else None)
-    return Batch(tokens_BS, labels_BS, mask_BS, positions_BS, documents)
+    return Batch(arrays=tensors, documents=documents)
 
 
 register_dataset(BEST_FIT_DATASET, BestFitKind)
