@@ -81,6 +81,9 @@ class WordPieceTokenizer(LibraryTokenizer):
         self.name = str(path)
         self._content = vocabulary.content
 
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._splitter is not None:
             texts = [" ".join(self._splitter.split(text)) for text in texts]
