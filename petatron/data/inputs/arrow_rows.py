@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +93,22 @@ def parquet_rows(
         for group in range(first_group, len(counts) if end_group is None else end_group):
             # A column that is asked for by its name may be a field of another, and all need no names.
             chosen = None if columns.all_columns else names
-            num_rows = _rows_at_once(source, table.metadata.row_group(group), names)
-            batches = table.iter_batches(num_rows, row_groups=[group], columns=chosen, use_threads=False)
-            for batch in batches:
+            read = partial(table.iter_batches, row_groups=[group], columns=chosen, use_threads=False)
+            # Metadata that the library would refuse end the process where it is asked for them, so it reads a row first.
+            if next(read(1), None) is None:
+                continue
+            for batch in read(_rows_at_once(source, table, group, names)):
                 yield from _batch_rows(batch, row, (file.size or 0) / total)
                 row += batch.num_rows
 
 
-def _rows_at_once(source: Any, group: Any, names: Sequence[str]) -> int:
+def _rows_at_once(source: Any, table: Any, number: int, names: Sequence[str]) -> int:
     """Returns how many rows of a row group take at most _BATCH_BYTES if all values are as large as the dictionaries of their columns."""
-    row_bytes = 0
+    group, row_bytes = table.metadata.row_group(number), 0
     for index in range(group.num_columns):
-        column = group.column(index)
-        if column.path_in_schema.partition(".")[0] in names or column.path_in_schema in names:
+        path = table.schema.column(index).path
+        if path.partition(".")[0] in names or path in names:
+            column = group.column(index)
             values_per_row = -(-column.num_values // max(group.num_rows, 1))
             row_bytes += _dictionary_bytes(source, column) * max(values_per_row, 1)
     return max(min(_ROWS_PER_BATCH, _BATCH_BYTES // max(row_bytes, 1)), 1)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from petatron.base.errors import DataError
+from petatron.base.terminal_escape import printable
 from petatron.data.inputs.compressed_stream import READ_ERRORS, CountedStream, decompressed_chunks
 from petatron.data.inputs.input_file import InputFile
 from petatron.data.inputs.json_record import parse_record, repeated_keys
@@ -116,9 +117,8 @@ class _Sample:
 
     def row(self, number: int, keys: Sequence[str], id_key: str | None, position: int) -> SourceRow | RefusedRow:
         if any(content is None for content in self._contents.values()):
-            return RefusedRow(
-                RefusedLine(number, f"a file of {self.key} is longer than a line may be", "too long"), position
-            )
+            reason = f"a file of {printable(self.key, max_chars=200)} is longer than a line may be"
+            return RefusedRow(RefusedLine(number, reason, "too long"), position)
         try:
             record = parse_record(self._contents.get("json") or b"{}")
             if not isinstance(record, dict):
@@ -128,7 +128,7 @@ class _Sample:
             if twice := sorted(repeated_keys(record).intersection(keys) - texts.keys()):
                 raise ValueError(f"the key {twice[0]!r} is there twice")
         except (ValueError, RecursionError) as error:
-            return RefusedRow(RefusedLine(number, f"{self.key}: {error}"), position)
+            return RefusedRow(RefusedLine(number, f"{printable(self.key, max_chars=200)}: {error}"), position)
         names = {} if id_key is None or id_key in record else {id_key: self.key}
         return SourceRow(number, {**record, **names, **texts}, position)
 

@@ -21,10 +21,13 @@ def mutate_parquet(content: bytes, rng: random.Random) -> Mutated:
     from pyarrow import parquet
 
     file = io.BytesIO()
-    parquet.write_table(
-        table, file, row_group_size=rng.choice((1, 2, 100)), compression=rng.choice(_COMPRESSIONS),
-        use_dictionary=rng.random() < 0.5, data_page_version=rng.choice(("1.0", "2.0")), write_statistics=rng.random() < 0.5,
-    )  # fmt: skip
+    try:
+        parquet.write_table(
+            table, file, row_group_size=rng.choice((1, 2, 100)), compression=rng.choice(_COMPRESSIONS),
+            use_dictionary=rng.random() < 0.5, data_page_version=rng.choice(("1.0", "2.0")), write_statistics=rng.random() < 0.5,
+        )  # fmt: skip
+    except Exception as error:  # values that this format does not have
+        raise NotOfThisFormat from error
     return file.getvalue(), done
 
 

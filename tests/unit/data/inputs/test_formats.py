@@ -433,3 +433,10 @@ def test_a_batch_that_decompresses_to_gigabytes_is_refused(
     monkeypatch.setattr(arrow_messages, "MAX_BATCH_BYTES", 500_000)
     with pytest.raises(DataError, match=r"a\.arrow .*a batch has more than 500,000 bytes when it is decompressed"):
         run(tmp_path, tmp_path / "a.arrow")
+
+
+def test_names_in_a_tar_are_printed_without_control_characters(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar([("\x1b[31m.json", b"[]")]))
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, tmp_path / "a.tar")
+    assert "\x1b" not in str(caught.value)
