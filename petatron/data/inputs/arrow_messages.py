@@ -78,7 +78,7 @@ def _checked(place: int) -> int:
 
 
 def check_stream_batch(source: Any, size: int) -> None:
-    """Checks what the library reads for the next batch of a stream of `size` bytes, its dictionaries first; leaves the position as it was."""
+    """Checks what the library reads for the next batch of a stream of `size` bytes, and leaves the position as it was."""
     start = source.tell()
     while (kind := _check_message(source, size)) is not None and kind != _RECORD_BATCH:
         pass
