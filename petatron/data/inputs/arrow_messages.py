@@ -77,18 +77,20 @@ def _checked(place: int) -> int:
     return place
 
 
-def check_stream_batch(source: Any) -> None:
-    """Checks what the library reads for the next batch of a stream, its dictionaries first; leaves the position as it was."""
+def check_stream_batch(source: Any, size: int) -> None:
+    """Checks what the library reads for the next batch of a stream of `size` bytes, and leaves the position as it was."""
     start = source.tell()
-    while (kind := _check_message(source)) is not None and kind != _RECORD_BATCH:
+    while (kind := _check_message(source, size)) is not None and kind != _RECORD_BATCH:
         pass
     source.seek(start)
 
 
-def check_block(source: Any, block: MessageBlock) -> None:
+def check_block(source: Any, block: MessageBlock, size: int) -> None:
     """Checks a message of a file with an index."""
+    if max(block) > size:
+        raise ValueError("its index says that it is longer than it is")
     source.seek(_checked(block.offset))
-    _check_message(source)
+    _check_message(source, size)
 
 
 def file_blocks(source: Any, size: int) -> tuple[list[MessageBlock], list[MessageBlock]]:
@@ -104,7 +106,7 @@ def file_blocks(source: Any, size: int) -> tuple[list[MessageBlock], list[Messag
     return dictionaries, batches
 
 
-def _check_message(source: Any) -> int | None:
+def _check_message(source: Any, size: int) -> int | None:
     """Checks the message at a position and goes to the next; returns its kind, None at the end."""
     head = source.read(4)
     if len(head) == 4 and _number("<I", head, 0) == _CONTINUATION:
@@ -113,14 +115,16 @@ def _check_message(source: Any) -> int | None:
     if length <= 0:
         return None
     message = _Table.root(source.read(length))
-    body = source.tell()
+    body, body_bytes = source.tell(), message.number(_MESSAGE_BODY_LENGTH, "<q")
+    if body_bytes > size - body:
+        raise ValueError("it ends too early")
     kind = message.number(_MESSAGE_HEADER_TYPE, "<B")
     header = message.table(_MESSAGE_HEADER)
     if header is not None and kind == _DICTIONARY_BATCH:
         header = header.table(_DICTIONARY_DATA)
     if header is not None and kind in (_DICTIONARY_BATCH, _RECORD_BATCH):
         _check_buffers(source, header, body)
-    source.seek(_checked(body + message.number(_MESSAGE_BODY_LENGTH, "<q")))
+    source.seek(_checked(body + body_bytes))
     return kind
 
 

@@ -154,6 +154,8 @@ def arrow_rows(file: InputFile, columns: AskedColumns) -> Iterator[SourceRow | R
     with _reading(file), file.open() as opened:
         ipc = _library("pyarrow.ipc", file.path)
         source = seekable(opened, file.size)
+        size = source.seek(0, io.SEEK_END) if file.size is None else file.size
+        source.seek(0)
         is_file = source.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
         source.seek(0)
         schema = (ipc.open_file(source) if is_file else ipc.open_stream(source)).schema
@@ -162,27 +164,27 @@ def arrow_rows(file: InputFile, columns: AskedColumns) -> Iterator[SourceRow | R
         source.seek(0)
         row = 0
         reader = ipc.open_file(source, options=wanted) if is_file else ipc.open_stream(source, options=wanted)
-        for batch in _file_batches(reader, source, file.size) if is_file else _stream_batches(reader, source):
+        for batch in _file_batches(reader, source, size) if is_file else _stream_batches(reader, source, size):
             batch.validate(full=True)
             share = source.tell() / batch.num_rows if batch.num_rows and not row else 0.0
             yield from _batch_rows(batch, row, share)
             row += batch.num_rows
 
 
-def _file_batches(reader: Any, source: Any, size: int | None) -> Iterator[Any]:
+def _file_batches(reader: Any, source: Any, size: int) -> Iterator[Any]:
     if not reader.num_record_batches:
         return
-    dictionaries, batches = file_blocks(source, source.seek(0, io.SEEK_END) if size is None else size)
+    dictionaries, batches = file_blocks(source, size)
     for block in dictionaries:  # which come with the first batch
-        check_block(source, block)
+        check_block(source, block, size)
     for number, block in zip(range(reader.num_record_batches), batches, strict=True):
-        check_block(source, block)
+        check_block(source, block, size)
         yield reader.get_batch(number)
 
 
-def _stream_batches(reader: Any, source: Any) -> Iterator[Any]:
+def _stream_batches(reader: Any, source: Any, size: int) -> Iterator[Any]:
     while True:
-        check_stream_batch(source)
+        check_stream_batch(source, size)
         try:
             yield reader.read_next_batch()
         except StopIteration:

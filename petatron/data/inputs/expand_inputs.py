@@ -1,8 +1,9 @@
 """Expands what a user names as input to files: a file, a pattern, a folder, or the same behind an address.
 
 A folder has the files below it whose names tell a format, in the order of their names, without hidden ones; one saved by the
-`datasets` library has the files that it lists itself. Whoever filled a folder may not have the user's rights, so a link in it that leads
-elsewhere is an error; a file that the user names may be a link.
+`datasets` library has the files that it lists itself, and one that a curation step has written those with what it has kept.
+Whoever filled a folder may not have the user's rights, so a link in it that leads elsewhere is an error; a file that the user
+names may be a link.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from petatron.data.inputs.input_formats import (
     name_endings,
 )
 from petatron.data.inputs.remote_files import expand_remote
+from petatron.data.inputs.step_output import DROPPED_FOLDER, SUMMARY_FILE, is_step_output
 
 _SAVED_STATE = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"
@@ -133,8 +135,9 @@ def _read_list(path: Path, key: str, inner: str | None = None) -> list[str]:
 def _names_below(folder: Path) -> list[str]:
     names: list[str] = []
     for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
-        names += [os.path.join(place, name) for name in files if not _is_hidden(name)]
+        no_data = (SUMMARY_FILE, DROPPED_FOLDER) if SUMMARY_FILE in files and is_step_output(Path(place)) else ()
+        folders[:] = [name for name in folders if not _is_hidden(name) and name not in no_data]
+        names += [os.path.join(place, name) for name in files if not _is_hidden(name) and name not in no_data]
         if len(names) > _MAX_FOLDER_FILES:
             raise _InputProblem(f"input {folder} has more than {_MAX_FOLDER_FILES:,} files; name them by patterns")
     return sorted(os.path.relpath(name, folder) for name in names)

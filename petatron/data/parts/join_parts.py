@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from petatron.base.errors import DataError
 from petatron.data.document_sources import DocumentSources, DocumentSourcesWriter, sources_path
 from petatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path
@@ -36,15 +38,30 @@ def join_parts(
         with IndexedWriter(target, options.dtype) as writer:
             for prefix in prefixes:
                 if bin_path(prefix).stat().st_size:  # a dataset without documents is none
-                    writer.add_dataset(IndexedDataset(prefix))
+                    writer.add_dataset(_checked_part(folder, prefix, writer.dtype))
         if options.with_sources:
-            _join_sources(job, reports, prefixes, target)
+            _join_sources(folder, job, reports, prefixes, target)
         joined.append((target, output))
     for prefix, output in joined:
         _publish(prefix, output, with_sources=options.with_sources)
 
 
-def _join_sources(job: TokenizingJob, reports: Sequence[PartReport], prefixes: Sequence[str], target: str) -> None:
+def _checked_part(folder: PartsFolder, prefix: str, dtype: np.dtype) -> IndexedDataset:
+    dataset = IndexedDataset(prefix)
+    if dataset.dtype != dtype:
+        raise _damaged(
+            folder, f"{dataset.idx} says that its tokens are {dataset.dtype}, and those of the job are {dtype}"
+        )
+    return dataset
+
+
+def _damaged(folder: PartsFolder, what: str) -> DataError:
+    return DataError(f"{what}. Remove {folder.path}, and run the command again.")
+
+
+def _join_sources(
+    folder: PartsFolder, job: TokenizingJob, reports: Sequence[PartReport], prefixes: Sequence[str], target: str
+) -> None:
     firsts = [cut.file for cut in job.cuts]
     lines_before = lines_before_parts(
         reports,
@@ -55,6 +72,8 @@ def _join_sources(job: TokenizingJob, reports: Sequence[PartReport], prefixes: S
         for prefix, first_file, lines in zip(prefixes, firsts, lines_before, strict=True):
             sources = DocumentSources(prefix)
             numbers = range(first_file, first_file + len(sources.files))
+            if numbers.stop > len(job.files):
+                raise _damaged(folder, f"{sources.path} names files that the job does not have")
             writer.add_sources(sources, file_numbers=numbers, lines_before=(0, lines))
 
 

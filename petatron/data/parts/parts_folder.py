@@ -87,6 +87,10 @@ class TokenizingJob:
         numbers = [number for cut in cuts for number in (cut.file, cut.offset, cut.position)]
         if values["format"] != _FORMAT or not cuts or not all(map(is_count, numbers)):
             raise ValueError("it is of another version")
+        if not all(map(_is_input, files)) or any(cut.file >= len(files) for cut in cuts):
+            raise ValueError("its inputs are no files")
+        if not isinstance(values["settings"], dict):
+            raise ValueError("its settings have no names")
         return TokenizingJob(files, values["settings"], cuts)
 
     def difference(self, other: TokenizingJob) -> str | None:
@@ -112,6 +116,11 @@ class TokenizingJob:
 
     def _inputs(self) -> list[list[Any]]:
         return [[file.path, file.format, file.size, file.version] for file in self.files]
+
+
+def _is_input(file: InputFile) -> bool:
+    names = (file.path, file.format, file.version)
+    return all(isinstance(name, str) for name in names) and (file.size is None or is_count(file.size))
 
 
 def _shown(value: object) -> str:

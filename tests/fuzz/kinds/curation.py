@@ -47,7 +47,7 @@ def make(name: str) -> Kind:
             for step in _STEPS
             for file in inputs
         },
-        streams=(".gz", ".zst"),
+        streams=(".jsonl", ".gz", ".zst"),
         seal=_seal,
     )
 

@@ -161,11 +161,16 @@ def _tokenized(path: Path, form: InputFormat, scratch: Path, **options: Any) -> 
         tokenizer=TokenizerConfig(tokenizer_type="ByteTokenizer"),
         input_format=form,
         max_line_bytes=_MAX_LINE_BYTES,
-        part_bytes=300,
+        part_bytes=_part_bytes(path),
         **options,
     )
     print("\n".join(preprocess(chosen).problems))
     return {name: content for name, content in files_of(scratch).items() if not name.endswith(".sources")}
+
+
+def _part_bytes(path: Path) -> int:
+    """Returns a size of which a file has a few parts: every one begins with a search for the end of a line, which may be far."""
+    return max(300, path.stat().st_size // 8) if path.is_file() else 300
 
 
 def _step_files(path: Path, form: InputFormat, scratch: Path) -> StepFiles:

@@ -37,7 +37,7 @@ def make(name: str) -> Kind:
         formats={".jsonl": "jsonl", ".gz": "gzip"},
         inner=inner,
         reads={f"{file} {how}": (file,) for file in inner for how in _WAYS},
-        streams=(".gz", ".zst"),
+        streams=(".jsonl", ".gz", ".zst"),
         seal=_seal,
     )
 

@@ -26,9 +26,10 @@ from petatron.data.curate.dedup.signature_files import SignatureFiles, signature
 from petatron.data.curate.files.document_blocks import block_lines, joined_lines, read_blocks
 from petatron.data.curate.files.output_folder import OutputFiles, output_folder
 from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
-from petatron.data.curate.files.step_files import SUMMARY_FILE, StepFiles, check_step_files
+from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.files.worker_pool import WorkerPool
+from petatron.data.inputs.step_output import SUMMARY_FILE
 
 EXACT, NEAR = "exact duplicate", "near duplicate"
 MEMORY_BYTES = 1 << 30

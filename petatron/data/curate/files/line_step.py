@@ -12,10 +12,11 @@ from petatron.base.safe_files import write_atomic
 from petatron.data.curate.files.document_blocks import ParsedBlock, joined_lines, read_blocks
 from petatron.data.curate.files.output_folder import OutputFiles, output_folder
 from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
-from petatron.data.curate.files.step_files import SUMMARY_FILE, StepFiles
+from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.curate.files.step_summary import BLANK, StepSummary
 from petatron.data.curate.files.worker_pool import WorkerPool
 from petatron.data.inputs.line_blocks import LineBlock, RefusedLine
+from petatron.data.inputs.step_output import DROPPED_FOLDER, SUMMARY_FILE
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class JudgedBlock:
         self.tallies.setdefault(name, Counter())[key] += number
 
 
-SAVED = "dropped"
+SAVED = DROPPED_FOLDER
 """The part of an output with the lines that the rest does not have."""
 
 Judge = Callable[[LineBlock], JudgedBlock]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import json
 import lzma
 import os
 from collections.abc import Iterator, Sequence
@@ -18,11 +17,9 @@ from typing import Any, BinaryIO
 
 from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, make_folder, remove_tree, tmp_path_for
-from petatron.base.untrusted_files import open_regular_file
-from petatron.data.curate.files.step_files import SUMMARY_FILE, StepFiles
+from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.inputs.compressed_stream import Compression
-
-_MAX_SUMMARY_BYTES = 1 << 28
+from petatron.data.inputs.step_output import is_step_output
 
 
 @contextmanager
@@ -52,20 +49,10 @@ def _check_replaceable(path: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise DataError(f"--output {path} is not empty. Give another folder, or replace it with --overwrite.")
-    if not _is_step_output(path):
+    if not is_step_output(path):
         raise DataError(
             f"--output {path} has files that no curation step wrote, so --overwrite does not replace it. Give another folder."
         )
-
-
-def _is_step_output(path: Path) -> bool:
-    """Whether the folder has the summary of a step."""
-    try:
-        with open_regular_file(path / SUMMARY_FILE, follow_links=False) as file:
-            content = json.loads(file.read(_MAX_SUMMARY_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and "petatron" in content and "step" in content
 
 
 def _publish(temporary: Path, path: Path, overwrite: bool) -> None:

@@ -21,11 +21,11 @@ from petatron.data.inputs.input_file import InputFile
 from petatron.data.inputs.input_formats import DATA_ENDINGS, InputFormat, name_endings
 from petatron.data.inputs.input_slice import ReadOptions
 from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES
+from petatron.data.inputs.step_output import SUMMARY_FILE
 
 OnError = Literal["fail", "skip"]
 Compression = Literal["same", "none"]
 COMPRESSIONS: tuple[Compression, ...] = ("same", "none")
-SUMMARY_FILE = "summary.json"
 ID_KEY = "id"
 """Where a sample of a tar that has no such key has its name, as for `data preprocess`."""
 

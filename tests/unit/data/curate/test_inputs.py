@@ -342,3 +342,15 @@ def test_a_column_with_a_dot_in_its_name(tmp_path: Path) -> None:
     _split(_files(tmp_path / "a.parquet"))
     (record,) = (record for records in _records(tmp_path / "out").values() for record in records)
     assert record == {"text": "x", "a.b": 1, "a": {"b": 2}}
+
+
+def test_the_folder_of_a_step_is_an_input_of_the_next(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(_ROWS))
+    kept = _filter(_files(tmp_path / "a.jsonl", "kept"))
+    assert (tmp_path / "kept" / "dropped" / "a.jsonl").stat().st_size
+    summary = _split(_files(tmp_path / "kept", "parts"))
+    assert list(summary.inputs) == [str(tmp_path / "kept" / "a.jsonl")] and summary.lines == kept.num_kept
+    assert run(tmp_path, tmp_path / "parts").documents == kept.num_kept
+    (tmp_path / "kept" / "summary.json").write_text('{"text": "a document of this name"}\n')
+    with pytest.raises(DataError, match=r"summary\.json would be written as summary\.json"):
+        _dedup(_files(tmp_path / "kept", "other"))

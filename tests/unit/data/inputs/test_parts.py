@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -315,6 +316,53 @@ def test_a_job_that_cannot_be_read(good_corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "out.parts" / "job.json").write_text('{"format": 99, "inputs": [], "cuts": [[0, 0, 0]]}')
     with pytest.raises(DataError, match=r"job\.json cannot be understood \(ValueError: it is of another version"):
         run(tmp_path, good_corpus)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("inputs", [[["x"], "jsonl", 1, ""]], "its inputs are no files"),
+        ("inputs", [["x", "jsonl", -1, ""]], "its inputs are no files"),
+        ("inputs", [["x", "jsonl", None, 2.5]], "its inputs are no files"),
+        ("cuts", [[0, 0, 0], [99, 0, 0]], "its inputs are no files"),
+        ("settings", [], "its settings have no names"),
+    ],
+)
+def test_a_damaged_job_is_named(good_corpus: Path, tmp_path: Path, key: str, value: object, message: str) -> None:
+    break_job(tmp_path, good_corpus)
+    path = tmp_path / "out.parts" / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(DataError, match=rf"job\.json cannot be understood \(ValueError: {message}"):
+        run(tmp_path, good_corpus)
+
+
+def test_a_part_of_other_tokens_is_named(good_corpus: Path, tmp_path: Path) -> None:
+    break_job(tmp_path, good_corpus)
+    path = tmp_path / "out.parts" / "00000_text_document.idx"
+    content = bytearray(path.read_bytes())
+    content[17] = 1  # the code of another dtype
+    path.write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"(says that its tokens are uint8, and those of the job are|00000_text_document)"
+    ):
+        run(tmp_path, good_corpus, on_error="skip", overwrite=False)
+
+
+def test_a_part_with_sources_of_other_files_is_named(good_corpus: Path, tmp_path: Path) -> None:
+    break_job(tmp_path, good_corpus)
+    path = tmp_path / "out.parts" / "00000_text_document.sources"
+    header, names = path.read_bytes(), [f"{number}.jsonl" for number in range(100)]
+    count, documents, id_bytes = struct.unpack("<IQQ", header[12:32])
+    end = 32 + 20 * documents + id_bytes
+    content = header[:12] + struct.pack("<I", len(names)) + header[16:end] + json.dumps(names).encode()
+    path.write_bytes(content)
+    report = tmp_path / "out.parts" / "00000.json"
+    values = json.loads(report.read_text())
+    values["file_bytes"] = {name: (tmp_path / "out.parts" / name).stat().st_size for name in values["file_bytes"]}
+    report.write_text(json.dumps(values))
+    assert count < len(names)
+    with pytest.raises(DataError, match="names files that the job does not have"):
+        run(tmp_path, good_corpus, on_error="skip", overwrite=False)
 
 
 def test_a_file_that_changes_during_its_part(
