@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ class TokenizingJob:
             raise ValueError("it is of another version")
         if not all(map(_is_input, files)) or any(cut.file >= len(files) for cut in cuts):
             raise ValueError("its inputs are no files")
+        if cuts[0] != Cut(0, 0, 0) or any(left >= right for left, right in pairwise((c.file, c.offset) for c in cuts)):
+            raise ValueError("its parts do not follow one another")
         if not isinstance(values["settings"], dict):
             raise ValueError("its settings have no names")
         return TokenizingJob(files, values["settings"], cuts)

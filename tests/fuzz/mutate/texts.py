@@ -22,6 +22,7 @@ SCALARS = (
     "0." + "1" * 400, "1e400", "!!float 1e999999", "!!int 0b" + "1" * 400,
 )  # fmt: skip
 _LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+_LONGEST = 1 << 23
 _SCALAR = re.compile(r"(?m)^(\s*(?:- )?[\w.-]+:[ \t]+)(\S.*)$")
 
 
@@ -41,7 +42,7 @@ def mutate(content: bytes, rng: random.Random) -> Mutated:
     elif what == "drop":
         del lines[at]
     elif what == "repeat":
-        lines[at:at] = [lines[at]] * rng.choice((1, 2, 1000))
+        lines[at:at] = [lines[at]] * min(rng.choice((1, 2, 1000)), max(_LONGEST // (len(lines[at]) + 1), 1))
     elif what == "swap":
         other = rng.randrange(len(lines))
         lines[at], lines[other] = lines[other], lines[at]

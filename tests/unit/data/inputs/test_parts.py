@@ -325,6 +325,8 @@ def test_a_job_that_cannot_be_read(good_corpus: Path, tmp_path: Path) -> None:
         ("inputs", [["x", "jsonl", -1, ""]], "its inputs are no files"),
         ("inputs", [["x", "jsonl", None, 2.5]], "its inputs are no files"),
         ("cuts", [[0, 0, 0], [99, 0, 0]], "its inputs are no files"),
+        ("cuts", [[1, 0, 0]], "its parts do not follow one another"),
+        ("cuts", [[0, 0, 0], [0, 5, 5], [0, 5, 5]], "its parts do not follow one another"),
         ("settings", [], "its settings have no names"),
     ],
 )
