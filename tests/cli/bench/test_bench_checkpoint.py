@@ -172,7 +172,7 @@ def test_only_the_load_itself_is_on_a_busy_machine(tmp_path: Path):
 
     found = measure_load(_files(tmp_path), "load", cold=False, meanwhile=meanwhile)
     assert 0 < found.seconds < entered[1] - entered[0]
-    assert found.cached_share in (1.0, None)
+    assert found.cached_share is None or found.cached_share > 0.9
 
 
 def test_a_load_that_fails_is_an_error(tmp_path: Path):
