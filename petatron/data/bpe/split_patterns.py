@@ -42,4 +42,6 @@ GPT4O_PATTERNS = frozenset(
     _with_case(f"{endings}?", numbers) for endings in (_ANY_CASE, _SPELLED) for numbers in _NUMBERS
 )
 """GPT-4o's, and that of Llama 4: a capital begins a word."""
-SPLIT_PATTERNS = frozenset([GPT2, *GPT4_PATTERNS, *GPT4O_PATTERNS, *TIKTOKENIZER_PATTERNS.values()])
+QWEN35 = rf"{_ANY_CASE}|{_BEFORE_WORD}?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_WHITE_SPACE}"
+"""Qwen 3.5's: marks are part of a word."""
+SPLIT_PATTERNS = frozenset([GPT2, *GPT4_PATTERNS, *GPT4O_PATTERNS, QWEN35, *TIKTOKENIZER_PATTERNS.values()])

@@ -35,6 +35,9 @@ _ASCII_CLASSES = {
     r"\s": _WHITE_SPACE,
 }
 
+_KEEP_MATCHES = (("Isolated", False), ("Removed", True))
+"""Both spellings keep what the pattern matches, and every character is in a match."""
+
 
 class WordEncoder:
     """Encodes texts with the ids of a tokenizer of the library whose words a pattern divides."""
@@ -131,10 +134,10 @@ def _split_pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
         case {
             "type": "Sequence",
             "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False},
+                {"type": "Split", "pattern": {"Regex": split}, "behavior": behavior, "invert": inverted},
                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
             ],
-        } if split in SPLIT_PATTERNS:
+        } if split in SPLIT_PATTERNS and (behavior, inverted) in _KEEP_MATCHES:
             return split
     return None
 

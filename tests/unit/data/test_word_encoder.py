@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from petatron.data.bpe import word_encoder as module
-from petatron.data.bpe.split_patterns import SPLIT_PATTERNS
+from petatron.data.bpe.split_patterns import GPT4O_PATTERNS, SPLIT_PATTERNS
 from petatron.data.bpe.train_bpe import train_byte_level_bpe
 from petatron.data.bpe.word_encoder import word_encoder
 from petatron.data.tokenizer import HuggingFaceTokenizer
@@ -33,10 +35,16 @@ def byte_level(**options: bool) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **options})
 
 
+def split_by_removal(pattern: str) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "removed", invert=True), byte_level])
+
+
 PRE_TOKENIZERS = [
     byte_level(),
     pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level()]),
     *map(split, sorted(SPLIT_PATTERNS)),
+    split_by_removal(min(GPT4O_PATTERNS)),
 ]
 
 
@@ -67,6 +75,17 @@ def test_ids_are_those_of_the_library(content: str, number: int, normalizer: nor
     assert all(again.encode(text) == encoder.encode(text) for text in texts[:20])
 
 
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer"])
+def test_the_patterns_are_those_of_published_tokenizers(content: str, name: str):
+    """transformers builds a family's tokenizer, its pattern included, around any vocabulary."""
+    model = json.loads(content)["model"]
+    fast = getattr(transformers, name)(vocab=model["vocab"], merges=list(map(tuple, model["merges"]))).backend_tokenizer
+    encoder = word_encoder(fast)
+    assert encoder is not None
+    for text in random_texts(200):
+        assert encoder.encode(text) == library_ids(fast, text)
+
+
 def test_names_of_added_tokens_have_their_ids(content: str):
     fast = FastTokenizer.from_str(content)
     fast.normalizer = normalizers.NFC()
@@ -82,6 +101,7 @@ def test_names_of_added_tokens_have_their_ids(content: str):
 UNKNOWN: dict[str, Callable[[FastTokenizer], object]] = {
     "a space before the first word": lambda fast: setattr(fast, "pre_tokenizer", byte_level(add_prefix_space=True)),
     "another pattern": lambda fast: setattr(fast, "pre_tokenizer", split(r"\w+|\W+")),
+    "what is between words": lambda fast: setattr(fast, "pre_tokenizer", split_by_removal(r"\w+")),
     "no pattern": lambda fast: setattr(fast, "pre_tokenizer", byte_level(use_regex=False)),
     "lower case": lambda fast: setattr(fast, "normalizer", normalizers.Lowercase()),
     "dropout": lambda fast: setattr(fast.model, "dropout", 0.1),
