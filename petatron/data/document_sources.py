@@ -34,6 +34,7 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, tmp_path_for
 from petatron.base.untrusted_files import open_regular_file, reading_untrusted
 from petatron.data.data_file_error import data_file_error
+from petatron.data.finish_or_abort import FinishOrAbort
 from petatron.data.indexed_dataset import IndexedDataset
 
 _MAGIC = b"PTRNSRC\x00"
@@ -159,7 +160,7 @@ def merge_sources(datasets: Sequence[IndexedDataset], output: str | Path) -> boo
     return True
 
 
-class DocumentSourcesWriter:
+class DocumentSourcesWriter(FinishOrAbort):
     """Streams the sources of a dataset. Leaving it as a context manager finishes, an exception leaves no files."""
 
     def __init__(self, prefix: str | Path, files: Sequence[str]) -> None:
@@ -220,15 +221,6 @@ class DocumentSourcesWriter:
                 file.close()
         for path in self._tmp_paths:
             path.unlink(missing_ok=True)
-
-    def __enter__(self) -> DocumentSourcesWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.abort()
 
     def _write(self, entries: NDArray, text: bytes) -> None:
         try:

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, tmp_path_for
 from petatron.data.document_sources import merge_sources, sources_path
+from petatron.data.finish_or_abort import FinishOrAbort
 from petatron.data.indexed_dataset import (
     CHUNK_ENTRIES,
     DTYPES,
@@ -33,7 +34,7 @@ from petatron.data.indexed_dataset import (
 )
 
 
-class IndexedWriter:
+class IndexedWriter(FinishOrAbort):
     """Streams documents into a prefix. Use as a context manager: leaving it finishes, an exception leaves no files.
 
     >>> import tempfile, os
@@ -116,15 +117,6 @@ class IndexedWriter:
                 file.close()
         for path in self._tmp_paths.values():
             path.unlink(missing_ok=True)
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.abort()
 
     def _publish(self) -> None:
         with create_file(self._tmp_paths["idx"], buffering=1 << 20) as index:
