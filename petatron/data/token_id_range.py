@@ -52,7 +52,7 @@ class IdRange:
         number, place = self.first_beyond
         return (
             f"{prefix}: {place}, has the id {number}, and the vocabulary has {vocab_size:,} ids. "
-            f"{count_with_noun(self.num_beyond, 'token')} of the file beyond it; ids are {self.low} to {self.high}. "
+            f"{count_with_noun(self.num_beyond, 'token')} of the file exceed it; ids are {self.low} to {self.high}. "
             "Use the tokenizer the data was preprocessed with."
         )
 

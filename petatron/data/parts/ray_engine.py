@@ -94,7 +94,7 @@ def _try_port(address: str | None) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return printable(str(error).strip().partition("\n")[0], max_chars=300)
+    return printable(str(error).strip().partition("\n")[0].removesuffix("."), max_chars=300) + "."
 
 
 def _library() -> Any:

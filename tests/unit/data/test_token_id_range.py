@@ -105,7 +105,7 @@ def test_inspect_reads_every_id(make_dataset: MakeDataset, capsys: pytest.Captur
     assert main(["data", "inspect", prefix, "--vocab-size", "1000"]) == 1
     document, position = divmod(7777, LENGTH)
     error = capsys.readouterr().err
-    assert "2 tokens of the file beyond it" in error
+    assert "2 tokens of the file exceed it" in error
     assert f"data: document {document}, token {position}, has the id 1000, and the vocabulary has" in error
     assert main(["data", "inspect", prefix, "--tokenizer-type", "ByteTokenizer"]) == 1
     capsys.readouterr()
