@@ -34,6 +34,7 @@ from petatron.config.schema.sections.hybrid import (
     has_attention,
     with_depth_layers,
 )
+from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.mup import mup_multipliers, relative_width
 from petatron.config.schema.sections.tokenizer_options import infer_tokenizer_type
@@ -194,12 +195,15 @@ def _derive_model(values: _DerivedValues) -> None:
         values.fill("kv_channels", width, "the two parts of a query/key head of latent attention")
     values.fill("kv_channels", _exact_quotient(hidden, heads), "hidden size / heads")
     if values["seq_length"] > 0:
-        values.fill("max_position_embeddings", values["seq_length"], "the sequence length")
+        rows = values["seq_length"] + values["position_offset"]
+        values.fill("max_position_embeddings", rows, "the sequence length")
     # A model without such layers has none of their sizes.
     if MAMBA not in _all_branch_symbols(values):
         values.fill("mamba_num_heads", 0, "no layer is Mamba-2")
     values.fill("mamba_norm_groups", values["mamba_num_groups"], "--mamba-num-groups")
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")
+    has_segments = values["model_type"] == MASKED_LANGUAGE_MODEL and values["bert_binary_head"]
+    values.fill("num_token_types", 2 if has_segments else 0, "--bert-binary-head" if has_segments else "no segments")
     if values["num_experts"] is not None:
         values.fill("moe_ffn_hidden_size", values["ffn_hidden_size"], "the MLP width")
 

@@ -165,6 +165,31 @@ def softcapped_kernels(kernels: CrossEntropyKernels, softcap: float) -> CrossEnt
     return CrossEntropyKernels(capped_statistics, capped_gradient_, capped_losses_and_gradient_)
 
 
+def biased_kernels(kernels: CrossEntropyKernels, bias_V: Tensor, bias_grad_V: Tensor | None) -> CrossEntropyKernels:
+    """Returns the kernels of logits to which a bias per column is added; its gradient is added to `bias_grad_V`.
+
+    The first to see a chunk's logits adds it in place, as caps do.
+    """
+
+    def biased_statistics(logits_CV: Tensor, *arguments: Any) -> Tensor:
+        return kernels.statistics(logits_CV.add_(bias_V), *arguments)
+
+    def add_grad(logits_CV: Tensor) -> None:
+        if bias_grad_V is not None:
+            bias_grad_V.add_(logits_CV.sum(dim=0, dtype=bias_grad_V.dtype))
+
+    def biased_gradient_(logits_CV: Tensor, *arguments: Any) -> None:
+        kernels.gradient_(logits_CV, *arguments)
+        add_grad(logits_CV)
+
+    def biased_losses_and_gradient_(logits_CV: Tensor, *arguments: Any) -> Tensor:
+        losses = kernels.losses_and_gradient_(logits_CV.add_(bias_V), *arguments)
+        add_grad(logits_CV)
+        return losses
+
+    return CrossEntropyKernels(biased_statistics, biased_gradient_, biased_losses_and_gradient_)
+
+
 def chunk_tokens(num_tokens: int, num_columns: int, element_size: int) -> int:
     """Returns the tokens of a chunk: as few chunks as the bound allows, since each adds to the whole weight's gradient, and even ones."""
     bound = LARGE_BATCH_CHUNK_BYTES if num_tokens >= 32768 else CHUNK_BYTES

@@ -21,6 +21,7 @@ TensorSlot = Literal[
     "whole sequence",
     "sequence shard",
     "summed output",
+    "sum of sequence shards",
     "tensor rank",
     "shared generator",
     "weight-gradient target",
@@ -33,6 +34,8 @@ sections: the rows of each section of `weight` on this rank, where it is sharded
 whole sequence: a `CommSlot` from this rank's part of a sequence, or from what all ranks have, to a tensor that all ranks use.
 sequence shard: a `CommSlot` from a whole sequence to this rank's part of it, where sequences are sharded.
 summed output: a `CommSlot` that adds what the ranks have, and returns this rank's part of the sequence where sequences are sharded.
+sum of sequence shards: a `CommSlot` that adds what ranks computed of their parts of a sequence, where sequences are sharded, to a tensor
+that all ranks use alike.
 tensor rank: this rank and the number of ranks, `TensorRank`.
 shared generator: the RNG stream of what all ranks have, where they have the same activations; else it stays as it is.
 weight-gradient target: where the gradient of a weight goes instead of autograd, if there is one.

@@ -29,6 +29,7 @@ class LayerSpec:
     """One layer of a model: what it mixes over the sequence, with another sequence, and over channels; any may be missing.
 
     second_mixer: a second mixer over the sequence, which takes what `mixer` takes if branches are parallel.
+    unnormed: the names of branches that take the stream as it is, in a layer whose other norms are before branches.
     stream_multipliers: the factors on a normed stream that branches are added to, by their names; 1 for the others.
     """
 
@@ -41,6 +42,7 @@ class LayerSpec:
     norm_placement: NormPlacement = "pre"
     residual_branches: ResidualBranches = "sequential"
     residual_multiplier: float = 1.0
+    unnormed: tuple[str, ...] = ()
     stream_multipliers: tuple[tuple[str, float], ...] = ()
 
     def __hash__(self) -> int:
@@ -50,7 +52,7 @@ class LayerSpec:
     @property
     def input_norms(self) -> tuple[str, ...]:
         """The names of the branches that have a norm before (or, placed `post`, after the sum with) them."""
-        names = tuple(branch.name for branch in self.branches)
+        names = tuple(branch.name for branch in self.branches if branch.name not in self.unnormed)
         if self.norm_placement == "output":
             return ()
         return names[:1] if self.residual_branches == "parallel_shared_norm" else names
@@ -63,7 +65,7 @@ class LayerSpec:
     @property
     def saves_branch_inputs(self) -> bool:
         """Whether the input of a branch is no norm's output of this layer, which could be recomputed, so that it is saved."""
-        return self.norm_placement in ("post", "output")
+        return self.norm_placement in ("post", "output") or bool(self.unnormed)
 
     @property
     def branches(self) -> tuple[BranchSpec, ...]:
@@ -197,6 +199,10 @@ class TransformerLayer(nn.Module):
         if self.spec.norm_placement == "output":
             return self._output_norm_forward(x_SBD, context, residual)
         for names in self._branches:
+            if names.branch in self.spec.unnormed:
+                residual = Residual(x_SBD if residual is None else residual.x_SBD + x_SBD)
+                x_SBD = self._run_branch(names, as_recomputable(residual.x_SBD), context)
+                continue
             norm: Norm = modules[names.norm]  # pyright: ignore[reportAssignmentType]
             inputs = (x_SBD,) if residual is None else (residual.x_SBD, x_SBD)
             if names.norm_in_gemm:

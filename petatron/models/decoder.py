@@ -97,8 +97,8 @@ class Decoder(StageModule):
         self.head = None
         if stage.has_loss:
             scale = None if config.logits_scaling == 1.0 else 1.0 / config.logits_scaling
-            rules = {"input_scale": scale, "softcap": config.final_logit_softcapping}
-            self.head = OutputHead(spec.vocab_size, config.hidden_size, tied=tied, **rules)
+            sizes, softcap = (spec.vocab_size, config.hidden_size), config.final_logit_softcapping
+            self.head = OutputHead(*sizes, tied=tied, input_scale=scale, softcap=softcap)
 
     def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
         groups = ([self.embedding], [self.position], [self.embedding_norm], [self.norm, self.head])
@@ -306,13 +306,16 @@ class Decoder(StageModule):
             positions=positions if self._layers_need_positions else None,
         )
 
-    def _embed(self, tokens_BS: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, tokens_BS: Tensor, positions: Tensor, added_SBD: Tensor | None = None) -> Tensor:
+        """Embeds tokens; `added_SBD` is what else is added to their embeddings and those of positions."""
         assert self.embedding is not None
         x_SBD = self.embedding(tokens_BS)
         if self.token_scale is not None:
             x_SBD = x_SBD * x_SBD.new_full((), self.token_scale)
         if self.position is not None:
             x_SBD = x_SBD + self.position(positions)
+        if added_SBD is not None:
+            x_SBD = x_SBD + added_SBD
         if self.embedding_scale is not None:
             x_SBD = x_SBD * x_SBD.new_full((), self.embedding_scale)
         if self.embedding_norm is not None:

@@ -297,6 +297,7 @@ def apply_tensor_parallel(
     }
     if sequence_parallel:
         values["sequence shard"] = partial(collectives.local_slice, axis=axis)
+        values["sum of sequence shards"] = partial(collectives.reduce_from_region, axis=axis)
     elif axis.size > 1:
         values["shared generator"] = shared_generator
     for name, module in model.named_modules():

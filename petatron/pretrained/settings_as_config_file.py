@@ -22,6 +22,7 @@ def config_sections(model: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[st
     longest = model.get("max_position_embeddings") or _MAX_DEFAULT_SEQ_LENGTH
     if model.get("longrope_short_factor"):
         longest = min(longest, model.get("original_max_position_embeddings") or longest)
+    longest -= model.get("position_offset") or 0
     length = model.get("seq_length") or min(longest, _MAX_DEFAULT_SEQ_LENGTH)
     return {"model": {**model, "seq_length": length}, **({"moe": dict(moe)} if moe else {})}
 

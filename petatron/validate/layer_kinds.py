@@ -90,6 +90,12 @@ def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
     if branches != "sequential" and placement != "pre":
         rule = f"needs norms before the branches, but --norm-placement is {placement}"
         yield Problem("--residual-branches", branches, rule, "Use --norm-placement pre.")
+    if placement == "post" and model.model_type == "decoder":
+        rule = "has no norm left for the end of a decoder"
+        yield Problem("--norm-placement", placement, rule, "Use another placement, or --model-type bert.")
+    if not model.first_attention_norm and placement != "pre":
+        rule = f"is about norms before branches, and --norm-placement is {placement}"
+        yield Problem("--no-first-attention-norm", "", rule, "Leave one out.")
     if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
         rule = f"is an RMSNorm, but --normalization is {model.normalization}"
         yield Problem("--qk-layernorm-scope", "projection", rule, "Use --normalization RMSNorm.")

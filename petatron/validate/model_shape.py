@@ -82,9 +82,11 @@ def _latent_attention(model: RawModelConfig) -> Iterator[Problem]:
 
 def _positions(model: RawModelConfig) -> Iterator[Problem]:
     longest = model.max_position_embeddings
-    if longest is not None and 0 < longest < model.seq_length:
-        rule = f"is shorter than --seq-length {model.seq_length}"
-        yield Problem("--max-position-embeddings", str(longest), rule, f"Use {model.seq_length} or more.")
+    needed = model.seq_length + model.position_offset
+    if longest is not None and 0 < longest < needed:
+        offset = f" and --position-offset {model.position_offset}" if model.position_offset else ""
+        rule = f"is shorter than --seq-length {model.seq_length}{offset}"
+        yield Problem("--max-position-embeddings", str(longest), rule, f"Use {needed} or more.")
     if model.position_embedding_type in ROTARY_TYPES:
         yield from _rotary(model)
     if model.use_rope_scaling and model.rope_low_freq_factor > model.rope_high_freq_factor:

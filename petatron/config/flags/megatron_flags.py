@@ -66,6 +66,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--reglu": Shorthand("activation", "reglu"),
     "--squared-relu": Shorthand("activation", "squared_relu"),
     "--openai-gelu": Shorthand("activation", "gelu_tanh"),
+    "--bert-no-binary-head": Shorthand("bert_binary_head", False),
     "--muon-no-split-qkv": Shorthand("muon_split_qkv", False),
     "--disable-bias-linear": Shorthand("add_bias_linear", False),
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),

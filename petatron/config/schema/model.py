@@ -15,6 +15,7 @@ from petatron.config.schema.sections.hybrid import HybridSettings
 from petatron.config.schema.sections.latent_attention import LatentAttentionSettings
 from petatron.config.schema.sections.linear_attention import DeltaNetSettings, LinearAttentionSettings
 from petatron.config.schema.sections.mamba2 import Mamba2Settings
+from petatron.config.schema.sections.masked_language import MaskedLanguageSettings
 from petatron.config.schema.sections.mlp import MlpSettings
 from petatron.config.schema.sections.moe import DispatchSettings, ExpertSettings, RouterSettings, SharedExpertSettings
 from petatron.config.schema.sections.multi_token_prediction import MultiTokenPredictionSettings
@@ -47,13 +48,15 @@ class RawModelConfig(
     DeltaNetSettings,
     SparseAttentionSettings,
     MultiTokenPredictionSettings,
+    MaskedLanguageSettings,
     MupSettings,
 ):
-    """The shape of a decoder."""
+    """The shape of a model."""
 
     feature: ClassVar = Feature("decoder")
     model_type: Annotated[str, "selects"] = "decoder"
-    """Which registered model is built; `decoder` is that of the GPT and LLaMA families, dense or with experts."""
+    """Which registered model is built: `decoder` is that of the GPT and LLaMA families, dense or with experts; `bert` an encoder that
+    predicts masked tokens."""
     num_layers: Annotated[LayerCount, NotWith("hybrid_layer_pattern")] = 0
     """Number of transformer layers."""
     hidden_size: Annotated[Width, ToySize(128)] = 0
@@ -79,6 +82,7 @@ class ModelConfig(RawModelConfig):
     embedding_init_method_std: Factor = 0.0
     mamba_num_heads: Width = 0
     mamba_norm_groups: Width = 0
+    num_token_types: Width = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from petatron.kernels.fused_linear_cross_entropy import (
     GradRequest,
     VocabColumns,
     WriteWeightGrad,
+    biased_kernels,
     linear_cross_entropy,
     linear_losses_and_greedy,
     softcapped_kernels,
@@ -43,7 +44,13 @@ from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 class _LinearCrossEntropy(AutogradOp):
     @staticmethod
     def forward(
-        ctx: Any, x_SBD: Tensor, weight: Tensor, targets_SB: Tensor, loss_weights_SB: Tensor | None, head: OutputHead
+        ctx: Any,
+        x_SBD: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets_SB: Tensor,
+        loss_weights_SB: Tensor | None,
+        head: OutputHead,
     ) -> Tensor:
         """`loss_weights_SB` are the losses' gradients, if they are known before backward."""
         batch_first = is_batch_first(x_SBD)
@@ -52,23 +59,32 @@ class _LinearCrossEntropy(AutogradOp):
         if loss_weights_SB is not None and ctx.needs_input_grad[0]:
             weights = to_row_order(loss_weights_SB, batch_first=batch_first)
         known = weights is not None
-        losses, grad, weight_grad = head.losses_and_grads(rows, weight, targets, weights)
+        losses, grads = head.losses_and_grads(rows, weight, targets, weights)
         ctx.batch_first, ctx.weights_known, ctx.weight, ctx.head = batch_first, known, weight, head
-        ctx.save_for_backward(*(grad, weight_grad) if known else (rows, targets))
+        ctx.save_for_backward(*grads if known else (rows, targets))
         return from_row_order(losses, targets_SB, batch_first=batch_first)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.weights_known:
-            grad, weight_grad = ctx.saved_tensors
+            grad, weight_grad, bias_grad = ctx.saved_tensors
         else:
             rows, targets = ctx.saved_tensors
             weights = to_row_order(grads[0], batch_first=ctx.batch_first)
-            _, grad, weight_grad = ctx.head.losses_and_grads(rows, ctx.weight, targets, weights)
+            _, (grad, weight_grad, bias_grad) = ctx.head.losses_and_grads(rows, ctx.weight, targets, weights)
         if weight_grad is not None:
             weight_grad = weight_grad.to(ctx.weight.dtype)
-        return from_rows(grad, grads[0].unsqueeze(-1), batch_first=ctx.batch_first), weight_grad, None, None, None
+        x_grad = from_rows(grad, grads[0].unsqueeze(-1), batch_first=ctx.batch_first)
+        return x_grad, weight_grad, bias_grad, None, None, None
+
+
+class HeadGrads(NamedTuple):
+    """The gradients of the head's input, and of its weight and bias where autograd gets them."""
+
+    rows_TD: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
 
 
 LossGemmFactory = Callable[[Tensor], Gemm]
@@ -90,7 +106,7 @@ class OutputHead(nn.Module):
     """Maps hidden states to losses, or to logits over this rank's vocabulary shard.
 
     A tied head has no weight of its own and uses the token embedding's. `input_scale` is a factor on its input, and so on the
-    logits; `softcap` bounds them.
+    logits; `softcap` bounds them. A `bias` per id (BERT) is added to logits; it has no softcap beside it.
     """
 
     tensor_slots: Mapping[str, TensorSlot] = {
@@ -108,10 +124,13 @@ class OutputHead(nn.Module):
         tied: bool,
         input_scale: float | None = None,
         softcap: float | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
+        assert softcap is None or not bias, "logits are capped or get a bias"
         self.input_scale, self.softcap = input_scale, softcap
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
         self.vocab_shard = VocabShard(vocab_size, 0, vocab_size)
         self.linear_op: LinearOp = local_linear
         self.input_comm: CommSlot = identity
@@ -125,7 +144,7 @@ class OutputHead(nn.Module):
 
     def forward(self, x_SBD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [S, B, V]."""
-        return self._capped(self.linear_op(self._scaled(x_SBD), self.used_weight(embedding_weight)))
+        return self._adjusted(self.linear_op(self._scaled(x_SBD), self.used_weight(embedding_weight)))
 
     def gathered_input(self, x_SBD: Tensor) -> Tensor:
         """Gathers what sequence parallelism has sharded."""
@@ -134,15 +153,18 @@ class OutputHead(nn.Module):
     def logits_of_rows(self, x_RD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [R, vocabulary] of some rows of the gathered input, whole on every rank."""
         logits = self.logits_gemm(self._scaled(x_RD), self.used_weight(embedding_weight))
-        return self.vocab_shard.full_logits(self._capped(logits))
+        return self.vocab_shard.full_logits(self._adjusted(logits))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.input_scale is None else x * self.input_scale
 
-    def _capped(self, logits: Tensor) -> Tensor:
+    def _adjusted(self, logits: Tensor) -> Tensor:
+        logits = logits if self.bias is None else logits + self.bias
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def _loss_kernels(self) -> CrossEntropyKernels:
+    def _loss_kernels(self, bias_grad_V: Tensor | None = None) -> CrossEntropyKernels:
+        if self.bias is not None:
+            return biased_kernels(self.kernels, self.bias, bias_grad_V)
         return self.kernels if self.softcap is None else softcapped_kernels(self.kernels, self.softcap)
 
     def losses(
@@ -155,7 +177,7 @@ class OutputHead(nn.Module):
     ) -> Tensor:
         """Returns token losses [S, B]. With `loss_weights_SB` their gradient must be just that: it is used before backward."""
         x_SBD, weight = self.input_comm(self._scaled(x_SBD)), self.used_weight(embedding_weight)
-        return _LinearCrossEntropy.apply(x_SBD, weight, targets_SB, loss_weights_SB, self)  # pyright: ignore[reportReturnType]
+        return _LinearCrossEntropy.apply(x_SBD, weight, self.bias, targets_SB, loss_weights_SB, self)  # pyright: ignore[reportReturnType]
 
     def losses_and_greedy(
         self, x_SBD: Tensor, embedding_weight: Tensor | None, targets_SB: Tensor
@@ -171,16 +193,20 @@ class OutputHead(nn.Module):
 
     def losses_and_grads(
         self, x_TD: Tensor, weight: Tensor, targets_T: Tensor, loss_weights_T: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the losses; with weights also the gradients of the rows and, without a weight-gradient target, of the weight."""
-        compute = partial(linear_cross_entropy, x_TD, weight, targets_T, self._columns(), kernels=self._loss_kernels())
+    ) -> tuple[Tensor, HeadGrads]:
+        """Returns the losses; with weights also the gradients of the rows, of the weight if it has no weight-gradient target, and of
+        the bias."""
+        bias_grad = None
+        if loss_weights_T is not None and self.bias is not None and self.bias.requires_grad:
+            bias_grad = torch.zeros_like(self.bias, dtype=torch.promote_types(self.bias.dtype, torch.float32))
+        kernels = self._loss_kernels(bias_grad)
+        compute = partial(linear_cross_entropy, x_TD, weight, targets_T, self._columns(), kernels=kernels)
         if loss_weights_T is None:
-            return *compute(), None
+            return compute()[0], HeadGrads(None, None, None)
         loss_weights_T = loss_weights_T.to(torch.promote_types(x_TD.dtype, torch.float32))
         compute = partial(compute, gemm=self.make_loss_gemm(loss_weights_T))
-        if not weight.requires_grad:
-            return *compute(grad_request=GradRequest(loss_weights_T, None)), None
         results: list[tuple[Tensor, Tensor | None]] = []
+        weight_grad = None
 
         def write(out: Tensor, accumulate: bool) -> None:
             accumulates = [accumulate]
@@ -191,13 +217,16 @@ class OutputHead(nn.Module):
 
             results.append(compute(grad_request=GradRequest(loss_weights_T, deliver)))
 
-        weight_grad = None
-        if self.weight_grad_target is None:
+        if not weight.requires_grad:
+            results.append(compute(grad_request=GradRequest(loss_weights_T, None)))
+        elif self.weight_grad_target is None:
             weight_grad = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
             write(weight_grad, False)
         else:
             self.weight_grad_target.submit(weight, write, now=True)
-        return *results[0], weight_grad
+        [(losses, grad)] = results
+        bias_grad = None if bias_grad is None or self.bias is None else bias_grad.to(self.bias.dtype)
+        return losses, HeadGrads(grad, weight_grad, bias_grad)
 
     def _columns(self) -> VocabColumns:
         shard = self.vocab_shard

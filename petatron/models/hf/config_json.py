@@ -52,7 +52,8 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def _read(family: Family, config: Mapping[str, Any], *, stand_in: int = 0) -> tuple[ConfigReader, dict[str, Any]]:
     reader = ConfigReader(family.name, config, stand_in=stand_in)
     family.translate(reader)
-    return reader, {"window_size": None, **reader.values()}
+    other_type = {} if family.model_type == "decoder" else {"model_type": family.model_type}
+    return reader, {"window_size": None, **other_type, **reader.values()}
 
 
 def _quantization_problems(config: Mapping[str, Any]) -> list[Problem]:
@@ -90,10 +91,11 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
 def _closest_family(spec: ModelSpec) -> tuple[Family, ConfigWriter]:
     """Returns the first family that can express a model, or else the closest one, with what it has no key for."""
     closest: list[tuple[int, Family, ConfigWriter]] = []
-    for family in FAMILIES.values():
+    alike = [family for family in FAMILIES.values() if family.model_type == spec.config.model_type]
+    for family in alike or FAMILIES.values():
         if bool(family.branches) != (spec.config.hybrid_layer_pattern is not None):
             continue
-        writer = ConfigWriter(family.name, spec)
+        writer = ConfigWriter(family.name, spec, model_type=family.model_type)
         family.translate(writer)
         writer.finish()
         if not writer.problems:

@@ -240,9 +240,9 @@ class ConfigReader(Translation):
 class ConfigWriter(Translation):
     """Collects what a family has no key for, and then the keys."""
 
-    def __init__(self, family: str, spec: ModelSpec) -> None:
+    def __init__(self, family: str, spec: ModelSpec, *, model_type: str = "decoder") -> None:
         super().__init__(family)
-        self._spec = spec
+        self._spec, self._model_type = spec, model_type
         self._moe = spec.moe or MoEConfig()
         self._writes: list[Callable[[], Keys]] = []
 
@@ -303,8 +303,8 @@ class ConfigWriter(Translation):
             self._unsupported("add_qkv_bias", "biases everywhere or nowhere")
         if self._spec.moe is not None and "num_experts" not in self.names:
             self._unsupported("num_experts", "no experts")
-        if self._spec.config.model_type != "decoder":
-            self._unsupported("model_type", "only decoder")
+        if self._spec.config.model_type != self._model_type:
+            self._unsupported("model_type", f"only {self._model_type}")
 
     def _unsupported(self, setting: str, allowed: str) -> None:
         rule = f"cannot be written as a Hugging Face {self.family} model, which has {allowed}"

@@ -47,6 +47,7 @@ class Family:
     prefix: the part of names that a checkpoint of the bare model, without its head, leaves out.
     ignored_tensors: patterns of tensors in old checkpoints that are no weights.
     tensor_aliases: parts of tensors' names in some folders, read but not written, and what stands for them in the names of `mappings`.
+    model_type: the `--model-type` of its models.
     branches: how many layers of `--hybrid-layer-pattern`, which have one branch each, make one layer there; 0: the family is no hybrid.
     """
 
@@ -61,4 +62,5 @@ class Family:
     ignored_tensors: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     tensor_aliases: Mapping[str, str] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
+    model_type: str = "decoder"
     branches: int = 0

@@ -25,12 +25,15 @@ from petatron.models.hf import FAMILIES, family_name_of_config, fill_model, from
 from petatron.models.registry import model_spec
 from petatron.train.build_run import build_model
 from tests.hf.config_keys.changed_keys import Change, Config, all_changes, changed
+from tests.hf.encoder_zoo import ENCODERS
 from tests.hf.ours import run_config
 from tests.hf.variant_zoo import VOCABULARY
 from tests.hf.zoo import BUILDERS, ONE_OF_EACH_FAMILY
 from tests.longform import diagonal, later
 
-TOKENS = torch.randint(VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(7))
+NAMES = (*ONE_OF_EACH_FAMILY, *ENCODERS)
+TOKENS = torch.randint(10, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(7))
+"""None of them is an id of padding, by which some encoders count positions."""
 OTHERWISE = {
     # For whole sequences and not token by token; the model's own code has no such bound (`docs/mamba.md`).
     "nemotron_h": ("time_step_min", "mamba_dt_min"),
@@ -55,7 +58,7 @@ def _with_random_weights(model: Any) -> PreTrainedModel:
 @cache
 def _model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return _with_random_weights(BUILDERS[name]())
+    return _with_random_weights({**BUILDERS, **ENCODERS}[name]())
 
 
 def _rebuilt(model: PreTrainedModel, config: Config) -> tuple[PreTrainedModel, Tensor] | None:
@@ -64,7 +67,8 @@ def _rebuilt(model: PreTrainedModel, config: Config) -> tuple[PreTrainedModel, T
     try:
         other = _with_random_weights(type(model)(type(model.config).from_dict(copy.deepcopy(config))))
         with torch.no_grad():
-            logits = other(TOKENS, return_dict=True).logits
+            logits = other(TOKENS, return_dict=True)
+            logits = logits.prediction_logits if "prediction_logits" in logits else logits.logits
     except Exception:  # whatever it is, transformers has no such model
         return None
     return other, logits
@@ -143,11 +147,11 @@ class Comparison:
 
 
 def test_every_family_is_compared():
-    assert {_model(name).config.model_type for name in ONE_OF_EACH_FAMILY} == set(FAMILIES)
+    assert {_model(name).config.model_type for name in NAMES} == set(FAMILIES)
 
 
 @diagonal(4)
-@pytest.mark.parametrize("name", ONE_OF_EACH_FAMILY)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_changed_key_is_refused_or_followed(name: str, tmp_path: Path):
     """One value of each key: those that nobody here reads together, and those that are read and change no size together."""
     compared = Comparison(name, tmp_path)
@@ -155,7 +159,7 @@ def test_a_changed_key_is_refused_or_followed(name: str, tmp_path: Path):
     assert compared.differing_together(first) == []
 
 
-@pytest.mark.parametrize("name", [later(name) for name in ONE_OF_EACH_FAMILY])
+@pytest.mark.parametrize("name", [later(name) for name in NAMES])
 def test_all_values_of_a_key_are_refused_or_followed(name: str, tmp_path: Path):
     """Every value, those of sizes and of whole rope tables one by one."""
     compared = Comparison(name, tmp_path)

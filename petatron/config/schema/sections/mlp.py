@@ -10,6 +10,7 @@ from petatron.config.schema.sections.hybrid import EXPERTS, MLP, all_symbols
 from petatron.config.schema.setting_metadata import Feature, NotWith, RunSettings, ToySize, UsedWhen, settings_section
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
+PlainActivationName = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"]
 ActivationName = Literal[
     "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu"
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from petatron.config.schema.numeric_bounds import DropoutRate, PositiveFactor
 from petatron.config.schema.setting_metadata import Feature, NotWith, UsedWhen, settings_section
 
-NormPlacementName = Literal["pre", "both", "output", "stream"]
+NormPlacementName = Literal["pre", "post", "both", "output", "stream"]
 _PARALLEL = NotWith("residual_branches", lambda kind: kind != "sequential")
 STREAM = UsedWhen(lambda run: run.model.norm_placement == "stream", "it is for --norm-placement stream")
 _LAYER_NORM = UsedWhen(lambda run: run.model.normalization != "RMSNorm", "an RMSNorm has no bias")
@@ -29,8 +29,8 @@ class NormSettings:
     embed_layernorm: Annotated[bool, "variant"] = False
     """Normalize embeddings before the first layer (BLOOM)."""
     norm_placement: Annotated[NormPlacementName, "variant", _PARALLEL] = "pre"
-    """Where a layer's norms are: before each branch, before and after it (Gemma 2), after it only (OLMo 2), or on the residual stream, so
-    that a branch is added to the normed stream that it takes (MiniMax-Text-01)."""
+    """Where a layer's norms are: before each branch, after its sum with the residual (BERT), before and after it (Gemma 2), after it only
+    (OLMo 2), or on the residual stream, so that a branch is added to the normed stream that it takes (MiniMax-Text-01)."""
     attention_stream_multiplier: Annotated[PositiveFactor, "variant", STREAM] = 1.0
     """Factor on the residual stream that attention is added to, with `--norm-placement stream` (MiniMax-Text-01)."""
     mlp_stream_multiplier: Annotated[PositiveFactor, "variant", STREAM] = 1.0

@@ -4,6 +4,7 @@ A family is a file of this folder, or a part of one, and a line of this list; no
 """
 
 from petatron.models.hf.families.alibi import BLOOM, MPT
+from petatron.models.hf.families.bert import BERT, MEGATRON_BERT, MODERNBERT, ROBERTA
 from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
 from petatron.models.hf.families.experts.llama4 import LLAMA4
@@ -66,4 +67,8 @@ FAMILIES = (
     NEMOTRON_H,
     FALCON_H1,
     GRANITE_HYBRID,
+    BERT,
+    MEGATRON_BERT,
+    ROBERTA,
+    MODERNBERT,
 )

@@ -19,7 +19,7 @@ EXPECTED = shlex.split(
     "llama3-8b llama3-70b llama3-405b llama3.2-1b qwen2.5-7b qwen3-4b qwen3-8b mixtral-8x7b deepseek-v3 deepseek-v3.2 nemotron4-340b "
     "tiny-llama tiny-gpt llama-1b llama-8b-8layer mixtral-slice mamba2-130m mamba2-370m mamba2-780m mamba2-1.3b mamba2-2.7b "
     "nemotron-h-8b bamba-9b falcon-h1-0.5b qwen3-next-80b-a3b kimi-linear-48b-a3b minimax-text-01 gpt-oss-20b gpt-oss-120b "
-    "llama-125m llama-350m qwen3-0.6b qwen3-30b-a3b gemma3-1b"
+    "llama-125m llama-350m qwen3-0.6b qwen3-30b-a3b gemma3-1b bert-base bert-large modernbert-base modernbert-large"
 )
 
 # Parameters of the published models, in billions. The count below is exact for dense attention, so a wrong width,
@@ -38,6 +38,7 @@ EXACT_PARAMETERS = {
     "mamba2-130m": 128_989_632, "mamba2-370m": 368_346_624, "mamba2-780m": 780_161_280, "mamba2-1.3b": 1_343_757_312,
     "mamba2-2.7b": 2_702_599_680, "nemotron-h-8b": 8_100_852_736, "bamba-9b": 9_780_235_392,
     "falcon-h1-0.5b": 521_411_104, "qwen3-0.6b": 596_049_920, "qwen3-30b-a3b": 30_532_122_624, "gemma3-1b": 999_885_952,
+    "bert-base": 110_106_428, "bert-large": 336_226_108, "modernbert-base": 149_655_232, "modernbert-large": 395_881_664,
 }  # fmt: skip
 
 
@@ -75,7 +76,8 @@ def test_the_promised_presets_exist():
 def test_preset_loads_with_no_problem(name: str):
     loaded, problems = resolve_config(preset=name, require_training=False)
     assert problems == []
-    assert loaded.config.model.hidden_dropout == loaded.config.model.attention_dropout == 0
+    published = 0.1 if name in ("bert-base", "bert-large") else 0
+    assert loaded.config.model.hidden_dropout == loaded.config.model.attention_dropout == published
     assert len(preset_summary(name)) > 8
 
 

@@ -1,0 +1,55 @@
+"""A head that says something of a whole sequence: a weighted sum of its hidden states, a GEMM with tanh (the pooler), a GEMM to outputs.
+
+Weights of tokens come with the batch, so that the head knows neither which part of a sequence a rank has nor where it ends: 1 for the
+first token (BERT), 1 / length for a mean. Every tensor-parallel rank computes the same from the sum.
+
+S sequence, B batch, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from petatron.layers.linear import Linear
+from petatron.layers.parallel_slots import CommSlot, TensorSlot, identity
+from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.sharding.shard_spec import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledHeadSpec:
+    hidden_size: int
+    num_outputs: int
+    std: float
+
+    def build(self) -> PooledHead:
+        return PooledHead(self)
+
+    def params(self) -> Mapping[str, ParamSpec]:
+        width = self.hidden_size
+        pooler = linear_params(width, width, Shard(), bias=True, std=self.std)
+        out = linear_params(width, self.num_outputs, Shard(), bias=True, std=self.std)
+        return with_prefix("pooler", pooler) | with_prefix("out", out)
+
+
+class PooledHead(nn.Module):
+    tensor_slots: Mapping[str, TensorSlot] = {"shard": "sequence shard", "total": "sum of sequence shards"}
+
+    def __init__(self, spec: PooledHeadSpec) -> None:
+        super().__init__()
+        self.shard: CommSlot = identity
+        self.total: CommSlot = identity
+        self.pooler = Linear(spec.hidden_size, (spec.hidden_size,), bias=True)
+        self.out = Linear(spec.hidden_size, (spec.num_outputs,), bias=True)
+
+    def weighted_sum(self, x_SBD: Tensor, weights_BS: Tensor) -> Tensor:
+        """Returns [B, D], summed over this rank's context-parallel part of each sequence."""
+        weights_SB = self.shard(weights_BS.t())
+        return self.total(torch.einsum("sbd,sb->bd", x_SBD, weights_SB.to(x_SBD.dtype)))
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.pooler(pooled_BD)))
