@@ -39,6 +39,7 @@ from petatron.data.dataset_kinds import (
 )
 from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
 from petatron.data.index_cache import IndexLog
+from petatron.data.masked import masked_language_dataset  # noqa: F401  it registers its kind
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
@@ -92,7 +93,7 @@ class _SplitSource:
 
 def chosen_kind(config: RunConfig) -> DatasetKind:
     """Returns the kind of a run's datasets: that of `--dataset-type`, else of its objective, else text."""
-    return dataset_kind(chosen_kind_name(config), config.data.dataset_settings)
+    return dataset_kind(chosen_kind_name(config), config.data.dataset_settings).of_run(config)
 
 
 def chosen_kind_name(config: RunConfig) -> str:
