@@ -125,7 +125,7 @@ def choose_ngrams(
     chosen: list[list[int]] = []
     masked = 0
     for word in order.tolist():
-        if masked >= budget:
+        if masked + 1 > budget:  # not even one more token: what Megatron draws from here on masks nothing
             break
         size, first = draw(), starts[word]
         while size and masked + starts[min(word + size, count)] - first > budget:

@@ -38,13 +38,7 @@ from petatron.data.masked.mask_tokens import (
 from petatron.data.masked.masked_text_source import MaskedDataset, MaskedTextSource
 from petatron.data.masked.masking_vocabulary import MaskingVocabulary, masking_vocabulary, mock_vocabulary
 from petatron.data.masked.mock_text import MockText
-from petatron.data.masked.sentence_pairs import (
-    PairLabel,
-    Segments,
-    join_sentences,
-    split_sentences,
-    truncate_segments,
-)
+from petatron.data.masked.sentence_pairs import PairLabel, Segments, split_sentences, truncate_segments
 from petatron.data.masked.sentence_samples import GatheringRule
 from petatron.data.masked.text_samples import DocumentText, SampleText, SentenceText, TextSamples
 from petatron.data.trace_sample import SampleTrace
@@ -120,16 +114,15 @@ class MaskedLanguageDataset:
 
     def _segments(self, index: int, text: SampleText, random: np.random.RandomState) -> Segments:
         if self._rule.pair_label is None:
-            return Segments(join_sentences(text.sentences), np.zeros(0, np.int64), False)
-        pivot = split_sentences(len(text.sentences), random)
-        first, second = join_sentences(text.sentences[:pivot]), join_sentences(text.sentences[pivot:])
+            return Segments(text.tokens, text.tokens[:0], False)
+        first, second = split_sentences(text.tokens, text.ends, random)
         is_random = bool(random.random_sample() < 0.5)
         if not is_random:
             return Segments(first, second, False)
         if self._rule.pair_label == "sentence_order":
             return Segments(second, first, True)
-        other = self._texts.read(self._texts.other(index, random), random).sentences
-        return Segments(first, join_sentences(other[split_sentences(len(other), random) :]), True)
+        other = self._texts.read(self._texts.other(index, random), random)
+        return Segments(first, split_sentences(other.tokens, other.ends, random)[1], True)
 
     def _padded(
         self, tokens: NDArray[np.int64], original: NDArray[np.int64], positions: list[int]

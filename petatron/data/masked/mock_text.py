@@ -39,7 +39,7 @@ class MockText:
         text = self._ids[(start + np.arange(length)) % len(self._ids)]
         longest = max(1, min(_LONGEST_SENTENCE, length // 2))
         cuts = np.cumsum(generator.randint(1, longest + 1, size=length))
-        return SampleText(np.split(text, cuts[cuts < length]), self._max_length)
+        return SampleText(text, np.append(cuts[cuts < length], length), self._max_length)
 
     def other(self, index: int, random: np.random.RandomState) -> int:
         return int(random.randint(0, len(self)))

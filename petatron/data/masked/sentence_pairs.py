@@ -27,9 +27,11 @@ class Segments(NamedTuple):
     is_random: bool
 
 
-def split_sentences(num_sentences: int, random: np.random.RandomState) -> int:
-    """Draws how many sentences the first segment has; each has one at least."""
-    return 1 if num_sentences < 3 else int(random.randint(1, num_sentences))
+def split_sentences(tokens: Ids, ends: NDArray[np.integer], random: np.random.RandomState) -> tuple[Ids, Ids]:
+    """Draws how many sentences the first segment has, one at least, and returns both. `ends` are those of the sentences."""
+    count = 1 if len(ends) < 3 else int(random.randint(1, len(ends)))
+    cut = int(ends[count - 1])
+    return tokens[:cut], tokens[cut:]
 
 
 def truncate_segments(first: Ids, second: Ids, length: int, random: np.random.RandomState) -> tuple[Ids, Ids]:
@@ -53,8 +55,3 @@ def truncate_segments(first: Ids, second: Ids, length: int, random: np.random.Ra
 def _cut(segment: Ids, from_front: NDArray[np.bool_]) -> Ids:
     front = int(from_front.sum())
     return segment[front : len(segment) - (len(from_front) - front)]
-
-
-def join_sentences(sentences: list[Ids]) -> Ids:
-    """Returns the tokens of sentences, one after the other."""
-    return np.concatenate(sentences) if sentences else np.zeros(0, np.int64)

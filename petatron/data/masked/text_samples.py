@@ -32,9 +32,10 @@ _OTHER_DOCUMENT_TRIES = 10
 
 
 class SampleText(NamedTuple):
-    """The text of a sample: its sentences (a piece of a document is one), and the tokens that the sample may have of them."""
+    """The text of a sample. ends: of its sentences; a piece of a document is one. target: how many tokens the sample may have."""
 
-    sentences: list[Ids]
+    tokens: Ids
+    ends: NDArray[np.integer]
     target: int
 
 
@@ -64,11 +65,22 @@ class TokenReader:
         self._checked_size = None if vocab_size is None or can_hold_only(indexed, vocab_size) else vocab_size
 
     def read(self, piece: Piece) -> Ids:
+        """Returns the tokens of a piece."""
         sequence, start, length = piece
         tokens = self.indexed.get(sequence, start, length)
         if self._checked_size is not None and (place := first_beyond(tokens, self._checked_size)) is not None:
             raise_beyond(self.indexed, sequence, start + place, int(tokens[place]), self._checked_size)
         return tokens.astype(np.int64)
+
+    def read_sequences(self, first: int, stop: int) -> tuple[Ids, NDArray[np.int64]]:
+        """Returns the tokens of consecutive sequences, and where each ends among them."""
+        tokens = self.indexed.get_sequences(first, stop)
+        ends = np.cumsum(self.indexed.lengths[first:stop], dtype=np.int64)
+        if self._checked_size is not None and (place := first_beyond(tokens, self._checked_size)) is not None:
+            number = int(np.searchsorted(ends, place, side="right"))
+            start = int(ends[number - 1]) if number else 0
+            raise_beyond(self.indexed, first + number, place - start, int(tokens[place]), self._checked_size)
+        return tokens.astype(np.int64), ends
 
     def trace(self, index: int, pieces: Sequence[Piece], change: str) -> SampleTrace:
         return SampleTrace(
@@ -123,14 +135,8 @@ class SentenceText:
         return len(self._first)
 
     def read(self, index: int, random: np.random.RandomState) -> SampleText:
-        return SampleText([self._reader.read(piece) for piece in self.pieces(index)], int(self._target[index]))
-
-    def pieces(self, index: int) -> list[Piece]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        lengths = self._reader.indexed.lengths
-        sentences = range(int(self._first[index]), int(self._stop[index]))
-        return [(sentence, 0, int(lengths[sentence])) for sentence in sentences]
+        tokens, ends = self._reader.read_sequences(int(self._first[index]), int(self._stop[index]))
+        return SampleText(tokens, ends, int(self._target[index]))
 
     def other(self, index: int, random: np.random.RandomState) -> int:
         document, candidate = self._document(index), index
@@ -144,7 +150,9 @@ class SentenceText:
         return int(np.searchsorted(self._starts, self._first[index], side="right"))
 
     def trace(self, index: int, change: str) -> SampleTrace:
-        return self._reader.trace(index, self.pieces(index), change)
+        sentences = range(int(self._first[index]), int(self._stop[index]))
+        pieces = [(sentence, 0, int(self._reader.indexed.lengths[sentence])) for sentence in sentences]
+        return self._reader.trace(index, pieces, change)
 
     def left_out(self) -> str:
         """Returns how many documents make no samples, if there are any."""
@@ -196,21 +204,20 @@ class DocumentText:
         target = full = self._rule.max_length
         if self._rule.short_probability and random.random_sample() < self._rule.short_probability:
             target = int(random.randint(2, full + 1))
-        return SampleText([self._reader.read(piece) for piece in self.pieces(index)], target)
+        piece = self._piece(index)
+        return SampleText(self._reader.read(piece), np.array([piece[2]]), target)
 
-    def pieces(self, index: int) -> list[Piece]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+    def _piece(self, index: int) -> Piece:
         epoch, place = divmod(index, self.samples_per_epoch)
         number = int(self._order(epoch)[place])
         document, start = int(self._pieces[number]), int(self._starts[number])
-        return [(document, start, min(self._rule.max_length, int(self._reader.indexed.lengths[document]) - start))]
+        return document, start, min(self._rule.max_length, int(self._reader.indexed.lengths[document]) - start)
 
     def other(self, index: int, random: np.random.RandomState) -> int:
         return int(random.randint(0, len(self)))
 
     def trace(self, index: int, change: str) -> SampleTrace:
-        return self._reader.trace(index, self.pieces(index), change)
+        return self._reader.trace(index, [self._piece(index)], change)
 
 
 def cut_pieces(lengths: NDArray[np.integer], documents: range, size: int) -> Arrays:
