@@ -62,6 +62,15 @@ class NgramRule:
         sums = (weights / weights.sum(keepdims=True)).cumsum()
         return (sums / sums[-1]).tolist()
 
+    @property
+    def mean_length(self) -> float:
+        """The mean number of words of the n-grams that are drawn."""
+        numbers = np.arange(1, self.max_ngram + 1)
+        if self.lengths == "geometric":  # the chance that an n-gram has a word: the longest ones are cut
+            return float(((1 - _GEOMETRIC) ** (numbers - 1)).sum())
+        weights = 1.0 / (numbers if self.lengths == "short" else numbers[::-1])
+        return float((numbers * weights).sum() / weights.sum())
+
     def drawing(self, random: np.random.RandomState) -> Draw:
         """Returns a function that draws lengths from a generator."""
         if self.lengths == "geometric":

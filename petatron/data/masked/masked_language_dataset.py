@@ -36,8 +36,10 @@ from petatron.data.masked.mask_tokens import (
     masked_budget,
 )
 from petatron.data.masked.masked_text_source import MaskedDataset, MaskedTextSource
+from petatron.data.masked.masking_settings import SETTINGS_FLAG, masking_problems
 from petatron.data.masked.masking_vocabulary import MaskingVocabulary, masking_vocabulary, mock_vocabulary
 from petatron.data.masked.mock_text import MockText
+from petatron.data.masked.packed_rows import PackedRows, PackingRule, packed_documents
 from petatron.data.masked.sentence_pairs import PairLabel, Segments, split_sentences, truncate_segments
 from petatron.data.masked.sentence_samples import GatheringRule
 from petatron.data.masked.text_samples import DocumentText, SampleText, SentenceText, TextSamples
@@ -49,7 +51,6 @@ SPECIAL_TOKENS = 3
 """Megatron leaves room for [CLS] and two [SEP], also where there is one segment."""
 MIN_SEQ_LENGTH = SPECIAL_TOKENS + 2
 ROLES = ("cls", "sep", "mask", "pad")
-_SETTINGS_FLAG = "--dataset-settings"
 _CHANGE = "its tokens are masked, and what exceeds the sample is cut"
 
 
@@ -104,7 +105,7 @@ class MaskedLanguageDataset:
         budget = masked_budget(len(tokens), rule.probability, text.target)
         original = tokens.copy()
         positions = mask_in_place(tokens, maskable, budget, rule.ngrams, random, vocabulary)
-        sample = self._padded(tokens, original, positions)
+        sample = _padded(tokens, original, positions, self._seq_length, vocabulary["pad"])
         types = np.zeros(self._seq_length, np.int64)
         types[len(first) + 2 : len(tokens)] = 1
         sample |= {"token_types": types, "num_tokens": np.int64(len(tokens))}
@@ -124,22 +125,64 @@ class MaskedLanguageDataset:
         other = self._texts.read(self._texts.other(index, random), random)
         return Segments(first, split_sentences(other.tokens, other.ends, random)[1], True)
 
-    def _padded(
-        self, tokens: NDArray[np.int64], original: NDArray[np.int64], positions: list[int]
-    ) -> dict[str, NDArray[Any]]:
-        pad = self._vocabulary["pad"]
-        padded, labels = np.full((2, self._seq_length), pad, np.int64)
-        mask = np.zeros(self._seq_length, np.float32)
-        padded[: len(tokens)] = tokens
-        labels[positions], mask[positions] = original[positions], 1.0
-        return {"tokens": padded, "labels": labels, "loss_mask": mask}
-
     def trace(self, index: int) -> SampleTrace:
         """Returns the sentences, or the piece of a document, of a sample."""
         return self._texts.trace(index, _CHANGE)
 
     def describe(self) -> str:
         return self._description
+
+
+class PackedMaskedDataset:
+    """Rows of several documents with masked tokens."""
+
+    def __init__(
+        self, rows: PackedRows, vocabulary: MaskingVocabulary, rule: MaskingRule, request: DatasetRequest
+    ) -> None:
+        self._rows, self._vocabulary, self._rule, self._seq_length = rows, vocabulary, rule, request.seq_length
+        self._random, self.samples_per_epoch = MaskingRandom(request.seed), rows.samples_per_epoch
+        key = {"rows": rows.fingerprint, "vocabulary": vocabulary.fingerprint(), **asdict(rule)}
+        self.fingerprint = fingerprint({"kind": "packed masked language", **key, "seed": request.seed})
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
+        """Returns tokens, labels, loss_mask, token_types and where the document of each token begins, -1 for padding."""
+        rule, vocabulary, length = self._rule, self._vocabulary, self._seq_length
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        random = self._random.of_sample(index)
+        parts: list[list[int] | NDArray[np.int64]] = []
+        begins, filled = np.full(length, -1, np.int64), 0
+        for piece, _ in self._rows.read(index):
+            parts += [[vocabulary["cls"]], piece, [vocabulary["sep"]]]
+            begins[filled : filled + len(piece) + 2] = filled
+            filled += len(piece) + 2
+        tokens = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        maskable = MaskableWords.of(tokens, vocabulary, whole_words=rule.whole_words)
+        original = tokens.copy()
+        budget = masked_budget(filled, rule.probability, filled)
+        positions = mask_in_place(tokens, maskable, budget, rule.ngrams, random, vocabulary)
+        sample = _padded(tokens, original, positions, length, vocabulary["pad"])
+        return {**sample, "token_types": np.zeros(length, np.int64), "begins": begins}
+
+    def trace(self, index: int) -> SampleTrace:
+        """Returns the documents of a row."""
+        return self._rows.trace(index, _CHANGE)
+
+    def describe(self) -> str:
+        return self._rows.describe()
+
+
+def _padded(
+    tokens: NDArray[np.int64], original: NDArray[np.int64], positions: list[int], length: int, pad: int
+) -> dict[str, NDArray[Any]]:
+    padded, labels = np.full((2, length), pad, np.int64)
+    mask = np.zeros(length, np.float32)
+    padded[: len(tokens)] = tokens
+    labels[positions], mask[positions] = original[positions], 1.0
+    return {"tokens": padded, "labels": labels, "loss_mask": mask}
 
 
 @dataclass(frozen=True)
@@ -152,6 +195,7 @@ class MaskedLanguage(DatasetKind):
     whole_words: bool = True
     pair_label: PairLabel = "sentence_order"
     longest_sentence: int = 512
+    packed: bool = False
     mask_prob: float = field(default=0.15, metadata=NOT_A_SETTING)
     short_seq_prob: float = field(default=0.1, metadata=NOT_A_SETTING)
     has_pairs: bool = field(default=True, metadata=NOT_A_SETTING)
@@ -161,18 +205,21 @@ class MaskedLanguage(DatasetKind):
             self,
             mask_prob=run.data.mask_prob,
             short_seq_prob=run.data.short_seq_prob,
-            has_pairs=not run.data.bert_no_binary_head,
+            has_pairs=not (run.data.bert_no_binary_head or self.packed),
         )
         raise_problems(kind._problems(run.model.seq_length))
         return kind
 
     def _problems(self, seq_length: int) -> list[Problem]:
-        problems = ngram_problems(self.max_ngram, self.ngram_lengths, self.longest_sentence)
+        problems = masking_problems(
+            max_ngram=self.max_ngram,
+            ngram_lengths=self.ngram_lengths,
+            longest_sentence=self.longest_sentence,
+            mask_prob=self.mask_prob,
+        )
         if self.pair_label not in get_args(PairLabel):
             known = " or ".join(get_args(PairLabel))
-            problems.append(Problem(_SETTINGS_FLAG, f"pair_label={self.pair_label}", "is no label", f"Use {known}."))
-        if not 0 < self.mask_prob < 1:
-            problems.append(Problem("--mask-prob", str(self.mask_prob), "is not between 0 and 1", "Use 0.15."))
+            problems.append(Problem(SETTINGS_FLAG, f"pair_label={self.pair_label}", "is no label", f"Use {known}."))
         if seq_length < MIN_SEQ_LENGTH:
             rule = f"leaves no room for two tokens beside [CLS] and two [SEP], which --dataset-type {BERT_DATASET} adds"
             problems.append(Problem("--seq-length", str(seq_length), rule, f"Use {MIN_SEQ_LENGTH} or more."))
@@ -188,6 +235,9 @@ class MaskedLanguage(DatasetKind):
         vocabulary = masking_vocabulary(request, BERT_DATASET, ROLES)
 
         def build(indexed: IndexedDataset, units: range, request: DatasetRequest) -> MaskedDataset:
+            if self.packed:
+                rows = PackedRows(indexed, units, _packing(request), request)
+                return PackedMaskedDataset(rows, vocabulary, self._rule(), request)
             return self._dataset(indexed, units, request, vocabulary)
 
         return MaskedTextSource(indexed, build)
@@ -227,6 +277,8 @@ class MaskedLanguage(DatasetKind):
         )
 
     def mock(self, request: DatasetRequest) -> SampleDataset:
+        if self.packed:
+            raise DataError("--mock-data has no documents to pack. Leave packed=true out, or give --data-path.")
         vocabulary = mock_vocabulary(request)
         texts = MockText(vocabulary, request.seq_length - SPECIAL_TOKENS, request)
         return MaskedLanguageDataset(texts, vocabulary, self._rule(), request, samples_per_epoch=len(texts))
@@ -238,23 +290,24 @@ class MaskedLanguage(DatasetKind):
         return PackedText().size_warnings(shares, request, eval_iters=eval_iters)
 
 
-def ngram_problems(max_ngram: int, ngram_lengths: str, longest_sentence: int) -> list[Problem]:
-    """Returns what is wrong with the settings that both kinds of masked text have."""
-    problems: list[Problem] = []
-    for name, number in (("max_ngram", max_ngram), ("longest_sentence", longest_sentence)):
-        if number < 1:
-            problems.append(Problem(_SETTINGS_FLAG, f"{name}={number}", "is below 1", "Give a count."))
-    if ngram_lengths not in get_args(NgramLengths):
-        known = ", ".join(get_args(NgramLengths))
-        rule = "is no distribution of lengths"
-        problems.append(Problem(_SETTINGS_FLAG, f"ngram_lengths={ngram_lengths}", rule, f"Use one of {known}."))
-    return problems
+def _packing(request: DatasetRequest) -> PackingRule:
+    """A piece takes its tokens, [CLS] and [SEP]."""
+    length = request.seq_length
+    return PackingRule(
+        piece=length - 2, capacity=length, costs=lambda lengths, choices: lengths + 2, choices=(1.0,), key={}
+    )
 
 
 def make_masked_batch(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
-    """Makes a batch of tokens, labels, loss_mask and token_types [B, S], and sentence_order [B] of pairs; no token sees padding."""
-    names = [name for name in samples[0] if name != "num_tokens"]
+    """Makes a batch of tokens, labels, loss_mask and token_types [B, S], and sentence_order [B] of pairs.
+
+    No token sees padding. In packed rows none sees another document, and positions restart in each.
+    """
+    names = [name for name in samples[0] if name not in ("num_tokens", "begins")]
     arrays = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
+    if "begins" in samples[0]:
+        documents, arrays["positions"] = packed_documents(np.stack([sample["begins"] for sample in samples]))
+        return Batch(arrays=arrays, documents=documents)
     lengths = np.array([sample["num_tokens"] for sample in samples])
     length = len(samples[0]["tokens"])
     documents = Documents.of_lengths(lengths, length) if bool((lengths < length).any()) else None

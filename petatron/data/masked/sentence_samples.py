@@ -2,14 +2,14 @@
 
 An epoch goes through the documents in the order of the file. Sentences of a document are gathered until they have the target length, and
 at least as many as a sample needs. If no more than one sentence would be left, or the document ends, all that is left belongs to the
-sample, so that a sample may be longer than its target: whoever reads it truncates it. A share of the targets is short, drawn from
-2 to the full length, since a model that is finetuned reads short texts too (Devlin et al., 2019, "BERT"). Documents with fewer sentences than a
-sample needs are left out, and so are documents of several sentences of which one is very long: mostly these are tables or code.
+sample, so that a sample may be longer than its target: whoever reads it truncates it. A share of the targets is short, drawn from 2 to
+the full length, since a model that is finetuned reads short texts too (Devlin et al., 2019, "BERT"). Documents with fewer sentences than
+a sample needs are left out, and so are documents of several sentences of which one is very long: mostly these are tables or code.
 
 As many whole epochs are gathered as the run needs, and their samples are shuffled together.
 
-These are Megatron's rules, and its draws: a 32-bit Mersenne twister draws targets, one for each sample and one more for each document, and a
-64-bit one shuffles (mersenne_shuffle.py). So a run that is ported here with its seed sees the same samples in the same order.
+These are Megatron's rules, and its draws: a 32-bit Mersenne twister draws targets, one for each sample and one more for each document,
+and a 64-bit one shuffles (mersenne_shuffle.py). So a run that is ported here with its seed sees the same samples in the same order.
 """
 
 from __future__ import annotations

@@ -82,6 +82,26 @@ class TokenReader:
             raise_beyond(self.indexed, first + number, place - start, int(tokens[place]), self._checked_size)
         return tokens.astype(np.int64), ends
 
+    def read_document(self, document: int, start: int, length: int) -> Ids:
+        """Returns tokens of a document, whose sequences are contiguous."""
+        tokens = self.indexed.get_document(document, start, length)
+        if self._checked_size is not None and (place := first_beyond(tokens, self._checked_size)) is not None:
+            sequence, position, _ = self.sequence_pieces(document, start + place, 1)[0]
+            raise_beyond(self.indexed, sequence, position, int(tokens[place]), self._checked_size)
+        return tokens.astype(np.int64)
+
+    def sequence_pieces(self, document: int, start: int, length: int) -> list[Piece]:
+        """Returns the pieces of sequences that tokens of a document are."""
+        if self.indexed.one_sequence_per_document:
+            return [(document, start, length)]
+        first, stop = self.indexed.document_indices[document : document + 2].tolist()
+        ends = np.cumsum(self.indexed.lengths[first:stop], dtype=np.int64).tolist()
+        begins = [0, *ends[:-1]]
+        cuts = [(max(start, begin), min(start + length, end)) for begin, end in zip(begins, ends)]
+        return [
+            (first + number, low - begins[number], high - low) for number, (low, high) in enumerate(cuts) if low < high
+        ]
+
     def trace(self, index: int, pieces: Sequence[Piece], change: str) -> SampleTrace:
         return SampleTrace(
             self.indexed.prefix, index, trace_documents(self.indexed, self._sources, list(pieces)), change
@@ -161,8 +181,8 @@ class SentenceText:
         if usable == count:
             return ""
         return (
-            f"{indexed.prefix}: {count - usable:,} of {count:,} documents are left out: they have fewer than {rule.min_sentences} sentences, "
-            f"or one of more than {rule.longest_sentence:,} tokens"
+            f"{indexed.prefix}: {count - usable:,} of {count:,} documents are left out: they have fewer than {rule.min_sentences} "
+            f"sentences, or one of more than {rule.longest_sentence:,} tokens"
         )
 
 
