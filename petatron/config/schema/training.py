@@ -33,9 +33,9 @@ from petatron.config.schema.optimizers.sgd import SgdSettings
 from petatron.config.schema.optimizers.soap import SoapSettings
 from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
 from petatron.config.schema.sections.fill_in_middle import FillInMiddleSettings
-from petatron.config.schema.sections.masked_text import MaskedTextSettings
 from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
+from petatron.config.schema.sections.masked_text import MaskedTextSettings
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.tokenizer_options import TokenizerOptions, TokenizerType
 from petatron.config.schema.setting_metadata import Feature, NotWith, RunSettings, UsedWhen, used_with

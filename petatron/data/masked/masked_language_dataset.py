@@ -108,9 +108,9 @@ class MaskedLanguageDataset:
         sample = _padded(tokens, original, positions, self._seq_length, vocabulary["pad"])
         types = np.zeros(self._seq_length, np.int64)
         types[len(first) + 2 : len(tokens)] = 1
-        sample |= {"token_types": types, "num_tokens": np.int64(len(tokens))}
+        sample |= {"token_types": types, "num_tokens": np.array(len(tokens))}
         if rule.pair_label is not None:
-            sample["sentence_order"] = np.int64(segments.is_random)
+            sample["sentence_order"] = np.array(segments.is_random, np.int64)
         return sample
 
     def _segments(self, index: int, text: SampleText, random: np.random.RandomState) -> Segments:

@@ -96,7 +96,7 @@ class SpanCorrupter:
         if text.left_out and not self._has_warned:
             self._has_warned = True
             get_logger(__name__).warning("%s", self._left_out(text, decoder_length))
-        mode = [mixture.mode_ids[rule.mode]] if rule.mode in mixture.mode_ids else []
+        mode = [number for name, number in mixture.mode_ids.items() if name == rule.mode]
         encoder = [*mode, *text.encoder, *(self._end if mixture.encoder_eos else [])]
         return encoder, self._start + text.decoder, text.decoder + self._end
 
@@ -149,8 +149,8 @@ class SpanCorruptionDataset:
             "tokens": _padded(tokens, self._decoder_length, self._pad),
             "labels": _padded(labels, self._decoder_length, self._pad),
             "loss_mask": mask,
-            "num_encoder_tokens": np.int64(max(1, len(encoder))),  # of no text at all, padding: attention needs a key
-            "num_tokens": np.int64(len(tokens)),
+            "num_encoder_tokens": np.array(max(1, len(encoder))),  # of no text at all, padding: attention needs a key
+            "num_tokens": np.array(len(tokens)),
         }
 
     def trace(self, index: int) -> SampleTrace:
@@ -277,10 +277,8 @@ class SpanCorruption(DatasetKind):
             rules = self._rules()
         except ValueError as error:
             fix = "Write R:MEAN_SPAN:RATE, X:MEAN_SPAN:RATE or S:RATE, with commas between them, or ul2."
-            problems.append(Problem(SETTINGS_FLAG, f"denoisers={self.denoisers}", str(error), fix))
-        if not problems:
-            problems += self._decoder_problems(rules, seq_length)
-        return problems
+            return [*problems, Problem(SETTINGS_FLAG, f"denoisers={self.denoisers}", str(error), fix)]
+        return problems or self._decoder_problems(rules, seq_length)
 
     def _mode_problems(self) -> list[Problem]:
         names = self._mode_names()
