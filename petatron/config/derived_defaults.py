@@ -21,6 +21,7 @@ from petatron.base.remote_address import is_remote
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_validation_sets, parse_blend
+from petatron.config.schema.default_objective_names import BERT_DATASET
 from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
@@ -203,6 +204,8 @@ def _derive_model(values: _DerivedValues) -> None:
     values.fill("mamba_norm_groups", values["mamba_num_groups"], "--mamba-num-groups")
     values.fill("embedding_init_method_std", values["init_method_std"], "--init-method-std")
     has_segments = values["model_type"] == MASKED_LANGUAGE_MODEL and values["bert_binary_head"]
+    if values["model_type"] == MASKED_LANGUAGE_MODEL and values["objective"] is None:
+        values.fill("dataset_type", BERT_DATASET, f"--model-type {MASKED_LANGUAGE_MODEL}")
     values.fill("num_token_types", 2 if has_segments else 0, "--bert-binary-head" if has_segments else "no segments")
     if values["num_experts"] is not None:
         values.fill("moe_ffn_hidden_size", values["ffn_hidden_size"], "the MLP width")

@@ -39,11 +39,11 @@ from petatron.data.dataset_kinds import (
 )
 from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
 from petatron.data.index_cache import IndexLog
+from petatron.data.masked import masked_language_dataset, span_corruption_dataset  # noqa: F401  they register theirs
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
-from petatron.models.registry import model_spec
 
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
@@ -92,14 +92,13 @@ class _SplitSource:
 
 
 def chosen_kind(config: RunConfig) -> DatasetKind:
-    """Returns the kind of a run's datasets: that of `--dataset-type`, else of its objective or its model, else text."""
-    return dataset_kind(chosen_kind_name(config), config.data.dataset_settings)
+    """Returns the kind of a run's datasets: that of `--dataset-type`, else of its objective, else text."""
+    return dataset_kind(chosen_kind_name(config), config.data.dataset_settings).of_run(config)
 
 
 def chosen_kind_name(config: RunConfig) -> str:
     """Returns the name that the kind of a run's datasets is registered by."""
-    chosen = config.data.dataset_type or build_objective(config).dataset_type
-    return chosen or model_spec(config).dataset_type or GPT_DATASET
+    return config.data.dataset_type or build_objective(config).dataset_type or GPT_DATASET
 
 
 def build_datasets(

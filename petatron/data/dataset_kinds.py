@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.build_plugin import build_plugin, find_plugin
+from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import LoaderOptions, Sample, SampleDataset, epoch_permutation, make_batch
 from petatron.data.index_cache import IndexLog, fingerprint
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
@@ -159,6 +160,10 @@ class DatasetKind(ABC):
 
     reads: ClassVar[str] = "files"
     """What a word of `--data-path` is, for messages."""
+
+    def of_run(self, run: RunConfig) -> Self:
+        """Returns the kind with what flags of the run say beside its settings; raises `ConfigError` for a run that it does not suit."""
+        return self
 
     @abstractmethod
     def open(self, source: str, request: DatasetRequest) -> DataSource:

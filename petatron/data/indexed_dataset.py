@@ -154,6 +154,11 @@ class IndexedDataset:
         """Returns tokens of sequence `index`, from token `offset`, at most `length` of them. A read-only view, no copy."""
         return self._read(int(self.offsets[index]), int(self.lengths[index]), offset, length)
 
+    def get_sequences(self, first: int, stop: int) -> NDArray:
+        """Returns the tokens of consecutive sequences, of a file whose documents have several of them: these are contiguous there."""
+        length = int(self.lengths[first:stop].sum(dtype=np.int64))
+        return self._read(int(self.offsets[first]), length, 0, length)
+
     def get_document(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
         """Returns the same for a whole document, whose sequences are contiguous."""
         if self.one_sequence_per_document:

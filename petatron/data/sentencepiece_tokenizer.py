@@ -20,6 +20,7 @@ from petatron.data.sentencepiece_model.exact_bpe import vocabulary_as_json
 from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
 from petatron.data.sentencepiece_model.piece_decoder import PieceDecoder
 from petatron.data.sentencepiece_model.piece_encoder import ExactBpeEncoder, build_piece_encoder
+from petatron.data.special_tokens import find_sentinels, known_ids, sentinel_name, tokens_by_spelling
 from petatron.data.stored_tokenizer_options import OPTIONS_KEY, read_stored_options
 from petatron.data.tokenizers_library import tokenizer_config
 
@@ -68,6 +69,9 @@ class SentencePieceTokenizer:
         self.vocab_size = max(len(self._model.pieces), *(number + 1 for number in self._token_texts), 0)
         self.bod = self._model.bos
         self.eod = self._model.eos if self._tokens.eod is None else self._tokens.eod
+        names = {**_named_pieces(self._model), **self._tokens.ids}
+        self.special_ids = _special_ids(self._model, names)
+        self.sentinel_ids = find_sentinels(names.get)
         self.name = str(given)
         beside = find_companion_files(given, DataError, names=_COMPANION_FILES) if given.is_dir() else {}
         self._json: bytes | None = None
@@ -107,16 +111,13 @@ class SentencePieceTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Returns the files to save: tokenizer.model with an equivalent tokenizer.json if there is one, else with the options."""
-        pieces, model = self._model.pieces, self._model
-        ids = {"bos_token": model.bos, "eos_token": model.eos, "pad_token": model.pad}
-        named = {name: None if number is None else pieces[number].text for name, number in ids.items()}
-        named["unk_token"] = next(piece.text for piece in pieces if piece.kind == "unknown")
-        held = {MODEL_FILE: model.content}
+        pieces = self._model.pieces
+        ids = _special_ids(self._model, _named_pieces(self._model))
+        named: dict[str, str | None] = {f"{role}_token": pieces[number].text for role, number in ids.items()}
+        held = {MODEL_FILE: self._model.content}
         if self.has_exact_json:
             return {**held, "tokenizer.json": self.vocabulary_json(), **tokenizer_config(named), **self._companions}
-        config = {name: token for name, token in named.items() if token is not None} | {
-            OPTIONS_KEY: asdict(self._options)
-        }
+        config = named | {OPTIONS_KEY: asdict(self._options)}
         return {**held, "tokenizer_config.json": json.dumps(config, indent=1).encode(), **self._companions}
 
     @property
@@ -132,6 +133,19 @@ class SentencePieceTokenizer:
         return self._json
 
 
+def _named_pieces(model: PieceModel) -> dict[str, int]:
+    """Returns the ids of control pieces and of the user's symbols, which are no parts of words."""
+    return {piece.text: number for number, piece in enumerate(model.pieces) if piece.kind in ("control", "user")}
+
+
+def _special_ids(model: PieceModel, names: Mapping[str, int]) -> dict[str, int]:
+    """Returns the ids that the model has by role, and those of names that are spelled like one."""
+    spelled = {role: names[token] for role, token in tokens_by_spelling(names).items()}
+    unknown = next(number for number, piece in enumerate(model.pieces) if piece.kind == "unknown")
+    ids = {"bos": model.bos, "eos": model.eos, "pad": model.pad, "unk": unknown}
+    return known_ids(spelled | {role: number for role, number in ids.items() if number is not None})
+
+
 def _added_tokens(model: PieceModel, options: SentencePieceOptions) -> _AddedTokens:
     if "" in options.special_tokens:
         raise DataError("--tokenizer-special-tokens names an empty token. Leave it out.")
@@ -139,7 +153,7 @@ def _added_tokens(model: PieceModel, options: SentencePieceOptions) -> _AddedTok
         return _AddedTokens(_token_ids(model, options.special_tokens), drops_boundary=True, eod=None)
     controls = [(model.pad, "<PAD>"), (model.bos, "<BOS>"), (model.eos, "<EOS>")]
     named = [text if number is None else model.pieces[number].text for number, text in controls]
-    extra = [f"<extra_id_{number}>" for number in range(options.vocab_extra_ids)]
+    extra = [sentinel_name(number) for number in range(options.vocab_extra_ids)]
     ids = _token_ids(model, ["<CLS>", "<SEP>", "<EOD>", "<MASK>", *named, *extra])
     return _AddedTokens(ids, drops_boundary=False, eod=ids["<EOD>"])
 

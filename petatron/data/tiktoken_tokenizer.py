@@ -14,6 +14,7 @@ from petatron.config.schema.sections.tokenizer_options import (
 )
 from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
 from petatron.data.bpe.tiktoken_vocabulary import build_byte_level_bpe, read_token_ranks
+from petatron.data.special_tokens import known_ids, tokens_by_spelling
 from petatron.data.tokenizers_library import LibraryTokenizer, tokenizer_config
 
 
@@ -52,11 +53,13 @@ class TikTokenizer(LibraryTokenizer):
         self.vocab_size = size
         self.eod = names.index("</s>")
         self.bod = names.index("<s>") if "<s>" in names else None
+        roles = {role: names.index(token) for role, token in tokens_by_spelling(names).items()}
+        self.special_ids = known_ids(roles | {"eos": self.eod})
         self.name = f"TikTokenizer({path}, {pattern}, {num_special_tokens} special tokens)"
 
     def files(self) -> dict[str, bytes]:
-        """Returns a tokenizer.json (byte-level BPE) that gives the same ids, and a tokenizer_config.json (bos, eos, pad and unk)."""
-        named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+        """Returns a tokenizer.json (byte-level BPE) that gives the same ids, and a tokenizer_config.json that names special tokens."""
+        named = {f"{role}_token": self._fast.id_to_token(number) for role, number in self.special_ids.items()}
         return {**tokenizer_config(named), "tokenizer.json": self._fast.to_str().encode()}
 
 

@@ -12,10 +12,9 @@ inside `reading_untrusted`, so that a user sees one error; and ids are checked a
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -23,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
-from petatron.base.untrusted_files import read_limited_bytes, read_limited_json, reading_untrusted
+from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
     DEFAULT_SPECIAL_TOKENS,
@@ -34,13 +33,16 @@ from petatron.config.schema.sections.tokenizer_options import (
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters
 from petatron.data.data_file_error import data_file_error
+from petatron.data.huggingface_special_tokens import library_special_ids, named_tokens
 from petatron.data.sentencepiece_tokenizer import (
     MODEL_FILE,
     SentencePieceOptions,
     SentencePieceTokenizer,
     stored_options,
 )
+from petatron.data.special_tokens import known_ids
 from petatron.data.tiktoken_tokenizer import TikTokenizer
+from petatron.data.tokenizer_json_limits import check_growth, vocabulary_rows
 from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
 from petatron.data.vocabulary_kind import (
     GPT2_MERGES,
@@ -58,9 +60,6 @@ from petatron.data.wordpiece_tokenizer import (
 )
 
 END_OF_TEXT = "<|endoftext|>"
-MAX_UNUSED_IDS = 1 << 16
-MAX_GROWTH = 256
-"""Published tokenizers replace a character by at most a few; a few replacements by ten characters in a row make gigabytes of a line."""
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 # Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
 EOD_CANDIDATES = (
@@ -75,8 +74,8 @@ EOD_CANDIDATES = (
 )
 
 
-class Tokenizer(Protocol):
-    """The tokenizer interface of data, training and generation."""
+class TokenVocabulary(Protocol):
+    """What ids stand for, and no more: grammars need this much of a tokenizer."""
 
     @property
     def name(self) -> str: ...
@@ -84,14 +83,27 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eod(self) -> int | None: ...
-    @property
-    def bod(self) -> int | None: ...
-    def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def files(self) -> dict[str, bytes]:
         """Returns the files that a model folder needs so that its readers find this tokenizer; empty if it has none."""
         ...
+
+
+class Tokenizer(TokenVocabulary, Protocol):
+    """The tokenizer interface of data, training and generation.
+
+    special_ids: the ids of the special tokens that the tokenizer's own files name, by role: bos, eos, unk, sep, pad, cls, mask.
+    sentinel_ids: the sentinels of span corruption, `<extra_id_0>`, `<extra_id_1>`, ..., in the order of their use.
+    """
+
+    @property
+    def bod(self) -> int | None: ...
+    @property
+    def special_ids(self) -> Mapping[str, int]: ...
+    @property
+    def sentinel_ids(self) -> tuple[int, ...]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
@@ -111,14 +123,15 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         with reading_untrusted(file, _tokenizer_file_error):
             content = read_limited_bytes(file, MAX_TOKENIZER_BYTES)
             self._fast = load_fast(content)
-            _check_growth(file, self._fast)
+            check_growth(file, self._fast)
             is_byte_level = isinstance(self._fast.decoder, decoders.ByteLevel)
             self._table = ByteTable(self._fast, given) if is_byte_level else None
-            self.vocab_size = _vocab_size(file, self._fast)
+            self.vocab_size = vocabulary_rows(file, self._fast)
         self.name = str(given)
-        config = file.parent / "tokenizer_config.json"
-        self.eod = _first_id(self._fast, (_token_in_config(config, "eos_token"), *EOD_CANDIDATES))
-        self.bod = _first_id(self._fast, [_token_in_config(config, name) for name in ("bos_token", "cls_token")])
+        named = named_tokens(file.parent)
+        self.eod = _first_id(self._fast, (named.get("eos"), *EOD_CANDIDATES))
+        self.bod = _first_id(self._fast, [named.get("bos"), named.get("cls")])
+        self.special_ids = library_special_ids(self._fast, named, self.eod)
         self._files = {name: read_companion_file(path, DataError) for name, path in beside.items()}
         self._files["tokenizer.json"] = content
 
@@ -145,8 +158,9 @@ class GPT2BPETokenizer(LibraryTokenizer):
             self._fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             self._fast.decoder = decoders.ByteLevel()
             self._table = ByteTable(self._fast, Path(vocab_file))
-            self.vocab_size = _vocab_size(vocab_file, self._fast)
+            self.vocab_size = vocabulary_rows(vocab_file, self._fast)
             self.eod = self._fast.token_to_id(END_OF_TEXT)
+        self.special_ids = known_ids({"eos": self.eod})
         self.name = f"GPT2BPETokenizer({vocab_file}, {merge_file})"
 
     def files(self) -> dict[str, bytes]:
@@ -165,6 +179,8 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256
     bod = None
+    special_ids: Mapping[str, int] = {"eos": eod}
+    sentinel_ids = ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -200,6 +216,8 @@ class NullTokenizer:
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
         self.bod = None
+        self.special_ids = {"eos": self.eod}
+        self.sentinel_ids = ()
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -322,7 +340,7 @@ def missing_for_transformers(tokenizer: Tokenizer) -> str | None:
     )
 
 
-def vocabulary_json(tokenizer: Tokenizer) -> bytes | None:
+def vocabulary_json(tokenizer: TokenVocabulary) -> bytes | None:
     """Returns a tokenizer.json that says what the ids stand for; None if there is no text for them. It may encode otherwise."""
     if isinstance(tokenizer, SentencePieceTokenizer | WordPieceTokenizer):
         return tokenizer.vocabulary_json()
@@ -358,51 +376,6 @@ def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str,
     return tokenizer_config({"eos_token": None if eod is None else fast.id_to_token(eod)})
 
 
-def _vocab_size(path: str | Path, fast: FastTokenizer) -> int:
-    """Returns the highest id plus one. Published tokenizers skip some ids, but not most of them."""
-    ids = fast.get_vocab(with_added_tokens=True)
-    size = max(ids.values(), default=-1) + 1
-    if size > 2 * len(ids) + MAX_UNUSED_IDS:
-        token = printable(max(ids, key=lambda name: ids[name]), max_chars=40)
-        raise DataError(
-            f"{path} gives the token {token!r} the id {size - 1:,}, but has only {len(ids):,} tokens. A model would need a row for "
-            "every id; use a tokenizer that numbers its tokens without such gaps."
-        )
-    return size
-
-
-def _check_growth(file: Path, fast: FastTokenizer) -> None:
-    """Raises `DataError` for a tokenizer whose normalizer or decoder could make a text more than `MAX_GROWTH` times as long."""
-    for what, part in (("normalizer", fast.normalizer), ("decoder", fast.decoder)):
-        growth = 1 if part is None else _growth(json.loads(part.__getstate__()))
-        if growth > MAX_GROWTH:
-            raise DataError(
-                f"The {what} of {file} may make a text {growth:,} times as long, and {MAX_GROWTH} times is allowed. "
-                "Remove replacements by long texts from it."
-            )
-
-
-def _growth(part: Any) -> int:
-    """Returns the factor of a part and of all inside it, one after the other.
-
-    >>> _growth({"type": "Replace", "pattern": {"String": "ab"}, "content": "12345"})
-    3
-    """
-    if isinstance(part, list):
-        factor = 1
-        for inner in part:
-            factor = min(factor * _growth(inner), 1 << 62)
-        return factor
-    if not isinstance(part, dict):
-        return 1
-    if part.get("type") == "Replace":
-        pattern = part.get("pattern") or {}
-        # A regular expression may match every character, and the empty text between any two.
-        content, size = len(part.get("content") or ""), len(pattern.get("String") or "")
-        return max(1, -(-content // size) if size else content + 1)
-    return _growth([inner for inner in part.values() if isinstance(inner, list | dict)])
-
-
 def _read_file(path: Path) -> bytes:
     with reading_untrusted(path, data_file_error):
         return read_limited_bytes(path, MAX_TOKENIZER_BYTES)
@@ -426,21 +399,6 @@ def _first_id(fast: FastTokenizer, tokens: Sequence[str | None]) -> int | None:
     """Returns the id of the first token that the vocabulary has."""
     ids = (fast.token_to_id(token) for token in tokens if token is not None)
     return next((number for number in ids if number is not None), None)
-
-
-def _token_in_config(config: Path, name: str) -> str | None:
-    """Returns a special token of a tokenizer_config.json, which may be a string or an object with its content."""
-    if not config.exists():
-        return None
-    with reading_untrusted(
-        config, lambda path, why: DataError(f"{path} is not valid JSON: it {why}. Copy it again, or remove it.")
-    ):
-        token = read_limited_json(config, MAX_TOKENIZER_BYTES).get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(token, str):
-            raise TypeError(f"{name} is neither a text nor an object with its content")
-        (token or "").encode()  # half a surrogate is no text, and cannot be looked up
-    return token
 
 
 def _required(value: str | None, kind: str, flag: str) -> str:

@@ -13,6 +13,7 @@ from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.bpe.byte_level_decoder import decode_error
 from petatron.data.bpe.word_encoder import WordEncoder, word_encoder
+from petatron.data.special_tokens import find_sentinels
 
 MAX_TOKENIZER_BYTES = 1 << 28
 """The largest files of published tokenizers have some 40 MB."""
@@ -24,6 +25,7 @@ class LibraryTokenizer:
     name: str
     eod: int | None
     bod: int | None = None
+    special_ids: Mapping[str, int]
     _fast: FastTokenizer
     _table: Mapping[int, bytes] | None
 
@@ -38,6 +40,10 @@ class LibraryTokenizer:
             if self._word_encoder is not None:
                 return [self._word_encoder.encode(text) for text in texts]
             return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @property
+    def sentinel_ids(self) -> tuple[int, ...]:
+        return find_sentinels(self._fast.token_to_id)
 
     @cached_property
     def _word_encoder(self) -> WordEncoder | None:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.data_file_error import data_file_error
+from petatron.data.special_tokens import known_ids, sentinel_name, tokens_by_spelling
 from petatron.data.stored_tokenizer_options import OPTIONS_KEY, read_stored_options
 from petatron.data.tokenizers_library import LibraryTokenizer
 from petatron.data.wordpiece.vocabulary_file import (
@@ -36,6 +37,7 @@ from petatron.data.wordpiece.word_splitter import WordSplitter
 VOCABULARY_FILE = "vocab.txt"
 END_OF_DOCUMENT = ("[EOS]", SEPARATOR)
 """The token that ends a document: the first of these that there is."""
+_ROLES = {"unk": UNKNOWN, "cls": CLASSIFIER, "sep": SEPARATOR, "pad": PADDING, "mask": MASK}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class WordPieceTokenizer(LibraryTokenizer):
             raise DataError("--tokenizer-special-tokens names an empty token. Leave it out.")
         path = Path(vocab_file)
         vocabulary = read_vocabulary(path)
-        sentinels = [f"<extra_id_{number}>" for number in range(options.vocab_extra_ids)]
+        sentinels = [sentinel_name(number) for number in range(options.vocab_extra_ids)]
         names = [*SPECIAL_TOKENS, *options.special_tokens, *sentinels]
         with reading_untrusted(path, data_file_error):
             # A name of a special token may stand in the vocabulary, and keeps its id there.
@@ -78,6 +80,8 @@ class WordPieceTokenizer(LibraryTokenizer):
         self._end = next(token for token in END_OF_DOCUMENT if token in self._ids)
         self.eod = self._ids[self._end]
         self.bod = self._ids[CLASSIFIER]
+        self._roles = tokens_by_spelling(options.special_tokens) | _ROLES | {"eos": self._end}
+        self.special_ids = known_ids({role: self._ids[token] for role, token in self._roles.items()})
         self.name = str(path)
         self._content = vocabulary.content
 
@@ -95,12 +99,7 @@ class WordPieceTokenizer(LibraryTokenizer):
         config: dict[str, Any] = {
             "tokenizer_class": "BertTokenizer",
             "do_lower_case": options.lowercase,
-            "unk_token": UNKNOWN,
-            "cls_token": CLASSIFIER,
-            "sep_token": SEPARATOR,
-            "pad_token": PADDING,
-            "mask_token": MASK,
-            "eos_token": self._end,
+            **{f"{role}_token": token for role, token in self._roles.items()},
         }
         if stored := {name: value for name, value in asdict(options).items() if value and name != "lowercase"}:
             config[OPTIONS_KEY] = stored

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.terminal_escape import printable_lines
-from petatron.data.tokenizer import Tokenizer, vocabulary_json
+from petatron.data.tokenizer import TokenVocabulary, vocabulary_json
 from petatron.infer.sampling_params import Constraint
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class _TokenBytes:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: TokenVocabulary) -> None:
         texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
         self.eos_token_id = len(texts)
         # Part of a character, or no text at all: never allowed, since its bytes are unknown.
@@ -155,7 +155,7 @@ class _TokenBytes:
         return ids
 
 
-def build_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+def build_vocabulary(tokenizer: TokenVocabulary) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     content = vocabulary_json(tokenizer)

@@ -70,10 +70,6 @@ class MaskedLanguageSpec(DecoderSpec):
         return PooledHeadSpec(hidden_size=config.hidden_size, num_outputs=2, std=config.init_method_std)
 
     @property
-    def dataset_type(self) -> str:
-        return MASKED_LANGUAGE_MODEL
-
-    @property
     def max_positions(self) -> int:
         return self.config.max_position_embeddings - self.config.position_offset
 

@@ -69,11 +69,6 @@ class ModelSpec(ABC):
         """Returns what makes a batch of samples; None: samples are text, and tokens predict the next one."""
         return None
 
-    @property
-    def dataset_type(self) -> str | None:
-        """The kind of dataset that the model learns from, unless the objective or `--dataset-type` says another; None: text."""
-        return None
-
     @abstractmethod
     def build_stage(self, stage: PipelineStage) -> StageModule:
         """Builds the module of one stage, with whole parameters."""

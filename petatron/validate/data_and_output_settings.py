@@ -8,7 +8,7 @@ from petatron.base.errors import Problem
 from petatron.config.declared_rules import or_default
 from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
-from petatron.config.schema.default_objective_names import GPT_DATASET
+from petatron.config.schema.default_objective_names import GPT_DATASET, MASKED_DATASETS
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.settings_from_checkpoint import CHECKPOINT_ARGS_FLAG
@@ -36,6 +36,7 @@ def check_files(config: RawRunConfig, *, require_training: bool) -> Iterator[Pro
     yield from _evaluated_sets(config)
     yield from _tokenizer(config, require_training=require_training)
     yield from _fill_in_middle(config)
+    yield from _masked_text(config)
     yield from _needed_settings(config)
     yield from _timeline(config)
     yield from _profile(config)
@@ -195,6 +196,16 @@ def _fill_in_middle(config: RawRunConfig) -> Iterator[Problem]:
     if repeated := [name for name in names if values.count(getattr(data, name)) > 1]:
         rule = f"is {flag_name(repeated[0])} too, and what follows would not be told apart"
         yield Problem(flag_name(repeated[-1]), getattr(data, repeated[-1]), rule, "Name another token.")
+
+
+def _masked_text(config: RawRunConfig) -> Iterator[Problem]:
+    data = config.data
+    if data.dataset_type not in MASKED_DATASETS:
+        return
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if getattr(data, name):
+            rule = f"is for text whose next token is predicted, and --dataset-type {data.dataset_type} masks tokens"
+            yield Problem(flag_name(name), "", rule, "Leave it out: documents never see one another here.")
 
 
 def _tokenizer(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:

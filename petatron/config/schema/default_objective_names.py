@@ -10,5 +10,10 @@ GPT_DATASET = "gpt"
 """The kind of dataset of a run whose objective reads text."""
 BEST_FIT_DATASET = "best-fit"
 """The kind of dataset that packs the same files without cutting documents that fit."""
-TEXT_DATASETS = (GPT_DATASET, BEST_FIT_DATASET)
+BERT_DATASET = "bert"
+"""The kind of dataset with masked text: pairs of segments, or packed documents."""
+T5_DATASET = "t5"
+"""The kind of dataset whose spans are replaced by sentinels, for an encoder and a decoder."""
+MASKED_DATASETS = (BERT_DATASET, T5_DATASET)
+TEXT_DATASETS = (GPT_DATASET, BEST_FIT_DATASET, *MASKED_DATASETS)
 """The kinds that read Megatron's .bin and .idx files."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from petatron.base.remote_address import is_remote
-from petatron.config.schema.default_objective_names import BEST_FIT_DATASET
+from petatron.config.schema.default_objective_names import BEST_FIT_DATASET, MASKED_DATASETS
 from petatron.config.schema.evaluation import EvaluationSettings
 from petatron.config.schema.monitoring import StepCheckSettings, StepLogSettings
 from petatron.config.schema.numeric_bounds import (
@@ -35,6 +35,7 @@ from petatron.config.schema.optimizers.update_rule_spec import OptimizerName
 from petatron.config.schema.sections.fill_in_middle import FillInMiddleSettings
 from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
+from petatron.config.schema.sections.masked_text import MaskedTextSettings
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.tokenizer_options import TokenizerOptions, TokenizerType
 from petatron.config.schema.setting_metadata import Feature, NotWith, RunSettings, UsedWhen, used_with
@@ -234,13 +235,14 @@ class TrainConfig(RawTrainConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig(FillInMiddleSettings):
+class DataConfig(FillInMiddleSettings, MaskedTextSettings):
     """What to train on."""
 
     feature: ClassVar = Feature("data", role="training")
     dataset_type: str | None = None
-    """How files become samples: `gpt` (Megatron's .bin and .idx files), `best-fit` (the same files, and no document that fits is cut), or
-    a name under which an imported module registered a kind of dataset. Unset: the kind that `--objective` reads, else gpt."""
+    """How files become samples: `gpt` (Megatron's .bin and .idx files), `best-fit` (the same files, and no document that fits is cut),
+    `bert` (masked text), `t5` (text with corrupted spans), or a name under which an imported module registered a kind of dataset. Unset:
+    the kind that `--objective` reads, else gpt."""
     dataset_settings: tuple[str, ...] = ()
     """Settings of `--dataset-type`: NAME=VALUE, several."""
     data_path: tuple[FilePath, ...] = ()
@@ -285,7 +287,7 @@ class DataConfig(FillInMiddleSettings):
     @property
     def separates_documents(self) -> bool:
         """Whether attention stays within documents."""
-        return self.reset_attention_mask or self.dataset_type == BEST_FIT_DATASET
+        return self.reset_attention_mask or self.dataset_type in (BEST_FIT_DATASET, *MASKED_DATASETS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,14 +26,13 @@ _MAX_OPEN_FILES = 64
 _STATM = Path("/proc/self/statm")
 
 
-class SentTokenizer:
+class SentVocabulary:
     """What a grammar needs of a tokenizer, as JSON."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self.name: str = content["name"]
         self.vocab_size: int = content["vocab_size"]
         self.eod: int | None = content["eod"]
-        self.bod: int | None = None  # a grammar has no use for it
         self._file: str | None = content["tokenizer_json"]
         self._texts: list[str] = content["texts"]
 
@@ -45,12 +44,6 @@ class SentTokenizer:
         properties = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod": tokenizer.eod}
         return {**properties, "tokenizer_json": text, "texts": texts}
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError("a vocabulary is read token by token")
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        raise NotImplementedError("a vocabulary is read token by token")
-
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self._texts[token] for token in ids)
 
@@ -61,7 +54,7 @@ class SentTokenizer:
 class LimitedJobs:
     """The jobs by name; every one returns what JSON can say."""
 
-    def __init__(self, tokenizer: SentTokenizer | None) -> None:
+    def __init__(self, tokenizer: SentVocabulary | None) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
         self._template: tuple[Any, ChatTemplate] | None = None
@@ -116,7 +109,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     source, target = sys.stdin.buffer, sys.stdout.buffer
     first = json.loads(source.readline())
-    jobs = LimitedJobs(None if first["tokenizer"] is None else SentTokenizer(first["tokenizer"]))
+    jobs = LimitedJobs(None if first["tokenizer"] is None else SentVocabulary(first["tokenizer"]))
     limit_memory(first["memory_bytes"])
     for line in source:
         target.write(json.dumps(answer_of(jobs, json.loads(line))).encode() + b"\n")

@@ -26,7 +26,7 @@ from petatron.data.prompt.chat_template import ChatTemplate
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.grammar import check_constraint_library
 from petatron.infer.sampling_params import Constraint
-from petatron.serve.isolation.limited_worker import MAX_RENDERED_CHARS, SentTokenizer
+from petatron.serve.isolation.limited_worker import MAX_RENDERED_CHARS, SentVocabulary
 
 _START_TIMEOUT_S = 60.0
 _MAX_ANSWER_BYTES = 8 * MAX_RENDERED_CHARS
@@ -203,7 +203,7 @@ class Isolation:
 
     def __init__(self, tokenizer: Tokenizer | None, *, timeout_s: float, memory_bytes: int) -> None:
         limits = {"memory_bytes": memory_bytes}
-        sent = None if tokenizer is None else SentTokenizer.content_of(tokenizer)
+        sent = None if tokenizer is None else SentVocabulary.content_of(tokenizer)
         self._grammars = LimitedPool({**limits, "tokenizer": sent}, size=2, timeout_s=timeout_s)
         self._templates = LimitedPool({**limits, "tokenizer": None}, size=2, timeout_s=timeout_s)
         self._known_grammars: OrderedDict[Constraint, None] = OrderedDict()

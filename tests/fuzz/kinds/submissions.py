@@ -24,7 +24,7 @@ from petatron.data.tokenizer import ByteTokenizer
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import Constraint
 from petatron.serve.http.app import build_app
-from petatron.serve.isolation.limited_worker import LimitedJobs, SentTokenizer
+from petatron.serve.isolation.limited_worker import LimitedJobs, SentVocabulary
 from petatron.serve.serve_options import ServeLimits, ServeOptions
 from petatron.serve.served_model_properties import ModelCard
 from tests.fuzz.kind import Kind, Refused
@@ -80,7 +80,7 @@ class _HereIsolation:
     """`Isolation` without processes."""
 
     def __init__(self) -> None:
-        self._jobs = LimitedJobs(SentTokenizer(SentTokenizer.content_of(ByteTokenizer())))
+        self._jobs = LimitedJobs(SentVocabulary(SentVocabulary.content_of(ByteTokenizer())))
 
     async def check_constraint(self, constraint: Constraint, *, owner: str = "") -> None:
         self._jobs.compile(constraint.kind, constraint.grammar)

@@ -158,6 +158,7 @@ class SyllableTokenizer:
     """Has no files: its vocabulary is known by decoding alone. Id 4 is no text."""
 
     name, vocab_size, eod = "syllables", 6, None
+    bod, special_ids, sentinel_ids = None, {}, ()
     words = ("ba", "na", "n", "!", "", "\ufffd")
 
     def encode(self, text: str) -> list[int]:

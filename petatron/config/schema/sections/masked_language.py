@@ -19,8 +19,8 @@ class MaskedLanguageSettings:
     """Encoders of masked text."""
 
     feature: ClassVar = Feature("masked language model", (_IS_ENCODER,))
-    bert_binary_head: bool = True
-    """BERT: also predict from the first token whether the second segment of a sample belongs after the first."""
+    bert_binary_head: Annotated[bool, "selects"] = True
+    """BERT: samples are two segments, and the model predicts from their first token whether they are in their order."""
     num_token_types: Width | None = None
     """BERT: number of segments with an embedding each. Derived: 2 with `--bert-binary-head`, else none."""
     position_offset: SequenceLength = 0
