@@ -89,6 +89,11 @@ _DEEPSEEK_FLAGS = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2 "
     "--moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
 )
+_BERT_FLAGS = (
+    "--model-type bert --num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16 --vocab-size 67 "
+    "--make-vocab-size-divisible-by 2 --position-embedding-type rope --rotary-base 100 --learned-position-table --position-offset 2 "
+    "--norm-placement post --embed-layernorm --window-size 5 --window-attn-skip-freq 2"
+)
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
@@ -101,13 +106,14 @@ MODEL_FLAGS = {
     "parallel": f"--hybrid-layer-pattern P-P- {_LLAMA_FLAGS} {_MAMBA_FLAGS} --mamba-gated-norm norm_then_gate {_MULTIPLIER_FLAGS}",
     "delta": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} {_DELTA_FLAGS}",
     "lightning": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} {_LIGHTNING_FLAGS}",
+    "bert": _BERT_FLAGS,
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
 multi-token prediction); the MoE trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; a hybrid
 of Mamba-2, MLPs and attention over packed documents; a Falcon-H1 (attention and Mamba-2 in parallel, factors);
-a Qwen3-Next (gated delta nets, gated attention, a gated shared expert); and a MiniMax (lightning attention, norms on the residual stream,
-factors)."""
+a Qwen3-Next (gated delta nets, gated attention, a gated shared expert); a MiniMax (lightning attention, norms on the residual stream,
+factors); and a BERT (masked, padded pairs of segments, two losses, norms after sums, windows on both sides)."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -223,6 +229,8 @@ delta:dp4-zero1 delta:dp2-fsdp delta:cp2 delta:cp4 delta:cp2-gather delta:cp2-a2
 lightning:tp2 lightning:tp4-sp lightning:tp2-sp-overlap lightning:pp2 lightning:pp4 lightning:pp2-vpp2 lightning:pp2-zbh1 lightning:pp2-zbv
 lightning:dp2.ep2 lightning:dp4.ep4 lightning:dp4-zero1 lightning:dp2-fsdp lightning:cp2 lightning:cp4 lightning:cp2-gather
 lightning:cp2-a2a lightning:cp4-both
+bert:tp2 bert:tp4-sp bert:tp2-sp-overlap bert:pp2 bert:pp4 bert:pp2-vpp2 bert:pp2-zbh1 bert:pp2-zbv bert:cp2 bert:cp4 bert:cp2-gather
+bert:cp2-a2a bert:cp4-both bert:dp2 bert:dp4-zero1 bert:dp2-zero2 bert:dp2-fsdp
 """
 _AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -248,6 +256,8 @@ delta:tp2-sp.cp2 delta:tp2-sp.pp2 delta:pp2.cp2 delta:cp2.ep2 delta:cp2.dp2-fsdp
 delta:tp2-sp.pp2.recompute-full
 lightning:tp2-sp.cp2 lightning:tp2-sp.pp2 lightning:pp2.cp2 lightning:cp2.ep2 lightning:cp2.dp2-fsdp lightning:tp2-sp.dp2.ep2
 lightning:cp2.recompute-attention lightning:tp2-sp.pp2.recompute-full
+bert:tp2-sp.pp2 bert:tp2-sp.cp2 bert:pp2.cp2 bert:pp2-vpp2.dp2-zero1 bert:cp2.dp2-fsdp bert:tp2-sp.dp2-fsdp bert:tp2-sp.pp2.recompute-full
+bert:cp2.recompute-selective
 """
 _MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -260,6 +270,7 @@ moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 hybrid:tp2-sp.pp2.cp2 parallel:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
 delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2 lightning:tp2-sp.pp2.cp2.ep2 lightning:pp2.cp2.dp2-zero1.ep2
+bert:tp2-sp.pp2.cp2 bert:pp2.cp2.dp2-zero1
 mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())

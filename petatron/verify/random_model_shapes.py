@@ -45,16 +45,19 @@ def _is_ill_conditioned(flags: str) -> bool:
 
 
 def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
-    """Latent and linear attention and multi-token prediction are those of the entry's model; others but hybrids have each now and then."""
-    model, hybrid = entry.model_flags, "--hybrid-layer-pattern" in entry.model_flags
+    """Latent and linear attention and multi-token prediction are those of the entry's model; others have each now and then, but not
+    hybrids and encoders."""
+    model, encoder = entry.model_flags, "--model-type bert" in entry.model_flags
+    hybrid = "--hybrid-layer-pattern" in model
+    any_mixer = not hybrid and not encoder
     latent, linear = "--multi-latent-attention" in model, "--experimental-attention-variant" in model
     return [
         *_shape_flags(random),
         *(_hybrid_flags(random, model.partition("--hybrid-layer-pattern ")[2][:1]) if hybrid else []),
-        *_component_flags(random),
-        *(_latent_flags(random) if latent or (random.random() < 0.2 and not hybrid) else []),
-        *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and not hybrid) else []),
-        *(_linear_attention_flags(random) if linear or (random.random() < 0.2 and not hybrid) else []),
+        *(_encoder_flags(random) if encoder else _component_flags(random)),
+        *(_latent_flags(random) if latent or (random.random() < 0.2 and any_mixer) else []),
+        *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and any_mixer) else []),
+        *(_linear_attention_flags(random) if linear or (random.random() < 0.2 and any_mixer) else []),
         *(_moe_flags(random) if entry.has_experts else []),
         TRAINING_FLAGS,
         f"--micro-batch-size {(micro := random.choice((1, 2, 3)))} --global-batch-size {8 * micro}",
@@ -92,6 +95,27 @@ def _hybrid_flags(random: Random, first: str) -> list[str]:
         random.random() < 0.3
     )
     return [*flags, *(_delta_sizes(random) if "G" in pattern else [])]
+
+
+def _encoder_flags(random: Random) -> list[str]:
+    placement = random.choice(("post", "post", "pre", "both", "output"))
+    flags = [
+        f"--model-type bert --norm-placement {placement} --normalization {random.choice(('LayerNorm', 'RMSNorm'))}",
+        f"--position-embedding-type {random.choice(('rope', 'rope', 'none', 'learned_absolute'))}",
+        f"--activation {random.choice(('gelu', 'geglu', 'relu', 'swiglu'))} --position-offset {random.choice((0, 0, 2))}",
+        f"--num-token-types {random.choice((0, 2, 3))}",
+    ]
+    for flag, chance in (
+        ("--no-bert-binary-head", 0.3),
+        ("--no-prediction-bias", 0.3),
+        ("--disable-bias-linear", 0.5),
+        ("--qk-layernorm", 0.2),
+        ("--untie-embeddings-and-output-weights", 0.3),
+        ("--embed-layernorm", 0.5),
+        ("--no-first-attention-norm", 0.3 if placement == "pre" else 0.0),
+    ):
+        flags += [flag] * (random.random() < chance)
+    return flags
 
 
 def _linear_attention_flags(random: Random) -> list[str]:
@@ -141,7 +165,7 @@ def _variant_flags(random: Random, *, rotary: bool, gated: bool) -> list[str]:
     if random.random() < 0.5:
         return []
     flags = [f"--softmax-type {random.choice(('vanilla', 'vanilla', 'off-by-one', 'learnable'))}"]
-    placement = random.choice(get_args(NormPlacementName))
+    placement = random.choice([name for name in get_args(NormPlacementName) if name != "post"])
     branches = random.choice(("sequential", "parallel", "parallel_shared_norm")) if placement == "pre" else "sequential"
     flags += [f"--norm-placement {placement} --residual-branches {branches}"]
     for flag, chance in (
