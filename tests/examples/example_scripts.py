@@ -21,6 +21,7 @@ TRAINING = {
         "mamba/train_hybrid.sh",
         "deepseek/train_deepseek_v3.sh",
         "deepseek/train_deepseek_v2_lite.sh",
+        "bert/train_bert_340m_distributed.sh",
     )
 }
 _RECORDER = '#!/bin/bash\nprintf "%s\\0" "$0" "$@" > "$RECORDED"\n'

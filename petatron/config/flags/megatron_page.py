@@ -13,7 +13,8 @@ _INTRODUCTION = """# Megatron-LM's flags
 
 This page is generated: `petatron config reference --megatron --out docs/megatron.md`.
 
-`pretrain_gpt.py`, `pretrain_mamba.py` and `petatron train` take Megatron's flags; `petatron port` reads its scripts ([port.md](port.md)).
+`pretrain_gpt.py`, `pretrain_mamba.py`, `pretrain_bert.py` and `petatron train` take Megatron's flags;
+`petatron port` reads its scripts ([port.md](port.md)).
 Every flag has one of four answers, and the answer may depend on the value: a value that asks for nothing is always accepted. All
 problems are told at once.
 

@@ -11,6 +11,7 @@ from petatron.base.errors import Problem
 from petatron.config.flags.megatron_flags import LATENT_ORIGINAL_CONTEXT, NO_GELU_FUSION
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import FieldValue, fields_by_name
+from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.config.schema.sections.sparse_attention import SPARSE_ATTENTION
 from petatron.config.value_origins import Setting
 
@@ -56,13 +57,19 @@ def dependent_defaults(values: Mapping[str, FieldValue], *, exact_gelu: bool) ->
 
     Megatron's fused bias-gelu kernel computes the tanh approximation, so a model with biases has `gelu_tanh` by default. YaRN's default
     scaling factor is 1 and its original context 4,096; those of Llama-3 scaling are 8 and 8,192. Its sparse
-    attention has no dropout.
+    attention has no dropout. BERT's output head has the exact GELU before it, whatever its MLPs have, and lower-case WordPieces.
     """
     paths = {name: info.path for name, info in fields_by_name().items()}
+    activation = values[paths["activation"]]
     if values[paths["add_bias_linear"]] and not exact_gelu:
         yield paths["activation"], "gelu_tanh"
     if values[paths["experimental_attention_variant"]] == SPARSE_ATTENTION:
         yield paths["attention_dropout"], 0.0
+    if values[paths["model_type"]] == MASKED_LANGUAGE_MODEL:
+        if activation != "gelu_tanh" and not exact_gelu:
+            yield paths["prediction_activation"], "gelu"
+        if values[paths["vocab_file"]] and not values[paths["merge_file"]]:
+            yield paths["tokenizer_type"], "BertWordPieceLowerCase"
     if values[paths["position_embedding_type"]] == "yarn":
         yield paths["rope_scaling_factor"], 1.0
         yield paths["original_max_position_embeddings"], LATENT_ORIGINAL_CONTEXT

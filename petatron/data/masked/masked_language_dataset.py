@@ -275,9 +275,7 @@ class MaskedLanguage(DatasetKind):
     def _rule(self) -> MaskingRule:
         ngrams = NgramRule(self.max_ngram, self.ngram_lengths)
         label = self.pair_label if self.has_pairs else None
-        return MaskingRule(
-            probability=self.mask_prob, ngrams=ngrams, whole_words=self.whole_words, pair_label=label
-        )
+        return MaskingRule(probability=self.mask_prob, ngrams=ngrams, whole_words=self.whole_words, pair_label=label)
 
     def mock(self, request: DatasetRequest) -> SampleDataset:
         if self.packed:

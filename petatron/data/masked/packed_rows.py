@@ -54,7 +54,11 @@ class PackedRows:
     """The rows of some documents of a file; row i is a pure function of the file, the rule, the seed and i."""
 
     def __init__(self, indexed: IndexedDataset, documents: range, rule: PackingRule, request: DatasetRequest) -> None:
-        self._reader, self._rule, self._num_samples = TokenReader(indexed, request.vocab_size), rule, request.num_samples
+        self._reader, self._rule, self._num_samples = (
+            TokenReader(indexed, request.vocab_size),
+            rule,
+            request.num_samples,
+        )
         key: dict[str, object] = {
             "kind": "packed rows",
             "dataset": indexed.digest(request.cache_dir),

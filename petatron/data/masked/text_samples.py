@@ -193,7 +193,11 @@ class DocumentText:
     """
 
     def __init__(self, indexed: IndexedDataset, documents: range, rule: GatheringRule, request: DatasetRequest) -> None:
-        self._reader, self._rule, self._num_samples = TokenReader(indexed, request.vocab_size), rule, request.num_samples
+        self._reader, self._rule, self._num_samples = (
+            TokenReader(indexed, request.vocab_size),
+            rule,
+            request.num_samples,
+        )
         key: dict[str, object] = {
             "kind": "document pieces",
             "dataset": indexed.digest(request.cache_dir),

@@ -75,7 +75,10 @@ REFUSED = {
     "--no-first-attention-norm --norm-placement post": ("bert", "is about norms before branches"),
     "--multi-latent-attention": ("bert", "sees all tokens, and a layer mixes the sequence by"),
     "--hybrid-layer-pattern M-M- --mamba-num-groups 1": ("bert", "sees all tokens, and a layer mixes the sequence by"),
-    "--position-offset 3 --max-position-embeddings 65": ("bert", "is shorter than --seq-length 64 and --position-offset 3"),
+    "--position-offset 3 --max-position-embeddings 65": (
+        "bert",
+        "is shorter than --seq-length 64 and --position-offset 3",
+    ),
     "--mtp-num-layers 1": ("bert", "is for the decoder, and --model-type is bert"),
     "--dataset-settings packed=true": ("bert", "makes rows of documents, and not pairs of segments"),
 }

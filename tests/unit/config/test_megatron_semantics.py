@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from petatron.config.schema.fields import flatten_config
@@ -26,6 +28,9 @@ LATENT = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-e
         ("--position-embedding-type yarn", "model.rope_scaling_factor", 1.0, 8.0),
         ("--position-embedding-type yarn", "model.original_max_position_embeddings", 4096, 8192),
         ("--position-embedding-type yarn --rotary-percent 0.5", "model.rotary_percent", 1.0, 0.5),
+        ("--model-type bert", "model.prediction_activation", "gelu", None),
+        ("--model-type bert --openai-gelu", "model.prediction_activation", None, None),
+        ("--model-type bert --no-bias-gelu-fusion", "model.prediction_activation", None, None),
         (f"{LATENT} --position-embedding-type none", "model.position_embedding_type", "rope", "none"),
         (
             f"{LATENT} --position-embedding-type rope --rope-scaling-factor 4",
@@ -43,6 +48,16 @@ def test_a_flag_means_what_it_means_to_megatron(flags: str, path: str, there: ob
         assert problems == []
         values.append(flatten_config(loaded.config)[path])
     assert values == [there, here]
+
+
+def test_the_vocabulary_of_a_bert_has_lower_case_pieces(tmp_path: Path):
+    (tmp_path / "vocab.txt").write_text("\n".join("[PAD] [UNK] [CLS] [SEP] [MASK] a b".split()))
+    flags = [*BASE, "--model-type", "bert", "--vocab-file", str(tmp_path / "vocab.txt")]
+    kinds = {
+        defaults: resolve_config([*defaults, *flags, *more])[0].config.tokenizer.tokenizer_type
+        for defaults, more in ((("--megatron-defaults",), ()), ((), ("--tokenizer-type", "BertWordPieceCase")))
+    }
+    assert list(kinds.values()) == ["BertWordPieceLowerCase", "BertWordPieceCase"]
 
 
 def test_sparse_attention_has_no_dropout():

@@ -22,7 +22,7 @@ class MaskedTextSettings:
     """Share of the tokens of a sample that are masked, or replaced by sentinels."""
     short_seq_prob: Fraction = 0.1
     """Share of samples that are made shorter than `--seq-length`, at random."""
-    decoder_seq_length: Annotated[
-        SequenceLength, "at least 1", used_with("data.dataset_type", value=T5_DATASET)
-    ] | None = None
+    decoder_seq_length: (
+        Annotated[SequenceLength, "at least 1", used_with("data.dataset_type", value=T5_DATASET)] | None
+    ) = None
     """Tokens of the decoder's sequences, which have the corrupted spans; `--seq-length` is that of the encoder."""
