@@ -21,12 +21,13 @@ from petatron.base.remote_address import is_remote
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_validation_sets, parse_blend
-from petatron.config.schema.default_objective_names import BERT_DATASET
+from petatron.config.schema.default_objective_names import BERT_DATASET, T5_DATASET
 from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
+from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.hybrid import (
     ATTENTION,
     MAMBA,
@@ -54,6 +55,7 @@ def derive_defaults(
     """
     state = _DerivedValues(flatten_config(config), chosen_paths)
     _derive_world(state, world_size)
+    _derive_encoder_decoder(state)
     _derive_hybrid(state)
     _derive_model(state)
     _derive_mup(state)
@@ -176,6 +178,19 @@ def _all_branch_symbols(values: _DerivedValues) -> str:
     return branch_symbols(with_depth_layers(values["hybrid_layer_pattern"], depth, depths))
 
 
+def _derive_encoder_decoder(values: _DerivedValues) -> None:
+    encoder = values["encoder_num_layers"]
+    if values["model_type"] != ENCODER_DECODER_MODEL:
+        return
+    values.fill("decoder_num_layers", encoder, "--encoder-num-layers")
+    decoder = values["decoder_num_layers"]
+    if not values["num_layers"] and min(encoder or 0, decoder or 0) > 0:
+        values.set("num_layers", encoder + decoder, "the layers of encoder and decoder")
+    values.fill("decoder_seq_length", values["seq_length"] or None, "--seq-length")
+    if values["objective"] is None:
+        values.fill("dataset_type", T5_DATASET, f"--model-type {ENCODER_DECODER_MODEL}")
+
+
 def _derive_model(values: _DerivedValues) -> None:
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden > 0 and values["activation"] in GATED_ACTIVATIONS and values["activation"] != "quick_geglu":
@@ -196,7 +211,8 @@ def _derive_model(values: _DerivedValues) -> None:
         values.fill("kv_channels", width, "the two parts of a query/key head of latent attention")
     values.fill("kv_channels", _exact_quotient(hidden, heads), "hidden size / heads")
     if values["seq_length"] > 0:
-        rows = values["seq_length"] + values["position_offset"]
+        longest = max(values["seq_length"], values["decoder_seq_length"] or 0)
+        rows = longest + values["position_offset"]
         values.fill("max_position_embeddings", rows, "the sequence length")
     # A model without such layers has none of their sizes.
     if MAMBA not in _all_branch_symbols(values):

@@ -1,13 +1,14 @@
 """Assigns layers to pipeline stages, as data.
 
 A stage is a range of consecutive layers, perhaps with the embedding before them or the head and loss after them. There
-are pp x virtual stages, always listed in model order; which rank holds which depends on the schedule. Four ways to split,
+are pp x virtual stages, always listed in model order; which rank holds which depends on the schedule. Five ways to split,
 and at most one applies:
 
 - even: every stage has the same number of layers;
 - first/last: the first and last pipeline rank have a given number, the other ranks share the remaining ones evenly. A rank's
   layers are spread evenly over its virtual stages;
 - accounting: embedding and/or loss count as one layer in an even split;
+- encoder: the first ranks share the layers of an encoder evenly, and the others those of the decoder;
 - a layout string of `--pipeline-model-parallel-layout`.
 
 Depths of multi-token prediction are on the last stage, with the loss, whichever way applies.
@@ -30,6 +31,7 @@ from petatron.config.declared_rules import at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import RawParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
+from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.multi_token_prediction import num_prediction_layers
 
 EMBEDDING, LAYER, PREDICTION, LOSS, STAGE_END = "E", "t", "m", "L", "|"
@@ -88,6 +90,7 @@ def _parse_repeat_count(text: str) -> tuple[int, str]:
 _FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 _CHUNK, _VIRTUAL = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 _ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_ENCODER = "encoder_pipeline_model_parallel_size"
 _LAYOUT = "--pipeline-model-parallel-layout"
 _PIPELINE = "--pipeline-model-parallel-size"
 
@@ -133,6 +136,8 @@ def stage_problems(config: RawRunConfig) -> Iterator[Problem]:
         yield from _layout_problems(config, parallel.pipeline_model_parallel_layout)
     elif _is_uneven(parallel):
         yield from _uneven_problems(config)
+    elif _has_encoder_stages(config):
+        yield from _encoder_problems(config)
     else:
         yield from _even_problems(config)
 
@@ -167,11 +172,44 @@ def _layers_per_stage(config: RawRunConfig) -> Sequence[int]:
         middle = [(layers - (first or 0) - (last or 0)) // others // virtual] * others if others else []
         head, tail = ([] if value is None else [value // virtual] for value in (first, last))
         return [*head, *middle, *tail] * virtual
+    if _has_encoder_stages(config):
+        return [share for count, stages in _encoder_shares(config) for share in [count // stages] * stages]
     embedding, loss = (int(getattr(parallel, name)) for name in _ACCOUNT)
     counts = [(layers + embedding + loss) // (pp * virtual)] * (pp * virtual)
     counts[0] -= embedding
     counts[-1] -= loss
     return counts
+
+
+def _has_encoder_stages(config: RawRunConfig) -> bool:
+    return config.model.model_type == ENCODER_DECODER_MODEL and config.parallel.encoder_pipeline_model_parallel_size > 0
+
+
+def _encoder_shares(config: RawRunConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the layers of encoder and of decoder, each with the number of its stages."""
+    stages, encoder = config.parallel.encoder_pipeline_model_parallel_size, config.model.encoder_num_layers or 0
+    others = config.parallel.pipeline_model_parallel_size - stages
+    return (encoder, stages), (config.model.num_layers - encoder, others)
+
+
+def _encoder_problems(config: RawRunConfig) -> Iterator[Problem]:
+    parallel, flag = config.parallel, flag_name(_ENCODER)
+    pp, stages = parallel.pipeline_model_parallel_size, parallel.encoder_pipeline_model_parallel_size
+    rivals = [flag_name(name) for name in (_CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)]
+    if rivals:
+        yield Problem(rivals[0], "", f"cannot be combined with {flag}", "Keep one way to cut the layers.")
+    elif _num_virtual_stages(parallel) > 1:
+        rule = "gives ranks to the encoder alone, and ranks have several stages, of all parts of the model"
+        yield Problem(flag, str(stages), rule, f"Use {_LAYOUT}.")
+    elif stages >= pp:
+        rule = f"is among the {pp} of {_PIPELINE}, and leaves no stage for the decoder"
+        yield Problem(flag, str(stages), rule, f"Use {_PIPELINE} {stages + 1} or more.")
+    else:
+        names = ("encoder", "decoder")
+        for name, (layers, count) in zip(names, _encoder_shares(config), strict=True):
+            if layers % count:
+                rule = f"gives {count} stages to the {layers} layers of the {name}, which they cannot share evenly"
+                yield Problem(flag, str(stages), rule, f"Cut unevenly, with {_LAYOUT}.")
 
 
 def _first_last_layers(config: RawRunConfig) -> tuple[int | None, int | None, int]:
@@ -228,7 +266,7 @@ def _uneven_problems(config: RawRunConfig) -> Iterator[Problem]:
     if low:
         yield from low
         return
-    rivals = [flag_name(name) for name in (_CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)]
+    rivals = [flag_name(name) for name in (_CHUNK, *_ACCOUNT, _ENCODER) if getattr(parallel, name)]
     if rivals:
         yield Problem(rivals[0], "", f"cannot be combined with {where}", "Keep one way to cut the layers.")
     elif pp == 1:
@@ -273,9 +311,8 @@ def _middle_rank_problems(
 def _layout_problems(config: RawRunConfig, text: str) -> Iterator[Problem]:
     parallel, layers = config.parallel, config.model.num_layers
     pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
-    rivals = [
-        flag_name(name) for name in (_FIRST, _LAST, _CHUNK, *_ACCOUNT) if getattr(parallel, name) not in (None, False)
-    ]
+    names = (_FIRST, _LAST, _CHUNK, *_ACCOUNT, _ENCODER)
+    rivals = [flag_name(name) for name in names if getattr(parallel, name)]
     if rivals:
         yield Problem(rivals[0], "", f"cannot be combined with {_LAYOUT}", "Keep one way to cut the layers.")
         return

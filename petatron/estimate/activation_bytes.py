@@ -41,6 +41,7 @@ from petatron.layers.transformer_layer import LayerSpec
 
 def layer_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[str] = ()) -> int:
     """Returns the bytes that one layer saves of one micro-batch, of all its runs, while `modules` are recomputed."""
+    shape = layer.shape_of(shape)
     if FULL in modules:
         return layer.runs * layer_input_bytes(layer, shape)
     branches = sum(branch_bytes(layer, branch, shape, modules) for branch in layer.branches)
@@ -49,6 +50,7 @@ def layer_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[st
 
 def branch_bytes(layer: LayerSpec, branch: BranchSpec, shape: ActivationShape, modules: Collection[str] = ()) -> int:
     """Returns the bytes that one branch of a layer and its norms save of one micro-batch while `modules` are recomputed."""
+    shape = layer.shape_of(shape)
     saved = 0 if "layernorm" in modules else branch.saved_input_bytes(shape, modules)
     norms = (branch.name in layer.input_norms) + (branch.name in layer.output_norms)
     saved += norms * layer.norm.saved_bytes(shape, shape.tokens) + branch.saved_bytes(shape, modules)
@@ -59,14 +61,15 @@ def branch_bytes(layer: LayerSpec, branch: BranchSpec, shape: ActivationShape, m
 
 def region_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[str] = ()) -> Mapping[str, int]:
     """Returns the bytes that each part of a layer saves which may be offloaded by itself, while `modules` are recomputed."""
-    return {} if FULL in modules else layer.region_bytes(shape, modules)
+    return {} if FULL in modules else layer.region_bytes(layer.shape_of(shape), modules)
 
 
 def layer_input_bytes(layer: LayerSpec, shape: ActivationShape) -> int:
     """Returns the bytes of a layer's input: all that is saved of one that is recomputed as a whole."""
-    return shape.activation_bytes(shape.tokens, layer.norm.width)
+    return shape.activation_bytes(layer.shape_of(shape).tokens, layer.norm.width)
 
 
 def regathered_bytes(layer: LayerSpec, shape: ActivationShape, modules: Collection[str]) -> int:
     """Returns the bytes that GEMMs of one layer's recomputed modules gather in the second run, and hold until their backward."""
+    shape = layer.shape_of(shape)
     return sum(branch.regathered_bytes(shape, modules) for branch in layer.branches)

@@ -34,6 +34,10 @@ systems (both causally half of all pairs) and 6 H N P with the states; its convo
 output has h (2q + 2k) for h (q + 2k). With a decay of every key channel a net has weights h (2 n + 2 p + H + N + P) + H N^2 + p P, since
 decays and gates come through latents as wide as a head, and 2 H N inside chunks for 2 n.
 
+An encoder-decoder has two sequences: its steps are counted in tokens of the encoder's, of s, and the layers of the decoder and the
+output head cost that of its own tokens, t for every s. Cross-attention has the GEMMs of queries and output on those, that of keys and
+values on the encoder's, and s pairs for each of t.
+
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilization do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
@@ -105,13 +109,14 @@ def model_flops_per_token(
 ) -> float:
     """Returns forward and backward FLOPs per token of a full training sequence, of which `frozen` parameters need less."""
     length = spec.config.seq_length
-    gemm_flops = _head_flops(spec, frozen, tp_size=tp_size)
+    gemm_flops = _head_flops(spec, frozen, tp_size=tp_size) * spec.predicted_length / length
     mixing_flops = 0.0
     for (layer, names, has_backward), count in frozen.count_layers(spec).items():
         count *= layer.runs
-        gemm_flops += count * _gemm_flops(layer.params(), names, has_input_grad=has_backward)
+        of_layer = layer.seq_length or length
+        gemm_flops += count * _gemm_flops(layer.params(), names, has_input_grad=has_backward) * of_layer / length
         for branch in layer.branches:
-            mixing_flops += count * branch.mixing_flops(length, causal=causal) / (1 if has_backward else 3)
+            mixing_flops += count * branch.mixing_flops(of_layer, causal=causal) / (1 if has_backward else 3)
     return gemm_flops + mixing_flops / length
 
 

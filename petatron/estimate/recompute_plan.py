@@ -253,6 +253,7 @@ def recompute_flops(layer: LayerSpec, shape: ActivationShape, modules: ModuleSet
 
     The last GEMM of a layer is not repeated, unless something after it is saved too (dropout's mask).
     """
+    shape = layer.shape_of(shape)
     if FULL in modules:
         *before, last = layer.branches
         after_last = last.recompute_flops(shape, last.region) if layer.dropout == 0.0 else last.forward_flops(shape)

@@ -31,6 +31,7 @@ from petatron.layers.ops.split_qkv_norm_rope import (
     split_qkv_norm_rope,
     split_qkv_rope,
 )
+from petatron.layers.relative_position_bias import RELATIVE_BIAS, LocalHeadBias
 from petatron.layers.rope import pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch_spec import BranchModule, SoftmaxAttentionSpec
@@ -44,7 +45,7 @@ from petatron.sharding.shard_spec import Section, Shard
 class AttentionSpec(SoftmaxAttentionSpec):
     """Self-attention.
 
-    visibility: its bias may be ALiBi's (`alibi_and_temperature.py`).
+    visibility: its bias may be ALiBi's (`alibi_and_temperature.py`), or that of relative positions (`relative_position_bias.py`).
     qk_norm: the norm of every query and key head, or, by `qk_norm_scope`, of all of them together.
     rope_interleaved: pairs of channels that rope rotates are neighbors instead of half a head apart.
     temperature: see `alibi_and_temperature.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
@@ -72,13 +73,17 @@ class AttentionSpec(SoftmaxAttentionSpec):
 
     def __post_init__(self) -> None:
         assert self.visibility.kind != "cross", "self-attention has no keys of another sequence"
-        assert self.visibility.bias is None or (self.alibi and self.visibility.is_causal), (
-            "its biases are those of causal ALiBi; others are an argument of `CoreAttention`"
+        assert not self.alibi or self.visibility.is_causal, (
+            "ALiBi's biases of both directions are no product of channels"
         )
 
     @property
     def alibi(self) -> bool:
         return self.visibility.bias == "alibi"
+
+    @property
+    def has_relative_bias(self) -> bool:
+        return self.visibility.bias == "relative"
 
     @property
     def can_generate(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -87,7 +92,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
     @property
     def decode_is_capturable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What the kernels of pages lack is computed in plain PyTorch, which reads lengths."""
-        ruled = self.softcap is not None or self.sinks is not None or self.alibi
+        ruled = self.softcap is not None or self.sinks is not None or self.visibility.bias is not None
         return paged_attention.VISIBILITY.includes(self.visibility, score_rules=ruled)
 
     @property
@@ -262,6 +267,7 @@ class Attention(BranchModule):
         self.query_factor = None if scale is None else scale * math.sqrt(spec.head_dim)
         self.core = CoreAttention(dropout=spec.dropout, softcap=spec.softcap)
         self.alibi = AlibiBias(spec.num_heads) if spec.alibi else None
+        self.local_bias = LocalHeadBias(spec.num_heads) if spec.has_relative_bias else None
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
         self.paged_kernels: PagedAttentionKernels = paged_attention
@@ -305,9 +311,13 @@ class Attention(BranchModule):
         visibility = self.spec.visibility
         if context.documents is not None:
             visibility = visibility.of_batch(context.documents)
-        if self.spec.sinks is None:
+        if self.spec.sinks is None and self.local_bias is None:
             return self.core(q, k, v, visibility)
-        return self.core(q, k, v, visibility, self._sinks_H(q))
+        sinks_H = None if self.spec.sinks is None else self._sinks_H(q)
+        return self.core(q, k, v, visibility, sinks_H, self._bias_HD(context))
+
+    def _bias_HD(self, context: ForwardContext) -> Tensor | None:
+        return None if self.local_bias is None else self.local_bias(context.tensors[RELATIVE_BIAS])
 
     def _sinks_H(self, q_SBHE: Tensor) -> Tensor:
         return q_SBHE.new_zeros(q_SBHE.shape[-2]) if self.sinks is None else self.sinks.weight
@@ -316,7 +326,8 @@ class Attention(BranchModule):
         """Attends to the tokens before through the pages of this layer; heads are split as those of a batch of one."""
         pages = step.pages[self.layer_index]
         q, k, v = self._queries_keys_values(qkv_TD.unsqueeze(1), context)
-        rules = ScoreRules.of(self.spec.softcap, None if self.spec.sinks is None else self._sinks_H(q), None)
+        sinks_H = None if self.spec.sinks is None else self._sinks_H(q)
+        rules = ScoreRules.of(self.spec.softcap, sinks_H, self._bias_HD(context))
         if rules is None and self.spec.alibi:
             rules = NO_RULES  # fused kernels take no keys wider than values
         return paged_attention.paged_attention(

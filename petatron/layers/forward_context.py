@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from petatron.kernels.attention.document_layout import Documents
+from petatron.kernels.attention.document_layout import Documents, KeySpans
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.token_rows import TokenRows
@@ -25,6 +25,7 @@ class ForwardContext:
     rope_cos_sin: rope's cos and sin of this rank's positions, for each rope of the layers.
     documents: document boundaries of the *whole* sequence, on every context-parallel rank, which attention must not cross;
         None when a row is one document.
+    key_spans: the keys of another sequence that each token of the *whole* sequence sees, for cross-attention; None: all.
     aux_loss_scale: the factor on a layer's own loss (load balancing, z-loss) before its gradient is added; None without gradients.
     tensors: tensors that several layers read, by name, such as an encoder's output.
     router_statistics: one vector per layer index, summed over micro-batches and ranks later. Recompute in backward writes
@@ -43,6 +44,7 @@ class ForwardContext:
     generation: GenerationStep | None = None
     positions: Tensor | None = None
     token_rows: TokenRows | None = None
+    key_spans: KeySpans | None = None
 
     def token_positions(self) -> Tensor:
         assert self.positions is not None, "a model with layers that need positions passes them"

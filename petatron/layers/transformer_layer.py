@@ -30,6 +30,7 @@ class LayerSpec:
 
     second_mixer: a second mixer over the sequence, which takes what `mixer` takes if branches are parallel.
     unnormed: the names of branches that take the stream as it is, in a layer whose other norms are before branches.
+    seq_length: tokens of the sequence that the layer runs on, where that is not the model's only one; None: of `--seq-length`.
     stream_multipliers: the factors on a normed stream that branches are added to, by their names; 1 for the others.
     """
 
@@ -43,6 +44,7 @@ class LayerSpec:
     residual_branches: ResidualBranches = "sequential"
     residual_multiplier: float = 1.0
     unnormed: tuple[str, ...] = ()
+    seq_length: int | None = None
     stream_multipliers: tuple[tuple[str, float], ...] = ()
 
     def __hash__(self) -> int:
@@ -72,6 +74,10 @@ class LayerSpec:
         """The residual branches in their order."""
         branches = (self.mixer, self.second_mixer, self.cross_mixer, self.channel_mixer)
         return tuple(branch for branch in branches if branch is not None)
+
+    def shape_of(self, shape: ActivationShape) -> ActivationShape:
+        """Returns the share of a micro-batch that the layer has, of a model with sequences of several lengths."""
+        return shape.with_length(self.seq_length)
 
     @property
     def runs(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import DataError
-from petatron.kernels.attention.document_layout import Documents
+from petatron.kernels.attention.document_layout import Documents, KeySpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,9 @@ class Batch:
     not 1, and None for those without one. A sample may have several rows (`rows_per_sample`: a pair has two, one after the other).
     sequence_part is None where a rank has whole sequences.
 
+    Of an encoder-decoder, tokens and documents are the decoder's; source_documents are those of the encoder's sequence, and key_spans say
+    what each token of the decoder sees of it. Both are of whole sequences, and None where all of it is one document.
+
     >>> text = torch.tensor([[5, 6, 7, 8]])
     >>> Batch(text[:, :-1], text[:, 1:], torch.ones(1, 3)).labels
     tensor([[6, 7, 8]])
@@ -46,6 +49,8 @@ class Batch:
     sequence_dims: Mapping[str, int | None]
     rows_per_sample: int
     sequence_part: SequencePart | None
+    source_documents: Documents | None
+    key_spans: KeySpans | None
 
     def __init__(
         self,
@@ -59,6 +64,8 @@ class Batch:
         sequence_dims: Mapping[str, int | None] | None = None,
         rows_per_sample: int = 1,
         sequence_part: SequencePart | None = None,
+        source_documents: Documents | None = None,
+        key_spans: KeySpans | None = None,
     ) -> None:
         """Arrays of text that are given by name replace those of `arrays`: so `dataclasses.replace` works with either."""
         text = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
@@ -68,6 +75,8 @@ class Batch:
         object.__setattr__(self, "sequence_dims", sequence_dims or {})
         object.__setattr__(self, "rows_per_sample", rows_per_sample)
         object.__setattr__(self, "sequence_part", sequence_part)
+        object.__setattr__(self, "source_documents", source_documents)
+        object.__setattr__(self, "key_spans", key_spans)
 
     def __getitem__(self, name: str) -> Tensor:
         try:
@@ -127,17 +136,26 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Copies the batch to a device; asynchronous from pinned memory."""
-        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        return self._with(lambda x: x.to(device, non_blocking=True), documents)
+        return self._with(
+            lambda x: x.to(device, non_blocking=True), lambda described: described.to(device, non_blocking=True)
+        )
 
     def pin_memory(self) -> Batch:
         """Copies the batch to page-locked memory, from which copies to a device are asynchronous."""
-        return self._with(Tensor.pin_memory, None if self.documents is None else self.documents.pin_memory())
+        return self._with(Tensor.pin_memory, lambda described: described.pin_memory())
 
     def clone(self) -> Batch:
         """Copies the arrays to memory of their own; documents are shared."""
-        return self._with(Tensor.clone, self.documents)
+        return self._with(Tensor.clone, lambda described: described)
 
-    def _with(self, function: Callable[[Tensor], Tensor], documents: Documents | None) -> Batch:
+    def _with(
+        self, function: Callable[[Tensor], Tensor], of_described: Callable[[Documents | KeySpans], Documents | KeySpans]
+    ) -> Batch:
+        """Applies functions to the arrays, and to what describes documents."""
         arrays = {name: function(x) for name, x in self.arrays.items()}
-        return replace(self, documents=documents, arrays=arrays)
+        described = {
+            name: None if value is None else of_described(value)
+            for name in ("documents", "source_documents", "key_spans")
+            for value in (getattr(self, name),)
+        }
+        return replace(self, arrays=arrays, **described)

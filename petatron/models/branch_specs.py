@@ -15,7 +15,7 @@ from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH
 from petatron.config.schema.sections.rope import parse_longrope_factors
 from petatron.config.schema.sections.sparse_attention import has_sparse_attention
 from petatron.kernels.activation import GluVariant
-from petatron.kernels.attention.visibility import Visibility
+from petatron.kernels.attention.visibility import DistanceBias, Visibility
 from petatron.layers.alibi_and_temperature import AttentionTemperature
 from petatron.layers.attention import AttentionSpec
 from petatron.layers.indexer import IndexerSpec
@@ -32,6 +32,7 @@ from petatron.layers.ssm.lightning_attention import LightningSpec
 from petatron.layers.ssm.mamba2 import Mamba2Spec
 from petatron.layers.transformer_layer import LayerSpec
 
+_BIASES: Mapping[str, DistanceBias] = {"alibi": "alibi", "relative": "relative"}
 _SINKS: Mapping[str, Literal["learned", "zero"]] = {"off-by-one": "zero", "learnable": "learned"}
 
 
@@ -107,7 +108,7 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         visibility=Visibility(
             window=config.window_size,
             chunk=config.attention_chunk_size,
-            bias="alibi" if config.position_embedding_type == "alibi" else None,
+            bias=_BIASES.get(config.position_embedding_type),
         ),
         dropout=config.attention_dropout,
         qk_norm_scope=config.qk_layernorm_scope,

@@ -135,6 +135,18 @@ class Decoder(StageModule):
         x_SBD = self.run_layers(self._main_layers(), x_SBD, context)
         if self.head is None or self.norm is None:
             return StageOutput({HIDDEN: x_SBD, **(ahead if self.embedding is not None else {})}, {}, {})
+        return self._head_output(batch, x_SBD, context, loss_weights, collect)
+
+    def _head_output(
+        self,
+        batch: Batch,
+        x_SBD: Tensor,
+        context: ForwardContext,
+        loss_weights: Mapping[str, Tensor] | None,
+        collect: Collection[str],
+    ) -> StageOutput:
+        """Returns the losses, or what is collected, of the output of the last layer."""
+        assert self.norm is not None and self.head is not None
         x_SBD, losses = self.norm(x_SBD), {}
         compute = {"logits": self._logits, "hidden_states": self._hidden_states}
         collected = {name: compute[name](x_SBD) for name in collect if name in compute}

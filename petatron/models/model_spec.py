@@ -108,6 +108,11 @@ class ModelSpec(ABC):
         return 1
 
     @property
+    def predicted_length(self) -> int:
+        """The tokens of the sequence whose next tokens are predicted."""
+        return self.config.seq_length
+
+    @property
     def modules_before_layers(self) -> tuple[str, ...]:
         """The modules of the first stage that run before its layers."""
         return ("embedding", "position", "embedding_norm")

@@ -31,7 +31,8 @@ class BoundaryTensor:
     """One tensor [S, B, width] that a stage takes from the stage before it.
 
     B and S are the sizes of the batch's array `like` [B, S]. With sequence parallelism a `sequence_sharded` tensor has S / tp rows.
-    A dtype of None is the run's compute dtype. Without `requires_grad` no gradient is computed for it, and none is sent back.
+    A dtype of None is the run's compute dtype. Without `requires_grad` no gradient is computed for it, and none is sent back. With `rows`
+    it is one tensor [rows, 1, width] of the model, whatever the batch.
     """
 
     name: str
@@ -40,6 +41,7 @@ class BoundaryTensor:
     dtype: torch.dtype | None = None
     requires_grad: bool = True
     sequence_sharded: bool = True
+    rows: int | None = None
 
     def shape(self, batch: Batch, *, sequence_shards: int = 1) -> tuple[int, int, int]:
         """Returns the local shape, with the sequence in so many shards.
@@ -48,6 +50,8 @@ class BoundaryTensor:
         >>> BoundaryTensor("hidden", 16).shape(Batch(tokens), sequence_shards=4)
         (2, 2, 16)
         """
+        if self.rows is not None:
+            return self.rows, 1, self.width
         size, length = batch[self.like].shape[:2]
         return length // sequence_shards if self.sequence_sharded else length, size, self.width
 

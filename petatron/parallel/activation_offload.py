@@ -328,6 +328,8 @@ class _OffloadLayerRunner:
         not_offloaded += [*context.tensors.values(), *([x_SBD] if x_SBD.is_leaf else [])]
         if context.documents is not None:
             not_offloaded += context.documents.tensors
+        if context.key_spans is not None:
+            not_offloaded += context.key_spans.tensors
         self._forward = forward = _OffloadForward(self._link, self._criteria, not_offloaded)
         try:
             self.enter_layer(layers[0], None)  # its input may be saved before it is called

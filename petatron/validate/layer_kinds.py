@@ -12,6 +12,7 @@ from petatron.config.schema.attention_layer_freq import layer_pattern_problems
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.hybrid import (
     ATTENTION,
     DELTA,
@@ -90,7 +91,7 @@ def _norms_and_residuals(model: RawModelConfig) -> Iterator[Problem]:
     if branches != "sequential" and placement != "pre":
         rule = f"needs norms before the branches, but --norm-placement is {placement}"
         yield Problem("--residual-branches", branches, rule, "Use --norm-placement pre.")
-    if placement == "post" and model.model_type == "decoder":
+    if placement == "post" and model.model_type in ("decoder", ENCODER_DECODER_MODEL):
         rule = "has no norm left for the end of a decoder"
         yield Problem("--norm-placement", placement, rule, "Use another placement, or --model-type bert.")
     if not model.first_attention_norm and placement != "pre":

@@ -15,6 +15,7 @@ from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import FSDP_STRATEGIES, MESH_SIZES, MODEL_PARALLEL_SIZES, RawParallelConfig
 from petatron.config.schema.pipeline_schedules import ONE_STAGE_PER_RANK, SPLIT_BACKWARD_SCHEDULES
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.training import LaunchConfig
 
 _SIZES = (*MESH_SIZES, "ddp_bucket_size")
@@ -103,17 +104,22 @@ def _tensor(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _sequence(config: RawRunConfig) -> Iterator[Problem]:
-    parallel, length = config.parallel, config.model.seq_length
+    yield from _length_shares(config.parallel, "--seq-length", config.model.seq_length)
+    if config.model.model_type == ENCODER_DECODER_MODEL:
+        yield from _length_shares(config.parallel, "--decoder-seq-length", config.model.decoder_seq_length or 0)
+
+
+def _length_shares(parallel: RawParallelConfig, flag: str, length: int) -> Iterator[Problem]:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if length <= 0:
         return
     if cp > 1 and length % (2 * cp):
         rule = f"is not a multiple of 2 x --context-parallel-size {cp} = {2 * cp}"
-        yield Problem("--seq-length", str(length), rule, f"Nearest: {multiples_near(length, 2 * cp)}.")
+        yield Problem(flag, str(length), rule, f"Nearest: {multiples_near(length, 2 * cp)}.")
     elif parallel.sequence_parallel and tp > 1 and length % (tp * cp):
         split = f"tp {tp} x cp {cp} = {tp * cp}" if cp > 1 else f"--tensor-model-parallel-size {tp}"
         rule = f"is not a multiple of {split}, which --sequence-parallel needs"
-        yield Problem("--seq-length", str(length), rule, f"Nearest: {multiples_near(length, tp * cp)}.")
+        yield Problem(flag, str(length), rule, f"Nearest: {multiples_near(length, tp * cp)}.")
 
 
 def _tp_comm_overlap(config: RawRunConfig) -> Iterator[Problem]:

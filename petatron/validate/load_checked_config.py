@@ -26,6 +26,7 @@ from petatron.validate.activation_offload import check_activation_offload, unuse
 from petatron.validate.batch_size import check_batch_size
 from petatron.validate.cuda_graphs import check_cuda_graphs
 from petatron.validate.data_and_output_settings import check_files
+from petatron.validate.encoder_decoder import check_encoder_decoder
 from petatron.validate.fp8 import check_fp8
 from petatron.validate.layer_kinds import check_hybrid, check_recurrent_layers
 from petatron.validate.layout import check_data_parallel, check_layout, check_pipeline
@@ -96,6 +97,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         number_problems(config),
         conflict_problems(config),
         check_model(config),
+        check_encoder_decoder(config),
         check_hybrid(config),
         check_sparse_attention(config),
         check_recurrent_layers(config),

@@ -9,6 +9,7 @@ from petatron.config.declared_rules import above, at_least, divisors, multiples_
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import REQUIRED_FIELDS, RawModelConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.hybrid import has_attention
 from petatron.config.schema.sections.rope import ROTARY_TYPES
 from petatron.validate.layer_kinds import check_layer_variants
@@ -82,10 +83,12 @@ def _latent_attention(model: RawModelConfig) -> Iterator[Problem]:
 
 def _positions(model: RawModelConfig) -> Iterator[Problem]:
     longest = model.max_position_embeddings
-    needed = model.seq_length + model.position_offset
+    of_decoder = model.model_type == ENCODER_DECODER_MODEL and (model.decoder_seq_length or 0) > model.seq_length
+    name = "decoder_seq_length" if of_decoder else "seq_length"
+    needed = (length := getattr(model, name)) + model.position_offset
     if longest is not None and 0 < longest < needed:
         offset = f" and --position-offset {model.position_offset}" if model.position_offset else ""
-        rule = f"is shorter than --seq-length {model.seq_length}{offset}"
+        rule = f"is shorter than {flag_name(name)} {length}{offset}"
         yield Problem("--max-position-embeddings", str(longest), rule, f"Use {needed} or more.")
     if model.position_embedding_type in ROTARY_TYPES:
         yield from _rotary(model)

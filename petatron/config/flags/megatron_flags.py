@@ -204,7 +204,7 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("torch_dist", "torch_dcp", "torch", "fsdp_dtensor", "huggingface", "megatron"), SAVED_FORMAT),
         "zarr": ZARR_FORMAT,
     },
-    "position_embedding_type": {"mrope": "multimodal models", "relative": "relative position bias"},
+    "position_embedding_type": {"mrope": "multimodal models"},
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
     "fp8_recipe": {"custom": "custom FP8 recipes"},
     "offload_modules": {"gdp_qkv": "gated delta products"},

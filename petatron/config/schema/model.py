@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 
 from petatron.config.schema.numeric_bounds import Factor, LayerCount, PositiveFactor, SequenceLength, Width
 from petatron.config.schema.sections.attention import AttentionSettings, AttentionVariants
+from petatron.config.schema.sections.encoder_decoder import DecoderSequenceSettings, EncoderDecoderSettings
 from petatron.config.schema.sections.hybrid import HybridSettings
 from petatron.config.schema.sections.latent_attention import LatentAttentionSettings
 from petatron.config.schema.sections.linear_attention import DeltaNetSettings, LinearAttentionSettings
@@ -49,6 +50,8 @@ class RawModelConfig(
     SparseAttentionSettings,
     MultiTokenPredictionSettings,
     MaskedLanguageSettings,
+    EncoderDecoderSettings,
+    DecoderSequenceSettings,
     MupSettings,
 ):
     """The shape of a model."""
@@ -56,7 +59,7 @@ class RawModelConfig(
     feature: ClassVar = Feature("decoder")
     model_type: Annotated[str, "selects"] = "decoder"
     """Which registered model is built: `decoder` is that of the GPT and LLaMA families, dense or with experts; `bert` an encoder that
-    predicts masked tokens."""
+    predicts masked tokens; `t5` an encoder, and a decoder that reads its output."""
     num_layers: Annotated[LayerCount, NotWith("hybrid_layer_pattern")] = 0
     """Number of transformer layers."""
     hidden_size: Annotated[Width, ToySize(128)] = 0

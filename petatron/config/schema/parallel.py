@@ -18,6 +18,7 @@ from petatron.config.schema.numeric_bounds import (
     SmallCount,
 )
 from petatron.config.schema.pipeline_schedules import PipelineScheduleName
+from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.moe import HAS_EXPERTS
 from petatron.config.schema.setting_metadata import Feature, RunSettings, UsedWhen, settings_section, used_with
 from petatron.config.schema.training import FilePath
@@ -89,6 +90,9 @@ _NOT_FP8 = UsedWhen(
 _OVERLAPS = UsedWhen(
     lambda run: run.parallel.tp_comm_overlap and _TENSOR_PARALLEL.holds(run), "it is for --tp-comm-overlap"
 )
+_ENCODER_STAGES = UsedWhen(
+    lambda run: run.model.model_type == ENCODER_DECODER_MODEL, f"it is for --model-type {ENCODER_DECODER_MODEL}"
+)
 _SCHEDULE, _STRATEGY = "parallel.pipeline_schedule", "parallel.data_parallel_sharding_strategy"
 _INTERLEAVED = used_with(_SCHEDULE, value="interleaved", reason="it is for the interleaved schedule")
 _SEVERAL = UsedWhen(
@@ -129,6 +133,9 @@ class RawParallelConfig:
     Derived: interleaved with virtual stages, else 1f1b."""
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[BatchSize, _INTERLEAVED] | None = None
     """Micro-batches that pass one virtual stage before a rank turns to its next. Derived: the pipeline size."""
+    encoder_pipeline_model_parallel_size: Annotated[RankCount, _ENCODER_STAGES] = 0
+    """T5: how many stages, of those of `--pipeline-model-parallel-size`, are the encoder's alone; its layers are spread over them evenly,
+    and the decoder's over the others. 0: all layers are spread evenly. Megatron-LM counts them beside those stages."""
     decoder_first_pipeline_num_layers: LayerCount | None = None
     """Layers on the first pipeline rank; the other ranks share the rest evenly."""
     decoder_last_pipeline_num_layers: LayerCount | None = None

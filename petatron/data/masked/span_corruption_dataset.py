@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from petatron.base.errors import DataError, Problem, raise_problems
@@ -34,12 +33,12 @@ from petatron.data.masked.masked_text_source import MaskedDataset, MaskedTextSou
 from petatron.data.masked.masking_settings import SETTINGS_FLAG, masking_problems
 from petatron.data.masked.masking_vocabulary import MaskingVocabulary, masking_vocabulary, mock_vocabulary
 from petatron.data.masked.mock_text import MockText
-from petatron.data.masked.packed_rows import PackedRows, PackingRule, packed_documents
+from petatron.data.masked.packed_rows import PackedRows, PackingRule
 from petatron.data.masked.sentence_samples import GatheringRule
+from petatron.data.masked.span_batch import make_span_batch
 from petatron.data.masked.span_corruption import CorruptedText, NgramSpans, SpanRule, corrupt_spans
 from petatron.data.masked.text_samples import DocumentText, Ids, SentenceText, TextSamples
 from petatron.data.trace_sample import SampleTrace
-from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 
 EXTRA_TOKENS = 2
@@ -257,7 +256,7 @@ class SpanCorruption(DatasetKind):
             self,
             mask_prob=data.mask_prob,
             short_seq_prob=data.short_seq_prob,
-            decoder_seq_length=data.decoder_seq_length,
+            decoder_seq_length=run.model.decoder_seq_length,
         )
         raise_problems(kind._problems(run.model.seq_length))
         return kind
@@ -421,27 +420,6 @@ class SpanCorruption(DatasetKind):
 
     def size_warnings(self, shares: Sequence[SourceShare], request: DatasetRequest, *, eval_iters: int) -> list[str]:
         return PackedText().size_warnings(shares, request, eval_iters=eval_iters)
-
-
-def make_span_batch(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
-    """Makes a batch: encoder_tokens [B, S], and tokens, labels and loss_mask of the decoder, whose documents are the batch's.
-
-    Of texts by themselves encoder_lengths [B] are the encoder's tokens. Of packed texts encoder_documents [B, S] has the first position
-    of each token's text in the encoder's sequence, and positions restart in each text in both (positions, encoder_positions).
-    """
-
-    def stacked(name: str) -> NDArray[Any]:
-        return np.stack([sample[name] for sample in samples])
-
-    arrays = {name: torch.from_numpy(stacked(name)) for name in ("encoder_tokens", "tokens", "labels", "loss_mask")}
-    if "begins" not in samples[0]:
-        arrays["encoder_lengths"] = torch.from_numpy(stacked("num_encoder_tokens"))
-        documents = Documents.of_lengths(stacked("num_tokens"), arrays["tokens"].shape[1])
-        return Batch(arrays=arrays, documents=documents, sequence_dims={"encoder_lengths": None})
-    encoder_documents, arrays["encoder_positions"] = packed_documents(stacked("encoder_begins"))
-    arrays["encoder_documents"] = encoder_documents.starts_BS
-    documents, arrays["positions"] = packed_documents(stacked("begins"))
-    return Batch(arrays=arrays, documents=documents)
 
 
 register_dataset(T5_DATASET, SpanCorruption)

@@ -95,7 +95,12 @@ def _moments_with_all_gradients(
     recomputed = sum(plan.peak_bytes - plan.in_flight * plan.saved_bytes for _, plan in stages)
     kinds = {layer for stage, plan in stages for layer in spec.stage_layers(stage)[plan.num_without_backward :]}
     workspace = max(
-        (moment.workspace for layer in kinds for branch in layer.branches for moment in branch.backward_moments(shape)),
+        (
+            moment.workspace
+            for layer in kinds
+            for branch in layer.branches
+            for moment in branch.backward_moments(layer.shape_of(shape))
+        ),
         default=0,
     )
     yield PeakMoment(saved - logits + recomputed, logits, workspace, 1.0)
@@ -207,7 +212,7 @@ class _OneMicroBatch:
         start = self._group_start[index]
         # A recomputed group has all of its layers before this one again.
         before = self._on_device(start) + sum(layer_bytes(self._layers[at], shape) for at in range(start, index))
-        before += layer.extra_saved_bytes(shape)
+        before += layer.extra_saved_bytes(layer.shape_of(shape))
         for at in reversed(range(len(layer.branches))):
             branch = layer.branches[at]
             earlier = sum(
@@ -216,7 +221,7 @@ class _OneMicroBatch:
             )
             activations = before + earlier + branch_bytes(layer, branch, shape)
             elements = self._trained(index, f"{branch.name}.")
-            for moment in branch.backward_moments(shape):
+            for moment in branch.backward_moments(layer.shape_of(shape)):
                 share = (written + moment.grad_share * elements) / total
                 yield PeakMoment(activations, logits, moment.workspace, share)
             written += elements

@@ -95,7 +95,7 @@ def forward_backward_time(run: RunConfig, plans: Sequence[RecomputePlan], *, dev
     seconds += _data_parallel_wait(run, elements, trained, micro_batches, forward_s=forward)
     others = parallel.context_parallel_size - 1
     sent = sum(
-        count * branch.context_parallel_bytes(shape)
+        count * branch.context_parallel_bytes(layer.shape_of(shape))
         for layer, count in spec.count_layers().items()
         for branch in layer.branches
     )

@@ -223,7 +223,16 @@ class KeySpans:
         return cls(torch.from_numpy(first), torch.from_numpy(stop))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeySpans:
-        return KeySpans(*(x.to(device, non_blocking=non_blocking) for x in (self.first_BS, self.stop_BS)))
+        return KeySpans(*(x.to(device, non_blocking=non_blocking) for x in self.tensors))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Its tensors, which `to` moves."""
+        return self.first_BS, self.stop_BS
+
+    def pin_memory(self) -> KeySpans:
+        """Pins its tensors, so that a copy to a device is asynchronous."""
+        return KeySpans(*(x.contiguous().pin_memory() for x in self.tensors))
 
 
 def document_ends(starts_BS: Tensor) -> Tensor:

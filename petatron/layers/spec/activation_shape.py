@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from petatron.config.schema.parallel import FSDP_STRATEGIES
@@ -56,6 +56,12 @@ class ActivationShape:
             fp8_recipe=None if precision.fp8_format is None else precision.fp8_recipe,
             fp8_output_head_backward=precision.fp8_format is not None and precision.fp8_output_head_backward,
         )
+
+    def with_length(self, length: int | None) -> ActivationShape:
+        """Returns the share of a micro-batch whose sequences have so many tokens; None: those of this one."""
+        if length is None or length == self.whole_sequence:
+            return self
+        return replace(self, sequence=length * self.sequence // self.whole_sequence, whole_sequence=length)
 
     @property
     def compute_bytes(self) -> int:

@@ -29,7 +29,7 @@ from petatron.config.schema.setting_metadata import (
 )
 
 ROTARY_TYPES = ("rope", "yarn")
-PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "alibi", "none"]
+PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"]
 
 
 def has_rotary_positions(run: RunSettings) -> bool:
@@ -71,7 +71,8 @@ class RopeSettings:
         always_stored=True,
     )
     position_embedding_type: Annotated[PositionEmbeddingType, "selects"] = "learned_absolute"
-    """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, biases of scores (ALiBi), or not at all."""
+    """How positions enter: a learned table, rotary embedding, rotary with YaRN scaling, biases of scores (ALiBi; T5's
+    tables, `relative`), or not at all."""
     rotary_base: Annotated[RotaryBase, "above 1"] = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: Annotated[Fraction, LATENT_HEADS] = 1.0

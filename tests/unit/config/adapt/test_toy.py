@@ -83,6 +83,7 @@ def test_a_toy_has_the_structure_of_its_preset(preset: str):
 
 
 _SIZES = {
+    "decoder_num_layers", "decoder_seq_length", "encoder_num_layers",
     "attention_chunk_size", "dsa_indexer_head_dim", "dsa_indexer_n_heads", "dsa_indexer_topk", "ffn_hidden_size", "hidden_size",
     "hybrid_layer_pattern", "kv_channels", "kv_lora_rank",
     "linear_attention_freq", "linear_chunk_size", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
