@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from petatron.data.prompt.prompt_encoder import document_start, prefix_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.language_modeling import TextTask
-from petatron.evaluate.score_sequences import BATCH_TOKENS, max_scored_tokens, score_sequences
+from petatron.evaluate.score_sequences import max_scored_tokens, score_sequences
+from petatron.parallel.forward_sequences import BATCH_TOKENS
 from petatron.parallel.parallel_model import ParallelModel
 
 

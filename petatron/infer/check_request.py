@@ -12,7 +12,7 @@ from petatron.infer.sampling_params import SamplingParams
 
 
 class ServedModel(Protocol):
-    """max_length: tokens of prompt and answer together."""
+    """max_length: tokens of prompt and answer together. reads_only: why it continues no text; None: it does."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -20,10 +20,14 @@ class ServedModel(Protocol):
     def max_length(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def reads_only(self) -> str | None: ...
 
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, model: ServedModel) -> None:
     """Raises `DataError` if a model cannot continue a prompt as asked."""
+    if model.reads_only is not None and (params.pooling is None or params.max_new_tokens):
+        raise DataError(model.reads_only)
     check_prompt(prompt_ids, params.max_new_tokens, positions=model.max_length - 1, vocab_size=model.vocab_size)
     named = (*params.logit_bias, *params.stop_ids, *(params.allowed_ids or ()), *chain(*params.bad_words_ids))
     foreign = [token for token in named if not 0 <= token < model.vocab_size]

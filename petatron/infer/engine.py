@@ -76,6 +76,8 @@ class Engine:
     (5, 'length')
     """
 
+    reads_only: str | None = None
+
     def __init__(
         self, model: ParallelModel, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
     ) -> None:

@@ -38,6 +38,10 @@ class Constraint:
     whitespace: str | None = None
 
 
+PoolingName = Literal["mean", "first", "last"]
+"""Which hidden states of a text are its vector."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Immutable, checked, and plain data: it is sent to every rank as JSON.
@@ -85,7 +89,7 @@ class SamplingParams:
     hidden_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    pooling: Literal["mean", "last"] | None = None
+    pooling: PoolingName | None = None
     constraint: Constraint | None = None
     prefix_group: str = ""
     owner: str = ""

@@ -53,7 +53,7 @@ class EngineProcess:
     def __init__(self, settings: ModelSettings) -> None:
         """Returns when the engine is open; raises what its process raised."""
         self.tokenizer: Tokenizer | None = settings.tokenizer
-        self.vocab_size = settings.vocab_size
+        self.vocab_size, self.reads_only = settings.vocab_size, settings.reads_only
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._pipe, engine_pipe = get_context("spawn").Pipe()

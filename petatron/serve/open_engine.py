@@ -27,8 +27,10 @@ from petatron.config import LoadedConfig
 from petatron.config.declared_rules import training_flags
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
+from petatron.infer.encoder.encoder_engine import EncoderEngine
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
 from petatron.infer.sampling_params import (
     GENERATION_CONFIG_FILE,
     SamplingDefaults,
@@ -37,6 +39,7 @@ from petatron.infer.sampling_params import (
 )
 from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.launch.environment import read_environment
+from petatron.models.registry import model_spec
 from petatron.pretrained.folder_kind import check_weights_kind, find_model, model_files
 from petatron.pretrained.from_pretrained import from_pretrained
 from petatron.pretrained.load_checkpoint import load_checkpoint
@@ -44,6 +47,7 @@ from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.pretrained.saveable_model import Model
 from petatron.validate import load_config
+from petatron.validate.layer_capabilities import why_reading_only
 
 _log = get_logger(__name__)
 
@@ -67,6 +71,11 @@ class ModelSettings:
     weights: str | None = None
     flags: tuple[str, ...] = ()
     options: EngineOptions | None = None
+
+    @property
+    def reads_only(self) -> str | None:
+        """Why the model continues no text; None: it does."""
+        return why_reading_only(model_spec(self.loaded.config))
 
     def required_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer, for whoever reads text; `ConfigError` if the model has none."""
@@ -156,17 +165,22 @@ def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int)
     return tuple(sorted({token for token in ids if type(token) is int and 0 <= token < vocab_size}))
 
 
-class CheckpointEngine(Engine):
-    """An engine that can be reloaded; a `ServedEngine` at rank 0."""
+class CheckpointEngine:
+    """The engine of a checkpoint, which can be reloaded; a `ServedEngine` at rank 0."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings, self.path, self.stop_ids = settings, settings.folder, settings.stop_ids
         self._model: Model = load_model(settings)
-        self._build()
+        self._closed = False
+        self._engine = self._build()
 
-    def _build(self) -> None:
-        super().__init__(self._model, self._settings.tokenizer, self._settings.options)
-        self.capture_graphs(_log_capture)
+    def _build(self) -> Engine | EncoderEngine:
+        reads_only, tokenizer, options = self._settings.reads_only, self._settings.tokenizer, self._settings.options
+        if reads_only is None:
+            engine = Engine(self._model, tokenizer, options)
+            engine.capture_graphs(_log_capture)
+            return engine
+        return EncoderEngine(self._model, tokenizer, options, reads_only=reads_only)
 
     @property
     def step_number(self) -> int | None:
@@ -174,8 +188,41 @@ class CheckpointEngine(Engine):
         match = step_list.STEP_FOLDER_NAME.fullmatch(self.path.name)
         return None if match is None else int(match[1])
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, compiled: bool = False) -> int:
-        return super().submit(prompt_ids, params, compiled=compiled)
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return self._engine.max_length
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._engine.tokenizer
+
+    @property
+    def reads_only(self) -> str | None:
+        return self._engine.reads_only
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        return self._engine.submit(prompt_ids, params, compiled=False)
+
+    def cancel(self, request: int) -> None:
+        self._engine.cancel(request)
+
+    def step(self) -> list[TokenEvent]:
+        return self._engine.step()
+
+    def take(self, request: int) -> Completion:
+        return self._engine.take(request)
 
     def wake(self) -> None:
         """A step is computed here, and waits for nothing."""
@@ -185,20 +232,21 @@ class CheckpointEngine(Engine):
 
     def reload(self, step: Path) -> CheckpointEngine:
         """Loads another step on all ranks, while nothing runs; at rank 0. `path` then tells which step it is."""
-        super().close()
+        self._engine.close()
         self._replace(broadcast_json(str(step), self._model.mesh.control))
         return self
 
     def close(self) -> None:
         """Ends the engines of all ranks; at rank 0."""
         if not self._closed:
-            super().close()
+            self._closed = True
+            self._engine.close()
             broadcast_json(None, self._model.mesh.control)
 
     def follow(self) -> None:
         """Takes part in what rank 0 does until it closes its engine."""
         while True:
-            super().follow()
+            self._engine.follow()
             step = broadcast_json(None, self._model.mesh.control)
             if step is None:
                 return
@@ -206,13 +254,13 @@ class CheckpointEngine(Engine):
 
     def _replace(self, step: str) -> None:
         """Loads, on every rank alike: where a load fails, it fails on all."""
-        del self._steps  # its cache must be free before a new one takes what memory there is
+        del self._engine  # its cache must be free before a new one takes what memory there is
         try:
             self._load(Path(step))
         except PetatronError as error:
             _log.warning("%s cannot be loaded, so %s is served on: %s", step, self.path, error)
             self._load(self.path)
-        self._build()
+        self._engine = self._build()
 
     def _load(self, step: Path) -> None:
         weights = self._settings.weights

@@ -10,7 +10,7 @@ from typing import Any
 from petatron.base.errors import DataError
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
 from petatron.data.prompt.min_token_count import max_token_bytes
-from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, prefix_ids
+from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, surrounding_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.sampling_params import NO_DEFAULTS, SamplingDefaults
 from petatron.serve.engine_thread import ServedEngine
@@ -24,7 +24,8 @@ class ModelCard:
     """Replaced as a whole when the engine is.
 
     chat_template: the plain dialogue of `petatron chat` where `has_chat_template` is false. prefix_ids: that the tokenizer puts
-    before a text, which a chat template writes itself. stop_ids: that end an answer unless a request says otherwise.
+    before a text, which a chat template writes itself. suffix_ids: those after a text that is embedded.
+    stop_ids: that end an answer unless a request says otherwise.
     max_token_bytes: of text in one token, where that is known (`data/prompt/min_token_count.py`). isolation: where templates
     are rendered, if not here. step: of the training run, where it follows one. sampling_defaults: of requests that do not say otherwise.
     fill_in_middle: the tokens for it, where the tokenizer has some.
@@ -43,6 +44,7 @@ class ModelCard:
     created_s: int = 0
     special_tokens: dict[str, str] = field(default_factory=dict)
     prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     fill_in_middle: FillInMiddle | None = None
     max_token_bytes: int | None = None
@@ -68,6 +70,7 @@ class ModelCard:
         eod = None if tokenizer is None else tokenizer.eod
         bos_ids = [] if tokenizer is None or "bos_token" not in special else tokenizer.encode(special["bos_token"])
         tokenizer_template = tokenizer_chat_template(tokenizer) if chat_template is None else None
+        before, after = ((), ()) if tokenizer is None else surrounding_ids(tokenizer)
         given = None if chat_template is None else ChatTemplate(chat_template, special_tokens=special)
         return cls(
             name=name,
@@ -82,7 +85,8 @@ class ModelCard:
             step=step,
             created_s=created_s,
             special_tokens=special,
-            prefix_ids=() if tokenizer is None else prefix_ids(tokenizer),
+            prefix_ids=before,
+            suffix_ids=after,
             sampling_defaults=sampling_defaults,
             fill_in_middle=find_fill_in_middle(tokenizer),
             max_token_bytes=max_token_bytes(tokenizer),

@@ -53,10 +53,20 @@ def check_generation(
         problems.append(Problem("--fp8-weights", "", rule, "Load it without a --data-parallel-sharding-strategy."))
     problems += _speculation_problems(spec, layout, speculative_tokens)
     raise_problems(problems)
+    reason = why_reading_only(spec)
+    if reason is not None:
+        raise DataError(reason)
+
+
+def why_reading_only(spec: ModelSpec) -> str | None:
+    """Returns why a model reads texts and continues none; None if it continues them."""
     mixed = sorted({branch.title or branch.name for branch in _branches(spec) if not branch.can_generate})
-    if mixed:
-        layers = f"its {', '.join(mixed)} layers"
-        raise DataError(f"This model does not continue text: {layers} have no state to generate with.")
+    if not mixed:
+        return None
+    return (
+        f"This model does not continue text: its {', '.join(mixed)} layers have no state to generate with. It can embed texts "
+        "(/v1/embeddings of petatron serve), and an encoder can fill masks (petatron generate --fill-mask)."
+    )
 
 
 def _speculation_problems(spec: ModelSpec, layout: Layout, count: int) -> Iterator[Problem]:

@@ -29,6 +29,8 @@ class _Request:
 class FakeEngine:
     """Continuous batching of `max_sequences`, one token each a step."""
 
+    reads_only = None
+
     def __init__(
         self,
         *,

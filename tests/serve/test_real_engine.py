@@ -22,6 +22,7 @@ import petatron
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.files.step_list import list_steps
 from petatron.data.tokenizer import ByteTokenizer
+from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.serve.http.follow_training_run import follow_run, newest_sound_step
 from petatron.serve.open_engine import CheckpointEngine, model_settings
@@ -77,10 +78,11 @@ def _texts(server: LiveServer, prompts: list[str], **settings: object) -> list[s
 def _is_empty(server: LiveServer) -> bool:
     """Nothing runs, waits or has pages, and the engine remembers no sequence."""
     engine = server.engine
-    assert isinstance(engine, CheckpointEngine)
+    assert isinstance(engine, CheckpointEngine) and isinstance(engine._engine, Engine)
     stats = engine.stats
     return (
-        server.is_idle() and stats.running == stats.waiting == stats.pages_used == len(engine._requests.sequences) == 0
+        server.is_idle()
+        and stats.running == stats.waiting == stats.pages_used == len(engine._engine._requests.sequences) == 0
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.base.terminal_escape import printable, raw_stream
 from petatron.cli.generation.arguments import GenerationCommand, generate_on_ranks, generation_parser, read_command
+from petatron.cli.generation.fill_mask import check_fill_mask, fill_masks_on_ranks
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.subcommands.handled_signals import sigterm_raises
 from petatron.cli.subcommands.stderr_progress import StderrProgress
@@ -39,16 +40,20 @@ _REFUSED_WITH_BEAMS = (
 def parser() -> CommandParser:
     root = generation_parser(
         "generate",
-        "(--prompt TEXT [--prompt TEXT ...] | --prompts FILE.jsonl --out ANSWERS.jsonl) [flags]",
+        "(--prompt TEXT [--prompt TEXT ...] | --prompts FILE.jsonl --out ANSWERS.jsonl | --fill-mask TEXT) [flags]",
         "Continues prompts with a model: {checkpoint}. Text is printed as it comes. A file of prompts has one JSON object a line: prompt "
         "(or text, or messages for the chat template), perhaps id, and options of its own by the names below, such as max_tokens. Its "
         "answers are written as they end, with the number of their line, and sorted by it at the end; the same command goes on where "
-        "it was stopped.",
+        "it was stopped. An encoder continues no text; it fills masks.",
     )
     add = root.add_argument
     add("--prompt", action="append", metavar="TEXT", help="a text to continue; - reads it; may be given several times")
     add("--prompts", type=Path, metavar="FILE", help="JSON lines of prompts; may be compressed")
     add("--out", type=Path, metavar="FILE", help="where the answers to --prompts go")
+    text = (
+        "print what an encoder predicts at the masks of a text, the --top-k likeliest (5); may be given several times"
+    )
+    add("--fill-mask", action="append", metavar="TEXT", help=text)
     add("--n", type=int, metavar="N", help="answers to each prompt (1)")
     add("--logprobs", type=int, metavar="N", help="report each token's log-probability, and the N most likely ones")
     add("--echo", action="store_true", help="print the prompt before its answer")
@@ -60,6 +65,9 @@ def parser() -> CommandParser:
 
 def main(argv: Sequence[str]) -> int:
     command = read_command(parser(), argv)
+    if command.options.fill_mask:
+        raise_problems(check_fill_mask(command.options))
+        return fill_masks_on_ranks(argv, command)
     raise_problems(_problems(command.options))
     return generate_on_ranks("generate", argv, command, _generate, interactive="-" in (command.options.prompt or ()))
 

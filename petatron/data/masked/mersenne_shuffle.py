@@ -26,11 +26,11 @@ class MersenneTwister64:
     """
 
     def __init__(self, seed: int) -> None:
-        words = [seed & 0xFFFFFFFFFFFFFFFF]
+        state = [seed & 0xFFFFFFFFFFFFFFFF]
         for place in range(1, _STATE_WORDS):
-            last = words[-1]
-            words.append((6364136223846793005 * (last ^ (last >> 62)) + place) & 0xFFFFFFFFFFFFFFFF)
-        self._state = np.array(words, np.uint64)
+            last = state[-1]
+            state.append((6364136223846793005 * (last ^ (last >> 62)) + place) & 0xFFFFFFFFFFFFFFFF)
+        self._state = np.array(state, np.uint64)
         self._drawn = np.zeros(0, np.uint64)
 
     def draw(self, count: int) -> NDArray[np.uint64]:

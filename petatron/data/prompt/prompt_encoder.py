@@ -87,16 +87,23 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 
 def prefix_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the ids that a tokenizer puts before every text."""
+    return surrounding_ids(tokenizer)[0]
+
+
+def surrounding_ids(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the ids that a tokenizer puts before and after every text: around one that is read, and not continued."""
     content = tokenizer.files().get("tokenizer.json")
     if content is None:
-        return ()
+        return (), ()
     with reading_untrusted(
         Path(tokenizer.name), lambda path, why: DataError(f"The tokenizer {path} {why}. Check its files.")
     ):
         fast = load_fast(content)
         plain, with_special = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
     starts = [at for at in range(len(with_special) - len(plain) + 1) if with_special[at : at + len(plain)] == plain]
-    return tuple(with_special[: starts[0]]) if starts and plain else ()
+    if not starts or not plain:
+        return (), ()
+    return tuple(with_special[: starts[0]]), tuple(with_special[starts[0] + len(plain) :])
 
 
 def bos_ids(tokenizer: Tokenizer, *, add: bool | None = None) -> tuple[int, ...]:

@@ -137,7 +137,8 @@ class StepLayout:
     def pools(self, number: int) -> bool:
         work = self.scheduled[number]
         pooling = work.sequence.params.pooling
-        return pooling == "mean" or (pooling == "last" and work.reaches_end)
+        in_step = {"mean": True, "first": work.start == 0, "last": work.reaches_end}
+        return pooling is not None and in_step[pooling]
 
 
 def _read_logprob(numbers: Iterator[float], num_top: int) -> TokenLogprob:
@@ -214,9 +215,10 @@ def _pool(layout: StepLayout, results: Sequence[SequenceResult], hidden_TD: Tens
     for number, result in enumerate(results):
         begin, row = row, row + result.work.count
         if layout.pools(number):
-            mean = result.work.sequence.params.pooling == "mean"
-            pooled = hidden_TD[begin:row].double().sum(dim=0) if mean else hidden_TD[row - 1].double()
-            result.pooled = pooled.tolist()
+            pooling = result.work.sequence.params.pooling
+            first = row - 1 if pooling == "last" else begin
+            last = begin + 1 if pooling == "first" else row
+            result.pooled = hidden_TD[first:last].double().sum(dim=0).tolist()
 
 
 def exchange_results(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from petatron.base.errors import Problem, raise_problems
-from petatron.evaluate.score_sequences import BATCH_TOKENS
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
+from petatron.parallel.forward_sequences import BATCH_TOKENS
 
 _AUTO = "auto"
 _SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")

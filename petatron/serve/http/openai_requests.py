@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from petatron.infer.sampling_params import MAX_TOP_LOGPROBS
+from petatron.infer.sampling_params import MAX_TOP_LOGPROBS, PoolingName
 from petatron.serve.http.request_field_rules import REFUSED
 
 MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES, MAX_MESSAGES, MAX_GRAMMAR_CHARS = 64, 512, 1024, 4096, 1 << 16
@@ -251,7 +251,7 @@ class ChatCompletionRequest(SamplingFields, ChatPromptFields):
 class PoolingFields(PromptFields):
     """What embeddings, rerank and score share; `pooling` is ours, mean by default."""
 
-    pooling: Literal["mean", "last"] | None = None
+    pooling: PoolingName | None = None
 
 
 class EmbeddingRequest(PoolingFields):

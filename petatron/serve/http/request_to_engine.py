@@ -63,10 +63,11 @@ async def encode_prompts(
     *,
     param: str,
     prefix: Sequence[int] | None = None,
+    suffix: Sequence[int] = (),
 ) -> list[EncodedPrompt]:
     """Returns one or several prompts of text or of token ids, truncated as the body says.
 
-    prefix: ids before a text; by default those that the tokenizer puts before one, unless the body says otherwise.
+    prefix: ids before a text; by default those that the tokenizer puts before one, unless the body says otherwise. suffix: ids after it.
     """
     truncate = body.truncate_prompt_tokens
     if prefix is None:
@@ -80,8 +81,10 @@ async def encode_prompts(
     for prompt in prompts:
         if isinstance(prompt, str) and truncate is None:
             check_text(prompt, model, limits, param=param)
-        ids = [*prefix, *await encode_text(prompt, model)] if isinstance(prompt, str) else prompt
-        ids = truncated(ids, body, model)
+        if isinstance(prompt, str):
+            ids = [*truncated([*prefix, *await encode_text(prompt, model)], body, model, beside=len(suffix)), *suffix]
+        else:
+            ids = truncated(prompt, body, model)
         check_prompt(ids, model, limits, param=param)
         encoded.append(EncodedPrompt(ids, prompt if isinstance(prompt, str) else None))
     return encoded
@@ -93,12 +96,15 @@ async def encode_text(text: str, model: ModelCard) -> list[int]:
     return model.encode(text)
 
 
-def truncated(ids: Sequence[int], body: PromptFields, model: ModelCard) -> Sequence[int]:
-    """Returns the last ids that truncate_prompt_tokens asks for: all with None, and what the model takes with -1."""
+def truncated(ids: Sequence[int], body: PromptFields, model: ModelCard, *, beside: int = 0) -> Sequence[int]:
+    """Returns the last ids that truncate_prompt_tokens asks for: all with None, and what the model takes with -1.
+
+    beside: so many of them are others.
+    """
     count = body.truncate_prompt_tokens
     if count is None:
         return ids
-    count = model.max_prompt_tokens if count < 0 else count
+    count = max((model.max_prompt_tokens if count < 0 else count) - beside, 0)
     if body.truncation_side == "right":
         return ids[:count]
     return ids[len(ids) - min(count, len(ids)) :]

@@ -8,8 +8,8 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.cli.subcommands.lm_eval_starter import with_default_model
-from petatron.evaluate.score_sequences import BATCH_TOKENS
 from petatron.integrations.lm_eval.model_args import read_model_args, sampling_params
+from petatron.parallel.forward_sequences import BATCH_TOKENS
 
 
 def test_batch_sizes_are_sequences_of_full_length():

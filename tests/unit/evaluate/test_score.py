@@ -12,13 +12,14 @@ from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, TrainError
 from petatron.config import RunConfig
-from petatron.evaluate.score_sequences import plan_micro_batches, score_sequences
+from petatron.evaluate.score_sequences import score_sequences
 from petatron.kernels.fused_linear_cross_entropy import VocabColumns, linear_losses_and_greedy
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.hf import fill_model, to_logical
 from petatron.models.registry import model_spec
+from petatron.parallel.forward_sequences import plan_micro_batches
 from petatron.train.build_run import build_model
 from tests.dist import RankPool
 from tests.hf.ours import run_config

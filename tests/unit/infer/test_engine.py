@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from petatron.infer import scheduler
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, TokenEvent
-from petatron.infer.sampling_params import SamplingParams
+from petatron.infer.sampling_params import PoolingName, SamplingParams
 from petatron.models.decoder import Decoder
 from tests.unit.infer.test_sample import LATENT, LATENT_YARN, POSITIONS, VOCAB, model_in
 
@@ -223,7 +224,7 @@ def test_no_stop_id_before_the_least_number_of_tokens():
     assert len(answer.ids) >= 4 and free.ids[0] not in answer.ids[:4]
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", get_args(PoolingName))
 def test_pooled_hidden_states(pooling: str):
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     model = exact_model()
@@ -231,7 +232,7 @@ def test_pooled_hidden_states(pooling: str):
     [[answer]] = engine.complete([prompt], SamplingParams(max_new_tokens=0, pooling=pooling))  # type: ignore[arg-type]
     [outputs] = model.forward([_batch(prompt)], collect=["hidden_states"])
     states = outputs["hidden_states"][0]
-    wanted = states.mean(0) if pooling == "mean" else states[-1]
+    wanted = {"mean": states.mean(0), "first": states[0], "last": states[-1]}[pooling]
     assert answer.ids == [] and answer.finish_reason == "length"
     torch.testing.assert_close(torch.tensor(answer.pooled, dtype=torch.float64), wanted.double())
 

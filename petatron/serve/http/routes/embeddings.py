@@ -103,7 +103,9 @@ async def _embed(
 ) -> tuple[list[list[float]], dict[str, int]]:
     """Returns the pooled hidden state of each text, and the counts of their tokens."""
     state = state_of(request)
-    prompts = await encode_prompts(texts, body, state.check_model(body.model), state.options.limits, param=param)
+    model, limits = state.check_model(body.model), state.options.limits
+    suffix = () if body.add_special_tokens is False else model.suffix_ids
+    prompts = await encode_prompts(texts, body, model, limits, param=param, suffix=suffix)
     check_batch(len(prompts), state)
     params = SamplingParams(
         max_new_tokens=0, temperature=0.0, pooling=body.pooling or "mean", prefix_group=body.cache_salt or ""
