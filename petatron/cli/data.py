@@ -264,6 +264,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from petatron.config.schema.data_blend import dataset_prefix
     from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.object_storage.storage_cache import ObjectStorageCache
+    from petatron.data.recorded_tokenizer import check_recorded_tokenizer, read_recorded_tokenizer
     from petatron.data.token_id_range import scan_ids
     from petatron.data.tokenizer import build_tokenizer
 
@@ -276,10 +277,16 @@ def _inspect(args: argparse.Namespace) -> int:
     raise_problems(problems)
     asked = any((args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file))
     tokenizer = build_tokenizer(config, vocab_size=args.vocab_size) if asked else None
+    recorded = read_recorded_tokenizer(dataset.prefix)
     if tokenizer is not None:
         dataset.check_token_ids()
+        check_recorded_tokenizer(dataset.prefix, tokenizer, force=False)
     for name, value in _dataset_summary(dataset):
         print(f"{name:<18} {value}")
+    if recorded is not None:
+        print(
+            f"{'tokenizer':<18} {printable(recorded.name)}, {recorded.vocab_size:,} ids, fingerprint {recorded.fingerprint}"
+        )
     vocab_size = args.vocab_size if tokenizer is None else tokenizer.vocab_size
     if dataset.dtype.kind != "f" and args.check_ids is not False and (args.check_ids or not is_remote(dataset.prefix)):
         with StderrProgress(lambda done, total: f"{done:,} of {total:,} tokens checked") as show:

@@ -41,6 +41,7 @@ from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rul
 from petatron.data.index_cache import IndexLog
 from petatron.data.masked import masked_language_dataset, span_corruption_dataset  # noqa: F401  they register theirs
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
+from petatron.data.recorded_tokenizer import check_recorded_tokenizer
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
@@ -134,7 +135,8 @@ def build_datasets(
         built = {(request.split, None): kind.mock(request) for request in requests if request.num_samples}
     else:
         wanted = _wanted_sets(config.data, requests)
-        split_sources = _split_sources(config, wanted, _open_all(kind, wanted))
+        sources = _open_all(kind, wanted, force_tokenizer=config.tokenizer.force_tokenizer)
+        split_sources = _split_sources(config, wanted, sources)
         built = {
             (wanted_set.request.split, wanted_set.name): _build_set(config, kind, wanted_set, of_set, warnings)
             for wanted_set, of_set in zip(wanted, split_sources, strict=True)
@@ -199,8 +201,8 @@ def _named_sets(paths: Sequence[str], flag: str) -> Mapping[str | None, Sequence
         raise ConfigError([Problem(flag, " ".join(paths), str(error), fix)]) from error
 
 
-def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet]) -> dict[str, DataSource]:
-    """Opens each source once; raises one error for all sources that are missing, damaged or made for another vocabulary."""
+def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet], *, force_tokenizer: bool) -> dict[str, DataSource]:
+    """Opens each source once; raises one error for all sources that are missing, damaged or made with another tokenizer."""
     sources: dict[str, DataSource] = {}
     problems: dict[str, str] = {}
     for wanted_set in wanted:
@@ -208,6 +210,7 @@ def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet]) -> dict[str, Data
             if prefix in sources or prefix in problems:
                 continue
             try:
+                check_recorded_tokenizer(prefix, wanted_set.request.tokenizer, force=force_tokenizer)
                 sources[prefix] = kind.open(prefix, wanted_set.request)
             except DataError as error:
                 problems[prefix] = str(error)

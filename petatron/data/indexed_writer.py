@@ -32,6 +32,7 @@ from petatron.data.indexed_dataset import (
     dtype_code,
     idx_path,
 )
+from petatron.data.recorded_tokenizer import merged_tokenizer, recorded_tokenizer_path
 
 
 class IndexedWriter(FinishOrAbort):
@@ -130,9 +131,10 @@ class IndexedWriter(FinishOrAbort):
         self._tokens.flush()
         os.fsync(self._tokens.fileno())
         self._tokens.close()
-        # An old index must never describe new tokens, not even if we are killed between the renames; nor may old sources.
+        # An old index must never describe new tokens, not even if we are killed between the renames; nor may other old files.
         self._idx.unlink(missing_ok=True)
         sources_path(self.prefix).unlink(missing_ok=True)
+        recorded_tokenizer_path(self.prefix).unlink(missing_ok=True)
         os.replace(self._tmp_paths["bin"], self._bin)
         os.replace(self._tmp_paths["idx"], self._idx)
 
@@ -198,10 +200,13 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> Indexe
         raise DataError(
             f"These datasets cannot be merged: {'; '.join(problems)}. Preprocess all with the same tokenizer."
         )
+    tokenizer = merged_tokenizer(prefixes)
     with IndexedWriter(output, datasets[0].dtype) as writer:
         for dataset in datasets:
             writer.add_dataset(dataset)
     merge_sources(datasets, output)
+    if tokenizer is not None:
+        tokenizer.write(output)
     return IndexedDataset(output)
 
 

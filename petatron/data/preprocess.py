@@ -51,10 +51,10 @@ from petatron.data.parts.run_job import (
     run_job,
 )
 from petatron.data.preprocess_report import OnProgress, PreprocessReport
+from petatron.data.recorded_tokenizer import RecordedTokenizer
 from petatron.data.sentences.language_rules import DEFAULT_LANGUAGE
 from petatron.data.sentences.sentence_splitter import SentenceSplitter
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
-from petatron.data.tokenizer_digest import tokenizer_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +185,7 @@ def _write_options(options: PreprocessOptions, tokenizer: Tokenizer) -> WriteOpt
         skips=options.on_error == "skip",
         max_line_bytes=options.max_line_bytes,
         with_sources=options.document_sources,
+        tokenizer=RecordedTokenizer.of(tokenizer),
     )
 
 
@@ -208,7 +209,7 @@ def _output_settings(options: PreprocessOptions, tokenizer: Tokenizer) -> dict[s
     """Returns what decides about the output besides the inputs, in values of JSON."""
     names = [item.name for item in fields(options) if item.name not in (*_WITHOUT_EFFECT, "tokenizer")]
     settings = {name: getattr(options, name) for name in names}
-    settings |= {"tokenizer": tokenizer_digest(options.tokenizer, tokenizer)}
+    settings |= {"tokenizer": f"{tokenizer.fingerprint} ({tokenizer.vocab_size} ids, end of document {tokenizer.eod})"}
     settings |= {"append_bod": tokenizer.bod if options.append_bod else None}
     return json.loads(json.dumps(settings))
 

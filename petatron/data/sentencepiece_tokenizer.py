@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
+from petatron.data.encoded_text import EncodedText, Span
 from petatron.data.sentencepiece_model.exact_bpe import vocabulary_as_json
 from petatron.data.sentencepiece_model.model_file import WORD_BOUNDARY, PieceModel, read_piece_model
 from petatron.data.sentencepiece_model.piece_decoder import PieceDecoder
 from petatron.data.sentencepiece_model.piece_encoder import ExactBpeEncoder, build_piece_encoder
 from petatron.data.special_tokens import find_sentinels, known_ids, sentinel_name, tokens_by_spelling
 from petatron.data.stored_tokenizer_options import OPTIONS_KEY, read_stored_options
+from petatron.data.tokenizer_fingerprint import TokenizerFingerprint, fingerprint_of, hash_of, library_fingerprint
 from petatron.data.tokenizers_library import tokenizer_config
 
 MODEL_FILE = "tokenizer.model"
+_Decoded = TypeVar("_Decoded", str, bytes)
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -87,27 +92,73 @@ class SentencePieceTokenizer:
             return self._encoder.encode_batch(texts)
 
     def _encode_around_tokens(self, text: str) -> list[int]:
+        parts = self._parts(text)
+        encoded = self._encoder.encode_batch([text[start:stop] for start, stop, _, _ in parts])
+        ids: list[int] = []
+        for (_, _, token, drops), part in zip(parts, encoded, strict=True):
+            ids += part[1:] if drops and part[:1] == [self._boundary] else part
+            ids += [] if token is None else [self._tokens.ids[token]]
+        return ids
+
+    def _parts(self, text: str) -> list[tuple[int, int, str | None, bool]]:
+        """Returns the parts between special tokens: start, end, the token that follows, whether a lone space mark is dropped."""
         matches = list(self._pattern.finditer(text))
         starts, ends = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
-        ids: list[int] = []
-        for place, part in enumerate(self._encoder.encode_batch([text[a:b] for a, b in zip(starts, ends)])):
-            # Megatron keeps the space mark of the text after the last special token.
-            drops = self._tokens.drops_boundary and 0 < place < len(matches)
-            ids += part[1:] if drops and part[:1] == [self._boundary] else part
-            ids += [self._tokens.ids[matches[place].group()]] if place < len(matches) else []
-        return ids
+        tokens = [*(match.group() for match in matches), None]
+        # Megatron keeps the space mark of the text after the last special token.
+        drops = [self._tokens.drops_boundary and 0 < place < len(matches) for place in range(len(tokens))]
+        return list(zip(starts, ends, tokens, drops, strict=True))
+
+    def encode_with_offsets(self, text: str) -> EncodedText:
+        with reading_untrusted(Path(self.name), _encode_error):
+            if not self._tokens.ids:
+                return self._encoder.encode_with_offsets(text)
+            ids: list[int] = []
+            spans: list[Span] = []
+            for start, stop, token, drops in self._parts(text):
+                part = self._encoder.encode_with_offsets(text[start:stop])
+                kept = slice(1 if drops and part.ids[:1] == [self._boundary] else 0, None)
+                ids += part.ids[kept]
+                spans += [(start + first, start + last) for first, last in part.spans[kept]]
+                if token is not None:
+                    ids.append(self._tokens.ids[token])
+                    spans.append((stop, stop + len(token)))
+            return EncodedText(ids, spans)
+
+    @property
+    def fingerprint(self) -> TokenizerFingerprint:
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> TokenizerFingerprint:
+        tokens, options = self._tokens, self._options
+        rules = [f"drops_boundary={tokens.drops_boundary}"] if tokens.ids else []
+        special = [] if not tokens.ids else list(tokens.ids.items())  # in this order they are matched
+        if isinstance(self._encoder, ExactBpeEncoder):
+            of_pieces = library_fingerprint(self._encoder.fast, extra_rules=rules)
+        else:
+            of_pieces = _pieces_fingerprint(self._model, [*rules, f"keep_extra_spaces={options.keep_extra_spaces}"])
+        return of_pieces if not special else replace(of_pieces, special_tokens=hash_of(special))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes the spans between special tokens; special tokens decode to their names."""
-        texts: list[str] = []
+        return "".join(self._decode_parts(ids, self._decoder.decode, str))
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._decode_parts(ids, self._decoder.decode_bytes, str.encode))
+
+    def _decode_parts(
+        self, ids: Sequence[int], decode: Callable[[Sequence[int]], _Decoded], of_token: Callable[[str], _Decoded]
+    ) -> Iterator[_Decoded]:
         span: list[int] = []
         for number in ids:
             if (token := self._token_texts.get(int(number))) is None:
                 span.append(int(number))
                 continue
-            texts += [self._decoder.decode(span), token]
+            yield decode(span)
+            yield of_token(token)
             span = []
-        return "".join([*texts, self._decoder.decode(span)])
+        yield decode(span)
 
     def files(self) -> dict[str, bytes]:
         """Returns the files to save: tokenizer.model with an equivalent tokenizer.json if there is one, else with the options."""
@@ -131,6 +182,25 @@ class SentencePieceTokenizer:
             fast = self._encoder.fast if isinstance(self._encoder, ExactBpeEncoder) and self.has_exact_json else None
             self._json = vocabulary_as_json(self._model, fast, self._tokens.ids)
         return self._json
+
+
+def _pieces_fingerprint(model: PieceModel, rules: Sequence[str]) -> TokenizerFingerprint:
+    """Returns the fingerprint of a model that the sentencepiece library encodes with."""
+    names = [
+        *("algorithm", "byte_fallback", "adds_dummy_prefix", "removes_extra_spaces", "escape_whitespaces"),
+        "treat_whitespace_as_suffix",
+    ]
+    return fingerprint_of(
+        vocabulary=sorted((piece.text, number) for number, piece in enumerate(model.pieces)),
+        rules={
+            **{name: getattr(model, name) for name in names},
+            "pieces": [(piece.score, piece.kind) for piece in model.pieces],
+            "normalization_map": model.normalization_map.hex(),
+            "extra": list(rules),
+        },
+        special_tokens=[],
+        library="sentencepiece",
+    )
 
 
 def _named_pieces(model: PieceModel) -> dict[str, int]:

@@ -12,6 +12,7 @@ inside `reading_untrusted`, so that a user sees one error; and ids are checked a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,6 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
-from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
@@ -33,6 +33,7 @@ from petatron.config.schema.sections.tokenizer_options import (
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters
 from petatron.data.data_file_error import data_file_error
+from petatron.data.encoded_text import EncodedText, utf8_spans
 from petatron.data.huggingface_special_tokens import library_special_ids, named_tokens
 from petatron.data.sentencepiece_tokenizer import (
     MODEL_FILE,
@@ -42,6 +43,7 @@ from petatron.data.sentencepiece_tokenizer import (
 )
 from petatron.data.special_tokens import known_ids
 from petatron.data.tiktoken_tokenizer import TikTokenizer
+from petatron.data.tokenizer_fingerprint import TokenizerFingerprint, fingerprint_of, library_fingerprint
 from petatron.data.tokenizer_json_limits import check_growth, vocabulary_rows
 from petatron.data.tokenizers_library import MAX_TOKENIZER_BYTES, LibraryTokenizer, load_fast, tokenizer_config
 from petatron.data.vocabulary_kind import (
@@ -61,6 +63,7 @@ from petatron.data.wordpiece_tokenizer import (
 
 END_OF_TEXT = "<|endoftext|>"
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_NUMBER = re.compile(r"\S+")
 # Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
 EOD_CANDIDATES = (
     END_OF_TEXT,
@@ -94,6 +97,7 @@ class Tokenizer(TokenVocabulary, Protocol):
 
     special_ids: the ids of the special tokens that the tokenizer's own files name, by role: bos, eos, unk, sep, pad, cls, mask.
     sentinel_ids: the sentinels of span corruption, `<extra_id_0>`, `<extra_id_1>`, ..., in the order of their use.
+    fingerprint: equal for tokenizers that give every text the same ids, wherever their files are.
     """
 
     @property
@@ -102,8 +106,21 @@ class Tokenizer(TokenVocabulary, Protocol):
     def special_ids(self) -> Mapping[str, int]: ...
     @property
     def sentinel_ids(self) -> tuple[int, ...]: ...
+    @property
+    def fingerprint(self) -> TokenizerFingerprint: ...
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def encode_with_offsets(self, text: str) -> EncodedText:
+        """Returns the ids of a text with the characters of each; raises `DataError` where a tokenizer cannot know them."""
+        ...
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """Returns the bytes that ids stand for, so that a part of a character is not replaced.
+
+        Of the ids of a text they are its UTF-8, unless the tokenizer changes texts before it divides them: composes characters (NFC),
+        lowercases, collapses spaces, or has no id for some.
+        """
+        ...
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
@@ -188,16 +205,23 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
 
+    def encode_with_offsets(self, text: str) -> EncodedText:
+        return EncodedText(self.encode(text), utf8_spans(text))
+
+    @property
+    def fingerprint(self) -> TokenizerFingerprint:
+        return library_fingerprint(_byte_level_bpe())
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes ids; ids above 255 and bytes that are not UTF-8 become the replacement character."""
-        pieces = (bytes([number]) if number < 256 else "\ufffd".encode() for number in ids)
-        return b"".join(pieces).decode(errors="replace")
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(bytes([number]) if number < 256 else "\ufffd".encode() for number in ids)
 
     def files(self) -> dict[str, bytes]:
         """Returns a byte-level BPE without merges: the same ids, for readers that know tokenizer.json alone."""
-        fast = FastTokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
-        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        fast.decoder = decoders.ByteLevel()
+        fast = _byte_level_bpe()
         fast.add_special_tokens([END_OF_TEXT])
         return {**_default_tokenizer_config(fast, self.eod), "tokenizer.json": fast.to_str().encode()}
 
@@ -231,8 +255,21 @@ class NullTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def encode_with_offsets(self, text: str) -> EncodedText:
+        return EncodedText(self.encode(text), [match.span() for match in _NUMBER.finditer(text)])
+
+    @property
+    def fingerprint(self) -> TokenizerFingerprint:
+        """Returns one that is of no library, since ids stand for whatever the text that made them was."""
+        return fingerprint_of(vocabulary=None, rules=None, special_tokens=[self.eod], library="null")
+
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(number)) for number in ids)
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        raise DataError(
+            f"The ids of {self.name} stand for no bytes of a text: it knows numbers alone. Give the tokenizer that made the ids."
+        )
 
     def files(self) -> dict[str, bytes]:
         return {}
@@ -347,29 +384,11 @@ def vocabulary_json(tokenizer: TokenVocabulary) -> bytes | None:
     return tokenizer.files().get("tokenizer.json")
 
 
-def vocabulary_difference(given: Tokenizer, held: Tokenizer) -> str | None:
-    """Returns how the ids of two tokenizers differ in meaning, as a predicate of the first; None if they mean the same.
-
-    >>> vocabulary_difference(ByteTokenizer(), ByteTokenizer()) is None
-    True
-    """
-    first, second = vocabulary_json(given), vocabulary_json(held)
-    if first == second and first is not None:
-        return None
-    counts = f"{given.vocab_size:,} ids, where the model has learned {held.vocab_size:,}"
-    if first is None or second is None:
-        return f"has {counts}"
-    ours, theirs = (load_fast(content).get_vocab(with_added_tokens=True) for content in (first, second))
-    if ours == theirs:
-        return None
-    tokens, learned = ({number: token for token, number in ids.items()} for ids in (ours, theirs))
-    number = min(number for number in tokens.keys() | learned.keys() if tokens.get(number) != learned.get(number))
-    here, there = (_token_text(names.get(number)) for names in (tokens, learned))
-    return f"has {counts}; id {number} is {here} here and {there} there"
-
-
-def _token_text(token: str | None) -> str:
-    return "nothing" if token is None else f"'{printable(token, max_chars=20)}'"
+def _byte_level_bpe() -> FastTokenizer:
+    fast = FastTokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    return fast
 
 
 def _default_tokenizer_config(fast: FastTokenizer, eod: int | None) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.data_file_error import data_file_error
+from petatron.data.encoded_text import EncodedText
 from petatron.data.special_tokens import known_ids, sentinel_name, tokens_by_spelling
 from petatron.data.stored_tokenizer_options import OPTIONS_KEY, read_stored_options
+from petatron.data.tokenizer_fingerprint import TokenizerFingerprint, library_fingerprint
 from petatron.data.tokenizers_library import LibraryTokenizer
 from petatron.data.wordpiece.vocabulary_file import (
     CLASSIFIER,
@@ -92,6 +95,22 @@ class WordPieceTokenizer(LibraryTokenizer):
         if self._splitter is not None:
             texts = [" ".join(self._splitter.split(text)) for text in texts]
         return super().encode_batch(texts)
+
+    def encode_with_offsets(self, text: str) -> EncodedText:
+        """Returns ids and spans; words that Python divides have none, here as in transformers."""
+        if self._splitter is not None:
+            raise DataError(
+                f"{self.name} divides texts into words in Python (--tokenizer-hf-no-use-fast), which does not follow characters "
+                "from the text to its tokens. Leave the flag out to have their places."
+            )
+        return super().encode_with_offsets(text)
+
+    @cached_property
+    def _fingerprint(self) -> TokenizerFingerprint:
+        if self._splitter is None:
+            return library_fingerprint(self._fast)
+        rules = [f"lowercase={self._options.lowercase}"]
+        return library_fingerprint(self._fast, extra_rules=rules, library="python")
 
     def files(self) -> dict[str, bytes]:
         """Returns vocab.txt, its settings, and a tokenizer.json where that gives the same ids."""

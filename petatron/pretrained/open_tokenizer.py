@@ -18,7 +18,8 @@ from petatron.config.schema.fields import fields_by_path, flatten_config, replac
 from petatron.config.schema.training import TokenizerConfig
 from petatron.config.settings_from_checkpoint import tokenizer_paths
 from petatron.config.value_origins import ValueOrigin
-from petatron.data.tokenizer import Tokenizer, build_tokenizer, folder_tokenizer, vocabulary_difference
+from petatron.data.tokenizer import Tokenizer, build_tokenizer, folder_tokenizer
+from petatron.data.vocabulary_difference import vocabulary_difference
 
 _log = get_logger(__name__)
 

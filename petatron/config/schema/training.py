@@ -57,7 +57,10 @@ _DECOUPLED = used_with("optim.decoupled_lr", reason="there is no --decoupled-lr"
 _LOADS = used_with("checkpoint.load", reason="there is no --load")
 _SAVES = used_with("checkpoint.save", reason="there is no --save")
 _PRETRAINED = "checkpoint.pretrained_checkpoint"
-_STARTS = used_with("checkpoint.load", _PRETRAINED, reason="there is no model to start from")
+_HAS_TOKENIZED = used_with(
+    *("checkpoint.load", _PRETRAINED, "data.data_path", "data.data_args_path", "data.train_data_path"),
+    reason="there is neither a model to start from nor data that was tokenized",
+)
 _FROM = used_with("checkpoint.use_checkpoint_args", _PRETRAINED, reason="it is for --use-checkpoint-args and --from")
 _NO_OVERRIDE = NotWith(
     "override_opt_param_scheduler",
@@ -302,8 +305,9 @@ class TokenizerConfig(TokenizerOptions):
     """GPT-2 vocab.json; of WordPiece the vocab.txt."""
     merge_file: FilePath | None = None
     """GPT-2 merges.txt."""
-    force_tokenizer: Annotated[NotSavedFlag, _STARTS] = False
-    """Start from a model with another tokenizer than its folder has; its ids then mean other tokens than the model has learned."""
+    force_tokenizer: Annotated[NotSavedFlag, _HAS_TOKENIZED] = False
+    """Start from a model with another tokenizer than its folder has, or train on data that was made with another: its ids then mean other
+    tokens than the model has learned, or than the data had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

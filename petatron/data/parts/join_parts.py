@@ -19,6 +19,7 @@ from petatron.data.indexed_writer import IndexedWriter
 from petatron.data.parts.part_report import PartReport, lines_before_parts
 from petatron.data.parts.part_writer import WriteOptions
 from petatron.data.parts.parts_folder import PartsFolder, TokenizingJob
+from petatron.data.recorded_tokenizer import recorded_tokenizer_path
 
 
 def join_parts(
@@ -43,7 +44,7 @@ def join_parts(
             _join_sources(folder, job, reports, prefixes, target)
         joined.append((target, output))
     for prefix, output in joined:
-        _publish(prefix, output, with_sources=options.with_sources)
+        _publish(prefix, output, options)
 
 
 def _checked_part(folder: PartsFolder, prefix: str, dtype: np.dtype) -> IndexedDataset:
@@ -77,14 +78,17 @@ def _join_sources(
             writer.add_sources(sources, file_numbers=numbers, lines_before=(0, lines))
 
 
-def _publish(prefix: str, output: str, *, with_sources: bool) -> None:
+def _publish(prefix: str, output: str, options: WriteOptions) -> None:
     """Moves the files of a dataset; the index goes first and comes last, so that a prefix with one is complete."""
     try:
         idx_path(output).unlink(missing_ok=True)
         sources_path(output).unlink(missing_ok=True)
+        recorded_tokenizer_path(output).unlink(missing_ok=True)
         os.replace(bin_path(prefix), bin_path(output))
-        if with_sources:
+        if options.with_sources:
             os.replace(sources_path(prefix), sources_path(output))
+        if options.tokenizer is not None:
+            options.tokenizer.write(output)
         os.replace(idx_path(prefix), idx_path(output))
     except OSError as error:
         raise DataError(f"Cannot write {output}: {error.strerror or error}. Choose another output prefix.") from error

@@ -21,19 +21,24 @@ from petatron.data.parts.part_blocks import PartBlock
 from petatron.data.parts.part_report import LineCounts, PartReport
 from petatron.data.parts.parts_folder import PartsFolder, TokenizingJob
 from petatron.data.preprocess_report import OnProgress, PreprocessProgress
+from petatron.data.recorded_tokenizer import RecordedTokenizer
 
 _FIXES = {"too long": "If that is meant, allow more with --max-line-bytes", "malformed": "Correct the line"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """outputs: prefixes of the job's datasets. skips: whether malformed and long lines are counted instead of ending the work."""
+    """outputs: prefixes of the job's datasets. skips: whether malformed and long lines are counted instead of ending the work.
+
+    tokenizer: what is recorded of it beside them; None for nothing.
+    """
 
     outputs: tuple[str, ...]
     dtype: np.dtype
     skips: bool
     max_line_bytes: int
     with_sources: bool
+    tokenizer: RecordedTokenizer | None
 
 
 class PartWriter:

@@ -53,6 +53,7 @@ class PieceModel:
     pad: int | None
     unknown_text: str
     has_normalization_map: bool
+    normalization_map: bytes = field(repr=False)
     adds_dummy_prefix: bool
     removes_extra_spaces: bool
     escape_whitespaces: bool
@@ -71,7 +72,7 @@ def _parse_model(path: Path, content: bytes) -> PieceModel:
     trainer: dict[int, int | bytes] = {}
     normalizer: dict[int, int | bytes] = {}
     denormalizer: dict[int, int | bytes] = {}
-    for number, value in _fields(memoryview(content)):
+    for number, value in message_fields(memoryview(content)):
         if number == 1:
             pieces.append(_parse_piece(_message(value)))
         elif number in (2, 3, 5):
@@ -100,6 +101,7 @@ def _parse_model(path: Path, content: bytes) -> PieceModel:
         pad=control_id(48, "<pad>"),
         unknown_text=_text(trainer.get(44, " \u2047 ".encode())),
         has_normalization_map=bool(normalizer.get(2, b"")) or bool(denormalizer.get(2, b"")),
+        normalization_map=_bytes(normalizer.get(2, b"")),
         adds_dummy_prefix=bool(normalizer.get(3, 1)),
         removes_extra_spaces=bool(normalizer.get(4, 1)),
         escape_whitespaces=bool(normalizer.get(5, 1)),
@@ -119,11 +121,12 @@ def _message(value: int | bytes | memoryview) -> dict[int, int | bytes]:
     if not isinstance(value, memoryview):
         raise TypeError("a number is where a message is expected")
     return {
-        number: bytes(content) if isinstance(content, memoryview) else content for number, content in _fields(value)
+        number: bytes(content) if isinstance(content, memoryview) else content
+        for number, content in message_fields(value)
     }
 
 
-def _fields(content: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def message_fields(content: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Yields (field number, value) of a message: varints as integers, all other wire types as their bytes."""
     at = 0
     while at < len(content):
@@ -160,10 +163,14 @@ def _signed(value: int | bytes) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def _text(value: int | bytes) -> str:
+def _bytes(value: int | bytes) -> bytes:
     if not isinstance(value, bytes):
         raise TypeError("a number is where a text is expected")
-    return value.decode()
+    return value
+
+
+def _text(value: int | bytes) -> str:
+    return _bytes(value).decode()
 
 
 def model_error(path: Path, why: str) -> DataError:

@@ -19,8 +19,8 @@ from petatron.data.tokenizer import (
     build_tokenizer,
     folder_tokenizer,
     missing_for_transformers,
-    vocabulary_difference,
 )
+from petatron.data.vocabulary_difference import vocabulary_difference
 from petatron.serve.token_texts import TokenTexts
 from tests.longform import later
 from tests.unit.data.vocabularies import EXACT_MODELS, PIECE_MODELS, piece_model, random_texts

@@ -14,7 +14,8 @@ from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
 from petatron.data.tiktoken_tokenizer import TikTokenizer
-from petatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer, vocabulary_difference
+from petatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
+from petatron.data.vocabulary_difference import vocabulary_difference
 from tests.longform import later
 from tests.unit.data.vocabularies import random_texts, random_tokens, trained_tokens, write_vocabulary
 

@@ -182,6 +182,6 @@ def test_documents_that_are_divided_are_told(
     learned = ["data", "train-tokenizer", "--input", str(tmp_path / "web.jsonl"), "--output", str(tmp_path / "bytes")]
     assert main([*learned, "--vocab-size", "300", "--special-tokens", *tokens[:4]]) == 0
     fill = ["--fim-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "bytes")]
-    flags = [*MODEL[2:], "--data-path", corpora["web"], "--train-iters", "4", *fill]
+    flags = [*MODEL[2:], "--data-path", corpora["web"], "--train-iters", "4", *fill, "--force-tokenizer"]
     step = trace(capsys, "tiny-llama", "--iteration", "1", *flags)
     assert "divided by --fim-data" in step["samples"][0]["change"]

@@ -19,8 +19,8 @@ from petatron.data.tokenizer import (
     build_tokenizer,
     folder_tokenizer,
     missing_for_transformers,
-    vocabulary_difference,
 )
+from petatron.data.vocabulary_difference import vocabulary_difference
 from tests.unit.data.vocabularies import BERT_SPECIAL_TOKENS, bert_texts, write_bert_vocabulary
 
 KINDS = ("BertWordPieceLowerCase", "BertWordPieceCase")
