@@ -21,7 +21,7 @@ from petatron.base.remote_address import is_remote
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_validation_sets, parse_blend
-from petatron.config.schema.default_objective_names import BERT_DATASET, T5_DATASET
+from petatron.config.schema.default_objective_names import BERT_DATASET, ITEM_DATASET, NEXT_ITEM, T5_DATASET
 from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
@@ -39,6 +39,7 @@ from petatron.config.schema.sections.hybrid import (
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.mup import mup_multipliers, relative_width
+from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 from petatron.config.schema.sections.tokenizer_options import infer_tokenizer_type
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
@@ -223,6 +224,14 @@ def _derive_model(values: _DerivedValues) -> None:
     if values["model_type"] == MASKED_LANGUAGE_MODEL and values["objective"] is None:
         values.fill("dataset_type", BERT_DATASET, f"--model-type {MASKED_LANGUAGE_MODEL}")
     values.fill("num_token_types", 2 if has_segments else 0, "--bert-binary-head" if has_segments else "no segments")
+    recommends = values["model_type"] == RECOMMENDER_MODEL
+    if recommends and values["recommender_layers"] == "hstu":
+        values.fill("hstu_value_dim", values["kv_channels"], "--kv-channels")
+    else:
+        values.fill("hstu_value_dim", 0, "no layer is HSTU")
+    if recommends and values["objective"] is None:
+        values.fill("objective", NEXT_ITEM, f"--model-type {RECOMMENDER_MODEL}")
+        values.fill("dataset_type", ITEM_DATASET, f"--model-type {RECOMMENDER_MODEL}")
     if values["num_experts"] is not None:
         values.fill("moe_ffn_hidden_size", values["ffn_hidden_size"], "the MLP width")
 

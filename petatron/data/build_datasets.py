@@ -42,6 +42,7 @@ from petatron.data.index_cache import IndexLog
 from petatron.data.masked import masked_language_dataset, span_corruption_dataset  # noqa: F401  they register theirs
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.recorded_tokenizer import check_recorded_tokenizer
+from petatron.data.recommendation import item_history_dataset  # noqa: F401  so does this
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
@@ -239,7 +240,7 @@ def _split_sources(
         for place, prefix in enumerate(prefixes):
             source = sources[prefix]
             units = range(source.num_units)
-            if not uses_all_units:
+            if not uses_all_units and source.splits_units:
                 units = split_units(data.split, source.num_units)[SPLITS.index(wanted_set.request.split)]
             part = _SplitSource(source, units, weights[place] if weights else None)
             if part.size:

@@ -76,6 +76,8 @@ class DataSource(ABC):
     """What the units are called in messages, in the plural."""
     size_unit: str = "records"
     """What `size` counts."""
+    splits_units: bool = True
+    """Whether `--split` divides the units; else every split has all of them, and samples of its own."""
 
     def __init__(self, name: str, *, num_units: int) -> None:
         """`name` is the word of `--data-path` that it was opened by."""

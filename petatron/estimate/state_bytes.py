@@ -21,6 +21,9 @@ than dense parameters, so both are counted separately. Of offloaded optimizer st
 the device. A copy of the weights that a rank updates (their average) is w n / s, on the device. Padding of buckets to equal shards is left
 out.
 
+A table of which each rank has other rows (a recommender's items) is not sharded any further: it has a, 4 if a < 4, and m bytes for each of
+its elements here, and w for a gradient if the loss computes with all rows; else the gradients of the rows that a step touches are left out.
+
 Frozen parameters have weights alone, a bytes for each of n; fully sharded ones a / s in addition to those gathered.
 """
 
@@ -73,13 +76,18 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class ElementCounts:
-    """The elements of a rank, of its largest layer, of its embedding and head, and of the head."""
+    """The elements of a rank, of its largest layer, of its embedding and head, and of the head.
+
+    rows: of tables of which each rank has other rows, which are not in `dense`; row_gradients: of those whose gradient is whole.
+    """
 
     dense: int
     experts: int
     largest_layer: int
     embedding_and_head: int
     head: int
+    rows: int = 0
+    row_gradients: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,7 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
     main = max(weight, 4)
     moments = -(-rule_state.dense // ranks[0]) + -(-rule_state.experts // ranks[1]) + rule_state.replicated
     offloads = run.memory.optimizer_cpu_offload or run.memory.optimizer_nvme_offload is not None
+    row_masters = 4 * trained.rows if weight < 4 else 0
     on_device = 1.0 - run.memory.optimizer_offload_fraction if offloads else 1.0
     if strategy in ("optim_grads", "optim_grads_params") and layout.world_size > 1:
         gathered = local
@@ -125,18 +134,19 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
         unsharded = weight * trained.head + (weight + reduce) * trained.largest_layer
         frozen = -(-(elements.dense - trained.dense) // ranks[0]) + -(-(elements.experts - trained.experts) // ranks[1])
         return StateBytes(
-            weights=weight * (gathered + frozen),
-            gradients=main * owned + unsharded,
-            master_weights=main * owned,
+            weights=weight * (gathered + frozen + elements.rows),
+            gradients=main * (owned + trained.row_gradients) + unsharded,
+            master_weights=main * owned + row_masters,
             moments=int(moments * on_device),
-            copies=_num_copies(run) * main * owned,
+            copies=_num_copies(run) * main * (owned + trained.rows),
         )
     return StateBytes(
-        weights=weight * local + _fp8_copy_bytes(run, elements, trained, num_shards=ranks[0]),
-        gradients=_DTYPE_BYTES[run.optim.main_grads_dtype] * num_trained if main == 4 else main * num_trained,
-        master_weights=int(4 * owned * on_device) if weight < 4 else 0,
+        weights=weight * (local + elements.rows) + _fp8_copy_bytes(run, elements, trained, num_shards=ranks[0]),
+        gradients=(_DTYPE_BYTES[run.optim.main_grads_dtype] if main == 4 else main) * num_trained
+        + main * trained.row_gradients,
+        master_weights=int(4 * owned * on_device) + row_masters if weight < 4 else 0,
         moments=int(moments * on_device),
-        copies=_num_copies(run) * main * owned,
+        copies=_num_copies(run) * main * (owned + trained.rows),
     )
 
 
@@ -192,22 +202,31 @@ def _merged_stage(
     has_embedding, has_loss = (any(ends) for ends in zip(*((s.has_embedding, s.has_loss) for s in local_stages)))
     merged = PipelineStage(layers, has_embedding, has_loss)
     layout = Layout.from_config(run.parallel)
-    return spec, merged, ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
+    return (
+        spec,
+        merged,
+        ModelParallelCoordinate(
+            tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp, data_size=layout.dp * layout.cp
+        ),
+    )
 
 
 @lru_cache(maxsize=256)
 def _stage_element_counts(
     spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate, frozen: FrozenParams
 ) -> ElementCounts:
-    outer = _count_elements(frozen.trained(spec.outer_params(stage)), coordinate)
-    (dense, experts), largest = outer, 0
+    outer_params = frozen.trained(spec.outer_params(stage))
+    outer = _count_elements(outer_params, coordinate)
+    (dense, experts), largest = outer[:2], 0
     for (layer, names, _), number in frozen.count_layers(spec, stage).items():
         in_layer = _count_elements(without_names(layer.params(), names), coordinate)
         dense, experts = dense + number * in_layer[0], experts + number * in_layer[1]
         largest = max(largest, sum(in_layer))
     last = PipelineStage((), has_embedding=False, has_loss=True)
-    head = _count_elements(frozen.trained(spec.outer_params(last)), coordinate) if stage.has_loss else (0, 0)
-    return ElementCounts(dense, experts, largest, sum(outer), sum(head))
+    head = _count_elements(frozen.trained(spec.outer_params(last)), coordinate) if stage.has_loss else (0, 0, 0)
+    gemms = {name: param for name, param in outer_params.items() if param.is_gemm}
+    row_gradients = _count_elements(gemms, coordinate)[2]
+    return ElementCounts(dense, experts, largest, sum(outer[:2]), sum(head[:2]), outer[2], row_gradients)
 
 
 @lru_cache(maxsize=256)
@@ -247,6 +266,8 @@ def _params_rule_state(
             else:
                 matrices = split_into_matrices(placement, group.unit)
                 sharded += width * sum(math.prod(state.dims(*matrix.shape)) for matrix in matrices)
+        if placement.row_sharded:
+            sharded, replicated = 0, replicated + sharded
         dense, experts = (0, sharded) if placement.expert else (sharded, 0)
         total = total.plus(RuleStateBytes(dense, experts, replicated))
     return total
@@ -257,10 +278,10 @@ def count_parameters(params: Mapping[str, ParamSpec], coordinate: ModelParallelC
     return sum(_count_elements(params, coordinate))
 
 
-def _count_elements(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> tuple[int, int]:
-    """Returns the elements of dense parameters and of experts on one rank."""
-    counts = [0, 0]
+def _count_elements(params: Mapping[str, ParamSpec], coordinate: ModelParallelCoordinate) -> tuple[int, int, int]:
+    """Returns the elements of dense parameters, of experts, and of tables with other rows on each rank, on one rank."""
+    counts = [0, 0, 0]
     for name, param in params.items():
         placement = compute_placement(name, param.shape, param.shard, coordinate)
-        counts[placement.expert] += math.prod(placement.shape)
-    return counts[0], counts[1]
+        counts[2 if placement.row_sharded else int(placement.expert)] += math.prod(placement.shape)
+    return counts[0], counts[1], counts[2]

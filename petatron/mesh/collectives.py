@@ -352,6 +352,11 @@ def gather_from_region(x: Tensor, axis: Axis) -> Tensor:
     return _CollectivePair.apply(x, axis, all_gather, reduce_scatter) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 
 
+def slice_to_region(x: Tensor, axis: Axis) -> Tensor:
+    """Returns this rank's part of dimension 0 of what all ranks computed alike, of which each uses its own part for something else."""
+    return _CollectivePair.apply(x, axis, local_slice, all_gather) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
+
+
 def reduce_scatter_to_region(x: Tensor, axis: Axis) -> Tensor:
     return _CollectivePair.apply(x, axis, reduce_scatter, all_gather) if axis.size > 1 else x  # pyright: ignore[reportReturnType]
 

@@ -73,6 +73,8 @@ class Objective(ABC):
 
     uses_model_losses: ClassVar[bool] = False
     """Whether the model computes the losses, and `loss` is not called."""
+    measures_training: ClassVar[bool] = True
+    """Whether metrics are computed in training steps too, or in evaluations alone."""
 
     @property
     @abstractmethod
@@ -87,6 +89,11 @@ class Objective(ABC):
         "logits" [B, S, vocabulary], "hidden_states" [B, S, hidden]; in float32 or wider.
         """
         return ("token_losses",)
+
+    @property
+    def measured_outputs(self) -> tuple[str, ...]:
+        """Outputs that `metrics` gets besides: the model returns them with its own losses, in evaluation."""
+        return ()
 
     @property
     def models(self) -> Mapping[str, ModelRole]:
@@ -181,10 +188,10 @@ def parse_objective(name: str, settings: Sequence[str]) -> Objective:
 def model_objective(run: RunConfig, io: ModelIO) -> Objective:
     """Returns the objective of a run for its model; raises `ConfigError` if the model lacks an output that it needs."""
     objective, name = build_objective(run), str(run.train.objective)
-    if isinstance(objective, NextToken):
-        return replace(objective, losses=io.losses)
     problems: list[Problem] = []
-    missing = [output for output in objective.outputs if output not in io.outputs]
+    missing = [output for output in (*objective.outputs, *objective.measured_outputs) if output not in io.outputs]
+    if isinstance(objective, NextToken) and not missing:
+        return replace(objective, losses=io.losses)
     if missing:
         rule = f"needs {', '.join(missing)} of the model, and --model-type {run.model.model_type} has {', '.join(io.outputs) or 'none'}"
         problems.append(Problem(_FLAG, name, rule, "Choose another model, or leave it out."))

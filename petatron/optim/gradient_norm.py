@@ -49,12 +49,12 @@ class GlobalNorm:
             for begin, end in ranges
         ]
 
-    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+    def norm(self, tensors: Sequence[Tensor], more: Sequence[Tensor] = ()) -> Tensor:
         """Returns the L2 norm of a quantity given as one tensor per flat shard (gradients, weights), as a scalar on the device.
 
-        Tensors in host memory (offloaded weights) are summed there.
+        Tensors in host memory (offloaded weights) are summed there. `more` are tensors that this rank alone has, of any shape.
         """
-        views = self._primary_views(tensors)
+        views = self._primary_views(tensors) + [x.view(-1) for x in more if x.numel()]
         wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else self._dtype
         square = torch.zeros((), dtype=wide, device=self._device)
         here = [view for view in views if view.device.type == self._device.type]
@@ -65,10 +65,10 @@ class GlobalNorm:
             square = square + sum_of_squares(elsewhere).to(self._device)
         return collectives.all_reduce(square, self._world).sqrt()
 
-    def count_zeros(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Counts elements that are exactly zero."""
+    def count_zeros(self, tensors: Sequence[Tensor], more: Sequence[Tensor] = (), *, absent: int = 0) -> Tensor:
+        """Counts elements that are exactly zero, and `absent` ones, which are stored nowhere on this rank since they are zero."""
         count = sum(
-            (view.numel() - view.count_nonzero() for view in self._primary_views(tensors)),
-            torch.zeros((), dtype=torch.int64, device=self._device),
+            (view.numel() - view.count_nonzero() for view in [*self._primary_views(tensors), *more]),
+            torch.full((), absent, dtype=torch.int64, device=self._device),
         )
         return collectives.all_reduce(count, self._world)

@@ -33,6 +33,7 @@ from petatron.optim.matrix_update import MatrixUpdate
 from petatron.optim.offload_storage import AllocateZeros, DiskStorage, describe_offload_target
 from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import SegmentRange, StateSegment, plan_ranges, slice_flat_shard
+from petatron.optim.touched_row_update import TouchedRowUpdate
 from petatron.optim.update_by_tensor_sums import TensorUpdate
 from petatron.optim.update_rules import (
     TORCH_KERNELS,
@@ -46,6 +47,7 @@ from petatron.optim.update_rules import (
     UpdateFunction,
 )
 from petatron.sharding.flat_shard import FlatShard, ParameterGroup, all_gather_params
+from petatron.sharding.row_sharded_group import RowShardedGroup
 from petatron.sharding.shard_spec import TensorShard
 
 _log = get_logger(__name__)
@@ -82,7 +84,13 @@ class MixedPrecisionOptimizer:
     ) -> None:
         """`memory` says where state is stored; None means on the device. Float64 uses torch's kernels, whatever is given."""
         self._config = config
-        self._param_groups = [group for group in param_groups if group.spec.trainable]
+        trained = [group for group in param_groups if group.spec.trainable]
+        self._row_groups = [group for group in trained if isinstance(group, RowShardedGroup)]
+        # Last, so that the gradients of the others, by flat shard, have the same indices with and without them.
+        self._param_groups = [
+            *(group for group in trained if not isinstance(group, RowShardedGroup)),
+            *self._row_groups,
+        ]
         self._frozen_groups = [group for group in param_groups if not group.spec.trainable]
         weights = self.trained_weights()
         self._device = weights[0].device if weights else mesh.device
@@ -100,10 +108,16 @@ class MixedPrecisionOptimizer:
         self._state_swapper = self._build_state_swapper(memory or MemoryConfig())
         self._log_offloaded(None if memory is None else memory.optimizer_nvme_offload)
         self._unit_updates = list(self._build_unit_updates(mesh))
-        self._grad_norm = self._global_norm([flat_shard for _, flat_shard in self._owners()], mesh, kernels)
-        trained = [segment.flat_shard for segment in self.segments]
+        self._row_updates = [
+            TouchedRowUpdate(segment.group, segment)
+            for segment in self.segments
+            if isinstance(segment.group, RowShardedGroup)
+        ]
+        dense = [flat_shard for group, flat_shard in self._owners() if not isinstance(group, RowShardedGroup)]
+        self._grad_norm = self._global_norm(dense, mesh, kernels)
+        owned = [segment.flat_shard for segment in self.segments]
         frozen = [flat_shard for group in self._frozen_groups for flat_shard in group.flat_shards]
-        self._weight_norm = self._global_norm([*trained, *frozen], mesh, kernels)
+        self._weight_norm = self._global_norm([*owned, *frozen], mesh, kernels)
 
     def _global_norm(self, flat_shards: list[FlatShard], mesh: ParallelMesh, kernels: OptimizerKernels) -> GlobalNorm:
         # A rank whose parameters are all frozen has no tensors to tell the precision that all ranks sum in.
@@ -116,7 +130,9 @@ class MixedPrecisionOptimizer:
         return [weight for group in self._param_groups for weight in group.weights()]
 
     def _grads(self) -> list[Tensor]:
-        return [grad for group in self._param_groups for grad in group.grads()]
+        """Returns the owned gradients but those of row-sharded tables, of which few rows have any."""
+        groups = self._param_groups[: len(self._param_groups) - len(self._row_groups)]
+        return [grad for group in groups for grad in group.grads()]
 
     def _allocate_state(self, memory: MemoryConfig, weights: Sequence[Tensor]) -> list[StateSegment]:
         """Allocates the state of every element: the master weights as the model has them now, and zero moments."""
@@ -221,7 +237,7 @@ class MixedPrecisionOptimizer:
         decoupled_lr = self._config.decoupled_lr if decoupled_lr is None else decoupled_lr
         weight_decay = self._config.weight_decay if weight_decay is None else weight_decay
         grads = self._grads()
-        norm = self._grad_norm.norm(grads) / loss_scale
+        norm = self._grad_norm.norm(grads, [group.touched.grads for group in self._row_groups]) / loss_scale
         factor = torch.full_like(norm, 1.0 / loss_scale)
         if self._config.clip_grad > 0.0:
             factor = factor * clip_factor(norm, self._config.clip_grad)
@@ -245,7 +261,7 @@ class MixedPrecisionOptimizer:
         visits: list[SwapTask] = []
         for segment in self.segments:
             update = updates.get(segment.group.spec.rule)
-            if update is None:
+            if update is None or isinstance(segment.group, RowShardedGroup):
                 continue
             grad, weight = segment.slice_of(grads), segment.slice_of(weights)
             work = partial(_update_segment, update, segment, frozen, grad, weight)
@@ -257,6 +273,8 @@ class MixedPrecisionOptimizer:
             self._state_swapper.run(visits)
         for group, units in self._unit_updates:
             units.run(step.of_group(group.spec), frozen=frozen)
+        for rows in self._row_updates:
+            rows.run(updates[rows.group.spec.rule])
 
     def _wait_for_state(self) -> None:
         """Waits until swapped state is back in its storage, before it is read."""
@@ -275,7 +293,11 @@ class MixedPrecisionOptimizer:
 
     def count_zero_grads(self) -> Tensor:
         """Counts gradient elements that are exactly zero, over the whole model."""
-        return self._grad_norm.count_zeros(self._grads())
+        touched = [group.touched.grads[: group.num_rows] for group in self._row_groups]
+        absent = sum(
+            (group.num_rows - x.shape[0]) * x.shape[1] for group, x in zip(self._row_groups, touched, strict=True)
+        )
+        return self._grad_norm.count_zeros(self._grads(), touched, absent=absent)
 
     def weight_norm(self) -> Tensor:
         """Returns the L2 norm of the weights of the whole model: of master weights, and of those that are frozen."""

@@ -33,6 +33,7 @@ from petatron.schedule.actions import TimedAction
 from petatron.schedule.pipeline_of_run import PipelinePlan
 from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.flat_shard import all_gather_params
+from petatron.sharding.row_sharded_group import RowShardedGroup
 
 
 class ParallelModel:
@@ -74,6 +75,7 @@ class ParallelModel:
         self.sequence_parallel = sequence_parallel
         self.placements = parallelized.placements
         self.param_groups = parallelized.param_groups
+        self._row_groups = [group for group in self.param_groups if isinstance(group, RowShardedGroup)]
         self.gradient_reducer = parallelized.gradient_reducer
         self.fp8_gemms = parallelized.fp8_gemms
         self._weight_grad_queue = parallelized.weight_grad_queue
@@ -152,7 +154,8 @@ class ParallelModel:
     def named_metrics(self) -> dict[str, Tensor]:
         """The mean of each metric of the objective in the last training step, and of losses of layers' own, on the device."""
         means = () if self._means is None else self._means[len(self.objective.losses) :]
-        metrics = {metric.name: mean for metric, mean in zip(self.objective.metric_specs, means)}
+        metric_specs = self.objective.metric_specs if self.objective.measures_training else ()
+        metrics = {metric.name: mean for metric, mean in zip(metric_specs, means)}
         return metrics | self.layer_losses.means
 
     @property
@@ -220,6 +223,8 @@ class ParallelModel:
 
     def _start_step(self, num_micro_batches: int) -> None:
         self._weight_grad_queue.start_step()
+        for group in self._row_groups:
+            group.start_step()
         self.gradient_reducer.start_step(num_micro_batches)
 
     def _undo_point(self) -> Callable[[], None]:

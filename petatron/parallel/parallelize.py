@@ -40,12 +40,14 @@ from petatron.parallel.expert_parallel_token_dispatcher import apply_expert_para
 from petatron.parallel.install_fp8_gemms import Fp8GemmSet, apply_fp8
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
+from petatron.parallel.row_exchange import apply_row_sharding, row_axis, row_sharded_tables, set_row_grad_targets
 from petatron.parallel.select_kernels import select_kernels
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.fp8_gather import Fp8Weights
 from petatron.sharding.initial_values import InitialValues
 from petatron.sharding.optimizer_group_spec import FROZEN_GROUP, GroupSpec
+from petatron.sharding.row_sharded_group import RowShardedGroup
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, TensorShard
 
 if TYPE_CHECKING:
@@ -107,6 +109,8 @@ def parallelize(
         stage.to(torch.promote_types(dtype, torch.float32) if fully_sharded else dtype)
         placements |= _shard_stage(stage, stage_params, mesh, run, rng_streams)
         _freeze(stage, stage_params, dtype)
+        for _, table in row_sharded_tables(stage):
+            table.to(dtype)  # no rank gathers it
         if not fully_sharded:  # fully_shard gets gradients from autograd
             tensor_parallel.set_weight_grad_target(stage, weight_grad_queue)
     _tie_params(stages, spec)
@@ -141,6 +145,7 @@ def parallelize(
     else:
         groups, gradient_reducer = _build_flat_groups(stages, param_plan, mesh, run, weights)
         weight_grad_queue.accumulate = gradient_reducer.write_grad
+    groups = [*groups, *_build_row_groups(stages, param_plan, mesh, run.train.seed)]
     updated = (group for group in groups if group.spec.trainable)
     length = sum(flat_shard.length for group in updated for flat_shard in group.flat_shards)
     text = "rank %d updates %s elements of parameters, padding included, %s"
@@ -235,7 +240,8 @@ def _shard_stage(
         overlap_chunks=run.parallel.tp_comm_overlap_chunks if chunked else None,
         blocks=partial(mesh.blocks, "tp"),
     )
-    tensor_parallel.shard_vocabulary(stage, params, mesh.tp)
+    tensor_parallel.shard_vocabulary(stage, params, mesh.tp, data_axis=row_axis(mesh))
+    apply_row_sharding(stage, mesh)
     return placements
 
 
@@ -327,6 +333,26 @@ def _build_fsdp_groups(
         for weight in (weight for group in groups for weight in group.weights()):
             weight.copy_(weight.to(dtype))  # the initial master weights of a run without full sharding
     return groups, FsdpGradientReducer(groups, mesh)
+
+
+def _build_row_groups(
+    stages: Mapping[int, StageModule], param_plan: _ParamPlan, mesh: ParallelMesh, seed: int
+) -> list[RowShardedGroup]:
+    """Builds a group of each table whose rows are split over data-parallel ranks, and allocates this rank's rows."""
+    groups: list[RowShardedGroup] = []
+    for stage in stages.values():
+        of_stage: list[RowShardedGroup] = []
+        for name, table in row_sharded_tables(stage):
+            name, parameter = f"{name}.weight", table.weight
+            placement = param_plan.placements[name]
+            parameter.data = torch.zeros(placement.shape, dtype=parameter.dtype, device=parameter.device)
+            sum_rows = table.kernels.embedding_grad
+            group = RowShardedGroup(parameter, placement, mesh.tp, param_plan.groups[name], sum_rows=sum_rows)
+            _init_weights(group_tensor_shards(group, group.weights()), param_plan, seed)
+            of_stage.append(group)
+        set_row_grad_targets(stage, of_stage)
+        groups += of_stage
+    return groups
 
 
 def _grad_reduce_dtype(run: RunConfig) -> torch.dtype | None:

@@ -27,7 +27,7 @@ communicated; the last reduce-scatter, 1 / n of a row linear's communication, st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -365,22 +365,43 @@ def _parallel_op(module: nn.Module, slot: str) -> ColumnParallelOp | RowParallel
     return linear_op
 
 
-def shard_vocabulary(model: nn.Module, params: Mapping[str, ParamSpec], axis: Axis) -> None:
-    """Sets the vocabulary shard of embedding and output head; a shard may be all padding."""
+def shard_vocabulary(
+    model: nn.Module, params: Mapping[str, ParamSpec], axis: Axis, *, data_axis: Axis | None = None
+) -> None:
+    """Sets the vocabulary shard of embedding and output head; a shard may be all padding.
+
+    `data_axis` are the ranks that share the rows of a table with those of `axis`, if it is sharded by rows.
+    """
     tables = {name: param for name, param in params.items() if param.role == "vocabulary"}
-    coordinate = ModelParallelCoordinate(tp_size=axis.size, tp_rank=axis.rank)
-    max_and_sum = partial(collectives.all_reduce, axis=axis, op="max"), partial(collectives.all_reduce, axis=axis)
+    data = axis.alone() if data_axis is None else data_axis
+    coordinate = ModelParallelCoordinate(tp_size=axis.size, tp_rank=axis.rank, data_size=data.size, data_rank=data.rank)
     for name, module in model.named_modules():
         for slot in slots_of(module, "vocabulary shard"):
             size = getattr(module, slot).vocab_size
             # A tied head has no weight of its own, but the shard of the embedding.
             table = tables.get(f"{name}.weight", next(iter(tables.values())))
             shards = compute_placement(name, (size,), table.shard, coordinate).tensor_shards
+            axes = [used for used in ((data, axis) if table.shard.rows_over_data else (axis,)) if used.size > 1]
             vocab_shard = VocabShard(
                 vocab_size=size,
                 first_id=shards[0].start[0] if shards else size,
                 num_ids=shards[0].shape[0] if shards else 0,
-                all_reduce_max_sum=max_and_sum if axis.size > 1 else None,
-                all_gather_logits=partial(collectives.all_gather, axis=axis),
+                all_reduce_max_sum=(partial(_all_reduce, axes=axes, op="max"), partial(_all_reduce, axes=axes))
+                if axes
+                else None,
+                all_gather_logits=partial(_all_gather, axes=axes),
             )
             setattr(module, slot, vocab_shard)
+
+
+def _all_reduce(x: Tensor, axes: Sequence[Axis], op: collectives.ReduceOpName = "sum") -> Tensor:
+    for axis in axes:
+        collectives.all_reduce(x, axis, op=op)
+    return x
+
+
+def _all_gather(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Concatenates what the ranks of the first axis have, then what those of the next have of that."""
+    for axis in axes:
+        x = collectives.all_gather(x, axis)
+    return x

@@ -257,7 +257,7 @@ def flatten_parameters(
     parameters. The order inside is that of the backward pass, last layer first. A parameter whose gradient is summed
     with another stage's (a tied embedding) has a separate buffer, so that both stages shard it alike. With sharding, so have weights of
     FP8 GEMMs, whether they are gathered in FP8 or not: sums are then the same, in the same order. Frozen parameters have buffers of
-    weights alone.
+    weights alone. Tables of which each rank has other rows are in no buffer (`row_sharded_group.py`).
     """
     members: dict[tuple, list[BucketParam]] = {}
     uses = grads_per_micro_batch or Counter(parameter for stage in stages for parameter in stage.parameters())
@@ -265,10 +265,10 @@ def flatten_parameters(
     seen: set[nn.Parameter] = set()
     for number, stage in enumerate(stages):
         for grad_order, (name, parameter) in enumerate(reversed(list(stage.named_parameters()))):
-            if parameter in seen:
+            placement = placements[name]
+            if parameter in seen or placement.row_sharded:
                 continue
             seen.add(parameter)
-            placement = placements[name]
             tied = any(piece.grad_reduce_axis == "ends" for piece in placement.tensor_shards)
             eight = eight_bits is not None and name in eight_bits.scalings and group_specs[name].trainable
             key = (number, parameter.dtype, group_specs[name], placement.expert, tied, eight)

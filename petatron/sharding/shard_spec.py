@@ -46,6 +46,8 @@ class Shard:
     partial: when a replicated parameter's gradient is a summand over tp: never, under sequence parallelism, or always.
     ends: the first and the last pipeline rank both hold it, and their gradients are summands (a tied embedding).
     copy_of: the parameter of another pipeline stage that this one is a copy of.
+    rows_over_data: a table whose rows are split over the data-parallel ranks too, inside of the part of a tensor-parallel rank; ranks ask
+    each other for rows, and gradients are sent to the owner of a row (`layers/vocabulary/row_sharded_table.py`).
     """
 
     tp: int | None = None
@@ -55,6 +57,7 @@ class Shard:
     partial_grad: Literal["never", "sequence", "always"] = "never"
     shared_embedding: bool = False
     replica_of: str | None = None
+    rows_over_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,8 @@ class TensorShard:
 class Placement:
     """The local parameter and its shards of logical tensors; `section_rows` are the local sizes of the fused sections, in order.
 
-    `expert` says that the parameter is replicated over the ranks of `edp`, not over those of `dp_cp`. `cut_dim` is the dimension that
-    tensor-parallel ranks split, if any; a rank may have no rows of it.
+    `expert` says that the parameter is replicated over the ranks of `edp`, not over those of `dp_cp`; `row_sharded` that it is on this
+    rank alone. `cut_dim` is the dimension that tensor-parallel ranks split, if any; a rank may have no rows of it.
     """
 
     shape: Shape
@@ -89,11 +92,12 @@ class Placement:
     section_rows: tuple[int, ...]
     expert: bool = False
     cut_dim: int | None = None
+    row_sharded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ModelParallelCoordinate:
-    """This rank's coordinate on the axes that split tensors."""
+    """This rank's coordinate on the axes that split tensors; `data` are the ranks with other tokens, which split tables of rows."""
 
     tp_size: int = 1
     tp_rank: int = 0
@@ -102,11 +106,13 @@ class ModelParallelCoordinate:
     ep_rank: int = 0
     etp_size: int = 1
     etp_rank: int = 0
+    data_size: int = 1
+    data_rank: int = 0
 
     @classmethod
     def from_mesh(cls, mesh: ParallelMesh, *, sequence_parallel: bool) -> ModelParallelCoordinate:
-        tp, ep, etp = mesh.tp, mesh.ep, mesh["etp"]
-        return cls(tp.size, tp.rank, sequence_parallel, ep.size, ep.rank, etp.size, etp.rank)
+        tp, ep, etp, data = mesh.tp, mesh.ep, mesh["etp"], mesh["dp_cp"]
+        return cls(tp.size, tp.rank, sequence_parallel, ep.size, ep.rank, etp.size, etp.rank, data.size, data.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,9 @@ def compute_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelPar
     if spec.ep is not None:
         return _expert_placement(name, shape, spec, coordinate)
     ranks, rank = coordinate.tp_size, coordinate.tp_rank
+    if spec.rows_over_data:
+        ranks, rank = ranks * coordinate.data_size, rank * coordinate.data_size + coordinate.data_rank
+        return replace(_sharded_placement(name, shape, spec, 0, ranks, rank), row_sharded=True)
     dim = spec.tp
     if dim is None or dim >= len(shape):  # a bias of a weight that is split along its input is whole
         partial = ranks > 1 and (

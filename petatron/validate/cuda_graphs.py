@@ -19,6 +19,7 @@ from petatron.config.schema.fields import flag_name
 from petatron.config.schema.parallel import FSDP_STRATEGIES, MODEL_PARALLEL_SIZES
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
+from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 from petatron.kernels.size_limits import (
     FLASH_HEAD_MULTIPLE,
     FLASH_MAX_HEAD_DIM,
@@ -46,7 +47,7 @@ def check_cuda_graphs(config: RawRunConfig) -> Iterator[Problem]:
 
 def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
     """Returns all reasons why the steps of a run cannot be captured."""
-    rules = (_communication, _experts, _memory, _attention, _host_code)
+    rules = (_communication, _experts, _memory, _attention, _item_lookups, _host_code)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -89,6 +90,12 @@ def _host_communication(config: RawRunConfig) -> Iterator[CaptureProblem]:
         yield "--overlap-grad-reduce", why, "Add --no-overlap-grad-reduce, which reduces gradients after it."
     if experts and config.moe.moe_router_load_balancing_type == "global_aux_loss":
         yield "--moe-router-load-balancing-type global_aux_loss", why, fix
+
+
+def _item_lookups(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    if config.model.model_type == RECOMMENDER_MODEL:
+        why = "the host must know how many rows ranks ask each other for"
+        yield "a table of items", why, "Leave --cuda-graphs out."
 
 
 def _experts(config: RawRunConfig) -> Iterator[CaptureProblem]:

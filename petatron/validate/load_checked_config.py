@@ -36,6 +36,7 @@ from petatron.validate.moe import check_moe, check_moe_overlap, router_cannot_le
 from petatron.validate.mup import check_mup, mup_notices
 from petatron.validate.optimizer import check_optimizer, check_optimizer_offload
 from petatron.validate.precision import check_precision
+from petatron.validate.recommender import check_recommender
 from petatron.validate.recompute import check_recompute
 from petatron.validate.run_length import check_run_length
 from petatron.validate.sparse_attention import check_sparse_attention
@@ -101,6 +102,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_hybrid(config),
         check_sparse_attention(config),
         check_recurrent_layers(config),
+        check_recommender(config),
         check_mup(config),
         check_moe(config, require_training=require_training),
         check_layout(config, require_training=require_training),

@@ -14,6 +14,10 @@ BERT_DATASET = "bert"
 """The kind of dataset with masked text: pairs of segments, or packed documents."""
 T5_DATASET = "t5"
 """The kind of dataset whose spans are replaced by sentinels, for an encoder and a decoder."""
+ITEM_DATASET = "item-histories"
+"""The kind of dataset with the items that users had, one after the other."""
+NEXT_ITEM = "next-item"
+"""The objective of recommenders: their own losses, and how far up the held-out items are."""
 MASKED_DATASETS = (BERT_DATASET, T5_DATASET)
 TEXT_DATASETS = (GPT_DATASET, BEST_FIT_DATASET, *MASKED_DATASETS)
 """The kinds that read Megatron's .bin and .idx files."""

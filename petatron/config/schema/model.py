@@ -22,6 +22,7 @@ from petatron.config.schema.sections.moe import DispatchSettings, ExpertSettings
 from petatron.config.schema.sections.multi_token_prediction import MultiTokenPredictionSettings
 from petatron.config.schema.sections.mup import MupSettings
 from petatron.config.schema.sections.norm import NormSettings
+from petatron.config.schema.sections.recommender import HstuSettings, RecommenderSettings
 from petatron.config.schema.sections.rope import RopeScalingSettings, RopeSettings, RopeVariants, YarnSettings
 from petatron.config.schema.sections.sparse_attention import SparseAttentionSettings
 from petatron.config.schema.sections.vocabulary import VocabularySettings
@@ -52,6 +53,8 @@ class RawModelConfig(
     MaskedLanguageSettings,
     EncoderDecoderSettings,
     DecoderSequenceSettings,
+    RecommenderSettings,
+    HstuSettings,
     MupSettings,
 ):
     """The shape of a model."""
@@ -59,7 +62,7 @@ class RawModelConfig(
     feature: ClassVar = Feature("decoder")
     model_type: Annotated[str, "selects"] = "decoder"
     """Which registered model is built: `decoder` is that of the GPT and LLaMA families, dense or with experts; `bert` an encoder that
-    predicts masked tokens; `t5` an encoder, and a decoder that reads its output."""
+    predicts masked tokens; `t5` an encoder, and a decoder that reads its output; `recommender` predicts the next item of a history."""
     num_layers: Annotated[LayerCount, NotWith("hybrid_layer_pattern")] = 0
     """Number of transformer layers."""
     hidden_size: Annotated[Width, ToySize(128)] = 0
@@ -86,6 +89,7 @@ class ModelConfig(RawModelConfig):
     mamba_num_heads: Width = 0
     mamba_norm_groups: Width = 0
     num_token_types: Width = 0
+    hstu_value_dim: Width = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,9 @@ class _OneMicroBatch:
         self._layers, self._frozen = spec.stage_layers(stage), frozen_params(run)
         self._offload, self._first = offload, plan.num_without_backward
         layout = Layout.from_config(run.parallel)
-        self._coordinate = ModelParallelCoordinate(tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp)
+        self._coordinate = ModelParallelCoordinate(
+            tp_size=layout.tp, ep_size=layout.ep, etp_size=layout.etp, data_size=layout.dp * layout.cp
+        )
         starts = accumulate((count for count, _ in plan.groups), initial=0)
         self._group_start = [start for start, (count, _) in zip(starts, plan.groups) for _ in range(count)]
         self._saved = [self._saved_bytes(index) for index in range(len(self._layers))]

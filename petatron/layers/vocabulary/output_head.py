@@ -176,7 +176,19 @@ class OutputHead(nn.Module):
         loss_weights_SB: Tensor | None = None,
     ) -> Tensor:
         """Returns token losses [S, B]. With `loss_weights_SB` their gradient must be just that: it is used before backward."""
-        x_SBD, weight = self.input_comm(self._scaled(x_SBD)), self.used_weight(embedding_weight)
+        x_SBD = self.input_comm(self._scaled(x_SBD))
+        return self.gathered_losses(x_SBD, embedding_weight, targets_SB, loss_weights_SB=loss_weights_SB)
+
+    def gathered_losses(
+        self,
+        x_SBD: Tensor,
+        embedding_weight: Tensor | None,
+        targets_SB: Tensor,
+        *,
+        loss_weights_SB: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the token losses of an input that is scaled and gathered."""
+        weight = self.used_weight(embedding_weight)
         return _LinearCrossEntropy.apply(x_SBD, weight, self.bias, targets_SB, loss_weights_SB, self)  # pyright: ignore[reportReturnType]
 
     def losses_and_greedy(

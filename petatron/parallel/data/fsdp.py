@@ -14,6 +14,8 @@ every micro-batch, and accumulated in this rank's shard.
 Dense parameters are sharded over `shard`, experts over `edp_shard`. Hybrid sharding (Zhao et al., PyTorch FSDP) adds one
 all-reduce over `dp_outer` at the end of a step.
 
+Tables whose rows are split over the ranks already are in no unit (`sharding/row_sharded_group.py`).
+
 How a parameter is sharded, and a rank's shards as a parameter group, are in `fsdp_param_group.py`; messages are padded to equal shards.
 
 Weights of FP8 GEMMs may be all-gathered in FP8 (`fsdp_all_gather_reduce_scatter.py`): a rank quantizes its rows of them.
@@ -27,6 +29,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, Literal
 
@@ -61,8 +64,12 @@ def _make_unit(
     strategy: ShardingStrategy,
     *,
     reshard_after_forward: bool = True,
+    ignored: AbstractSet[nn.Parameter] = frozenset(),
 ) -> None:
-    """Makes a module a unit. `reshard_after_forward`: it is freed after its forward pass, and gathered again for backward."""
+    """Makes a module a unit. `reshard_after_forward`: it is freed after its forward pass, and gathered again for backward.
+
+    `ignored` parameters are not sharded here.
+    """
     stays_gathered = strategy == "optim_grads"
     # Layers return views, which torch warns about for in-place operations; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -72,6 +79,7 @@ def _make_unit(
         reshard_after_forward=reshard_after_forward and not stays_gathered,
         shard_placement_fn=lambda parameter: Shard(shard_dim(tuple(parameter.shape), axis.size)),
         mp_policy=mp_policy,
+        ignored_params=set(ignored),
     )
     assert isinstance(module, FSDPModule)
     module.set_reshard_after_backward(not stays_gathered, recurse=False)
@@ -116,12 +124,13 @@ def fully_shard_stages(
             make_expert_unit(module)
         for block in stage.layers.values():
             make_dense_unit(block)
-        embedding = _separate_embedding(stage)
+        rows = {p for name, p in stage.named_parameters() if placements[name].row_sharded}
+        embedding = _separate_embedding(stage, rows)
         if embedding is not None:
             make_dense_unit(embedding)
             assert isinstance(embedding, FSDPModule)
             embedding.set_unshard_in_backward(False)
-        make_dense_unit(stage, reshard_after_forward=False)
+        make_dense_unit(stage, reshard_after_forward=False, ignored=rows)
         _set_backward_prefetch(stage, without_backward)
         register_fsdp_forward_method(stage, "logits")
         register_fsdp_forward_method(stage, "generation_step")
@@ -129,9 +138,10 @@ def fully_shard_stages(
         gathers = _use_fp8_all_gather(stage, placements, dense_axis, fp8_weights, compute_dtype)
         if mesh.device.type != "meta":
             stage.to_empty(device=mesh.device)
-        present = dict.fromkeys(group_specs[name] for name, _ in stage.named_parameters())
+        sharded = {name: p for name, p in stage.named_parameters() if not placements[name].row_sharded}
+        present = dict.fromkeys(group_specs[name] for name in sharded)
         for spec in sorted(present, key=lambda spec: -spec.weight_decay):
-            chosen = {name: p for name, p in stage.named_parameters() if group_specs[name] == spec}
+            chosen = {name: p for name, p in sharded.items() if group_specs[name] == spec}
             groups.append(_build_param_group(stage, chosen, placements, mesh, spec, reduce_dtype, gathers))
     return groups
 
@@ -199,12 +209,16 @@ def _build_param_group(
     return group
 
 
-def _separate_embedding(stage: StageModule) -> nn.Module | None:
-    """Returns the stage's first module if it is a unit of its own: if no other module computes with its weights."""
+def _separate_embedding(stage: StageModule, ignored: AbstractSet[nn.Parameter]) -> nn.Module | None:
+    """Returns the stage's first module if it is a unit of its own: if no other module computes with its weights.
+
+    `ignored` parameters belong to no unit.
+    """
     if not stage.stage.has_embedding:
         return None
     [first, *_] = stage.outer_modules()[0]
-    return first if set(stage.reused_params()).isdisjoint(first.parameters()) else None
+    apart = {*stage.reused_params(), *ignored}
+    return first if apart.isdisjoint(first.parameters()) else None
 
 
 def _expert_modules(module: nn.Module, placements: Mapping[str, Placement], prefix: str = "") -> Iterator[nn.Module]:

@@ -62,7 +62,8 @@ class ObjectiveTerms:
             total += _sum(values.detach(), spec, batch)
             if gradients is not None and values.requires_grad:
                 edges.append(get_gradient_edge((values * gradients[name]).sum()))
-        if self._objective.metric_specs and self._objective.losses[0].name in losses:
+        measures = self._scales is None or self._objective.measures_training
+        if measures and self._objective.metric_specs and self._objective.losses[0].name in losses:
             self._add_metrics(losses if self._objective.uses_model_losses else None, output, batch)
         return edges
 
@@ -87,7 +88,7 @@ class ObjectiveTerms:
     def _add_metrics(self, model_losses: Mapping[str, Tensor] | None, output: StageOutput, batch: Batch) -> None:
         outputs = _wide(output.collected)
         if model_losses is not None:
-            outputs = {name: x.transpose(0, 1) for name, x in model_losses.items()}
+            outputs |= {name: x.transpose(0, 1) for name, x in model_losses.items()}
         outputs = {name: x.detach() for name, x in outputs.items()}
         metrics = self._objective.metrics(outputs, batch)
         self._check("metric", metrics, self._objective.metric_specs, batch)
