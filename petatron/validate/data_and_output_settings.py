@@ -8,7 +8,7 @@ from petatron.base.errors import Problem
 from petatron.config.declared_rules import or_default
 from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
-from petatron.config.schema.default_objective_names import GPT_DATASET, MASKED_DATASETS
+from petatron.config.schema.default_objective_names import GPT_DATASET, ITEM_DATASET, MASKED_DATASETS
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.settings_from_checkpoint import CHECKPOINT_ARGS_FLAG
@@ -199,12 +199,14 @@ def _fill_in_middle(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _masked_text(config: RawRunConfig) -> Iterator[Problem]:
+    """Yields settings of packed documents for samples that are none."""
     data = config.data
-    if data.dataset_type not in MASKED_DATASETS:
+    if data.dataset_type not in (*MASKED_DATASETS, ITEM_DATASET):
         return
+    does = "has histories of items" if data.dataset_type == ITEM_DATASET else "masks tokens"
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if getattr(data, name):
-            rule = f"is for text whose next token is predicted, and --dataset-type {data.dataset_type} masks tokens"
+            rule = f"is for text whose next token is predicted, and --dataset-type {data.dataset_type} {does}"
             yield Problem(flag_name(name), "", rule, "Leave it out: documents never see one another here.")
 
 

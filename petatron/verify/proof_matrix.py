@@ -94,6 +94,14 @@ _BERT_FLAGS = (
     "--make-vocab-size-divisible-by 2 --position-embedding-type rope --rotary-base 100 --learned-position-table --position-offset 2 "
     "--norm-placement post --embed-layernorm --window-size 5 --window-attn-skip-freq 2"
 )
+_RECOMMENDER_FLAGS = (
+    "--model-type recommender --num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 16 "
+    "--vocab-size 131 --activation relu"
+)
+_HSTU_FLAGS = (
+    "--recommender-layers hstu --hstu-value-dim 6 --untie-embeddings-and-output-weights --item-loss sampled_softmax --item-negatives both "
+    "--num-item-negatives 12 --position-embedding-type none"
+)
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
@@ -107,13 +115,16 @@ MODEL_FLAGS = {
     "delta": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} {_DELTA_FLAGS}",
     "lightning": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS} {_LIGHTNING_FLAGS}",
     "bert": _BERT_FLAGS,
+    "recommender": f"{_RECOMMENDER_FLAGS} --position-embedding-type learned_absolute --scale-embeddings",
+    "hstu": f"{_RECOMMENDER_FLAGS} {_HSTU_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
 multi-token prediction); the MoE trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; a hybrid
 of Mamba-2, MLPs and attention over packed documents; a Falcon-H1 (attention and Mamba-2 in parallel, factors);
 a Qwen3-Next (gated delta nets, gated attention, a gated shared expert); a MiniMax (lightning attention, norms on the residual stream,
-factors); and a BERT (masked, padded pairs of segments, two losses, norms after sums, windows on both sides)."""
+factors); a BERT (masked, padded pairs of segments, two losses, norms after sums, windows on both sides); a SASRec, with a table of
+items that is sharded by rows and a softmax over all of them; and an HSTU with two tables and sampled items."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -231,6 +242,9 @@ lightning:dp2.ep2 lightning:dp4.ep4 lightning:dp4-zero1 lightning:dp2-fsdp light
 lightning:cp2-a2a lightning:cp4-both
 bert:tp2 bert:tp4-sp bert:tp2-sp-overlap bert:pp2 bert:pp4 bert:pp2-vpp2 bert:pp2-zbh1 bert:pp2-zbv bert:cp2 bert:cp4 bert:cp2-gather
 bert:cp2-a2a bert:cp4-both bert:dp2 bert:dp4-zero1 bert:dp2-zero2 bert:dp2-fsdp
+recommender:tp2 recommender:tp4-sp recommender:tp2-sp-overlap recommender:cp2 recommender:cp4 recommender:dp2 recommender:dp4
+recommender:dp2-zero1 recommender:dp4-zero1 recommender:dp4-zero1-copies2 recommender:dp2-zero2 recommender:dp2-fsdp recommender:dp4-fsdp
+hstu:tp2 hstu:tp4-sp hstu:pp2 hstu:pp4 hstu:pp2-vpp2 hstu:pp2-zbh1 hstu:pp2-zbv hstu:dp2 hstu:dp4-zero1 hstu:dp2-fsdp
 """
 _AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -258,6 +272,9 @@ lightning:tp2-sp.cp2 lightning:tp2-sp.pp2 lightning:pp2.cp2 lightning:cp2.ep2 li
 lightning:cp2.recompute-attention lightning:tp2-sp.pp2.recompute-full
 bert:tp2-sp.pp2 bert:tp2-sp.cp2 bert:pp2.cp2 bert:pp2-vpp2.dp2-zero1 bert:cp2.dp2-fsdp bert:tp2-sp.dp2-fsdp bert:tp2-sp.pp2.recompute-full
 bert:cp2.recompute-selective
+recommender:tp2-sp.cp2 recommender:tp2-sp.dp2 recommender:tp2-sp.dp2-fsdp recommender:cp2.dp2-zero1 recommender:dp2-fsdp.recompute-selective
+recommender:dp2.recompute-full
+hstu:tp2-sp.pp2 hstu:pp2.dp2-zero1 hstu:tp2-sp.dp2-fsdp hstu:pp2-vpp2.dp2 hstu:dp2.recompute-attention hstu:tp2-sp.dp2.recompute-selective
 """
 _MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -270,7 +287,7 @@ moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 hybrid:tp2-sp.pp2.cp2 parallel:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
 delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2 lightning:tp2-sp.pp2.cp2.ep2 lightning:pp2.cp2.dp2-zero1.ep2
-bert:tp2-sp.pp2.cp2 bert:pp2.cp2.dp2-zero1
+bert:tp2-sp.pp2.cp2 bert:pp2.cp2.dp2-zero1 recommender:tp2-sp.cp2.dp2-zero1 hstu:tp2-sp.pp2.dp2-zero1
 mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())

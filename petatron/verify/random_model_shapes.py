@@ -12,6 +12,7 @@ from typing import get_args
 from petatron.base.errors import ConfigError
 from petatron.config.schema.sections.linear_attention import DELTA_NETS, LinearAttentionName
 from petatron.config.schema.sections.norm import NormPlacementName
+from petatron.config.schema.sections.recommender import ItemLossName, ItemNegativesName
 from petatron.validate import load_config
 from petatron.verify.proof_matrix import TRAINING_FLAGS, MatrixEntry
 
@@ -46,15 +47,22 @@ def _is_ill_conditioned(flags: str) -> bool:
 
 def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
     """Latent and linear attention and multi-token prediction are those of the entry's model; others have each now and then, but not
-    hybrids and encoders."""
+    hybrids, encoders and recommenders."""
     model, encoder = entry.model_flags, "--model-type bert" in entry.model_flags
+    recommender = "--model-type recommender" in model
     hybrid = "--hybrid-layer-pattern" in model
-    any_mixer = not hybrid and not encoder
+    any_mixer = not hybrid and not encoder and not recommender
     latent, linear = "--multi-latent-attention" in model, "--experimental-attention-variant" in model
     return [
         *_shape_flags(random),
         *(_hybrid_flags(random, model.partition("--hybrid-layer-pattern ")[2][:1]) if hybrid else []),
-        *(_encoder_flags(random) if encoder else _component_flags(random)),
+        *(
+            _encoder_flags(random)
+            if encoder
+            else _recommender_flags(random, hstu="--recommender-layers hstu" in model)
+            if recommender
+            else _component_flags(random)
+        ),
         *(_latent_flags(random) if latent or (random.random() < 0.2 and any_mixer) else []),
         *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and any_mixer) else []),
         *(_linear_attention_flags(random) if linear or (random.random() < 0.2 and any_mixer) else []),
@@ -113,6 +121,27 @@ def _encoder_flags(random: Random) -> list[str]:
         ("--untie-embeddings-and-output-weights", 0.3),
         ("--embed-layernorm", 0.5),
         ("--no-first-attention-norm", 0.3 if placement == "pre" else 0.0),
+    ):
+        flags += [flag] * (random.random() < chance)
+    return flags
+
+
+def _recommender_flags(random: Random, *, hstu: bool) -> list[str]:
+    flags = [
+        f"--model-type recommender --normalization {random.choice(('LayerNorm', 'RMSNorm'))}",
+        f"--position-embedding-type {random.choice(('learned_absolute', 'learned_absolute', 'none', 'rope'))}",
+        f"--activation {random.choice(('relu', 'gelu', 'swiglu'))} --num-item-negatives {random.choice((1, 5, 40))}",
+        f"--item-loss {random.choice(get_args(ItemLossName))} --item-negatives {random.choice(get_args(ItemNegativesName))}",
+    ]
+    if hstu:
+        flags.append(f"--recommender-layers hstu --hstu-value-dim {random.randint(2, 9)}")
+        flags.append(f"--hstu-time-buckets {random.choice((0, 3, 128))}")
+    for flag, chance in (
+        ("--untie-embeddings-and-output-weights", 0.5),
+        ("--scale-embeddings", 0.5),
+        ("--embed-layernorm", 0.3),
+        ("--disable-bias-linear", 0.5),
+        ("--qk-layernorm", 0.0 if hstu else 0.3),
     ):
         flags += [flag] * (random.random() < chance)
     return flags

@@ -38,7 +38,10 @@ def mean_over_all_draws(*, uniform: int, in_batch: int) -> Tensor:
 def test_the_partition_function_is_that_of_all_items_in_expectation():
     full = (X @ TABLE.t()).exp().sum(dim=1)
     for uniform, in_batch in ((1, 0), (3, 0), (0, 2), (2, 2)):
-        assert torch.allclose(mean_over_all_draws(uniform=uniform, in_batch=in_batch), full, rtol=1e-12), (uniform, in_batch)
+        assert torch.allclose(mean_over_all_draws(uniform=uniform, in_batch=in_batch), full, rtol=1e-12), (
+            uniform,
+            in_batch,
+        )
 
 
 def test_without_the_correction_it_is_not():

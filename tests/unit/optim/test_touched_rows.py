@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,9 @@ def table(dtype: torch.dtype = torch.float64) -> nn.Parameter:
 def group_of(parameter: nn.Parameter, spec: GroupSpec | None = None) -> RowShardedGroup:
     shard = Shard(tp=0, pad_to=1, rows_over_data=True)
     placement = compute_placement("items.weight", (ROWS, WIDTH), shard, ModelParallelCoordinate())
-    return RowShardedGroup(parameter, placement, ParallelMesh.single().tp, spec or GroupSpec(rule="adam", weight_decay=0.0))
+    return RowShardedGroup(
+        parameter, placement, ParallelMesh.single().tp, spec or GroupSpec(rule="adam", weight_decay=0.0)
+    )
 
 
 def lookups(step: int) -> list[tuple[Tensor, Tensor]]:
@@ -103,6 +107,10 @@ def test_other_rules_update_the_touched_rows_alone(rule: str):
     assert changed == [0, 3, 4, 7, 12]
 
 
+def _accumulate(grad: Tensor, out: Tensor, accumulate: bool) -> None:
+    out.copy_(out + grad if accumulate else grad)
+
+
 def test_a_matrix_of_gradients_touches_all_rows():
     ours, theirs = table(), table()
     group, dense = group_of(ours), torch.optim.AdamW([theirs], lr=0.05, weight_decay=0.0, eps=1e-30)
@@ -111,7 +119,7 @@ def test_a_matrix_of_gradients_touches_all_rows():
         group.start_step()
         matrix = torch.full((ROWS, WIDTH), 0.1 * (step + 1), dtype=torch.float64)
         for _ in range(2):
-            group.submit(ours, lambda out, accumulate: out.add_(matrix) if accumulate else out.copy_(matrix))
+            group.submit(ours, partial(_accumulate, matrix))
         for rows, grads in lookups(step):
             group.add_rows(rows, grads)
         optimizer.step()

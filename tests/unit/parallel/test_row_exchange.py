@@ -19,7 +19,9 @@ from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard
 from tests.dist import RankPool
 
 ROWS, WIDTH = 11, 2  # 4 ranks have 3, 3, 3 and 2 rows; 8 have 2 and the last two 1 and none
-PARAMS = {"table.weight": ParamSpec(shape=(ROWS, WIDTH), shard=Shard(tp=0, pad_to=1, rows_over_data=True), role="vocabulary")}
+PARAMS = {
+    "table.weight": ParamSpec(shape=(ROWS, WIDTH), shard=Shard(tp=0, pad_to=1, rows_over_data=True), role="vocabulary")
+}
 WEIGHT = torch.arange(ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
 
 
