@@ -41,8 +41,8 @@ from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rul
 from petatron.data.index_cache import IndexLog
 from petatron.data.masked import masked_language_dataset, span_corruption_dataset  # noqa: F401  they register theirs
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
-from petatron.data.recorded_tokenizer import check_recorded_tokenizer
 from petatron.data.recommendation import item_history_dataset  # noqa: F401  so does this
+from petatron.data.recorded_tokenizer import check_recorded_tokenizer
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
