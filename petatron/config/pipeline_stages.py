@@ -182,7 +182,9 @@ def _layers_per_stage(config: RawRunConfig) -> Sequence[int]:
 
 
 def _has_encoder_stages(config: RawRunConfig) -> bool:
-    return config.model.model_type == ENCODER_DECODER_MODEL and config.parallel.encoder_pipeline_model_parallel_size > 0
+    parallel, model = config.parallel, config.model
+    of_encoder = parallel.pipeline_model_parallel_size > 1 and parallel.encoder_pipeline_model_parallel_size > 0
+    return of_encoder and model.model_type == ENCODER_DECODER_MODEL
 
 
 def _encoder_shares(config: RawRunConfig) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -42,6 +42,7 @@ _LAYOUT = (
     _VIRTUAL_STAGES,
     "parallel.decoder_first_pipeline_num_layers",
     "parallel.decoder_last_pipeline_num_layers",
+    "parallel.encoder_pipeline_model_parallel_size",
     "parallel.account_for_embedding_in_pipeline_split",
     "parallel.account_for_loss_in_pipeline_split",
     "parallel.expert_model_parallel_size",

@@ -8,6 +8,7 @@ S sequence, B batch, D hidden.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -88,6 +89,7 @@ class EncoderDecoder(Decoder):
         if decoder := self._layers_of(encoder=False):
             tensors = {ENCODED: streams[ENCODED], **self._bias(DECODER_BIAS, streams)}
             context = self._context(batch, streams[HIDDEN], tensors, aux_loss_scale, statistics)
+            context = replace(context, key_spans=batch.key_spans)
             streams[HIDDEN] = self.run_layers(decoder, streams[HIDDEN], context)
         if self.head is None:
             return StageOutput(streams, {}, {})

@@ -24,7 +24,7 @@ from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.hf import drop_missing_predictions, family_name_of_config, parse_config_json, to_logical
+from petatron.models.hf import family_name_of_config, fit_values_to_tensors, parse_config_json, to_logical
 from petatron.models.registry import model_spec
 from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.folder_kind import detect_format, refuse_unconverted, weights_kind_problems
@@ -107,7 +107,7 @@ def from_pretrained(
         raise ConfigError(problems)
     content, tensors = source.config.to_dict(), source.state_dict()
     values, experts = parse_config_json(content)
-    settings = drop_missing_predictions(content, values, tensors), experts
+    settings = fit_values_to_tensors(content, values, tensors), experts
     run = _run_config(settings, mesh, flags, precision, stored=next(iter(tensors.values())).dtype)
     model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
     _load_state_dict(model, content, tensors)

@@ -102,6 +102,12 @@ _HSTU_FLAGS = (
     "--recommender-layers hstu --hstu-value-dim 6 --untie-embeddings-and-output-weights --item-loss sampled_softmax --item-negatives both "
     "--num-item-negatives 12 --position-embedding-type none"
 )
+_T5_FLAGS = (
+    "--model-type t5 --encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 "
+    "--seq-length 16 --decoder-seq-length 8 --mask-prob 0.3 --vocab-size 67 --make-vocab-size-divisible-by 2 --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type relative --relative-attention-num-buckets 8 --relative-attention-max-distance 6 "
+    "--softmax-scale 1 --activation relu --logits-scaling 5.656854249492381"
+)
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
@@ -117,6 +123,8 @@ MODEL_FLAGS = {
     "bert": _BERT_FLAGS,
     "recommender": f"{_RECOMMENDER_FLAGS} --position-embedding-type learned_absolute --scale-embeddings",
     "hstu": f"{_RECOMMENDER_FLAGS} {_HSTU_FLAGS}",
+    "t5": _T5_FLAGS,
+    "t5moe": f"{_T5_FLAGS} {_MOE_FLAGS} --swiglu --group-query-attention --num-query-groups 2",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
@@ -124,7 +132,8 @@ multi-token prediction); the MoE trained with Muon, whose rule needs whole matri
 of Mamba-2, MLPs and attention over packed documents; a Falcon-H1 (attention and Mamba-2 in parallel, factors);
 a Qwen3-Next (gated delta nets, gated attention, a gated shared expert); a MiniMax (lightning attention, norms on the residual stream,
 factors); a BERT (masked, padded pairs of segments, two losses, norms after sums, windows on both sides); a SASRec, with a table of
-items that is sharded by rows and a softmax over all of them; and an HSTU with two tables and sampled items."""
+items that is sharded by rows and a softmax over all of them; an HSTU with two tables and sampled items; and a T5 (an encoder whose
+output the decoder reads, relative positions, span-corrupted text), dense and with experts."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -140,6 +149,7 @@ _AXIS_OPTIONS = {
         "vpp2": "--num-virtual-stages-per-pipeline-rank 2",
         "chunk1": "--num-layers-per-virtual-pipeline-stage 1",
         "uneven": "--decoder-first-pipeline-num-layers 1",
+        "encoder1": "--encoder-pipeline-model-parallel-size 1",
     },
     "cp": {
         "gather": "--cp-comm-type all_gather",
@@ -245,6 +255,9 @@ bert:cp2-a2a bert:cp4-both bert:dp2 bert:dp4-zero1 bert:dp2-zero2 bert:dp2-fsdp
 recommender:tp2 recommender:tp4-sp recommender:tp2-sp-overlap recommender:cp2 recommender:cp4 recommender:dp2 recommender:dp4
 recommender:dp2-zero1 recommender:dp4-zero1 recommender:dp4-zero1-copies2 recommender:dp2-zero2 recommender:dp2-fsdp recommender:dp4-fsdp
 hstu:tp2 hstu:tp4-sp hstu:pp2 hstu:pp4 hstu:pp2-vpp2 hstu:pp2-zbh1 hstu:pp2-zbv hstu:dp2 hstu:dp4-zero1 hstu:dp2-fsdp
+t5:tp2 t5:tp4-sp t5:tp2-sp-overlap t5:pp2 t5:pp2-encoder1 t5:pp4 t5:pp2-vpp2 t5:pp2-zbh1 t5:pp2-zbv t5:cp2 t5:cp4 t5:cp2-gather t5:cp2-a2a
+t5:cp4-both t5:dp2 t5:dp4-zero1 t5:dp2-zero2 t5:dp2-fsdp
+t5moe:dp2.ep2 t5moe:dp4.ep4 t5moe:tp2-sp t5moe:pp2-encoder1
 """
 _AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -275,6 +288,8 @@ bert:cp2.recompute-selective
 recommender:tp2-sp.cp2 recommender:tp2-sp.dp2 recommender:tp2-sp.dp2-fsdp recommender:cp2.dp2-zero1 recommender:dp2-fsdp.recompute-selective
 recommender:dp2.recompute-full
 hstu:tp2-sp.pp2 hstu:pp2.dp2-zero1 hstu:tp2-sp.dp2-fsdp hstu:pp2-vpp2.dp2 hstu:dp2.recompute-attention hstu:tp2-sp.dp2.recompute-selective
+t5:tp2-sp.pp2 t5:tp2-sp.cp2 t5:pp2-encoder1.cp2 t5:pp2-vpp2.dp2-zero1 t5:cp2.dp2-fsdp t5:tp2-sp.dp2-fsdp t5:tp2-sp.pp2.recompute-full
+t5:cp2.recompute-selective t5moe:tp2-sp.dp2.ep2 t5moe:cp2.ep2 t5moe:pp2.dp2.ep2
 """
 _MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -288,6 +303,7 @@ moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 hybrid:tp2-sp.pp2.cp2 parallel:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
 delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2 lightning:tp2-sp.pp2.cp2.ep2 lightning:pp2.cp2.dp2-zero1.ep2
 bert:tp2-sp.pp2.cp2 bert:pp2.cp2.dp2-zero1 recommender:tp2-sp.cp2.dp2-zero1 hstu:tp2-sp.pp2.dp2-zero1
+t5:tp2-sp.pp2-encoder1.cp2 t5:pp2.cp2.dp2-zero1 t5moe:tp2-sp.pp2.cp2.ep2
 mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())

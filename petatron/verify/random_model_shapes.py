@@ -13,6 +13,7 @@ from petatron.base.errors import ConfigError
 from petatron.config.schema.sections.linear_attention import DELTA_NETS, LinearAttentionName
 from petatron.config.schema.sections.norm import NormPlacementName
 from petatron.config.schema.sections.recommender import ItemLossName, ItemNegativesName
+from petatron.data.masked.masking_vocabulary import MIN_MOCK_VOCABULARY
 from petatron.validate import load_config
 from petatron.verify.proof_matrix import TRAINING_FLAGS, MatrixEntry
 
@@ -50,6 +51,8 @@ def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
     hybrids, encoders and recommenders."""
     model, encoder = entry.model_flags, "--model-type bert" in entry.model_flags
     recommender = "--model-type recommender" in model
+    if "--model-type t5" in model:
+        return _encoder_decoder_flags(random, entry)
     hybrid = "--hybrid-layer-pattern" in model
     any_mixer = not hybrid and not encoder and not recommender
     latent, linear = "--multi-latent-attention" in model, "--experimental-attention-variant" in model
@@ -67,9 +70,12 @@ def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
         *([f"--mtp-num-layers {random.randint(1, 2)}"] if latent or (random.random() < 0.2 and any_mixer) else []),
         *(_linear_attention_flags(random) if linear or (random.random() < 0.2 and any_mixer) else []),
         *(_moe_flags(random) if entry.has_experts else []),
-        TRAINING_FLAGS,
-        f"--micro-batch-size {(micro := random.choice((1, 2, 3)))} --global-batch-size {8 * micro}",
+        *_training_flags(random),
     ]
+
+
+def _training_flags(random: Random) -> list[str]:
+    return [TRAINING_FLAGS, f"--micro-batch-size {(micro := random.choice((1, 2, 3)))} --global-batch-size {8 * micro}"]
 
 
 def _shape_flags(random: Random) -> list[str]:
@@ -111,7 +117,7 @@ def _encoder_flags(random: Random) -> list[str]:
         f"--model-type bert --norm-placement {placement} --normalization {random.choice(('LayerNorm', 'RMSNorm'))}",
         f"--position-embedding-type {random.choice(('rope', 'rope', 'none', 'learned_absolute'))}",
         f"--activation {random.choice(('gelu', 'geglu', 'relu', 'swiglu'))} --position-offset {random.choice((0, 0, 2))}",
-        f"--num-token-types {random.choice((0, 2, 3))}",
+        f"--num-token-types {random.choice((0, 2, 3))} {_masked_vocabulary(random)}",
     ]
     for flag, chance in (
         ("--no-bert-binary-head", 0.3),
@@ -145,6 +151,36 @@ def _recommender_flags(random: Random, *, hstu: bool) -> list[str]:
     ):
         flags += [flag] * (random.random() < chance)
     return flags
+
+
+def _masked_vocabulary(random: Random) -> str:
+    """Made-up masked text has special tokens too."""
+    return f"--vocab-size {random.randint(MIN_MOCK_VOCABULARY, 150)}"
+
+
+def _encoder_decoder_flags(random: Random, entry: MatrixEntry) -> list[str]:
+    encoder, decoder = random.randint(1, 4), random.randint(1, 4)
+    buckets = random.choice((4, 6, 8, 12))
+    flags = [
+        *_shape_flags(random),
+        f"--model-type t5 --encoder-num-layers {encoder} --decoder-num-layers {decoder} --num-layers {encoder + decoder}",
+        _masked_vocabulary(random),
+        f"--decoder-seq-length {4 * random.randint(4, 8)} --mask-prob {random.choice((0.15, 0.3))}",
+        f"--position-embedding-type {random.choice(('relative', 'relative', 'rope', 'none', 'learned_absolute'))}",
+        f"--relative-attention-num-buckets {buckets} --relative-attention-max-distance {buckets // 2 + random.randint(1, 9)}",
+        f"--norm-placement {random.choice(('pre', 'pre', 'both', 'output'))}",
+        f"--normalization {random.choice(('LayerNorm', 'RMSNorm'))} --softmax-scale {random.choice((0.3, 1.0))}",
+        f"--activation {random.choice(('gelu', 'geglu_tanh', 'relu', 'swiglu'))}",
+    ]
+    for flag, chance in (
+        ("--disable-bias-linear", 0.5),
+        ("--qk-layernorm", 0.2),
+        ("--untie-embeddings-and-output-weights", 0.5),
+        ("--embed-layernorm", 0.2),
+        ("--logits-scaling 3", 0.5),
+    ):
+        flags += [flag] * (random.random() < chance)
+    return [*flags, *(_moe_flags(random) if entry.has_experts else []), *_training_flags(random)]
 
 
 def _linear_attention_flags(random: Random) -> list[str]:

@@ -24,7 +24,8 @@ SINGLE_PROCESS_FLAGS = (
     "--tp 1 --pp 1 --cp 1 --ep 1 --etp 1 --dp 1 --no-sequence-parallel --pipeline-schedule none "
     "--num-virtual-stages-per-pipeline-rank none --num-layers-per-virtual-pipeline-stage none "
     "--microbatch-group-size-per-virtual-pipeline-stage none --decoder-first-pipeline-num-layers none "
-    "--decoder-last-pipeline-num-layers none --pipeline-model-parallel-layout none --no-use-distributed-optimizer "
+    "--decoder-last-pipeline-num-layers none --encoder-pipeline-model-parallel-size 0 "
+    "--pipeline-model-parallel-layout none --no-use-distributed-optimizer "
     "--no-overlap-param-gather --data-parallel-sharding-strategy none --num-distributed-optimizer-instances 1 "
     "--no-fp8-param-gather --no-tp-comm-overlap --tp-comm-overlap-chunks none --no-overlap-moe-expert-parallel-comm"
 )

@@ -10,6 +10,7 @@ import pytest
 from petatron.base.errors import ConfigError
 from petatron.models.hf import FAMILIES, family_name_of_config
 from tests.hf import test_equal, test_generate
+from tests.hf.encoder_decoder_zoo import ENCODER_DECODERS
 from tests.hf.encoder_zoo import ENCODERS
 from tests.hf.family_table import DENSE_LAYOUTS, EXPERT_LAYOUTS, family_table
 from tests.hf.zoo import BUILDERS
@@ -22,7 +23,8 @@ def test_the_table_of_families_is_up_to_date():
 
 
 def test_every_family_has_a_model_that_is_compared_and_a_row_that_says_something():
-    compared = {build().config.model_type for build in (*BUILDERS.values(), *ENCODERS.values())}
+    built = (*BUILDERS.values(), *ENCODERS.values(), *ENCODER_DECODERS.values())
+    compared = {build().config.model_type for build in built}
     assert compared == set(FAMILIES)
     assert all(family.models and family.what_differs for family in FAMILIES.values())
 

@@ -33,6 +33,7 @@ moe:tp2-sp.pp2.cp2.ep4.etp1
 mla:pp2.dp2.ep2
 bert:tp2-sp.pp2 bert:cp2 bert:dp2-fsdp
 recommender:dp4-zero1 hstu:tp2-sp.pp2
+t5:tp2-sp.pp2-encoder1.cp2 t5moe:dp2.ep2
 """.split()
 SINGLE_PRECISION = ["dense:pp2-vpp2", "moe:dp2.ep2"]
 """For three steps; `test_whole` takes 20 in every layout."""

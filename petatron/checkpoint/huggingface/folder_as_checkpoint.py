@@ -29,6 +29,7 @@ from petatron.checkpoint.huggingface.mxfp4_folder import TensorInfos, num_stored
 from petatron.checkpoint.load.dequantize import scale_shape
 from petatron.checkpoint.load.reshard_reads import read_checked_header
 from petatron.config.schema.model_identity import identity_differences
+from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.models import hf
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
@@ -89,8 +90,9 @@ class HuggingFaceFolder:
         """Returns ModelConfig and MoEConfig values; the second are empty for a dense model. `without_weights`: from config.json alone."""
         with self._reading(), self.naming_config():
             model, moe = hf.parse_config_json(self.config)
-            if not without_weights and model.get("mtp_num_layers") and not self.is_own:
-                model = hf.drop_missing_predictions(self.config, model, self.tensors)
+            depends = model.get("mtp_num_layers") or model.get("model_type") == ENCODER_DECODER_MODEL
+            if not without_weights and depends and not self.is_own:
+                model = hf.fit_values_to_tensors(self.config, model, self.tensors)
             return model, moe
 
     def checked_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:

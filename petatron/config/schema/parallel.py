@@ -133,7 +133,7 @@ class RawParallelConfig:
     Derived: interleaved with virtual stages, else 1f1b."""
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[BatchSize, _INTERLEAVED] | None = None
     """Micro-batches that pass one virtual stage before a rank turns to its next. Derived: the pipeline size."""
-    encoder_pipeline_model_parallel_size: Annotated[RankCount, _ENCODER_STAGES] = 0
+    encoder_pipeline_model_parallel_size: Annotated[RankCount, _PIPELINE, _ENCODER_STAGES] = 0
     """T5: how many stages, of those of `--pipeline-model-parallel-size`, are the encoder's alone; its layers are spread over them evenly,
     and the decoder's over the others. 0: all layers are spread evenly. Megatron-LM counts them beside those stages."""
     decoder_first_pipeline_num_layers: LayerCount | None = None

@@ -167,6 +167,7 @@ def _has_stages_of_its_own(run: RunConfig) -> bool:
         parallel.decoder_first_pipeline_num_layers,
         parallel.decoder_last_pipeline_num_layers,
         parallel.num_layers_per_virtual_pipeline_stage,
+        parallel.encoder_pipeline_model_parallel_size or None,
     )
     plain = parallel.pipeline_schedule == "1f1b" and parallel.num_virtual_stages_per_pipeline_rank == 1
     return not plain or any(value is not None for value in chosen)

@@ -16,8 +16,8 @@ from petatron.models.hf.config_json import (
     to_hf_config,
 )
 from petatron.models.hf.convert_hf_tensors import (
-    drop_missing_predictions,
     fill_model,
+    fit_values_to_tensors,
     output_head_name,
     stored_names_by_full_name,
     to_hf,
@@ -42,10 +42,10 @@ __all__ = [
     "Family",
     "FolderEntry",
     "build_config_json",
-    "drop_missing_predictions",
     "family_entries",
     "family_name_of_config",
     "fill_model",
+    "fit_values_to_tensors",
     "folder_entries",
     "folder_shapes",
     "fp8_block_size",

@@ -62,11 +62,16 @@ Names = Iterable[str] | Mapping[str, str]
 REQUIRED: Any = object()
 OTHER_MODEL_FIX = "Use another model; the decoder has no such part."
 _COUNTS = (
-    "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-    "v_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim",
 )  # fmt: skip
-_MAX_COUNTS = {"num_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS, "linear_num_key_heads": MAX_HEADS}
+_MAX_COUNTS = {
+    "num_layers": MAX_LAYERS,
+    "encoder_num_layers": MAX_LAYERS,
+    "num_experts": MAX_EXPERTS,
+    "linear_num_key_heads": MAX_HEADS,
+}
 # Numbers in which null means nothing; in others it turns something off, or is what sizes give.
 _NEVER_NULL = ("query_pre_attn_scalar", "max_window_layers", "no_rope_layer_interval", "attn_scale", "floor_scale")
 _NEVER_NULL_SETTINGS = ("max_position_embeddings", "norm_epsilon")

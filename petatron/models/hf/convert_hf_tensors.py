@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import abbreviate_names
+from petatron.models.hf.families.t5 import tie_missing_head
 from petatron.models.hf.family import Family
 from petatron.models.hf.find_family import family_name_of_config, get_family
 from petatron.models.hf.folder_entries import FolderEntry, family_entries, folder_shapes
@@ -134,7 +135,14 @@ def _full_name(family: Family, name: str, expected: Container[str]) -> str:
     return next((full for alias in names for full in (alias, family.prefix + alias) if full in expected), name)
 
 
-def drop_missing_predictions(
+def fit_values_to_tensors(
+    content: Mapping[str, Any], values: Mapping[str, Any], names: Container[str]
+) -> dict[str, Any]:
+    """Returns ModelConfig values of a config.json as they are with tensors of these names, which do not always have what it says."""
+    return _drop_missing_predictions(content, tie_missing_head(values, names), names)
+
+
+def _drop_missing_predictions(
     content: Mapping[str, Any], values: Mapping[str, Any], names: Container[str]
 ) -> dict[str, Any]:
     """Returns ModelConfig values without the depths of multi-token prediction that a config.json counts and the tensors lack.

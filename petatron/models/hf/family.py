@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from petatron.models.hf.config_translation import Translation
 
@@ -24,6 +25,8 @@ class ModuleMapping:
     stored [in, out] there; `no_weight_suffix`: the name is the tensor's own, without `.weight`; `leaf` is then its name in our module;
     `fused_by_head`: the rows of one head of each module are adjacent, and then those of the next head; `heads` is the ModelConfig field
     that counts them, of which a module may have several heads' rows each; `interleaved`: the rows of all modules alternate.
+    `stack`: of an encoder-decoder's layers, those that are numbered by themselves there. `beside`, `not_beside`: a module that the
+    layer has or does not have, where the name depends on it.
     """
 
     logical_modules: tuple[str, ...]
@@ -34,6 +37,9 @@ class ModuleMapping:
     fused_by_head: bool = False
     interleaved: bool = False
     heads: str = "num_attention_heads"
+    stack: Literal["encoder", "decoder"] | None = None
+    beside: str | None = None
+    not_beside: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,9 +115,9 @@ def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: Mode
     layers = 1 + max((int(name.split(".")[1]) for name in shapes if name.startswith("layers.")), default=-1)
     entries: list[FolderEntry] = []
     for mapping in mappings:
-        for layer in range(layers) if "*" in mapping.hf_module else range(1):
+        for layer in _layers_of(mapping, spec, layers):
             for leaf in (mapping.leaf,) if mapping.no_weight_suffix else ("weight", "bias"):
-                hf_layer = layer // max(family.branches, 1)
+                hf_layer = layer // max(family.branches, 1) - _first_layer(mapping, spec)
                 num_heads = getattr(spec.config, mapping.heads)
                 entries += _mapping_entries(mapping, (layer, hf_layer), leaf, shapes, num_heads)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
@@ -129,13 +129,28 @@ def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: Mode
     return tuple(entries)
 
 
+def _layers_of(mapping: ModuleMapping, spec: ModelSpec, layers: int) -> range:
+    if "*" not in mapping.hf_module:
+        return range(1)
+    return range(
+        _first_layer(mapping, spec), (spec.config.encoder_num_layers or 0) if mapping.stack == "encoder" else layers
+    )
+
+
+def _first_layer(mapping: ModuleMapping, spec: ModelSpec) -> int:
+    return (spec.config.encoder_num_layers or 0) if mapping.stack == "decoder" else 0
+
+
 def _mapping_entries(
     mapping: ModuleMapping, layers: tuple[int, int], leaf: str, shapes: Mapping[str, Shape], num_heads: int
 ) -> list[FolderEntry]:
     """Returns the entries of one layer, by its index here and there."""
     layer, hf_layer = map(str, layers)
     names = [f"{module.replace('*', layer)}.{leaf}" for module in mapping.logical_modules]
-    if names[0] not in shapes:
+    has = {
+        name: f"{name.replace('*', layer)}.weight" in shapes for name in (mapping.beside, mapping.not_beside) if name
+    }
+    if names[0] not in shapes or not has.get(mapping.beside, True) or has.get(mapping.not_beside, False):
         return []
     hf = mapping.hf_module.replace("*", hf_layer) + ("" if mapping.no_weight_suffix else f".{leaf}")
     parts = {name: shapes[name] for name in names}

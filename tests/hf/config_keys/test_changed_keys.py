@@ -20,20 +20,24 @@ from transformers import PreTrainedModel
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.models.hf import FAMILIES, family_name_of_config, fill_model, from_hf_config, to_logical
 from petatron.models.registry import model_spec
 from petatron.train.build_run import build_model
 from tests.hf.config_keys.changed_keys import Change, Config, all_changes, changed
+from tests.hf.encoder_decoder_zoo import ENCODER_DECODERS
 from tests.hf.encoder_zoo import ENCODERS
 from tests.hf.ours import run_config
 from tests.hf.variant_zoo import VOCABULARY
 from tests.hf.zoo import BUILDERS, ONE_OF_EACH_FAMILY
 from tests.longform import diagonal, later
 
-NAMES = (*ONE_OF_EACH_FAMILY, *ENCODERS)
+NAMES = (*ONE_OF_EACH_FAMILY, *ENCODERS, *ENCODER_DECODERS)
 TOKENS = torch.randint(10, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(7))
 """None of them is an id of padding, by which some encoders count positions."""
+TARGET = TOKENS.flip(1)[:, :12]
+"""What the decoder reads, where the tokens are an encoder's."""
 OTHERWISE = {
     # For whole sequences and not token by token; the model's own code has no such bound (`docs/mamba.md`).
     "nemotron_h": ("time_step_min", "mamba_dt_min"),
@@ -58,7 +62,7 @@ def _with_random_weights(model: Any) -> PreTrainedModel:
 @cache
 def _model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return _with_random_weights({**BUILDERS, **ENCODERS}[name]())
+    return _with_random_weights({**BUILDERS, **ENCODERS, **ENCODER_DECODERS}[name]())
 
 
 def _rebuilt(model: PreTrainedModel, config: Config) -> tuple[PreTrainedModel, Tensor] | None:
@@ -67,7 +71,7 @@ def _rebuilt(model: PreTrainedModel, config: Config) -> tuple[PreTrainedModel, T
     try:
         other = _with_random_weights(type(model)(type(model.config).from_dict(copy.deepcopy(config))))
         with torch.no_grad():
-            logits = other(TOKENS, return_dict=True)
+            logits = other(TOKENS, return_dict=True, **({"decoder_input_ids": TARGET} if _has_encoder(other) else {}))
             logits = logits.prediction_logits if "prediction_logits" in logits else logits.logits
     except Exception:  # whatever it is, transformers has no such model
         return None
@@ -88,7 +92,14 @@ def _our_logits(config: Config, model: PreTrainedModel, folder: Path) -> Tensor 
     fill_model(ours.module, ours.placements, logical)
     assert isinstance(ours.module, Decoder)
     with torch.no_grad():
-        return ours.module.eval().logits(TOKENS)
+        if not _has_encoder(model):
+            return ours.module.eval().logits(TOKENS)
+        batch = Batch(TARGET, arrays={"encoder_tokens": TOKENS})
+        return ours.module.eval()(batch, collect=("logits",)).collected["logits"]
+
+
+def _has_encoder(model: PreTrainedModel) -> bool:
+    return model.config.is_encoder_decoder
 
 
 class Comparison:

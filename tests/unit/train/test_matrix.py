@@ -141,6 +141,10 @@ def test_select():
             "mamba:tp4-sp",
             "delta:tp4-sp",
             "lightning:tp4-sp",
+            "bert:tp4-sp",
+            "recommender:tp4-sp",
+            "hstu:tp4-sp",
+            "t5:tp4-sp",
         ),
         *("dense:tp4-sp-overlap.recompute-selective", "moe:tp4-sp-overlap.ep2.etp1.recompute-experts"),
     ]

@@ -24,6 +24,7 @@ from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from petatron.models.hf.families.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
+from petatron.models.hf.families.t5 import MT5, T5
 
 FAMILIES = (
     GPT2,
@@ -71,4 +72,6 @@ FAMILIES = (
     MEGATRON_BERT,
     ROBERTA,
     MODERNBERT,
+    T5,
+    MT5,
 )
