@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from petatron.base.errors import DataError
 from petatron.evaluate.confidence_interval import Estimate
 from petatron.evaluate.score_sequences import OnProgress, SequenceScore, score_sequences
+from petatron.parallel.forward_sequences import BATCH_TOKENS
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.validate.layer_capabilities import why_reading_only
 
 BITS_PER_NAT = 1 / math.log(2)
 
@@ -61,13 +64,23 @@ class EvalTask(ABC):
     def metrics(self, scores: Sequence[SequenceScore]) -> tuple[dict[str, Estimate], dict[str, int]]:
         """Returns metrics and counts."""
 
+    def score(
+        self, model: ParallelModel, *, batch_tokens: int, on_progress: OnProgress | None
+    ) -> Sequence[SequenceScore]:
+        """Scores the sequences token by token, each from those before it; `DataError` if the model does not predict so."""
+        if why_reading_only(model.spec) is not None:
+            raise DataError(
+                "This task scores next tokens, and the model predicts none. Use --task masked for an encoder."
+            )
+        return score_sequences(model, self.sequences, batch_tokens=batch_tokens, on_progress=on_progress)
+
     def run(
         self, model: ParallelModel, *, batch_tokens: int | None = None, on_progress: OnProgress | None = None
     ) -> TaskResult:
         """Scores the sequences; every rank calls it, and all get the same result."""
         started = time.perf_counter()
-        options = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-        metrics, counts = self.metrics(score_sequences(model, self.sequences, on_progress=on_progress, **options))
+        tokens = BATCH_TOKENS if batch_tokens is None else batch_tokens
+        metrics, counts = self.metrics(self.score(model, batch_tokens=tokens, on_progress=on_progress))
         seconds = time.perf_counter() - started
         return TaskResult(metrics=metrics, counts=counts, notes=tuple(self.notes), seconds=seconds)
 

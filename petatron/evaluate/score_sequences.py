@@ -5,7 +5,7 @@ likely one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 from petatron.models.decoder import GREEDY_TARGETS, TOKEN_LOSSES
 from petatron.models.mtp_and_longrope_arrays import mark_long_rows
@@ -27,6 +28,7 @@ from petatron.parallel.forward_sequences import (
     sequence_multiple,
 )
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.validate.layer_capabilities import why_reading_only
 
 OnProgress = Callable[[int, int], None]
 """(scored tokens, all tokens)"""
@@ -63,23 +65,42 @@ def score_sequences(
     if batch_tokens < 1:
         raise ConfigError([Problem("batch_tokens", str(batch_tokens), "is below 1", f"Use {BATCH_TOKENS}, say.")])
     _check_sequences(model, sequences)
+    pairs = [(ids[:-1], ids[1:]) for ids in sequences]
+    return score_targets(model, pairs, batch_tokens=batch_tokens, on_progress=on_progress)
+
+
+def score_targets(
+    model: ParallelModel,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    batch_tokens: int,
+    on_progress: OnProgress | None = None,
+) -> list[SequenceScore]:
+    """Scores the target of each input, of sequences that the model can read; every rank calls it with the same ones.
+
+    Padding is after each sequence, and unseen: by causal attention as it is, by any other as a document of its own.
+    """
     plans = plan_micro_batches(
-        [len(ids) - 1 for ids in sequences],
+        [len(inputs) for inputs, _ in pairs],
         dp_size=model.mesh.dp.size,
         batch_tokens=batch_tokens,
         multiple=sequence_multiple(model),
-        max_length=max_scored_tokens(model) - 1,
+        max_length=max_inputs(model),
     )
     nothing = np.zeros(0)
-    scores = [SequenceScore(nothing, nothing.astype(bool))] * len(sequences)
-    scored, total = 0, sum(max(len(ids) - 1, 0) for ids in sequences)
+    scores = [SequenceScore(nothing, nothing.astype(bool))] * len(pairs)
+    scored, total = 0, sum(len(inputs) for inputs, _ in pairs)
+    padding_is_seen = why_reading_only(model.spec) is not None
 
     def make_batch(plan: MicroBatchPlan, indices: Sequence[int]) -> Batch:
-        batch = _make_batch([sequences[index] for index in indices], plan, model.mesh.device)
-        if model.spec.original_context is None:
-            return batch
-        lengths = [len(sequences[index]) - 1 for index in indices] + [0] * (plan.rows - len(indices))
-        return mark_long_rows(batch, model.spec.original_context, lengths)
+        batch = _make_batch([pairs[index] for index in indices], plan, model.mesh.device)
+        lengths = [len(pairs[index][0]) for index in indices] + [0] * (plan.rows - len(indices))
+        if model.spec.original_context is not None:
+            batch = mark_long_rows(batch, model.spec.original_context, lengths)
+        if padding_is_seen and min(lengths) < plan.length:
+            documents = Documents.of_lengths(np.maximum(lengths, 1), plan.length)
+            batch = replace(batch, documents=documents.to(model.mesh.device))
+        return batch
 
     results = forward_sequences(
         model,
@@ -89,9 +110,9 @@ def score_sequences(
         width=lambda plan: 2 * plan.length,
         add=_add_scores,
     )
-    for pairs in results:
-        for index, result in pairs:
-            losses, greedy = result.view(2, -1)[:, : len(sequences[index]) - 1].numpy()
+    for results_at_once in results:
+        for index, result in results_at_once:
+            losses, greedy = result.view(2, -1)[:, : len(pairs[index][0])].numpy()
             scores[index] = SequenceScore(-losses, greedy > 0.5)
             scored += len(losses)
         if on_progress is not None:
@@ -117,11 +138,13 @@ def _add_scores(result: Tensor, local: LocalOutputs) -> None:
         both[:, kind, where] = local.outputs[name].to(result.dtype)
 
 
-def _make_batch(sequences: Sequence[Sequence[int]], plan: MicroBatchPlan, device: torch.device) -> Batch:
-    """Pads sequences on the right; attention is causal, so padding changes no score. Missing rows are padding alone."""
+def _make_batch(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], plan: MicroBatchPlan, device: torch.device
+) -> Batch:
+    """Pads sequences on the right. Missing rows are padding alone."""
     arrays = np.zeros((3, plan.rows, plan.length), dtype=np.int64)
-    for row, ids in enumerate(sequences):
-        count = len(ids) - 1
-        arrays[0, row, :count], arrays[1, row, :count], arrays[2, row, :count] = ids[:-1], ids[1:], 1
+    for row, (inputs, targets) in enumerate(pairs):
+        count = len(inputs)
+        arrays[0, row, :count], arrays[1, row, :count], arrays[2, row, :count] = inputs, targets, 1
     tokens, labels, counted = torch.from_numpy(arrays).to(device).unbind(0)
     return Batch(tokens, labels, counted.float())

@@ -21,7 +21,7 @@ from petatron.layers.prediction_transform import PredictionTransformSpec
 from petatron.layers.vocabulary.embedding import PositionEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
-from petatron.models.decoder import HIDDEN, TOKEN_LOSSES, Decoder, DecoderParts
+from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, TOKEN_LOSSES, Decoder, DecoderParts
 from petatron.models.stage_inputs_outputs import StageOutput
 
 ORDER_LOSS, ORDER_LOGITS = "sop loss", "order_logits"
@@ -77,8 +77,8 @@ class MaskedLanguageModel(Decoder):
     ) -> StageOutput:
         """Runs the stage (see `StageModule`); the last one computes the losses if the batch has labels and nothing is collected.
 
-        It can collect "logits" [B, S, vocabulary], "hidden_states" [B, S, hidden], the output of the last layer, "token_losses" [B, S],
-        and "order_logits" [B, 2]: whether the second segment belongs after the first, or not.
+        It can collect "logits" [B, S, vocabulary], "hidden_states" [B, S, hidden], the output of the last layer, "token_losses" [B, S]
+        and "greedy_targets" [B, S] of the labels, and "order_logits" [B, 2]: whether the second segment belongs after the first, or not.
         """
         x_SBD = self._encoder_input(batch, inputs)
         context = self._context(
@@ -99,15 +99,21 @@ class MaskedLanguageModel(Decoder):
                 losses[ORDER_LOSS] = F.cross_entropy(order_logits, batch[ORDER_LABELS], reduction="none")
             else:
                 collected[ORDER_LOGITS] = order_logits
-        predicted = self.transform(x_SBD) if with_losses or {"logits", TOKEN_LOSSES} & set(collect) else None
+        of_transform = {"logits", TOKEN_LOSSES, GREEDY_TARGETS} & set(collect)
+        predicted = self.transform(x_SBD) if with_losses or of_transform else None
         if predicted is not None and "logits" in collect:
             collected["logits"] = self._logits(predicted)
-        if predicted is not None and (with_losses or TOKEN_LOSSES in collect):
+        if predicted is not None and GREEDY_TARGETS in collect:
+            losses[LM_LOSS], greedy_SB = self.head.losses_and_greedy(
+                predicted, self._embedding_weight(), batch.labels.t()
+            )
+            collected[GREEDY_TARGETS] = greedy_SB.t()
+        elif predicted is not None and (with_losses or TOKEN_LOSSES in collect):
             weights = None if loss_weights is None else loss_weights[LM_LOSS]
             labels_SB = batch.labels.t()
             losses[LM_LOSS] = self.head.losses(predicted, self._embedding_weight(), labels_SB, loss_weights_SB=weights)
-            if TOKEN_LOSSES in collect:
-                collected[TOKEN_LOSSES] = losses[LM_LOSS].t()
+        if TOKEN_LOSSES in collect:
+            collected[TOKEN_LOSSES] = losses[LM_LOSS].t()
         return StageOutput({}, losses, collected)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models import branch_specs
 from petatron.models.batch import Batch
-from petatron.models.decoder import TOKEN_LOSSES
+from petatron.models.decoder import GREEDY_TARGETS, TOKEN_LOSSES
 from petatron.models.decoder_spec import DecoderSpec, decoder_spec
 from petatron.models.masked_language_model import (
     ORDER_LOGITS,
@@ -82,7 +82,7 @@ class MaskedLanguageSpec(DecoderSpec):
         return replace(
             super(MaskedLanguageSpec, self).io(stages),
             losses=(LossSpec(LM_LOSS, token_weights=LOSS_WEIGHTS), *order),
-            outputs=("logits", "hidden_states", TOKEN_LOSSES, *([ORDER_LOGITS] if order else [])),
+            outputs=("logits", "hidden_states", TOKEN_LOSSES, GREEDY_TARGETS, *([ORDER_LOGITS] if order else [])),
             extend_batch=_weight_first_tokens if order else None,
         )
 

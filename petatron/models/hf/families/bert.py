@@ -179,8 +179,7 @@ def _modernbert(config: Translation) -> None:
     _prediction_activation(config)
     _switches_of_biases(config)
     _local_layers(config)
-    # transformers has half of local_attention under the second name too, and reads it from files.
-    config.only(embedding_dropout=0.0, mlp_dropout=0.0, sliding_window=None)
+    config.only(embedding_dropout=0.0, mlp_dropout=0.0)
     config.always(
         norm_placement="pre",
         embed_layernorm=True,
@@ -240,11 +239,15 @@ def _local_layers(config: Translation) -> None:
         if not isinstance(kinds, list) or len(kinds) != layers or {str(kind) for kind in kinds} - {FULL, SLIDING}:
             rule = f"does not name each of the {layers} layers {FULL} or {SLIDING}"
             return {}, [Problem("layer_types", "", rule, OWN_FOLDER_FIX)]
+        half, named = keys["local_attention"] // 2, keys["sliding_window"]  # transformers reads either
+        if named is not None and named != half:
+            rule = f"is not {half}, half of local_attention"
+            return {}, [Problem("sliding_window", f"{named!r:.40}", rule, "Leave it out.")]
         slides = [kind == SLIDING for kind in kinds]
         if not any(slides):
             return {"window_size": None}, []
         pattern = {} if all(slides) else {"window_attn_skip_freq": format_layers(slides)}
-        return {"window_size": keys["local_attention"] // 2 + 1, **pattern}, []
+        return {"window_size": half + 1, **pattern}, []
 
     def write(spec: ModelSpec) -> Keys:
         window, kinds = spec.config.window_size, [SLIDING if here else FULL for here in window_layers(spec.config)]
@@ -256,6 +259,7 @@ def _local_layers(config: Translation) -> None:
         write,
         layer_types=None,
         local_attention=128,
+        sliding_window=None,
         global_attn_every_n_layers=3,
     )
 
