@@ -10,8 +10,8 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.bench.measure.check_arguments import resolve_device
 from petatron.bench.peers import BenchSpec
+from petatron.bench.peers.random_batches import random_batch
 from petatron.config.read_config_sources import RawLoadedConfig
-from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.fields import fields_by_name, flatten_config
 from petatron.config.schema.parallel import MESH_SIZES
 from petatron.kernels.cpu_matmul import unsupported_reason
@@ -90,13 +90,5 @@ def _check_one_process(asked: RawLoadedConfig) -> None:
 
 def make_batches(spec: BenchSpec) -> list[Batch]:
     """Returns the same random tokens for every contender, so few that the loss must fall."""
-    model, size = spec.run.model, spec.run.train.micro_batch_size
-    vocab_size = known_vocab_size(model)
     generator = torch.Generator().manual_seed(spec.run.train.seed)
-    batches = []
-    for _ in range(NUM_BATCHES):
-        text = torch.randint(vocab_size, (size, model.seq_length + 1), generator=generator).to(spec.device)
-        labels = text[:, 1:].contiguous()
-        mask = torch.ones(labels.shape, device=spec.device)
-        batches.append(Batch(text[:, :-1].contiguous(), labels, mask))
-    return batches
+    return [random_batch(spec.run, generator, spec.device) for _ in range(NUM_BATCHES)]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.bench.peers import BenchSpec
@@ -25,6 +24,7 @@ from petatron.bench.peers.huggingface_experts import (
     has_router_losses,
     unmatched_training,
 )
+from petatron.bench.peers.huggingface_losses import loss_of
 from petatron.bench.peers.initial_weights import InitialWeights
 from petatron.config import RunConfig
 from petatron.config.schema.sections.hybrid import ATTENTION, branch_symbols
@@ -75,13 +75,12 @@ class TransformersContender:
         if dtype != torch.float32:
             self._autocast = torch.autocast(spec.device.type, dtype=dtype)
             cast_expert_weights(self._model, entries, dtype)
+        self._loss = loss_of(run.model.model_type)
         self._optimizer = ClippedAdamW(self._model, run.optim)
 
     def step(self, batch: Batch) -> Tensor:
         with self._autocast or nullcontext():
-            logits = self._model(input_ids=batch.tokens, use_cache=False).logits
-        loss = functional.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
-        del logits
+            loss = self._loss(self._model, batch)
         (loss if self._router_losses is None else loss + self._router_losses.pop()).backward()
         self._optimizer.step()
         return loss.detach()
@@ -92,16 +91,16 @@ build = TransformersContender
 
 def build_model(run: RunConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Builds the model with the initial weights of every contender."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     content = to_hf_config(model_spec(run))
-    content.pop("architectures")
-    config = AutoConfig.for_model(content.pop("model_type"), **content)
+    [architecture] = content.pop("architectures")
+    config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     pattern = run.model.hybrid_layer_pattern
     # What has no attention refuses SDPA.
     attention = "sdpa" if pattern is None or ATTENTION in branch_symbols(pattern) else "eager"
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        model = getattr(transformers, architecture)._from_config(config, attn_implementation=attention, dtype=dtype)
     load_initial_weights(model, model_spec(run), device=device)
     return model
 

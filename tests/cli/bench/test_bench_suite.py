@@ -64,7 +64,16 @@ def in_process(words: Sequence[str], limit_s: float) -> tuple[dict[str, Any] | N
 
 
 # One model of every family; the others take longer than they tell.
-FAMILIES = ("llama-125m", "llama-8b-fp8", "mixtral-slice", "qwen3-30b-a3b", "qwen3-0.6b", "gemma3-1b", "gpt-125m")
+FAMILIES = (
+    "llama-125m",
+    "llama-8b-fp8",
+    "mixtral-slice",
+    "qwen3-30b-a3b",
+    "qwen3-0.6b",
+    "gemma3-1b",
+    "gpt-125m",
+    "bert-large",
+)
 
 
 @diagonal(3)

@@ -1,0 +1,65 @@
+"""Random batches of each type of model, on the device: the same for every contender."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Generator, Tensor
+
+from petatron.config import RunConfig
+from petatron.config.required_settings import known_vocab_size
+from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
+from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
+from petatron.models.batch import Batch
+from petatron.models.encoder_decoder_model import ENCODER_TOKENS
+from petatron.models.masked_language_model import ORDER_LABELS, TOKEN_TYPES
+
+_MASKED_SHARE = 0.15
+
+
+def random_batch(run: RunConfig, generator: Generator, device: torch.device) -> Batch:
+    """Returns a micro-batch of rows without padding. Models of other types than ours get that of a decoder."""
+    return _MAKERS.get(run.model.model_type, _next_tokens)(run, generator, device)
+
+
+def _next_tokens(run: RunConfig, generator: Generator, device: torch.device) -> Batch:
+    text = _tokens(run, run.model.seq_length + 1, generator, device)
+    labels = text[:, 1:].contiguous()
+    return Batch(text[:, :-1].contiguous(), labels, torch.ones(labels.shape, device=device))
+
+
+def _masked_tokens(run: RunConfig, generator: Generator, device: torch.device) -> Batch:
+    """15 % of the tokens are predicted; the second half of a row is its second segment."""
+    length, count = run.model.seq_length, run.train.micro_batch_size
+    labels, others = (_tokens(run, length, generator, device) for _ in range(2))
+    masked = (torch.rand((count, length), generator=generator) < _MASKED_SHARE).to(device)
+    masked[:, length // 2] = True  # one at least
+    arrays: dict[str, Tensor] = {}
+    if run.model.num_token_types:
+        arrays[TOKEN_TYPES] = (torch.arange(length, device=device) >= length // 2).long().expand(count, -1).contiguous()
+    if run.model.bert_binary_head:
+        arrays[ORDER_LABELS] = torch.randint(2, (count,), generator=generator).to(device)
+    inputs = torch.where(masked, others, labels)
+    return Batch(inputs, labels, masked.float(), arrays=arrays, sequence_dims={ORDER_LABELS: None})
+
+
+def _corrupted_spans(run: RunConfig, generator: Generator, device: torch.device) -> Batch:
+    """Both sequences are as long as the run says; their tokens have nothing to do with one another."""
+    model = run.model
+    source = _tokens(run, model.seq_length, generator, device)
+    text = _tokens(run, (model.decoder_seq_length or model.seq_length) + 1, generator, device)
+    labels = text[:, 1:].contiguous()
+    mask = torch.ones(labels.shape, device=device)
+    return Batch(text[:, :-1].contiguous(), labels, mask, arrays={ENCODER_TOKENS: source})
+
+
+def _tokens(run: RunConfig, length: int, generator: Generator, device: torch.device) -> Tensor:
+    shape = run.train.micro_batch_size, length
+    return torch.randint(known_vocab_size(run.model), shape, generator=generator).to(device)
+
+
+_MAKERS: Mapping[str, Callable[[RunConfig, Generator, torch.device], Batch]] = {
+    MASKED_LANGUAGE_MODEL: _masked_tokens,
+    ENCODER_DECODER_MODEL: _corrupted_spans,
+}
