@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from petatron.config import RunConfig
     from petatron.data.batch_loader import stack_arrays
     from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, RecordSource, register_dataset
+    from petatron.data.external_loader import DataloaderRequest, register_dataloader
     from petatron.infer.generate import generate
     from petatron.mesh.mesh import ParallelMesh
     from petatron.models.batch import Batch
@@ -68,6 +69,10 @@ _NAMES = {
         "DatasetRequest",
         "RecordSource",
         "register_dataset",
+    ),
+    "petatron.data.external_loader": (
+        "DataloaderRequest",
+        "register_dataloader",
     ),
     "petatron.infer.generate": ("generate",),
     "petatron.mesh.mesh": ("ParallelMesh",),
@@ -119,6 +124,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DataSource",
+    "DataloaderRequest",
     "DatasetKind",
     "DatasetRequest",
     "LossSpec",
@@ -148,6 +154,7 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "register_component",
+    "register_dataloader",
     "register_dataset",
     "register_model",
     "register_objective",

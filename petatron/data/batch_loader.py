@@ -72,6 +72,20 @@ class LoaderOptions:
         return self.reset_position_ids or self.reset_attention_mask
 
 
+class StepLoader(Protocol):
+    """What training and evaluations read: the micro-batches of one data-parallel rank, step by step."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples there are; None if that is not known."""
+        ...
+
+    def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]: ...
+    def close(self) -> None: ...
+
+
 Collate = Callable[[Sequence[Any], LoaderOptions], Batch]
 """Makes the batch of one micro-batch's samples, on the host; the loader pins it."""
 
@@ -110,7 +124,7 @@ class BatchLoader:
 
         An empty list when a `single` dataset has fewer samples left than that: the short batch is dropped.
         """
-        self._check_batch_size(global_batch_size)
+        num_micro_batches(global_batch_size, self.options.micro_batch_size, self.dp_size)
         if self._pool is None:
             return self._read_step(global_batch_size, consumed_samples)
         future = self._prefetched.pop((global_batch_size, consumed_samples), None)
@@ -135,6 +149,16 @@ class BatchLoader:
         numbers = self.sample_ids(global_batch_size, consumed_samples)
         return self._shuffled(numbers, len(self.dataset)) if self.options.dataloader_type == "cyclic" else numbers
 
+    @property
+    def fingerprint(self) -> str:
+        """That of the samples and their order."""
+        return self.dataset.fingerprint
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples the dataset has."""
+        return len(self.dataset)
+
     def close(self) -> None:
         """Stops prefetching."""
         self._cancel_prefetch()
@@ -151,13 +175,6 @@ class BatchLoader:
         for future in self._prefetched.values():
             future.cancel()
         self._prefetched.clear()
-
-    def _check_batch_size(self, global_batch_size: int) -> None:
-        micro, size = self.options.micro_batch_size, self.dp_size
-        if global_batch_size < 1 or global_batch_size % (micro * size):
-            rule = f"is not a multiple of micro-batch {micro} x data-parallel {size} = {micro * size}"
-            fix = f"Use {max(1, global_batch_size // (micro * size)) * micro * size}, or another micro-batch size."
-            raise ConfigError([Problem("--global-batch-size", str(global_batch_size), rule, fix)])
 
     def _read_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
         total = len(self.dataset)
@@ -179,6 +196,19 @@ class BatchLoader:
             chosen = epochs == epoch
             result[chosen] = self._permutation(int(epoch), total)[places[chosen]]
         return result
+
+
+def num_micro_batches(global_batch_size: int, micro: int, dp_size: int) -> int:
+    """Returns the micro-batches of a rank in a step; raises `ConfigError` if the sizes do not divide.
+
+    >>> num_micro_batches(12, 2, 3)
+    2
+    """
+    if global_batch_size < 1 or global_batch_size % (micro * dp_size):
+        rule = f"is not a multiple of micro-batch {micro} x data-parallel {dp_size} = {micro * dp_size}"
+        fix = f"Use {max(1, global_batch_size // (micro * dp_size)) * micro * dp_size}, or another micro-batch size."
+        raise ConfigError([Problem("--global-batch-size", str(global_batch_size), rule, fix)])
+    return global_batch_size // (micro * dp_size)
 
 
 def epoch_permutation(seed: int, epoch: int, total: int) -> NDArray[np.integer]:

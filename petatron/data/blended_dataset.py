@@ -31,7 +31,6 @@ from petatron.data.index_cache import IndexLog, fingerprint, load_or_build
 from petatron.data.trace_sample import SampleTrace, trace_sample
 
 MAX_DATASETS = 32766
-_SURPLUS = 0.005  # the default of Megatron's --mid-level-dataset-surplus
 # A step of all lanes should work on arrays that fit a core's cache, yet be long enough to hide numpy's call overhead.
 LANE_ELEMENTS = 1 << 15
 MIN_LANE_STEPS = 512
@@ -72,15 +71,15 @@ def normalize_once(weights: Sequence[float]) -> list[float]:
     return list(weights) if np.array_equal(once, _normalized(once)) else once.tolist()
 
 
-def samples_to_build(weights: Sequence[float], size: int, taken: Sequence[int]) -> list[int]:
-    """Returns the samples that Megatron builds of each dataset of a weighted blend: its share and half a percent, both rounded up.
+def samples_to_build(weights: Sequence[float], size: int, taken: Sequence[int], *, surplus: float) -> list[int]:
+    """Returns the samples that Megatron builds of each dataset of a weighted blend: its share and the surplus, both rounded up.
 
     Where the blend takes still more of one (`taken`), that many.
 
-    >>> samples_to_build([3.0, 1.0], 80, [60, 20])
+    >>> samples_to_build([3.0, 1.0], 80, [60, 20], surplus=0.005)
     [61, 21]
     """
-    built = (math.ceil(math.ceil(size * share) * (1 + _SURPLUS)) for share in _normalized(weights).tolist())
+    built = (math.ceil(math.ceil(size * share) * (1 + surplus)) for share in _normalized(weights).tolist())
     return [max(pair) for pair in zip(built, taken, strict=True)]
 
 

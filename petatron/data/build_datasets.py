@@ -293,8 +293,9 @@ def _build_set(
             load_blend(shares, count, cache_dir=cache, index_log=request.index_log)[0], minlength=len(sources)
         ).tolist()
     # Megatron adds nothing for the only dataset of a split, unless it has a weight in a blend for all splits.
-    surplus = weights and not (len(sources) == 1 and _has_blend_per_split(config.data))
-    needed = samples_to_build(weights, count, taken) if surplus else taken
+    builds_more = weights and not (len(sources) == 1 and _has_blend_per_split(config.data))
+    surplus = config.data.mid_level_dataset_surplus
+    needed = samples_to_build(weights, count, taken, surplus=surplus) if builds_more else taken
     distinct: dict[tuple[str, range, int], SampleDataset] = {}  # a list may name one dataset a thousand times
     for part, num_samples in zip(sources, needed):
         key = (part.source.name, part.units, num_samples)

@@ -10,8 +10,11 @@ from typing import Protocol
 from petatron.base.log import get_logger
 from petatron.config import RunConfig, parse_split
 from petatron.config.required_settings import required
-from petatron.data.batch_loader import BatchLoader, LoaderOptions
-from petatron.data.build_datasets import build_datasets, chosen_kind, vocab_size
+from petatron.config.schema.default_objective_names import EXTERNAL, GPT_DATASET
+from petatron.data.batch_loader import BatchLoader, LoaderOptions, StepLoader
+from petatron.data.build_datasets import build_datasets, chosen_kind, chosen_kind_name, vocab_size
+from petatron.data.dataset_kinds import Split
+from petatron.data.external_loader import DataloaderRequest, ExternalLoader, registered_dataloader
 from petatron.data.fill_in_middle import padding_id
 from petatron.data.index_cache import IndexLog
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -100,9 +103,9 @@ def build_optimizer(run: RunConfig | HasConfig, model: ParallelModel) -> MixedPr
 class DataLoaders:
     """A loader per split, and per validation set by its name (None: it has none); empty or None where the run needs none."""
 
-    train: BatchLoader
-    valid: Mapping[str | None, BatchLoader]
-    test: BatchLoader | None
+    train: StepLoader
+    valid: Mapping[str | None, StepLoader]
+    test: StepLoader | None
     warnings: tuple[str, ...] = ()
     """What makes the data too small for the run; it has been logged."""
 
@@ -142,6 +145,8 @@ def build_loaders(
     """
     if tokenizer is None and run.tokenizer.tokenizer_type is not None:
         tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
+    if run.data.dataloader_type == EXTERNAL:
+        return _external_loaders(run, mesh, tokenizer, evaluates=evaluates)
     needed = RunLength.from_config(run).samples if train_samples is None else train_samples
     validation, test = evaluation_samples(run) if evaluates else (0, 0)
     datasets = build_datasets(run, tokenizer, (needed, validation, test), index_log=index_log)
@@ -176,6 +181,39 @@ def build_loaders(
     )
 
 
+def _external_loaders(
+    run: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None, *, evaluates: bool
+) -> DataLoaders:
+    """Returns the loaders of the function that an imported module registered, which is called when a step needs data."""
+    registered = registered_dataloader()
+    needs_text = model_spec(run).collate is None and chosen_kind_name(run) == GPT_DATASET
+
+    def loader(split: Split, micro_batch_size: int) -> ExternalLoader:
+        request = DataloaderRequest(
+            split=split,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp.size,
+            micro_batch_size=micro_batch_size,
+            seq_length=run.model.seq_length,
+            consumed_samples=0,
+            seed=run.train.seed,
+            vocab_size=vocab_size(run, tokenizer),
+            tokenizer=tokenizer,
+        )
+        options = LoaderOptions(
+            micro_batch_size=micro_batch_size, seed=run.train.seed, pin_memory=mesh.device.type == "cuda"
+        )
+        return ExternalLoader(registered, request, options, needs_text=needs_text)
+
+    evaluated = registered.splits if evaluates and run.train.eval_iters else frozenset()
+    micro_batch_size = run.train.eval_micro_batch_size or run.train.micro_batch_size
+    return DataLoaders(
+        train=loader("train", run.train.micro_batch_size),
+        valid={None: loader("valid", micro_batch_size)} if "valid" in evaluated else {},
+        test=loader("test", micro_batch_size) if "test" in evaluated else None,
+    )
+
+
 def evaluation_batch_size(run: RunConfig) -> int:
     """Returns the samples of one batch of an evaluation, over all ranks."""
     return run.train.eval_global_batch_size or run.train.global_batch_size
@@ -205,7 +243,7 @@ class HasPosition(Protocol):
     progress: TrainProgress
 
     def run_length(self) -> RunLength: ...
-    def record_data_fingerprint(self, fingerprint: str) -> list[str]: ...
+    def attach_loader(self, loader: StepLoader) -> list[str]: ...
 
 
 def build_loader(
@@ -245,7 +283,7 @@ def build_loader(
     needed = None if state is None else state.run_length().samples
     loader = build_loaders(config, mesh, tokenizer, train_samples=needed, evaluates=False).train
     if state is not None:
-        for line in state.record_data_fingerprint(loader.dataset.fingerprint):
+        for line in state.attach_loader(loader):
             _log.warning("%s", line.removeprefix("WARNING: "))
     batch_size = BatchSizeSchedule.from_config(config)
     for _ in range(iterations):

@@ -11,7 +11,7 @@ import torch
 
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import TrainConfig
-from petatron.data.batch_loader import BatchLoader
+from petatron.data.batch_loader import StepLoader
 from petatron.models.objective import names_losses
 from petatron.train.build_run import evaluation_batch_size
 from petatron.train.report.log_records import validation_record
@@ -45,7 +45,7 @@ def evaluation_is_due(train: TrainConfig, iteration: int) -> bool:
     return train.eval_interval is not None and iteration % train.eval_interval == 0 and iteration >= begins
 
 
-def evaluated_batches(run: RunConfig, num_samples: int, *, all_samples: bool = False) -> list[tuple[int, int]]:
+def evaluated_batches(run: RunConfig, num_samples: int | None, *, all_samples: bool = False) -> list[tuple[int, int]]:
     """Returns the first sample and the size of each batch that an evaluation of a set reads: the first `eval_iters`, or all.
 
     The last one of all is as large as micro-batches of all ranks allow.
@@ -53,6 +53,7 @@ def evaluated_batches(run: RunConfig, num_samples: int, *, all_samples: bool = F
     size = evaluation_batch_size(run)
     if not all_samples:
         return [(index * size, size) for index in range(run.train.eval_iters)]
+    assert num_samples is not None, "an external loader is refused with --full-validation"
     step = (run.train.eval_micro_batch_size or run.train.micro_batch_size) * run.parallel.data_parallel_size
     end = num_samples // step * step
     return [(first, min(size, end - first)) for first in range(0, end, size)]
@@ -60,7 +61,7 @@ def evaluated_batches(run: RunConfig, num_samples: int, *, all_samples: bool = F
 
 def evaluate(
     state: TrainState,
-    loader: BatchLoader,
+    loader: StepLoader,
     stop_check: EvaluationStopCheck | None = None,
     *,
     batches: Sequence[tuple[int, int]] | None = None,
@@ -69,7 +70,7 @@ def evaluate(
 
     Other weights that the run has (an average) are evaluated after the trained ones.
     """
-    batches = evaluated_batches(state.run, len(loader.dataset)) if batches is None else batches
+    batches = evaluated_batches(state.run, loader.num_samples) if batches is None else batches
     results: dict[str, EvaluatedLosses] = {}
     contexts: dict[str, AbstractContextManager[None]] = {"": nullcontext()}
     contexts |= {component.title: component.in_model() for component in state.alternative_weights()}
@@ -85,7 +86,7 @@ def evaluate(
 
 def _evaluate_weights(
     state: TrainState,
-    loader: BatchLoader,
+    loader: StepLoader,
     stop_check: EvaluationStopCheck | None,
     batches: Sequence[tuple[int, int]],
     *,

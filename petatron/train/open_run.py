@@ -11,7 +11,9 @@ from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.errors import ConfigError, DataError, PetatronError, raise_problems
 from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig
+from petatron.config.schema.default_objective_names import EXTERNAL
 from petatron.data.build_datasets import chosen_kind
+from petatron.data.external_loader import registered_dataloader
 from petatron.data.tokenizer import Tokenizer, missing_for_transformers
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
 from petatron.mesh.json_collectives import all_gather_json
@@ -84,7 +86,10 @@ def check_start(loaded: LoadedConfig) -> RunStart:
     run = loaded.config
     if run.checkpoint.save is not None and tokenizer is not None and (note := missing_for_transformers(tokenizer)):
         _log.warning("Checkpoints: %s", note)
-    chosen_kind(run)  # what is wrong with the objective or the dataset's settings is told before anything is built
+    if run.data.dataloader_type == EXTERNAL:
+        registered_dataloader()
+    else:
+        chosen_kind(run)  # what is wrong with the objective or the dataset's settings is told before anything is built
     check_components(run)
     prompts, eval_tasks = read_prompts(run, tokenizer), read_eval_tasks(run)
     device = detect_device(run.train.device)
@@ -117,7 +122,7 @@ def open_run(start: RunStart, mesh: ParallelMesh) -> OpenedRun:
         headline += [f"changed since the checkpoint: {change}" for change in state.resume_changes]
     if pretrained is not None:
         headline.append(f"first weights from {pretrained}")
-    headline += state.record_data_fingerprint(loaders.train.dataset.fingerprint)
+    headline += state.attach_loader(loaders.train)
     device = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
     sampler, task_evaluator = None, None
     interval = run.train.eval_tasks_interval or run.train.eval_interval

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Literal
 
-from petatron.data.batch_loader import BatchLoader
+from petatron.data.batch_loader import StepLoader
 from petatron.train.build_run import DataLoaders
 from petatron.train.evaluate_loss import InterruptedEvaluation, evaluate, evaluated_batches, evaluation_record
 from petatron.train.hooks.build_hooks import StepInstruments
@@ -69,7 +69,7 @@ class RunEvaluations:
 
     def _evaluate(
         self,
-        loader: BatchLoader,
+        loader: StepLoader,
         split: Literal["valid", "test"],
         stopping: StopMonitor,
         *,
@@ -78,7 +78,7 @@ class RunEvaluations:
     ) -> float | str:
         """Reports and returns the loss of a split; returns why to stop, if a stop came first, and then reports nothing."""
         all_samples = split == "valid" and self._state.run.train.full_validation
-        batches = evaluated_batches(self._state.run, len(loader.dataset), all_samples=all_samples)
+        batches = evaluated_batches(self._state.run, loader.num_samples, all_samples=all_samples)
         self._hooks.around_evaluation()
         with (
             self._not_training("evaluation"),

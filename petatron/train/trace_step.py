@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.errors import CheckpointError, ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import is_count
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.inspect.summarize_checkpoint import run_metadata
 from petatron.config import RunConfig
+from petatron.config.schema.default_objective_names import EXTERNAL
+from petatron.data.batch_loader import BatchLoader
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.trace_sample import SampleTrace, trace_sample
 from petatron.mesh.mesh import ParallelMesh
@@ -61,6 +63,10 @@ class RecordedPosition:
 
 def trace_step(run: RunConfig, tokenizer: Tokenizer | None, *, iteration: int, checkpoints: Path | None) -> TracedStep:
     """Returns what an iteration, counted from 1, trains on. checkpoints: a folder with checkpoints of the run, if there is one."""
+    if run.data.dataloader_type == EXTERNAL:
+        raise DataError(
+            "The samples of --dataloader-type external cannot be traced: its own code knows where they are from."
+        )
     schedule, start = BatchSizeSchedule.from_config(run), RecordedPosition()
     recorded = None
     for position in [] if checkpoints is None else recorded_positions(checkpoints):
@@ -76,6 +82,7 @@ def trace_step(run: RunConfig, tokenizer: Tokenizer | None, *, iteration: int, c
         raise ConfigError([Problem("--iteration", f"{iteration:,}", rule, "They are counted from 1.")])
     consumed = schedule.samples_after(iteration - 1 - start.iteration, start.consumed_samples)
     loaders = build_loaders(run, ParallelMesh.single(), tokenizer, train_samples=length.samples, evaluates=False)
+    assert isinstance(loaders.train, BatchLoader), "an external loader is refused above"
     with loaders.train as loader:
         dataset = loader.dataset
         indices = loader.dataset_indices(schedule.at(consumed), consumed).reshape(-1).tolist()

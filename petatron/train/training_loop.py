@@ -235,7 +235,7 @@ class TrainLoop:
         batches = self._loaders.train.next_step(size, progress.consumed_samples)
         if not batches:
             raise TrainError(
-                f"The training data ends at sample {len(self._loaders.train.dataset):,}, but iteration {progress.iteration + 1} "
+                f"The training data ends at sample {self._loaders.train.num_samples or 0:,}, but iteration {progress.iteration + 1} "
                 f"needs samples {progress.consumed_samples:,} to {progress.consumed_samples + size:,}."
             )
         return [batch.to(self._state.mesh.device) for batch in batches]

@@ -8,7 +8,7 @@ from petatron.base.errors import Problem
 from petatron.config.declared_rules import or_default
 from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
-from petatron.config.schema.default_objective_names import GPT_DATASET, ITEM_DATASET, MASKED_DATASETS
+from petatron.config.schema.default_objective_names import EXTERNAL, GPT_DATASET, ITEM_DATASET, MASKED_DATASETS
 from petatron.config.schema.fields import fields_by_name, flag_name
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.settings_from_checkpoint import CHECKPOINT_ARGS_FLAG
@@ -121,6 +121,9 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
     per_split = data.train_data_path + data.valid_data_path + data.test_data_path
     given = [flag_name(name) for name in ("mock_data", "data_path", "data_args_path") if getattr(data, name)]
     given += ["--train-data-path"] if per_split else []
+    if data.dataloader_type == EXTERNAL:
+        yield from _external(config)
+        return
     if len(given) > 1:
         rule = f"cannot be combined with {' or '.join(given[1:])}"
         yield Problem(given[0], "", rule, "Keep one source of data.")
@@ -130,6 +133,23 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
     if per_split and not data.train_data_path and require_training:
         rule = "is not set, but another split has a path of its own"
         yield Problem("--train-data-path", "", rule, "Give the training prefixes too.")
+
+
+_FOR_DATASETS = (
+    *("mock_data", "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
+    *("dataset_type", "dataset_settings", "fim_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+)
+
+
+def _external(config: RawRunConfig) -> Iterator[Problem]:
+    where = "--dataloader-type"
+    for name in _FOR_DATASETS:
+        if getattr(config.data, name):
+            rule = f"brings batches of its own, and {flag_name(name)} is about datasets that Petatron reads"
+            yield Problem(where, EXTERNAL, rule, "Leave one of the two out.")
+    if config.train.full_validation:
+        rule = "does not say how many samples it has, and --full-validation evaluates all"
+        yield Problem(where, EXTERNAL, rule, "Give --eval-iters instead.")
 
 
 def _evaluated_sets(config: RawRunConfig) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         length = RunLength.from_config(config, iteration=last.iteration, consumed_samples=last.consumed_samples)
     log, start_s = IndexLog(records_all=True), time.monotonic()
     loaders = build_loaders(config, ParallelMesh.single(), tokenizer, train_samples=length.samples, index_log=log)
-    order = loaders.train.dataset.fingerprint
+    order = loaders.train.fingerprint
     for loader in (loaders.train, *loaders.valid.values(), loaders.test):
         if loader is not None:
             loader.close()

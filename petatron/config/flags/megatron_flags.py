@@ -208,7 +208,6 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "moe_router_load_balancing_type": {"quantile_balancing": "quantile balancing"},
     "fp8_recipe": {"custom": "custom FP8 recipes"},
     "offload_modules": {"gdp_qkv": "gated delta products"},
-    "dataloader_type": {"external": "external data loaders"},
     "tokenizer_type": {
         **dict.fromkeys(("MultimodalTokenizer", "NullMultimodalTokenizer"), "multimodal models"),
         "SFTTokenizer": CONVERSATIONS,

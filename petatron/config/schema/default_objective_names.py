@@ -21,3 +21,5 @@ NEXT_ITEM = "next-item"
 MASKED_DATASETS = (BERT_DATASET, T5_DATASET)
 TEXT_DATASETS = (GPT_DATASET, BEST_FIT_DATASET, *MASKED_DATASETS)
 """The kinds that read Megatron's .bin and .idx files."""
+EXTERNAL = "external"
+"""The `--dataloader-type` whose micro-batches come from a user's code."""

@@ -57,6 +57,13 @@ _DECOUPLED = used_with("optim.decoupled_lr", reason="there is no --decoupled-lr"
 _LOADS = used_with("checkpoint.load", reason="there is no --load")
 _SAVES = used_with("checkpoint.save", reason="there is no --save")
 _PRETRAINED = "checkpoint.pretrained_checkpoint"
+_BLENDS = UsedWhen(
+    lambda run: bool(run.data.data_path or run.data.data_args_path or run.data.train_data_path),
+    "there are no datasets to blend",
+)
+_READS_DATASETS = UsedWhen(
+    lambda run: run.data.dataloader_type != "external", "--dataloader-type external brings batches of its own"
+)
 _HAS_TOKENIZED = used_with(
     *("checkpoint.load", _PRETRAINED, "data.data_path", "data.data_args_path", "data.train_data_path"),
     reason="there is neither a model to start from nor data that was tokenized",
@@ -263,6 +270,9 @@ class DataConfig(FillInMiddleSettings, MaskedTextSettings):
     """Prefixes (or weight/prefix pairs) for testing only."""
     data_args_path: FilePath | None = None
     """File that holds the value of `--data-path`, for long blends."""
+    mid_level_dataset_surplus: Annotated[float, "at least 0", _BLENDS] = 0.005
+    """Share of samples that each dataset of a weighted blend is built with beyond what the blend takes of it. It decides how many epochs
+    are shuffled together, and thereby the order of samples."""
     split: Annotated[str, _ONE_PATH] = "969,30,1"
     """Shares of documents for training, validation and test, with `--data-path`."""
     data_cache_path: FilePath | None = None
@@ -276,9 +286,10 @@ class DataConfig(FillInMiddleSettings, MaskedTextSettings):
     """Bytes of tokens that the folder keeps at most; those that were not used for the longest time are removed."""
     mock_data: bool = False
     """Made-up data: counting sequences, no files needed."""
-    dataloader_type: Literal["single", "cyclic"] = "single"
-    """single: one global order fixed at the start; cyclic: reshuffled every epoch of samples."""
-    num_workers: Annotated[SmallCount, "at least 0"] = 2
+    dataloader_type: Literal["single", "cyclic", "external"] = "single"
+    """single: one global order fixed at the start; cyclic: reshuffled every epoch of samples; external: micro-batches of your own code,
+    which `--import` registers."""
+    num_workers: Annotated[SmallCount, "at least 0", _READS_DATASETS] = 2
     """Batches prefetched ahead of training, in background threads; 0 reads in the foreground."""
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""

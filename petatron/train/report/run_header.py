@@ -20,10 +20,11 @@ from petatron.config import RunConfig
 from petatron.config.layout_and_precision_text import precision_text
 from petatron.config.parse_name_value import format_named_settings
 from petatron.config.required_settings import known_vocab_size
-from petatron.config.schema.default_objective_names import GPT_DATASET, NEXT_TOKEN
+from petatron.config.schema.default_objective_names import EXTERNAL, GPT_DATASET, NEXT_TOKEN
 from petatron.config.schema.sections.mup import relative_width
 from petatron.data.blended_dataset import parse_weighted_prefixes
 from petatron.data.build_datasets import chosen_kind, chosen_kind_name
+from petatron.data.external_loader import registered_dataloader
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.memory.forecast import forecast_memory, format_gigabytes
@@ -134,7 +135,9 @@ def _mup(run: RunConfig) -> str:
 
 def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
     prefixes = run.data.train_data_path or run.data.data_path
-    if run.data.mock_data:
+    if run.data.dataloader_type == EXTERNAL:
+        source = f"external, {registered_dataloader().name}"
+    elif run.data.mock_data:
         source = "made-up (--mock-data)"
     elif prefixes:
         source = abbreviate_names(parse_weighted_prefixes(prefixes)[1])
@@ -147,6 +150,8 @@ def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def _dataset_kind(run: RunConfig) -> str:
+    if run.data.dataloader_type == EXTERNAL:
+        return ""
     name = chosen_kind_name(run)
     return "" if name == GPT_DATASET else f", dataset {name}{format_named_settings(chosen_kind(run))}"
 

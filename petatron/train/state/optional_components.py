@@ -14,6 +14,7 @@ from petatron.checkpoint.stateful_components import Stateful
 from petatron.config import RunConfig
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.train.state.external_data_state import build_external_data_state
 from petatron.train.state.weight_average import build_weight_average, weight_average_problems
 
 ComponentBuilder = Callable[[RunConfig, ParallelModel, MixedPrecisionOptimizer], Stateful | None]
@@ -27,7 +28,10 @@ class ComponentKind:
     problems: Callable[[RunConfig], Sequence[Problem]] = lambda run: ()
 
 
-_KINDS: list[ComponentKind] = [ComponentKind(build_weight_average, weight_average_problems)]
+_KINDS: list[ComponentKind] = [
+    ComponentKind(build_weight_average, weight_average_problems),
+    ComponentKind(build_external_data_state),
+]
 
 
 def register_component(build: ComponentBuilder) -> None:

@@ -16,6 +16,8 @@ from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.stateful_components import Stateful, check_names
 from petatron.config import CheckpointConfig, RunConfig
+from petatron.data.batch_loader import StepLoader
+from petatron.data.external_loader import ExternalLoader
 from petatron.data.tokenizer import Tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
@@ -31,6 +33,7 @@ from petatron.pretrained.load_checkpoint import LoadedState, has_weights, load_s
 from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.global_batch_size import BatchSizeSchedule
+from petatron.train.state.external_data_state import ExternalDataState
 from petatron.train.state.frozen_models import open_frozen_models
 from petatron.train.state.optional_components import build_components
 from petatron.train.state.progress_state import (
@@ -159,6 +162,13 @@ class TrainState:
             "seed, another number of epochs, or the order of an earlier release). The run goes on at sample "
             f"{self.progress.consumed_samples:,} of the new order, so some samples may be seen again and others not at all."
         ]
+
+    def attach_loader(self, loader: StepLoader) -> list[str]:
+        """Names the loader that this run trains on, whose state it restores and saves; warns as `record_data_fingerprint` does."""
+        for component in self.added_components:
+            if isinstance(component, ExternalDataState) and isinstance(loader, ExternalLoader):
+                component.attach(loader)
+        return self.record_data_fingerprint(loader.fingerprint)
 
     def components(self, *, moments: bool = True, random_states: bool = True) -> list[Stateful]:
         """Returns everything that a checkpoint of this run saves and restores; without some, what flags leave out."""

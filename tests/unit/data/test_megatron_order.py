@@ -105,7 +105,9 @@ def test_weights_are_normalized_twice(seed: int):
 
 
 def test_a_blend_that_takes_more_than_its_share_gets_it():
-    assert samples_to_build([1.0, 1.0], 10, [5, 8]) == [6, 8]
+    assert samples_to_build([1.0, 1.0], 10, [5, 8], surplus=0.005) == [6, 8]
+    assert samples_to_build([3.0, 1.0], 80, [60, 20], surplus=0.0) == [60, 20]
+    assert samples_to_build([3.0, 1.0], 80, [60, 20], surplus=0.2) == [72, 24]
 
 
 EARLIER = {  # fingerprints of a version that built exactly what a blend takes, normalized weights once and shuffled whole documents
