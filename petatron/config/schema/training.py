@@ -270,7 +270,7 @@ class DataConfig(FillInMiddleSettings, MaskedTextSettings):
     """Prefixes (or weight/prefix pairs) for testing only."""
     data_args_path: FilePath | None = None
     """File that holds the value of `--data-path`, for long blends."""
-    mid_level_dataset_surplus: Annotated[float, "at least 0", _BLENDS] = 0.005
+    mid_level_dataset_surplus: Annotated[Fraction, _BLENDS] = 0.005
     """Share of samples that each dataset of a weighted blend is built with beyond what the blend takes of it. It decides how many epochs
     are shuffled together, and thereby the order of samples."""
     split: Annotated[str, _ONE_PATH] = "969,30,1"
