@@ -22,8 +22,8 @@ from petatron.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from petatron.base.errors import ConfigError, DataError, PetatronError
-    from petatron.checkpoint.chunk import Chunk
     from petatron.checkpoint.stateful_components import SavedState, Stateful
+    from petatron.checkpoint.tensor_chunk import Chunk
     from petatron.config import RunConfig
     from petatron.data.batch_loader import stack_arrays
     from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, RecordSource, register_dataset
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from petatron.train.python_run import Run, load
     from petatron.train.run_training import run_training
     from petatron.train.state.optional_components import register_component
-    from petatron.train.state.progress_state import AlternativeWeights
+    from petatron.train.state.run_state_components import AlternativeWeights
     from petatron.train.state.train_state import TrainState
     from petatron.validate import load_config
 
@@ -56,7 +56,7 @@ _NAMES = {
         "DataError",
         "PetatronError",
     ),
-    "petatron.checkpoint.chunk": ("Chunk",),
+    "petatron.checkpoint.tensor_chunk": ("Chunk",),
     "petatron.checkpoint.stateful_components": (
         "SavedState",
         "Stateful",
@@ -111,7 +111,7 @@ _NAMES = {
     ),
     "petatron.train.run_training": ("run_training",),
     "petatron.train.state.optional_components": ("register_component",),
-    "petatron.train.state.progress_state": ("AlternativeWeights",),
+    "petatron.train.state.run_state_components": ("AlternativeWeights",),
     "petatron.train.state.train_state": ("TrainState",),
     "petatron.validate": ("load_config",),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from petatron.checkpoint.chunk import Chunk
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.checkpoint_components import model_components

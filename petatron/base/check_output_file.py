@@ -1,4 +1,4 @@
-"""Whether a file that a flag names can be written."""
+"""Checks that the output file that a flag names can be written, before any work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of this rank and its peak throughput.
+"""Properties of this rank's device and host: kind, peak FLOP/s, memory, CPU instructions.
 
 Model FLOP/s utilization (MFU) divides by the peak the vendor publishes for dense GEMMs. Sparse figures (twice
 as high) and figures with half-precision accumulation are not used. A device without an entry has no known peak, and

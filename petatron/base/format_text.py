@@ -1,4 +1,4 @@
-"""Numbers, sizes and lists of names in sentences, and rows of words in columns."""
+"""Formats numbers, sizes and lists of names for messages, and aligns rows of words in columns."""
 
 from __future__ import annotations
 

@@ -43,8 +43,9 @@ from petatron.bench.loading.time_checkpoint_load import (
 )
 from petatron.bench.measure.check_arguments import positive_problems
 from petatron.bench.measure.timing import alternating_orders
-from petatron.checkpoint.chunk import Chunk, ModelFolder
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 

@@ -39,15 +39,15 @@ from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.measure.check_arguments import positive_problems
-from petatron.bench.preprocessing.against_megatron import AgainstMegatron, PreprocessCase
+from petatron.bench.preprocessing.compare_with_megatron import AgainstMegatron, PreprocessCase
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data.batch_loader import BatchLoader, LoaderOptions
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.parts.encode_blocks import init_worker
 from petatron.data.preprocess import PreprocessOptions, preprocess
+from petatron.data.preprocess_parts.encode_blocks import init_worker
 
 BATCH_TEXTS = 64
 TRAINING_BYTES = 2_000_000

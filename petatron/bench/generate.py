@@ -32,7 +32,7 @@ from petatron.bench.arguments import count_problems
 from petatron.bench.measure.timing import copy_bandwidth, elapsed_seconds, run_rounds, synchronize
 from petatron.bench.peers import OURS, BenchSpec
 from petatron.bench.peers.bench_workload import bench_precision_text, bench_spec
-from petatron.bench.peers.generation_contenders import build_engine, padded_prompts, transformers_model
+from petatron.bench.peers.generation_models import build_engine, padded_prompts, transformers_model
 from petatron.bench.peers.huggingface import model_problems
 from petatron.config.required_settings import known_vocab_size
 from petatron.estimate.generation_bytes import GenerationBytes

@@ -33,7 +33,7 @@ from petatron.bench.arguments import count_problems
 from petatron.bench.checkpoint import model_shapes
 from petatron.bench.measure.check_arguments import resolve_device
 from petatron.bench.measure.format_si_units import format_si
-from petatron.bench.measure.machine import choice_row, device_name
+from petatron.bench.measure.hardware_and_versions import choice_row, device_name
 from petatron.bench.measure.timing import large_copy, mean_ms, run_rounds
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.training import OptimizerConfig

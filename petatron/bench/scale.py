@@ -30,7 +30,7 @@ from petatron.mesh.launch.process_group import start_process_group, stop_process
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import AXES, Layout
 from petatron.schedule import in_flight, rank_schedule
-from petatron.schedule.pipeline_of_run import pipeline_plan
+from petatron.schedule.pipeline_plan import pipeline_plan
 from petatron.train.build_run import build_model
 from petatron.validate import load_config
 

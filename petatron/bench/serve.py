@@ -37,14 +37,14 @@ from petatron.bench.arguments import SERVED_PRESET, count_problems
 from petatron.bench.measure.timing import alternating_orders, free_cached_memory
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_workload import bench_spec
-from petatron.bench.peers.generation_contenders import build_weights
+from petatron.bench.peers.generation_models import build_weights
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
-from petatron.pretrained.folder_kind import find_model
+from petatron.pretrained.detect_model_format import find_model
 from petatron.serve.open_engine import model_settings, open_engine
 from petatron.train.custom_loop import save_checkpoint
 

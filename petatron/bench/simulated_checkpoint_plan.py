@@ -1,4 +1,4 @@
-"""The planning cost of a save and a load on one rank of a large world, for `bench scale`.
+"""Measures how long one rank of a large simulated world plans a save and a load, for `bench scale`.
 
 Ranks exchange messages when they plan, and the rank that receives most makes all others wait, so that one is timed. What the others
 hold is simulated as a distributed optimizer shards a model: layers over pipeline stages, rows over tensor-parallel ranks, then
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from petatron.checkpoint.chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk, ModelFolder
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, StoredFile
 from petatron.checkpoint.files.manifest import (
     RankTable,
@@ -43,6 +43,7 @@ from petatron.checkpoint.load.stored_box_lookup import (
 )
 from petatron.checkpoint.save.file_plan import WeightSpec, file_table_entries, plan_files
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanner, owner_rank, save_plan_key
+from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.config import RunConfig
 from petatron.mesh.rank_layout import Layout
 from petatron.models.hf.folder_entries import folder_entries

@@ -22,7 +22,7 @@ from petatron.bench.measure.check_arguments import minimum_problems, positive_pr
 from petatron.bench.measure.timing import elapsed_seconds
 from petatron.bench.peers import OURS, BenchSpec
 from petatron.bench.peers.bench_workload import bench_precision_text, bench_spec
-from petatron.bench.peers.generation_contenders import build_engine, padded_prompts, transformers_model
+from petatron.bench.peers.generation_models import build_engine, padded_prompts, transformers_model
 from petatron.bench.peers.huggingface import model_problems
 from petatron.config.required_settings import known_vocab_size
 from petatron.infer.engine_options import EngineOptions

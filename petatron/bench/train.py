@@ -36,9 +36,9 @@ from petatron.bench import BenchResult
 from petatron.bench import peers as contenders
 from petatron.bench.arguments import count_problems
 from petatron.bench.measure.check_arguments import positive_problems
+from petatron.bench.measure.hardware_and_versions import describe_readings, sample_gpu
 from petatron.bench.measure.host_time import DEPTHS, measure_host
 from petatron.bench.measure.kernel_breakdown import profile_steps
-from petatron.bench.measure.machine import describe_readings, sample_gpu
 from petatron.bench.measure.run_contenders import BenchRunner, time_alternating
 from petatron.bench.measure.timing import (
     allocated_bytes,

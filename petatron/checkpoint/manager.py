@@ -25,7 +25,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.checkpoint.chunk import Chunk, LoadedCheckpoint, ModelFolder
+from petatron.checkpoint.checkpoint_contents import LoadedCheckpoint, ModelFolder
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.manifest import Manifest, TableFile
@@ -46,6 +46,7 @@ from petatron.checkpoint.save.rank_writer import (
 )
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanKey, SavePlanner, save_plan_key
 from petatron.checkpoint.sparse_all_to_all import exchange_messages
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.collectives import all_gather, all_reduce, recursive_doubling_max
 from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.mesh import Axis

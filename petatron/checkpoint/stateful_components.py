@@ -26,8 +26,8 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import abbreviate_names
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.manifest import METADATA_KEY
+from petatron.checkpoint.tensor_chunk import Chunk
 
 _COMPONENTS_KEY, _FROZEN_KEY = "components", "frozen"
 _ABSENT = object()

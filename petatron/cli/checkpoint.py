@@ -20,7 +20,7 @@ from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files.step_list import naming_step_flag
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.cli.subcommands.megatron_convert import from_megatron_flags, is_megatron_command
+from petatron.cli.subcommands.megatron_convert_flags import from_megatron_flags, is_megatron_command
 from petatron.cli.subcommands.stderr_progress import StderrProgress
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def _print_comparison(diff: CheckpointDiff, sources: tuple[Path, Path], *, rtol:
 
 def _equal_by_component(diff: CheckpointDiff, rtol: float) -> Iterator[str]:
     """Yields how many tensors of each component are equal: weights, master weights, moments by their names."""
-    from petatron.checkpoint.chunk import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX
+    from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX
 
     names = {WEIGHT_PREFIX: "weights", MASTER_PREFIX: "master weights", ROUTER_PREFIX: "routers"}
     prefixes = [tensor.key.partition("/")[0] + "/" for tensor in diff.tensors]

@@ -262,10 +262,10 @@ def _inspect(args: argparse.Namespace) -> int:
     config = tokenizer_settings(args, problems)
 
     from petatron.config.schema.data_blend import dataset_prefix
+    from petatron.data.check_token_ids import scan_ids
     from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.object_storage.storage_cache import ObjectStorageCache
     from petatron.data.recorded_tokenizer import check_recorded_tokenizer, read_recorded_tokenizer
-    from petatron.data.token_id_range import scan_ids
     from petatron.data.tokenizer import build_tokenizer
 
     folder = args.object_storage_cache_path

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.cli.subcommands.command_parser import checkpoint_parser
-from petatron.cli.subcommands.megatron_tasks import MEGATRON_WORD, from_megatron_flags
+from petatron.cli.subcommands.megatron_tasks_flags import MEGATRON_WORD, from_megatron_flags
 from petatron.cli.subcommands.run_on_ranks import run_on_ranks
 from petatron.mesh.launch.environment import read_environment
 

@@ -14,7 +14,7 @@ from petatron.base.errors import ConfigError, PetatronError, Problem, raise_prob
 from petatron.base.format_text import count_with_noun
 from petatron.base.safe_files import write_atomic
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.port.environment_names import shell_quoted
+from petatron.port.environment_variable_names import shell_quoted
 from petatron.port.plan_and_toy_settings import (
     assumed_vocabulary,
     planned_yaml,

@@ -14,7 +14,7 @@ from pathlib import Path
 from petatron.base.errors import RunFolderError
 from petatron.base.terminal_escape import printable
 from petatron.cli.subcommands.command_parser import CommandParser
-from petatron.history.draw.axes import compact
+from petatron.history.draw.axis_ticks import compact
 from petatron.history.run_folder import RecordedRun, find_run_folders, open_run, open_runs
 from petatron.history.run_summary import (
     Difference,

@@ -61,7 +61,7 @@ def with_preset(argv: list[str]) -> list[str]:
 
 def read_checkpoint(config: CheckpointConfig, folder: str | None, *, settings_only: bool = False) -> CheckpointSettings:
     """Returns the settings of a checkpoint, for --use-checkpoint-args and --from; torch is imported only then."""
-    from petatron.pretrained.open_settings import read_checkpoint_args
+    from petatron.pretrained.read_checkpoint_args import read_checkpoint_args
 
     return read_checkpoint_args(config, folder, settings_only=settings_only)
 

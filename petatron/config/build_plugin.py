@@ -1,4 +1,4 @@
-"""What a user's code registers (objectives, kinds of datasets): found by name, and built with its settings."""
+"""Builds plugins that user code registers (objectives, kinds of datasets): found by name, and built with their settings."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ from petatron.base.remote_address import is_remote
 from petatron.config.pipeline_stages import PipelineLayoutError, parse_pipeline_layout
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_validation_sets, parse_blend
-from petatron.config.schema.default_objective_names import BERT_DATASET, ITEM_DATASET, NEXT_ITEM, T5_DATASET
 from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
+from petatron.config.schema.objective_and_dataset_names import BERT_DATASET, ITEM_DATASET, NEXT_ITEM, T5_DATASET
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL

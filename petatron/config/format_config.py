@@ -1,4 +1,4 @@
-"""Text for `petatron config show` and `petatron config diff`."""
+"""Formats a config and the differences of two for `petatron config show` and `petatron config diff`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout in words, from its settings: those of a config, of a checkpoint or of a run folder. The precision of a run in words."""
+"""Formats a parallel layout and a precision for messages, from the settings of a config, a checkpoint or a run folder."""
 
 from __future__ import annotations
 

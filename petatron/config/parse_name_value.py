@@ -1,4 +1,4 @@
-"""Settings of code that somebody plugs in, as words `NAME=VALUE`: parsed into the fields of its dataclass."""
+"""Parses `NAME=VALUE` settings of user code into the fields of its dataclass."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from petatron.base.errors import Problem, raise_problems
-from petatron.config.declared_rules import at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import RawParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.multi_token_prediction import num_prediction_layers
+from petatron.config.setting_bounds_and_conflicts import at_least, divisors, multiples_near
 
 EMBEDDING, LAYER, PREDICTION, LOSS, STAGE_END = "E", "t", "m", "L", "|"
 _SYMBOLS = EMBEDDING + LAYER + PREDICTION + LOSS + STAGE_END

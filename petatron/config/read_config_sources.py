@@ -17,12 +17,11 @@ from typing import TypedDict
 
 from petatron.base.errors import ConfigError, PetatronError, Problem
 from petatron.config.adapt.adapt_preset_to_flags import AdaptedModel, adapt_model
-from petatron.config.declared_rules import unused_flag_notices, unused_settings
 from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
 from petatron.config.flags.megatron_semantics import dependent_defaults
 from petatron.config.flags.parse_command_line import FROM_FLAG, ParsedFlags, parse_flags
-from petatron.config.hybrid_bars import drop_bars_of_one_rank
+from petatron.config.hybrid_pattern_stage_bars import drop_bars_of_one_rank
 from petatron.config.import_user_modules import (
     IMPORTS_PATH,
     NamedImport,
@@ -53,6 +52,7 @@ from petatron.config.settings_from_checkpoint import (
     unknown_settings,
     weights_folder,
 )
+from petatron.config.unused_settings import unused_flag_notices, unused_settings
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.config.yaml_file import ParsedYaml, read_yaml_file
 

@@ -1,4 +1,4 @@
-"""The config.yaml that a run writes next to its metrics: it restarts the same run, from any folder, since its paths are absolute."""
+"""Writes the config.yaml of a run: it restarts the same run from any folder, since its paths are absolute."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from petatron.base.remote_address import is_remote
-from petatron.config.declared_rules import unused_settings
 from petatron.config.import_user_modules import IMPORTS_PATH, absolute_import
 from petatron.config.read_config_sources import LoadedConfig
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, read_blend_file
 from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
+from petatron.config.unused_settings import unused_settings
 from petatron.config.value_origins import format_origin_comments
 from petatron.config.yaml_file import dump_yaml, yaml_value
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import Problem
-from petatron.base.model_folder_names import is_hf_folder
+from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.config.flags.parse_command_line import FROM_FLAG
 from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path
 from petatron.config.schema.model import REQUIRED_FIELDS

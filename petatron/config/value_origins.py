@@ -1,4 +1,4 @@
-"""The origin of each value, for `petatron config show`; those of a run's first start are comments at the end of its config.yaml.
+"""The origins of values (preset, file, flag), for `petatron config show`; those of a run's first start are comments in its config.yaml.
 
 A run that is resumed from its config.yaml has every value from this file. The comments tell the preset, flag, file or checkpoint of the
 first start; nothing else reads them. Each has the value it speaks of, so that a value that somebody edits afterwards is the file's own. A

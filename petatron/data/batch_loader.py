@@ -1,4 +1,4 @@
-"""Batches of one data-parallel rank, as a function of one number: the samples the whole run has consumed.
+"""Loads the batches of one data-parallel rank, as a function of one number: the samples that the whole run has consumed.
 
 Global samples are numbered 0, 1, 2, ... over the run; step n uses the next `global_batch_size` numbers. Micro-batch m
 of rank r uses the numbers

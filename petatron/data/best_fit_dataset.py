@@ -1,4 +1,4 @@
-"""The kind `best-fit`: documents of Megatron's .bin and .idx files, packed into samples so that those that fit are whole.
+"""The dataset kind `best-fit`: documents of .bin and .idx files, packed into samples so that those that fit are not cut.
 
 A sample is seq_length + 1 ids: pieces of documents (best_fit_packing.py), then padding. Each piece sees itself alone, its positions count
 from 0, and neither padding nor the first token of a piece is predicted. The packing is one for all epochs, a function of the documents, the
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.base.log import get_logger
-from petatron.config.schema.default_objective_names import BEST_FIT_DATASET
+from petatron.config.schema.objective_and_dataset_names import BEST_FIT_DATASET
 from petatron.data.batch_loader import LoaderOptions, epoch_permutation
 from petatron.data.best_fit_packing import cut_documents, pack_best_fit
+from petatron.data.check_token_ids import can_hold_only, first_beyond, raise_beyond
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, SourceShare, register_dataset
 from petatron.data.document_sample_shuffle_index import legacy_random_state
 from petatron.data.document_sources import DocumentSources, sources_of
+from petatron.data.documents_of_sample import SampleTrace, trace_documents
 from petatron.data.gpt_dataset import PackedText
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.token_id_range import can_hold_only, first_beyond, raise_beyond
-from petatron.data.trace_sample import SampleTrace, trace_documents
 from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 

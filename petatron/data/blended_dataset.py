@@ -27,8 +27,8 @@ from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.data_blend import BlendError
 from petatron.config.schema.data_blend import parse_blend as read_blend
 from petatron.data.batch_loader import Sample, SampleDataset
+from petatron.data.documents_of_sample import SampleTrace, trace_sample
 from petatron.data.index_cache import IndexLog, fingerprint, load_or_build
-from petatron.data.trace_sample import SampleTrace, trace_sample
 
 MAX_DATASETS = 32766
 # A step of all lanes should work on arrays that fit a core's cache, yet be long enough to hide numpy's call overhead.

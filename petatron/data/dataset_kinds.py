@@ -1,4 +1,4 @@
-"""Kinds of datasets: how the files of `--data-path` become samples, and samples a batch; `--dataset-type` or the objective chooses one.
+"""The registry of dataset kinds: how the files of `--data-path` become samples, and samples a batch.
 
 A kind opens one source at a time (a word of `--data-path`). What it returns has units that `--split` divides (documents, records) and
 builds the samples of some of them. Splits, blends, caches, several validation sets and the position of a run are then the same for
@@ -18,11 +18,11 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import LoaderOptions, Sample, SampleDataset, epoch_permutation, make_batch
+from petatron.data.check_token_ids import TokenPlace
+from petatron.data.documents_of_sample import SampleTrace, TracedDocument
 from petatron.data.index_cache import IndexLog, fingerprint
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
-from petatron.data.token_id_range import TokenPlace
 from petatron.data.tokenizer import Tokenizer
-from petatron.data.trace_sample import SampleTrace, TracedDocument
 from petatron.models.batch import Batch
 
 _FLAG, _SETTINGS_FLAG = "--dataset-type", "--dataset-settings"

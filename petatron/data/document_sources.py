@@ -1,4 +1,4 @@
-"""Where each document of a dataset comes from: `<prefix>.sources` beside the .bin and .idx, which no reader of Megatron's looks at.
+"""The source file and line of each document of a dataset: `<prefix>.sources`, which Megatron's readers ignore.
 
     offset    bytes  content (little-endian)
     0         8      magic b"PTRNSRC\\0"

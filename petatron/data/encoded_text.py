@@ -1,4 +1,4 @@
-"""Tokens of a text with the characters that each comes from."""
+"""`EncodedText`: the token ids of a text with the span of characters of each token."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config.import_user_modules import IMPORT_FLAG, import_installed_plugins
-from petatron.config.schema.default_objective_names import EXTERNAL
+from petatron.config.schema.objective_and_dataset_names import EXTERNAL
 from petatron.data.batch_loader import LoaderOptions, num_micro_batches
 from petatron.data.dataset_kinds import Split
 from petatron.data.tokenizer import Tokenizer

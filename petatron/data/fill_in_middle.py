@@ -25,10 +25,10 @@ from petatron.config.schema.training import DataConfig
 from petatron.data.batch_loader import Sample, SampleDataset
 from petatron.data.dataset_kinds import Split
 from petatron.data.document_sample_shuffle_index import legacy_random_state
+from petatron.data.documents_of_sample import SampleTrace, trace_sample
 from petatron.data.index_cache import fingerprint
 from petatron.data.tokenizer import Tokenizer, vocabulary_json
 from petatron.data.tokenizers_library import load_fast
-from petatron.data.trace_sample import SampleTrace, trace_sample
 
 _REPLACEMENT = "\ufffd"
 _STREAMS: dict[Split, int] = {"train": 101, "valid": 102, "test": 103}

@@ -1,4 +1,4 @@
-"""The kind `gpt`, which a run has that names none: text of Megatron's .bin and .idx files, packed into samples, or mock data.
+"""The dataset kind `gpt`, the default: documents of Megatron's .bin and .idx files, concatenated and cut into samples, or mock data.
 
 Sequences of a token file are cut into windows of seq_length + 1 tokens (rules: document_sample_shuffle_index.py). The unit that is split
 and shuffled is the sequence, as in Megatron: mostly a whole document, a sentence in files made for that.
@@ -19,8 +19,9 @@ from petatron.base.device import host_memory_bytes
 from petatron.base.errors import DataError
 from petatron.base.format_text import format_bytes
 from petatron.base.log import get_logger
-from petatron.config.schema.default_objective_names import GPT_DATASET
+from petatron.config.schema.objective_and_dataset_names import GPT_DATASET
 from petatron.data.batch_loader import SampleDataset
+from petatron.data.check_token_ids import can_hold_only, check_some_ids, first_beyond, raise_beyond
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, SourceShare, register_dataset
 from petatron.data.document_sample_shuffle_index import (
     build_sample_indices,
@@ -29,11 +30,10 @@ from petatron.data.document_sample_shuffle_index import (
     plan_epochs,
 )
 from petatron.data.document_sources import DocumentSources, sources_of
+from petatron.data.documents_of_sample import SampleTrace, trace_documents
 from petatron.data.index_cache import Arrays, IndexLog, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.small_dataset_warnings import size_warnings
-from petatron.data.token_id_range import can_hold_only, check_some_ids, first_beyond, raise_beyond
-from petatron.data.trace_sample import SampleTrace, trace_documents
 
 # Splits of mock data differ by their seed.
 _MOCK_SEEDS = {"train": 0, "valid": 1, "test": 2}

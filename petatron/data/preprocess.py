@@ -1,4 +1,4 @@
-"""JSON lines, or plain text, to token files.
+"""Tokenizes JSON lines, plain text and other inputs to token files (.bin and .idx).
 
 One process reads blocks of raw lines and writes results; workers parse and tokenize. Results are consumed in the order of the blocks,
 and the parts of a job are joined in theirs: the output does not depend on the number of workers, nor on where and how often the work was
@@ -32,16 +32,16 @@ from petatron.data.inputs.input_formats import TEXT_FORMATS, InputFormat
 from petatron.data.inputs.input_slice import ReadOptions
 from petatron.data.inputs.json_record import TextValue, document_id, parse_record, text_value
 from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES, LineBlock
-from petatron.data.parts.encode_blocks import encode_blocks
-from petatron.data.parts.encoded_block import EncodedBlock, EncodedKey
-from petatron.data.parts.group_engine import tokenize_in_groups
-from petatron.data.parts.input_cuts import PART_BYTES
-from petatron.data.parts.part_blocks import part_blocks
-from petatron.data.parts.part_report import LineCounts, PartReport
-from petatron.data.parts.part_writer import WriteOptions, write_parts
-from petatron.data.parts.parts_folder import PartsFolder, TokenizingJob
-from petatron.data.parts.ray_engine import tokenize_on_ray
-from petatron.data.parts.run_job import (
+from petatron.data.preprocess_parts.encode_blocks import encode_blocks
+from petatron.data.preprocess_parts.encoded_block import EncodedBlock, EncodedKey
+from petatron.data.preprocess_parts.input_cuts import PART_BYTES
+from petatron.data.preprocess_parts.part_blocks import part_blocks
+from petatron.data.preprocess_parts.part_report import LineCounts, PartReport
+from petatron.data.preprocess_parts.part_writer import WriteOptions, write_parts
+from petatron.data.preprocess_parts.parts_folder import PartsFolder, TokenizingJob
+from petatron.data.preprocess_parts.process_pool_engine import tokenize_in_groups
+from petatron.data.preprocess_parts.ray_engine import tokenize_on_ray
+from petatron.data.preprocess_parts.run_job import (
     Engine,
     JobRequest,
     begin_job,

@@ -1,4 +1,4 @@
-"""What preprocessing tells while it runs and when it is done."""
+"""Progress and final report of preprocessing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from petatron.data.parts.part_report import MAX_SHOWN_PROBLEMS, LineCounts, PartReport
-from petatron.data.parts.parts_folder import TokenizingJob
+from petatron.data.preprocess_parts.part_report import MAX_SHOWN_PROBLEMS, LineCounts, PartReport
+from petatron.data.preprocess_parts.parts_folder import TokenizingJob
 
 
 @dataclass(frozen=True, slots=True)

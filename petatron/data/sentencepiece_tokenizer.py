@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
+from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.encoded_text import EncodedText, Span
 from petatron.data.sentencepiece_model.exact_bpe import vocabulary_as_json

@@ -12,7 +12,7 @@ from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_TIKTOKEN_SIZE,
     special_token_problem,
 )
-from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
+from petatron.data.bpe.pre_tokenizer_patterns import TIKTOKENIZER_PATTERNS
 from petatron.data.bpe.tiktoken_vocabulary import build_byte_level_bpe, read_token_ranks
 from petatron.data.special_tokens import known_ids, tokens_by_spelling
 from petatron.data.tokenizers_library import LibraryTokenizer, tokenizer_config

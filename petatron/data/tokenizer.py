@@ -20,8 +20,8 @@ from typing import Protocol
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import DataError
+from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,

@@ -1,4 +1,4 @@
-"""How the ids of two tokenizers differ in meaning, for the error about a model that would be trained with another vocabulary."""
+"""Compares the vocabularies of two tokenizers, for the error about a model that would be trained with another vocabulary."""
 
 from __future__ import annotations
 

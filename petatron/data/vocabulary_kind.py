@@ -1,4 +1,4 @@
-"""Which kind of vocabulary a file is, for the error about one that is given as another kind.
+"""Detects which kind of vocabulary a file is (tokenizer.json, tiktoken, SentencePiece, GPT-2), for errors about a wrong kind.
 
 Every trainer names its file as it likes (`tokenizer.model` is SentencePiece's or tiktoken's), so the first bytes decide.
 """

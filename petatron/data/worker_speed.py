@@ -1,4 +1,4 @@
-"""The speed of preprocessing a sample of the inputs with some number of workers, between its first and its last block."""
+"""Measures the speed of preprocessing a sample of the inputs with different numbers of workers."""
 
 from __future__ import annotations
 

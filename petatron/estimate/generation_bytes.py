@@ -1,4 +1,4 @@
-"""The bytes that a model keeps of a sequence while it generates: rows of every token in pages, and states of a fixed size."""
+"""The memory of generation per sequence: KV-cache rows in pages, and recurrent states of a fixed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The offload plan of a stage: whose activations wait in host memory between the forward and the backward pass.
+"""Plans activation offload of a stage: whose activations wait in host memory between the forward and the backward pass.
 
 By layer (`--cpu-offloading-num-layers`) some layers offload all they save. They are spread evenly over the stage, so that the host link is
 always busy: the tensors of one of them have the time of all layers up to the next one for offload, and in backward for reload.

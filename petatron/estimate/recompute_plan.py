@@ -1,4 +1,4 @@
-"""The recompute plan of a stage: as the config says, or the cheapest that fits a memory budget.
+"""Plans activation recompute of a stage: as the config says, or the cheapest plan that fits a memory budget.
 
 A stage that holds m micro-batches at a time needs, at the peak of a backward pass,
 

@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from petatron.config.declared_optimizers import rule_spec
+from petatron.config.optimizer_registry import rule_spec
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.fields import all_fields
 from petatron.config.schema.run import RunConfig
@@ -46,7 +46,7 @@ from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams, frozen_p
 from petatron.models.model_spec import ModelSpec
 from petatron.models.optimizer_groups import matrix_or_vector_shape, optimizer_group
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_of_run import num_micro_batches
+from petatron.schedule.pipeline_plan import num_micro_batches
 from petatron.sharding.logical_matrices import split_into_matrices
 from petatron.sharding.shard_spec import ModelParallelCoordinate, compute_placement
 

@@ -1,4 +1,4 @@
-"""The folder of a run as its files tell it: metrics, settings, checkpoints, state, and the numbers that sum it up.
+"""Opens the folder of a run: its metrics, settings, checkpoints, state, and the numbers that sum it up.
 
 Folders may come from others. Only regular files are read, links inside a folder are not followed, and no path that a file
 names is opened.

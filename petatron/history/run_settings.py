@@ -1,4 +1,4 @@
-"""The settings of a run with the origin of each value, from its `config.yaml` and from what its last start has recorded."""
+"""Reads the settings of a run with the origin of each value, from its `config.yaml` and from what its last start has recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run is running, finished, stopped or failed, by what its files can tell."""
+"""Tells from a run's files whether it is running, finished, stopped or failed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from petatron.config.format_config import format_value
-from petatron.history.draw.axes import compact, x_text
+from petatron.history.draw.axis_ticks import compact, x_text
 from petatron.history.metric_curves import x_values
 from petatron.history.run_folder import RecordedRun
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from petatron.base.companion_files import read_companion_file
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
+from petatron.base.model_companion_files import read_companion_file
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _log = get_logger(__name__)

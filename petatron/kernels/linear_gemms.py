@@ -1,4 +1,4 @@
-"""The GEMM of a linear and the two GEMMs of its backward, in one of several implementations.
+"""The three GEMMs of a linear layer (forward, input gradient, weight gradient), in one of several implementations.
 
 A weight's gradient is not returned but written: its GEMM accumulates into the wider buffer that sums a step's micro-batches. So no
 gradient exists in the weight's precision, and none is added in a second pass.

@@ -1,4 +1,4 @@
-"""What kernels take: sizes of attention, of FP8 GEMMs by recipe, and of the grouped GEMM of experts.
+"""The sizes that kernels support: heads of attention, FP8 GEMMs by recipe, the grouped GEMM of experts.
 
 Without torch, so that the rules about a config ask here what the kernels ask.
 """

@@ -1,4 +1,4 @@
-"""The strides and alignment that kernels require, and copies of the few tensors with others."""
+"""Checks the strides and alignment that kernels require, and copies the few tensors with others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways in which positions enter attention besides rope: ALiBi's linear biases, and the temperature of layers without positions.
+"""ALiBi's biases and the attention temperature: ways in which positions enter attention besides rope.
 
 **ALiBi** (Press et al.) adds -m_h (i - j) to the score of query i and key j, with a slope m_h per head. A softmax does not notice what
 all its scores have in common, so m_h j is enough, and that is a product of two more channels of the head:

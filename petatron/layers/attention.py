@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import paged_attention
 from petatron.kernels.attention.paged_attention import KeyValue, PagedAttentionKernels
-from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
+from petatron.kernels.attention.score_modifiers import NO_RULES, ScoreRules
 from petatron.kernels.rope import apply_rope, split_qkv
 from petatron.layers.alibi_and_temperature import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
 from petatron.layers.core_attention import AttentionSinks, CoreAttention
@@ -51,7 +51,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
     temperature: see `alibi_and_temperature.py`. qk_l2_norm: the epsilon of a norm of heads without weights.
     qkv_clip: the largest size of what the first GEMM gives for queries, keys and values; None: it has none.
     softmax_scale: the factor on scores; None: 1 / sqrt(head dim).
-    softcap: the bound of scores (`kernels/attention/score_rules.py`); None: they have none.
+    softcap: the bound of scores (`kernels/attention/score_modifiers.py`); None: they have none.
     sinks: whether every head may attend to nothing, with a learned score or with the score 0.
     output_gate: whether the output's channels are multiplied by sigmoids, for which the first GEMM has one more row per channel.
     """

@@ -1,4 +1,4 @@
-"""What attention computes of queries, keys and values, between the projections: softmax attention to what a token sees.
+"""`CoreAttention`, attention between the projections: softmax attention of queries over the keys and values that a token sees.
 
 S sequence, B batch, H query heads, K kv heads, E head dim; H and K count the heads of this rank.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from petatron.kernels.attention import attention, gather_scatter_rows
 from petatron.kernels.attention.packed_document_attention import PackingKernels
-from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.attention.score_modifiers import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.parallel_slots import ContextSlot
 

@@ -1,7 +1,10 @@
-"""A head that says something of a whole sequence: a weighted sum of its hidden states, a GEMM with tanh (the pooler), a GEMM to outputs.
+"""The sequence classification head (BERT's pooler): a weighted sum of hidden states, a GEMM with tanh, and a GEMM to the outputs.
 
 Weights of tokens come with the batch, so that the head knows neither which part of a sequence a rank has nor where it ends: 1 for the
 first token (BERT), 1 / length for a mean. Every tensor-parallel rank computes the same from the sum.
+
+Two slots are the identity on one device, and filled by tensor and sequence parallelism: `shard` takes this rank's sequence shard of the
+weights, `total` all-reduces the sums of the shards (`layers/parallel_slots.py`).
 
 S sequence, B batch, D hidden.
 """
@@ -37,6 +40,8 @@ class PooledHeadSpec:
 
 
 class PooledHead(nn.Module):
+    """Pools a sequence and predicts `num_outputs` logits of it."""
+
     tensor_slots: Mapping[str, TensorSlot] = {"shard": "sequence shard", "total": "sum of sequence shards"}
 
     def __init__(self, spec: PooledHeadSpec) -> None:

@@ -1,4 +1,4 @@
-"""What an encoder's output passes before the output head: a GEMM, an activation and a norm (BERT). D hidden."""
+"""The transform before BERT's output head: a GEMM, an activation and a norm. D hidden."""
 
 from __future__ import annotations
 

@@ -36,7 +36,6 @@ from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.attention.visible_key_intervals import VisibleKeys
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.layers.forward_context import ForwardContext, RopeCosSin
-from petatron.layers.indexer import Indexer, IndexerSpec
 from petatron.layers.mla import MlaSpec, MultiLatentAttention
 from petatron.layers.moe.load_balancing import attach_aux_loss
 from petatron.layers.ops.recompute_output import RecomputableOutput
@@ -49,6 +48,7 @@ from petatron.layers.parallel_slots import (
     TensorSlot,
     identity,
 )
+from petatron.layers.sparse_attention_indexer import Indexer, IndexerSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.generation_state import GenerationStep, PagedState
 from petatron.layers.spec.param_spec import ParamSpec, with_prefix

@@ -1,4 +1,4 @@
-"""The record of communication: every collective of a rank, in order, in a ring buffer.
+"""The record of communication, for failure reports and tests: every collective of a rank, in order, in a ring buffer.
 
 Volume tests, the hang report, traces and the planner's calibration all read this one record. An event has the bytes of
 the full (unsharded) side of the operation: the buffer of an all-reduce, the output of an all-gather, the input of a reduce-scatter.

@@ -1,4 +1,4 @@
-"""The layout of ranks: pure integers, no process groups.
+"""The rank layout: from parallel sizes to the coordinates and groups of ranks, as integers without process groups.
 
 Ranks are numbered with tp fastest, then cp, then data parallel, then pp: Megatron's `tp-cp-ep-dp-pp` order; with `pp_before_dp` pp comes
 before data parallel, its `tp-cp-ep-pp-dp`. Data parallel is `dp_outer x dp_shard` (replicas of shards; dp_outer is 1 unless hybrid

@@ -1,4 +1,4 @@
-"""`Batch`, which every model shares."""
+"""`Batch`: the named arrays of a micro-batch, with the dimension along which context parallelism splits each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The spec of each kind of branch of a decoder, made from the settings of a model."""
+"""Builds the specs of a decoder's residual branches (attention, MLP, MoE, Mamba-2, ...) from the settings of a model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from petatron.kernels.activation import GluVariant
 from petatron.kernels.attention.visibility import DistanceBias, Visibility
 from petatron.layers.alibi_and_temperature import AttentionTemperature
 from petatron.layers.attention import AttentionSpec
-from petatron.layers.indexer import IndexerSpec
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mlp import MLPSpec
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec
+from petatron.layers.sparse_attention_indexer import IndexerSpec
 from petatron.layers.sparse_mla import SparseMlaSpec
 from petatron.layers.spec.branch_spec import BranchSpec, residual_std
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec

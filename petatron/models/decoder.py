@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS
 from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext, StatisticsKey
@@ -27,7 +27,7 @@ from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
 from petatron.models.mtp_and_longrope_arrays import are_rows_long, labels_name, tokens_name
 from petatron.models.stage_inputs_outputs import StageOutput
-from petatron.models.stage_module import StageModule, run_layers_sequentially
+from petatron.models.stage_interface import StageModule, run_layers_sequentially
 
 HIDDEN = "hidden"
 """The name of the tensor between two pipeline stages."""

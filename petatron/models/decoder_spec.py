@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.attention_layer_freq import linear_layers
-from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig, MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layers
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.sections.hybrid import (
     ATTENTION,

@@ -1,4 +1,4 @@
-"""Which parameters of a model are frozen: by patterns of their names, known before anything is built.
+"""Resolves which parameters of a model are frozen: by patterns of their names, before anything is built.
 
 `--freeze PATTERN ...` freezes what a pattern matches; `--train-only PATTERN ...` freezes everything else. A pattern is a glob on the
 names of logical tensors (`layers.0.attention.q.weight`) or of parameters (`layers.0.attention.qkv.weight`). What is one tensor in memory

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.default_objective_names import LM_LOSS
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS
 from petatron.layers.forward_context import StatisticsKey
 from petatron.layers.pooled_head import PooledHeadSpec
 from petatron.layers.prediction_transform import PredictionTransformSpec

@@ -14,8 +14,8 @@ import torch
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.default_objective_names import LM_LOSS
 from petatron.config.schema.model import ModelConfig, MoEConfig
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.kernels.activation import GATE_ACTIVATIONS
 from petatron.layers.attention import AttentionSpec

@@ -25,7 +25,7 @@ from petatron.layers.spec.param_spec import ParamSpec, widen_layer, widen_outer,
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import ModelIO
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.sharding.initial_values import NormalValues, XavierValues
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, TensorShard, compute_placement
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from petatron.config.schema.default_objective_names import ITEM_DATASET, NEXT_ITEM
+from petatron.config.schema.objective_and_dataset_names import ITEM_DATASET, NEXT_ITEM
 from petatron.models.batch import Batch
 from petatron.models.objective import NextToken, register_objective
 from petatron.models.stage_inputs_outputs import MetricSpec

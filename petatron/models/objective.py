@@ -25,7 +25,7 @@ from torch import Tensor
 from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.config.parse_name_value import NOT_A_SETTING
-from petatron.config.schema.default_objective_names import LM_LOSS, NEXT_TOKEN
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS, NEXT_TOKEN
 from petatron.config.schema.run import RunConfig
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec, ModelIO

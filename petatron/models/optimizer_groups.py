@@ -1,10 +1,10 @@
-"""Which update rule, learning rate and weight decay each parameter gets."""
+"""Assigns parameters to optimizer groups: which update rule, learning rate and weight decay each gets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from petatron.config.declared_optimizers import rule_spec
+from petatron.config.optimizer_registry import rule_spec
 from petatron.config.schema.optimizers.update_rule_spec import WidthScaling
 from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.spec.param_spec import ParamSpec

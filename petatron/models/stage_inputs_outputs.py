@@ -1,4 +1,4 @@
-"""The contract between pipeline stages and what runs them: named tensors at the boundaries, named losses, named outputs.
+"""`ModelIO`, what a pipeline stage takes and returns: named tensors at the boundaries, named losses, named outputs.
 
 A model is cut into stages. Each boundary between two stages is declared, as the tensors that the later stage takes, and
 `parallel/pipeline/executor.py` sends and receives just these. A stage that returns no tensor of a name that the next one takes

@@ -1,11 +1,11 @@
-"""Builds the update rules of a run: those of this package, and those that somebody registers."""
+"""Builds the update rules of a run: those of this package, and those that user code registers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from petatron.config.declared_optimizers import register_rule_spec, rule_spec
+from petatron.config.optimizer_registry import register_rule_spec, rule_spec
 from petatron.config.schema.optimizers.update_rule_spec import UpdateRuleSpec
 from petatron.config.schema.training import OptimizerConfig
 from petatron.optim.adafactor import AdafactorRule

@@ -1,4 +1,4 @@
-"""Number formats, and the loss scale that keeps float16 gradients inside their range.
+"""The loss scale that keeps float16 gradients inside their range, and the compute dtype of a run.
 
 float16 gradients below 6e-8 vanish, so the loss is multiplied by a scale before the backward pass and the gradients are
 divided by it before the update. The dynamic scale looks for the largest one that does not overflow. An overflowing step

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of progress: nothing to step, nothing to save.
+"""Schedules of learning rate and weight decay, as pure functions of progress: nothing to step, nothing to save.
 
 Progress is counted in iterations when the run's length is given in iterations, and in samples when it is given in
 samples, so a batch-size ramp cannot skew an iteration-based schedule. `at(iterations, samples)` takes what the applied

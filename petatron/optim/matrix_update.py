@@ -1,4 +1,4 @@
-"""Updates whole matrices, however they are sharded: elements on the rank that owns them, matrices on one rank that has them whole.
+"""Updates sharded matrices by rules that need them whole (Muon, SOAP): gathers each on one rank, and sends the update back.
 
 A logical matrix is sharded over tensor-parallel ranks, and of each shard the ranks that shard optimizer state own ranges. A step
 runs in rounds, so that only some matrices are gathered at a time:

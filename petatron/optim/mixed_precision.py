@@ -1,4 +1,4 @@
-"""The optimizer of a run: fp32 master weights of what this rank updates, clipping, loss unscaling, a skip on the device.
+"""The mixed-precision optimizer: fp32 master weights of what this rank updates, clipping, loss unscaling, a skip on the device.
 
 One step, in order: the global gradient norm (of gradients still multiplied by the loss scale); from it one factor that undoes
 the loss scale and clips, and whether the update is skipped, both on the device; then, in one pass over all elements, the
@@ -21,7 +21,7 @@ from torch import Tensor
 from petatron.base.errors import TrainError
 from petatron.base.format_text import gigabytes
 from petatron.base.log import get_logger
-from petatron.config.declared_optimizers import rule_spec, used_rules
+from petatron.config.optimizer_registry import rule_spec, used_rules
 from petatron.config.required_settings import required
 from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
 from petatron.config.schema.parallel import MemoryConfig

@@ -1,4 +1,4 @@
-"""Segments: the parts of a rank's flat shards whose optimizer state is in one storage.
+"""Segments of optimizer state for offload: the parts of a rank's flat shards whose state is in one storage.
 
 Without offload a flat shard is one segment. With offload the first part of all elements is cut into short segments, which are stored
 in host memory or on disk and swapped to the device one after the other; the rest stays on the device, one segment per flat shard. A

@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from petatron.estimate.offload_plan import OffloadPlan
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.spec.branch_spec import FULL
-from petatron.models.stage_module import LayerRunner, StageModule
+from petatron.models.stage_interface import LayerRunner, StageModule
 from petatron.parallel.activation_recompute import inputs_discarded
 from petatron.parallel.offload_regions import OffloadRegions
 

@@ -42,7 +42,7 @@ from petatron.layers.ops.recompute_output import RecomputableOutput, RecomputeHa
 from petatron.layers.spec.branch_spec import FULL
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.mesh.rng import RandomStreams
-from petatron.models.stage_module import LayerRunner, StageModule, run_layers_sequentially
+from petatron.models.stage_interface import LayerRunner, StageModule, run_layers_sequentially
 from petatron.parallel.tensor_parallel import ColumnParallelOp, ReplicatedOp, RowParallelOp
 
 ForwardFunction = Callable[..., Tensor]

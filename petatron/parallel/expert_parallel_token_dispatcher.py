@@ -19,9 +19,9 @@ its backward overlaps those of the gradients. No bit changes: every sum keeps it
 
 `AllGatherDispatcher` sends all tokens to all ranks of the grid, and each computes the choices of its experts. Forward an all-gather
 and a reduce-scatter of ep x etp x T D elements, backward the same: less than above when K is more than ep, and always one message of
-one size. Only the device knows how many of all ranks' choices are for the local experts. A capacity bounds them, to about its factor
-times an even share, and then nothing is read back; without one they could be all, ep times an even share, and buffers of that size
-in every tensor of the experts would cost more than one number read per layer.
+one size. The number of rows for the local experts is known on the device only. With a capacity it is bounded (about the capacity factor
+times an even share), and buffers have that size. Without a capacity the bound would be all rows, ep times an even share; instead of buffers
+of that size the host reads the number once per layer.
 
 T tokens, K choices per token, D width, R rows, E experts.
 """
@@ -56,7 +56,10 @@ from petatron.mesh.overlapped_all_to_all import OverlappedAllToAll, start_overla
 def apply_expert_parallel(
     model: nn.Module, mesh: ParallelMesh, moe: MoEConfig, *, before_wait: Callable[[], None] | None = None
 ) -> None:
-    """Fills the slots of every MoE layer; the weights are sharded already."""
+    """Gives every MoE layer its token dispatcher and the reductions of its load-balancing statistics; the weights are sharded already.
+
+    The mesh's axis `sequence` has the ranks that share sequences (cp x tp), `stage` all ranks of a pipeline stage.
+    """
     sequence, stage = (
         ReductionGroup(mesh[name].size, partial(collectives.all_reduce, axis=mesh[name]))
         for name in ("sequence", "stage")

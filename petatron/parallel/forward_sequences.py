@@ -1,4 +1,4 @@
-"""Forward passes over token sequences of any lengths, whose results every rank gets.
+"""Runs forward passes over token sequences of any lengths, whose results every rank gets.
 
 Works in every layout. Sequences of similar length share a micro-batch, the longest first, so that a lack of memory shows at once.
 Each data-parallel rank has its rows of every micro-batch, and all ranks run the same shapes, since layers communicate. A rank that

@@ -1,4 +1,4 @@
-"""FP8 GEMMs of a model: puts them into the layers that use FP8, and holds their state from step to step."""
+"""Installs FP8 GEMMs into the layers that use FP8, and holds their state from step to step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from petatron.layers.ops.fp8_output_head import fp8_output_head_factory
 from petatron.layers.ops.fp8_scaling import DelayedScaling
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.mesh.rng import stable_seed
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.parallel.tensor_parallel import set_gemm
 
 _log = get_logger(__name__)

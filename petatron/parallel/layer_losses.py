@@ -1,4 +1,4 @@
-"""Losses that layers other than experts compute: their means over a step, for the log.
+"""Averages the losses that layers other than experts compute over a step, for the log.
 
 A rank has a share of each loss; the shares of all ranks and micro-batches add up.
 """

@@ -18,7 +18,7 @@ from petatron.models.batch import Batch
 from petatron.models.model_spec import ModelSpec
 from petatron.models.objective import NextToken, Objective
 from petatron.models.stage_inputs_outputs import ModelIO
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.layer_losses import LayerLosses
@@ -26,11 +26,11 @@ from petatron.parallel.parallelize import ParallelizeResult
 from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, CaptureInputs
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
 from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, StepResult
-from petatron.parallel.pipeline.objective_terms import valid_count
+from petatron.parallel.pipeline.objective_losses import valid_count
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
-from petatron.schedule.pipeline_of_run import PipelinePlan
+from petatron.schedule.pipeline_plan import PipelinePlan
 from petatron.sharding.flat_buffer import FlatParamGroup
 from petatron.sharding.flat_shard import all_gather_params
 from petatron.sharding.row_sharded_group import RowShardedGroup

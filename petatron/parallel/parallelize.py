@@ -1,4 +1,4 @@
-"""The one ordered recipe that makes this rank's shards, with initialized weights, of a model's stages on the meta device.
+"""`parallelize`, the one ordered recipe that turns a model's stages on the meta device into this rank's initialized shards.
 
 Order: stage split (the caller builds only this rank's stages) -> precision -> tensor/sequence parallel -> kernels and FP8 ->
 context parallel -> expert parallel -> recompute -> activation offload -> materialize -> data parallel.
@@ -29,7 +29,7 @@ from petatron.mesh.rng import RandomStreams
 from petatron.models.frozen_params import NOTHING_FROZEN, FrozenParams
 from petatron.models.model_spec import ModelSpec
 from petatron.models.optimizer_groups import OptimizerGroupRule
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.parallel import tensor_parallel
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
 from petatron.parallel.activation_recompute import apply_recompute

@@ -16,7 +16,7 @@ from petatron.layers.moe.load_balancing import expert_bias_update, expert_counts
 from petatron.layers.moe.moe_layer import RoutesTokens
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 
 
 class RouterStatistics:

@@ -1,4 +1,4 @@
-"""Flags of Megatron's inference scripts as those of `petatron generate` and `petatron serve`: one table, and what is done with the rest.
+"""Translates the flags of Megatron's inference scripts to those of `petatron generate` and `petatron serve`, by one table.
 
 A flag is passed on under our name, changes nothing here (with the reason), or is refused with what to use instead. Flags that describe the
 model or its training are not needed, since the checkpoint says them; of the other flags of `petatron train`, layout and precision are kept.

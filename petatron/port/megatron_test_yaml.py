@@ -13,7 +13,7 @@ from petatron.config.flags.megatron_flags import ALIASES
 from petatron.config.flags.megatron_table import megatron_flags
 from petatron.config.schema.fields import fields_by_name
 from petatron.config.yaml_limits import limited_loader
-from petatron.port.launch_command import TrainingLaunch
+from petatron.port.find_launch_command import TrainingLaunch
 from petatron.port.port_flags import spelled
 from petatron.port.shell_interpreter import ScriptNote
 from petatron.port.shell_lexer import word_of

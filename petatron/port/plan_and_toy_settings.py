@@ -1,4 +1,4 @@
-"""The settings of a ported script that another size of run needs: a plan of memory, or a toy trained here and now.
+"""Adapts the settings of a ported script to another size of run: a memory plan, or a toy trained here and now.
 
 Neither reads data, tokenizers or checkpoints, so what names them is left out, and mock data take their place.
 """

@@ -12,7 +12,7 @@ from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS_FLAG, NO_POSI
 from petatron.config.flags.parse_command_line import ParsedFlags, known_flags, parse_flags
 from petatron.config.schema.fields import fields_by_path
 from petatron.config.value_origins import Setting
-from petatron.port.environment_names import is_of_environment
+from petatron.port.environment_variable_names import is_of_environment
 from petatron.port.shell_values import ShellText
 
 PortedKind = Literal["kept", "translated", "typed", "implied", "left out", "missing", "blocking"]

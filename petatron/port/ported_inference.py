@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from petatron.base.errors import Problem
-from petatron.port.environment_names import is_of_environment, shell_quoted
+from petatron.port.environment_variable_names import is_of_environment, shell_quoted
+from petatron.port.find_launch_command import INFERENCE_SCRIPTS
 from petatron.port.inference_flags import COORDINATOR, InferenceArguments, read_arguments, sampling_flags, serve_flags
-from petatron.port.launch_command import INFERENCE_SCRIPTS
 from petatron.port.port_flags import grouped_flags, spelled, unquoted
 from petatron.port.read_script import MissingVariable, ScriptFile, check_options, missing_variables, note_line
 from petatron.port.shell_values import ShellText

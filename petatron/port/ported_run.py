@@ -1,4 +1,4 @@
-"""A Megatron script or functional-test file as a run of ours: settings, everything that blocks, and what is only named."""
+"""Ports a Megatron script or functional-test file to a run of ours: settings, everything that blocks, and what is only named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from petatron.config.per_split_data_file import UNREADABLE
 from petatron.config.read_config_sources import RawLoadedConfig
 from petatron.config.schema.fields import FieldValue, fields_by_name, fields_by_path, flag_name
 from petatron.config.value_origins import Setting
-from petatron.port.launch_command import TrainingLaunch, implied_flags, script_problem
+from petatron.port.find_launch_command import TrainingLaunch, implied_flags, script_problem
 from petatron.port.port_flags import PortedFlag, PortedFlags, port_flags, spelled, unquoted
 from petatron.port.ported_yaml import ported_yaml
 from petatron.port.read_script import (

@@ -1,4 +1,4 @@
-"""The file that `petatron port` writes: settings with the flag and line that each comes from, and all other flags as comments."""
+"""Writes the YAML file of `petatron port`: settings with the flag and line that each comes from, and all other flags as comments."""
 
 from __future__ import annotations
 

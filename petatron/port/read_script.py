@@ -1,4 +1,4 @@
-"""A script or a functional-test file as the command that it starts, with its variables and with everything that was left out."""
+"""Reads a script or a functional-test file as the command that it starts, with its variables and with everything that was left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.format_text import abbreviate_names, count_with_noun
 from petatron.base.untrusted_files import read_limited_bytes
-from petatron.port.launch_command import TrainingLaunch, find_launches, scheduler_variables
+from petatron.port.find_launch_command import TrainingLaunch, find_launches, scheduler_variables
 from petatron.port.megatron_test_yaml import read_functional_test
 from petatron.port.port_flags import spelled
 from petatron.port.shell_interpreter import InterpretedScript, ScriptNote, interpret

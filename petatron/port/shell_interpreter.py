@@ -1,4 +1,4 @@
-"""The commands of a script with their words expanded, computed from its assignments. Nothing is executed and no file is read.
+"""Interprets a shell script: its commands with their words expanded, computed from its assignments. Nothing is executed, no file is read.
 
 Conditions are computed where they compare known values. A variable that is not set counts as empty there, as it would in a shell; what
 depends on a file, a command or an unknown value is left out and named. A loop over words takes its first. `exit` inside a block only

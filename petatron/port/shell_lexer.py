@@ -1,4 +1,4 @@
-"""Tokens of a shell script: words with their quotes and expansions, operators, line ends. Nothing is expanded here.
+"""Lexes a shell script into tokens: words with their quotes and expansions, operators, line ends. Nothing is expanded here.
 
 Comments, continuations, redirections and here-documents are removed, since none of them changes the words of a command.
 """
@@ -83,13 +83,13 @@ class TokenizedScript:
 def tokenize(text: str, lines: SourceLines | None = None) -> TokenizedScript:
     """Returns the tokens of a script; `ScriptError` for a quote or bracket without an end.
 
-    lines: where the text has them, if it is not a whole file.
+    lines: the script's line numbers of the text, if the text is only a part of a script.
     """
     return _Lexer(text, 1, lines).run()
 
 
 def word_of(text: str, line: int) -> Word:
-    """Returns a text as the word that it is inside double quotes: blanks and operators are part of it."""
+    """Returns a text as one word, lexed as if it were in double quotes: blanks and operators do not end it."""
     return Word(tuple(_Lexer(text, line).quoted_parts()), line)
 
 

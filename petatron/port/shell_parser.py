@@ -1,4 +1,4 @@
-"""Commands of a shell script: simple ones, blocks with conditions, loops and functions."""
+"""Parses the tokens of a shell script into commands: simple ones, blocks with conditions, loops and functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of a script's variables, and the expansion of words with them. No command is run and no environment is read.
+"""The variables of a shell script, and the expansion of words with them. No command is run and no environment is read.
 
 A value that nobody can know here (an argument of the script, a variable of the environment, the output of a command) stays in the text as
 `${NAME}`, and the text remembers the name.
@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from petatron.port.environment_names import COMMANDS, is_of_environment
+from petatron.port.environment_variable_names import COMMANDS, is_of_environment
 from petatron.port.shell_arithmetic import UnknownNumber, evaluate
 from petatron.port.shell_lexer import ScriptError, Word, WordPart, word_of
 from petatron.port.source_lines import NO_LINES, SourceLines

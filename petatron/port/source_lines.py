@@ -1,4 +1,4 @@
-"""The lines of a script that a text is made of: a command in one quoted string, or in several that are joined, has many."""
+"""`SourceLines`: the script's line of each character of a text that is joined from several, for messages."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import ROUTER_PREFIX, Chunk
 from petatron.checkpoint.files import step_list
+from petatron.checkpoint.tensor_chunk import ROUTER_PREFIX, Chunk
 from petatron.pretrained.model_reader import ModelReader
 
 

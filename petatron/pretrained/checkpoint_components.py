@@ -1,4 +1,4 @@
-"""The state of a model and its optimizer, as components that a checkpoint saves and restores.
+"""The stateful components of a model and its optimizer: weights, moments, expert biases, random state, FP8 histories.
 
 Weights are saved in the model's precision (as a Hugging Face folder), master weights and moments by logical tensor, for any layout. RNG
 states and the amax histories of FP8 delayed scaling belong to a rank, so they are restored only in the layout that saved them.
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from petatron.checkpoint.chunk import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
-from petatron.checkpoint.inspect.check_weights_copy import warn_of_damaged_model_folder
+from petatron.checkpoint.inspect.check_model_folder import warn_of_damaged_model_folder
 from petatron.checkpoint.stateful_components import FixedPlace, SavedState, Stateful
+from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, ROUTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.mesh.rng import RandomStreams
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel

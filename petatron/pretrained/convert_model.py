@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from petatron.base.companion_files import read_companion_file, strip_remote_code
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.format_text import format_bytes
-from petatron.base.model_folder_names import CONFIG_FILE
+from petatron.base.model_companion_files import read_companion_file, strip_remote_code
+from petatron.base.model_folder_file_names import CONFIG_FILE
 from petatron.base.safe_files import remove_tree
-from petatron.checkpoint.chunk import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import Disk, free_bytes
 from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable, StoredBox, StoredTensor
@@ -33,12 +32,13 @@ from petatron.checkpoint.megatron import OptimizerForm, TrainingExport
 from petatron.checkpoint.megatron.write_checkpoint import write_megatron
 from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, entry_bytes, file_table_entries, plan_files
 from petatron.checkpoint.save.rank_writer import weight_index_file
+from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
 from petatron.config.schema.sections.mup import relative_width
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
 from petatron.pretrained.atomic_model_folder import create_tmp_folder
 from petatron.pretrained.describe_hf_folder import json_bytes
-from petatron.pretrained.folder_kind import ModelFormat
+from petatron.pretrained.detect_model_format import ModelFormat
 from petatron.pretrained.model_reader import ModelReader
 from petatron.pretrained.settings_as_config_file import config_yaml_text
 from petatron.pretrained.stored_training_state import OPTIMIZER_STATE, TrainingState, fetch_float32

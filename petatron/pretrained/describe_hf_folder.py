@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from petatron.checkpoint.chunk import ModelFolder
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.hf import build_config_json, folder_entries
 from petatron.models.model_spec import ModelSpec

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from petatron.base.companion_files import find_companion_files, read_companion_file
 from petatron.base.errors import CheckpointError, ConfigError, Problem
+from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder, model_folder_error
@@ -27,7 +27,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import family_name_of_config, fit_values_to_tensors, parse_config_json, to_logical
 from petatron.models.registry import model_spec
 from petatron.pretrained.describe_hf_folder import CompanionFiles
-from petatron.pretrained.folder_kind import detect_format, refuse_unconverted, weights_kind_problems
+from petatron.pretrained.detect_model_format import detect_format, refuse_unconverted, weights_kind_problems
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.launch_and_build_model import build_initial_model, launch
 from petatron.pretrained.load_checkpoint import load_checkpoint

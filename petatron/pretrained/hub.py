@@ -12,9 +12,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from petatron.base.companion_files import COMPANION_FILES
 from petatron.base.errors import ConfigError, Problem
-from petatron.base.model_folder_names import CONFIG_FILE, is_hf_folder
+from petatron.base.model_companion_files import COMPANION_FILES
+from petatron.base.model_folder_file_names import CONFIG_FILE, is_hf_folder
 from petatron.base.terminal_escape import printable, raw_output
 
 _LIBRARY = "huggingface_hub"

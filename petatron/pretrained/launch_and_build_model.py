@@ -10,8 +10,8 @@ import torch
 
 from petatron.base.device import detect_device
 from petatron.config import RunConfig
-from petatron.config.declared_optimizers import rule_spec
 from petatron.config.nccl_communicators import communicator_options
+from petatron.config.optimizer_registry import rule_spec
 from petatron.config.pipeline_stages import pipeline_stages
 from petatron.data.tokenizer import Tokenizer
 from petatron.estimate.recompute_plan import plan_recompute
@@ -29,10 +29,10 @@ from petatron.models.uses_random_numbers import uses_random_numbers
 from petatron.optim.loss_scaler import compute_dtype
 from petatron.parallel.layer_losses import LayerLosses
 from petatron.parallel.parallelize import parallelize
-from petatron.parallel.pipeline.requested_cuda_graphs import enable_requested_cuda_graphs
+from petatron.parallel.pipeline.enable_cuda_graphs import enable_requested_cuda_graphs
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.pretrained.saveable_model import Model
-from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.sharding.shard_spec import Placement
 from petatron.validate.layer_capabilities import check_training
 

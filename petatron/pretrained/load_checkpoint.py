@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.format_text import abbreviate_names
-from petatron.base.model_folder_names import is_hf_folder
+from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.chunk import Chunk, folder_tensor_name
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest
 from petatron.checkpoint.files.step_list import check_steps_not_lost
@@ -22,11 +21,12 @@ from petatron.checkpoint.load.weights_from_average import read_manifest_with_wei
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.stateful_components import EMPTY_DOCUMENT, ComponentLoad, Stateful
+from petatron.checkpoint.tensor_chunk import Chunk, folder_tensor_name
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.checkpoint_components import model_components
-from petatron.pretrained.folder_kind import has_steps, is_megatron_folder, weights_kind_problems
+from petatron.pretrained.detect_model_format import has_steps, is_megatron_folder, weights_kind_problems
 from petatron.pretrained.model_reader import open_model_reader
 
 LOOP_METADATA = "loop"

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.base.companion_files import find_companion_files
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem, raise_problems
 from petatron.base.format_text import abbreviate_names
-from petatron.base.model_folder_names import CONFIG_FILE
+from petatron.base.model_companion_files import find_companion_files
+from petatron.base.model_folder_file_names import CONFIG_FILE
 from petatron.base.untrusted_files import reading_untrusted
-from petatron.checkpoint.chunk import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
@@ -32,11 +31,17 @@ from petatron.checkpoint.load import reshard_reads
 from petatron.checkpoint.load.stored_box_lookup import StoredBoxLookup, wants_full_precision
 from petatron.checkpoint.load.weights_from_average import read_manifest_with_weights
 from petatron.checkpoint.megatron import MegatronCheckpoint, open_megatron
+from petatron.checkpoint.tensor_chunk import ROUTER_PREFIX, WEIGHT_PREFIX, Chunk, folder_tensor_key, folder_tensor_name
 from petatron.models.hf import folder_shapes
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.pretrained.folder_kind import ModelFormat, detect_format, reject_pickle_weights, weights_kind_problems
+from petatron.pretrained.detect_model_format import (
+    ModelFormat,
+    detect_format,
+    reject_pickle_weights,
+    weights_kind_problems,
+)
 from petatron.pretrained.open_step import open_step, stored_mup
 from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 from petatron.pretrained.stored_training_state import (

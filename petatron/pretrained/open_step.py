@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError
-from petatron.base.model_folder_names import CONFIG_FILE
+from petatron.base.model_folder_file_names import CONFIG_FILE
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest

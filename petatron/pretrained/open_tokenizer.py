@@ -10,7 +10,7 @@ from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.base.model_folder_names import is_hf_folder
+from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.config import CheckpointConfig, LoadedConfig, with_vocab_size
 from petatron.config.required_settings import known_vocab_size

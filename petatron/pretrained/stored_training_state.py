@@ -18,12 +18,12 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import abbreviate_names
 from petatron.base.untrusted_files import is_count, reading_untrusted
-from petatron.checkpoint.chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest
 from petatron.checkpoint.inspect.run_metadata_check import is_run_metadata
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.megatron import MegatronTraining
+from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.config.schema.model_identity import model_identity
 from petatron.optim.lr_schedule import schedule_settings
 from petatron.pretrained.settings_as_config_file import load_config_sections

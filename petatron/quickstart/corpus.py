@@ -1,4 +1,4 @@
-"""A corpus that is on every machine: the source files of Python's own standard library.
+"""The quickstart's corpus, which is on every machine: the source files of Python's own standard library.
 
 Real text of about ten megabytes, written by people, without a download. Excluded are folders of tests, which repeat
 themselves, and of generated tables. Files are chosen, and held out for evaluation, by a hash of their path: the choice

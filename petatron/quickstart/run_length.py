@@ -1,4 +1,4 @@
-"""How many steps the quickstart trains: as many as fit into its time at the speed that this machine has now.
+"""Chooses how many steps the quickstart trains: as many as fit into its time at the speed that this machine has now.
 
 Everything after the installation should end within `--minutes`, on idle cores and on busy ones. So a step is timed before training, on the
 real model and data, in this one process; from it follows what training and the evaluation after it take. Ranks that share the model

@@ -1,4 +1,4 @@
-"""The stages of the quickstart before training: a folder, a corpus, a tokenizer, token files and a settings file.
+"""The resumable stages of the quickstart before training: a folder, a corpus, a tokenizer, token files and a settings file.
 
 Every stage has a key, a digest of everything that determines its result, and the keys of finished stages are in `stages.json`.
 A stage whose key is there and whose files exist is skipped; a key contains the key of the stage before it, so a change anywhere

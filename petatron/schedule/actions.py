@@ -1,4 +1,4 @@
-"""The vocabulary of pipeline schedules: which schedule of which sizes, actions of one rank, their order, and when they ran.
+"""The actions of pipeline schedules (forward, backward, send, receive), their order and times, and the shape of a schedule.
 
 No torch here: schedules are drawn, simulated and tested without it.
 """

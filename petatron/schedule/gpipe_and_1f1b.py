@@ -1,4 +1,4 @@
-"""The order of computations on each rank, for the schedules with a whole backward.
+"""GPipe, 1F1B and interleaved 1F1B: the order of computations on each rank, for the schedules with a whole backward.
 
 GPipe: all forwards, then all backwards. The bubble is (p-1)/(m+p-1) of the time, activations of all m micro-batches are held.
 

@@ -1,4 +1,4 @@
-"""Measured timelines on disk: every rank's actions of one step, as JSON that people and scripts can read."""
+"""Reads and writes measured timelines: every rank's actions of one step, as JSON that people and scripts can read."""
 
 from __future__ import annotations
 

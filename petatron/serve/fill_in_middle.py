@@ -1,4 +1,4 @@
-"""Prompts that fill a gap: the text before it and the text after it, around the tokens that a model was trained with for this.
+"""Builds fill-in-the-middle prompts: the text before and after a gap, around the special tokens that a model was trained with for this.
 
 A tokenizer names them; the formats below are those of Qwen, StarCoder, SantaCoder, DeepSeek, Code Llama and Codestral.
 """

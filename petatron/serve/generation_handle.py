@@ -1,4 +1,4 @@
-"""One sequence to generate, as the event loop sees it."""
+"""`Generation`, the event loop's handle of one sequence that the engine generates."""
 
 from __future__ import annotations
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from petatron.base.companion_files import read_companion_file
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
 from petatron.base.log import get_logger
-from petatron.base.model_folder_names import CONFIG_FILE
+from petatron.base.model_companion_files import read_companion_file
+from petatron.base.model_folder_file_names import CONFIG_FILE
 from petatron.checkpoint.files import step_list
 from petatron.config import LoadedConfig
-from petatron.config.declared_rules import training_flags
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.unused_settings import training_flags
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.encoder.encoder_engine import EncoderEngine
 from petatron.infer.engine import Engine
@@ -40,11 +40,11 @@ from petatron.infer.sampling_params import (
 from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.launch.environment import read_environment
 from petatron.models.registry import model_spec
-from petatron.pretrained.folder_kind import check_weights_kind, find_model, model_files
+from petatron.pretrained.detect_model_format import check_weights_kind, find_model, model_files
 from petatron.pretrained.from_pretrained import from_pretrained
 from petatron.pretrained.load_checkpoint import load_checkpoint
-from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer
+from petatron.pretrained.read_checkpoint_args import read_checkpoint_args
 from petatron.pretrained.saveable_model import Model
 from petatron.validate import load_config
 from petatron.validate.layer_capabilities import why_reading_only

@@ -1,4 +1,4 @@
-"""What a server allows, and where it listens."""
+"""`ServeOptions`: the limits of a server, its keys, and where it listens."""
 
 from __future__ import annotations
 

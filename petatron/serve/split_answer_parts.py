@@ -1,4 +1,4 @@
-"""The parts of an answer as it grows: reasoning, content, and calls of tools.
+"""Splits a growing answer into its parts: reasoning, content, and tool calls.
 
 Models write their reasoning first, between the tags that their chat template shows:
 

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes: the common formats, found in a text that grows, and grammars that force them.
+"""Parses tool calls in what a model writes: the common formats, found in a text that grows, and grammars that force them.
 
     hermes   <tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>, any number, with text before and between (Hermes, Qwen)
     llama3   {"name": "look", "parameters": {"at": "x"}} as the whole answer, perhaps after <|python_tag|>, several parted by ;

@@ -1,4 +1,4 @@
-"""Boxes of a logical tensor: where two meet, and whether a set of them tiles the whole.
+"""Boxes (rectangular regions) of a logical tensor: where two overlap, and whether a set of them tiles the whole.
 
 A box is a start and a shape. What a rank saves and what another rank loads are boxes of the same logical tensor, and any
 layout can load from any other because the only question ever asked is where two boxes overlap.

@@ -41,7 +41,7 @@ class Bucket:
 class BucketGrads:
     """The gradients of a bucket. Their memory can be freed and allocated again: views of `flat` stay valid, their values do not.
 
-    freed: whether it is, which costs less to ask than an allocation that finds it allocated.
+    freed: whether the memory is freed now. Callers read this flag instead of calling `allocate`, which asks the storage.
     """
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype, device: torch.device | str) -> None:

@@ -1,4 +1,4 @@
-"""Logical matrices: what an update rule with `unit="matrix"` needs whole, and which rank updates which.
+"""Logical matrices of fused and stacked weights, which rules with `unit="matrix"` need whole, and which rank updates which.
 
 A parameter of such a group is one or several logical matrices: q, k and v of a fused weight, gate and up, each expert of a stack. A
 tensor-parallel rank has a shard of each (`TensorShard`), and the ranks that shard optimizer state own ranges of that shard.

@@ -1,4 +1,4 @@
-"""Which box of which logical tensor a parameter holds: one table for all code that splits, saves, counts or names weights.
+"""`Shard` and `TensorShard`: which box of which logical tensor a parameter holds, for all that splits, saves, counts or names weights.
 
 A model declares a `Shard` per parameter. `compute_placement` computes from it, the parameter's logical shape and
 this rank's tensor-parallel coordinate a `Placement`: the shape of the local parameter and the `TensorShard`s in it, each

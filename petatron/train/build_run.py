@@ -10,7 +10,7 @@ from typing import Protocol
 from petatron.base.log import get_logger
 from petatron.config import RunConfig, parse_split
 from petatron.config.required_settings import required
-from petatron.config.schema.default_objective_names import EXTERNAL, GPT_DATASET
+from petatron.config.schema.objective_and_dataset_names import EXTERNAL, GPT_DATASET
 from petatron.data.batch_loader import BatchLoader, LoaderOptions, StepLoader
 from petatron.data.build_datasets import build_datasets, chosen_kind, chosen_kind_name, vocab_size
 from petatron.data.dataset_kinds import Split
@@ -31,7 +31,7 @@ from petatron.pretrained.launch_and_build_model import HasConfig, build_initial_
 from petatron.pretrained.launch_and_build_model import launch as launch
 from petatron.pretrained.saveable_model import Model
 from petatron.train.global_batch_size import BatchSizeSchedule
-from petatron.train.state.frozen_models import open_frozen_models
+from petatron.train.state.open_frozen_models import open_frozen_models
 from petatron.train.state.run_metadata import TrainProgress
 from petatron.train.state.start_weights import (
     find_start_folder,

@@ -1,4 +1,4 @@
-"""The state of a training loop of your own: restored from a checkpoint, and saved in one.
+"""Restores and saves the state of a user's own training loop, from and in checkpoints.
 
 run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "10", "--save", "mine", "--load", "mine"])
 mesh = petatron.launch(run)
@@ -32,8 +32,8 @@ from petatron.pretrained.launch_and_build_model import HasConfig, config_of
 from petatron.pretrained.load_checkpoint import LOOP_METADATA, has_weights
 from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.pretrained.saveable_model import Model
-from petatron.train.state.progress_state import DataOrder, DataOrderState, LossScaleState, ProgressState
 from petatron.train.state.run_metadata import TrainProgress, run_settings
+from petatron.train.state.run_state_components import DataOrder, DataOrderState, LossScaleState, ProgressState
 from petatron.train.state.train_state import TrainState
 
 

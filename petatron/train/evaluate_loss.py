@@ -1,4 +1,4 @@
-"""The loss of a split: the mean over its first batches, unless a stop comes first."""
+"""Evaluates the loss of a split: the mean over its first batches, unless a stop comes first."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.errors import ConfigError, DataError, PetatronError, raise_problems
 from petatron.base.log import get_logger
 from petatron.config import LoadedConfig, RunConfig
-from petatron.config.schema.default_objective_names import EXTERNAL
+from petatron.config.schema.objective_and_dataset_names import EXTERNAL
 from petatron.data.build_datasets import chosen_kind
 from petatron.data.external_loader import registered_dataloader
 from petatron.data.tokenizer import Tokenizer, missing_for_transformers
@@ -23,7 +23,7 @@ from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.train.build_run import DataLoaders, build_loaders
 from petatron.train.hooks.megatron_copies import megatron_copy_problems
 from petatron.train.report.log_records import MetricWriter
-from petatron.train.report.out_of_memory import check_memory_capacity, report_out_of_memory
+from petatron.train.report.memory_capacity_and_oom import check_memory_capacity, report_out_of_memory
 from petatron.train.report.run_header import RunHeader
 from petatron.train.report.task_evaluation import TaskEvaluator, read_eval_tasks
 from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts

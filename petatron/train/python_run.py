@@ -21,14 +21,14 @@ from petatron.config import LoadedConfig, RunConfig
 from petatron.config.import_user_modules import IMPORT_FLAG
 from petatron.infer.generate import generate
 from petatron.mesh.launch.environment import imports_from_env, read_environment
-from petatron.pretrained.open_settings import read_checkpoint_args
 from petatron.pretrained.open_tokenizer import open_tokenizer
+from petatron.pretrained.read_checkpoint_args import read_checkpoint_args
 from petatron.pretrained.saveable_model import Model
 from petatron.train.build_run import launch
 from petatron.train.evaluate_loss import EvaluatedLosses, InterruptedEvaluation, evaluate
 from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.log_records import MetricRecord, MetricWriter
-from petatron.train.report.out_of_memory import report_out_of_memory
+from petatron.train.report.memory_capacity_and_oom import report_out_of_memory
 from petatron.train.run_training import close_writers, log_directory, open_writers
 from petatron.train.state.check_run_dirs import lock_save_dir
 from petatron.train.state.train_state import TrainState

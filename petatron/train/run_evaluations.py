@@ -1,4 +1,4 @@
-"""The evaluations of a run: of its validation sets, its test set and its tasks, with what they report."""
+"""Runs the evaluations of a run: of its validation sets, its test set and its tasks, and reports them."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.closing_summary import summary_record
 from petatron.train.report.earlier_loss_curves import read_history
 from petatron.train.report.log_records import MetricWriter, event_record
+from petatron.train.report.memory_capacity_and_oom import report_out_of_memory
 from petatron.train.report.metric_writers import build_writers
-from petatron.train.report.out_of_memory import report_out_of_memory
 from petatron.train.report.run_header import environment_versions
 from petatron.train.report.suggested_commands import suggested_commands
 from petatron.train.state.check_run_dirs import lock_save_dir

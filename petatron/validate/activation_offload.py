@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from petatron.base.errors import Problem
-from petatron.config.declared_rules import within
 from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.config.schema.fields import all_fields
 from petatron.config.schema.parallel import MemoryConfig
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.setting_bounds_and_conflicts import within
 
 BY_LAYER, BY_MODULE, MODULES = (
     "--cpu-offloading-num-layers",

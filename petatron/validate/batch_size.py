@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.declared_rules import multiples_near
 from petatron.config.schema.batch_size_steps import BatchSizeStepsError, parse_batch_size_steps
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.setting_bounds_and_conflicts import multiples_near
 
 
 def check_batch_size(config: RawRunConfig) -> Iterator[Problem]:

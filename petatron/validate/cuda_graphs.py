@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.schema.default_objective_names import NEXT_TOKEN
 from petatron.config.schema.fields import flag_name
+from petatron.config.schema.objective_and_dataset_names import NEXT_TOKEN
 from petatron.config.schema.parallel import FSDP_STRATEGIES, MODEL_PARALLEL_SIZES
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL

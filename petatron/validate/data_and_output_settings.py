@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from petatron.base.errors import Problem
-from petatron.config.declared_rules import or_default
 from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
-from petatron.config.schema.default_objective_names import EXTERNAL, GPT_DATASET, ITEM_DATASET, MASKED_DATASETS
 from petatron.config.schema.fields import fields_by_name, flag_name
+from petatron.config.schema.objective_and_dataset_names import EXTERNAL, GPT_DATASET, ITEM_DATASET, MASKED_DATASETS
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.setting_bounds_and_conflicts import or_default
 from petatron.config.settings_from_checkpoint import CHECKPOINT_ARGS_FLAG
 from petatron.validate.tokenizer_settings import check_tokenizer
 

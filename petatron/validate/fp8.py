@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.declared_rules import multiples_near
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.vocabulary import padded_rows
+from petatron.config.setting_bounds_and_conflicts import multiples_near
 from petatron.kernels.size_limits import FP8_SIZE_MULTIPLE, SCALINGS, fp8_size_multiple
 
 _FLAG = "--fp8-format"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 from petatron.base.errors import Problem
-from petatron.config.declared_rules import divisors, multiples_near, number_problems
 from petatron.config.schema.attention_layer_freq import layer_pattern_problems
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import RawModelConfig
@@ -28,6 +27,7 @@ from petatron.config.schema.sections.linear_attention import DeltaNetSettings, h
 from petatron.config.schema.sections.mamba2 import MAMBA_CONV_WIDTH, Mamba2Settings
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.rope import ROTARY_TYPES, LongRopeFactorError, parse_longrope_factors
+from petatron.config.setting_bounds_and_conflicts import divisors, multiples_near, number_problems
 from petatron.kernels.size_limits import MAX_ALIBI_POSITIONS
 
 _FACTOR_LISTS = {"ssm_multipliers": ("z", "x", "B", "C", "dt"), "mlp_multipliers": ("the gate", "the output")}

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from petatron.base.errors import Problem
 from petatron.base.loopback_address import is_default_loopback
-from petatron.config.declared_rules import at_least, divisors, multiples_near, or_default, within
 from petatron.config.pipeline_stages import stage_problems
 from petatron.config.schema.fields import flag_name, join_with_or
 from petatron.config.schema.parallel import FSDP_STRATEGIES, MESH_SIZES, MODEL_PARALLEL_SIZES, RawParallelConfig
@@ -17,6 +16,7 @@ from petatron.config.schema.pipeline_schedules import ONE_STAGE_PER_RANK, SPLIT_
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.training import LaunchConfig
+from petatron.config.setting_bounds_and_conflicts import at_least, divisors, multiples_near, or_default, within
 
 _SIZES = (*MESH_SIZES, "ddp_bucket_size")
 _OVERLAP = "--tp-comm-overlap"

@@ -5,7 +5,7 @@ topic: it reads the config and yields problems that name the flag, the value, th
 derived are skipped, because the cause is reported already.
 
 Notices tell of valid settings whose effect depends on layers or hardware and may surprise. Settings without any effect are known from
-their declaration (`config/declared_rules.py`).
+their declaration (`config/setting_bounds_and_conflicts.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Unpack
 
 from petatron.base.errors import Problem, raise_problems
-from petatron.config.declared_rules import conflict_problems, number_problems, out_of_bounds
 from petatron.config.derived_defaults import resolve_derived
-from petatron.config.hybrid_bars import as_pattern_problem
+from petatron.config.hybrid_pattern_stage_bars import as_pattern_problem
 from petatron.config.read_config_sources import ConfigSources, LoadedConfig, RawLoadedConfig, parse_config
 from petatron.config.schema.fields import all_fields, fields_by_name
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.setting_bounds_and_conflicts import conflict_problems, number_problems, out_of_bounds
 from petatron.config.value_origins import ValueOrigin
 from petatron.validate.activation_offload import check_activation_offload, unused_offload_modules
 from petatron.validate.batch_size import check_batch_size

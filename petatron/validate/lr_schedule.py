@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.declared_rules import above, at_least
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.setting_bounds_and_conflicts import above, at_least
 
 
 def check_lr_schedule(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:

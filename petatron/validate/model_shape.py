@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.declared_rules import above, at_least, divisors, multiples_near
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.model import REQUIRED_FIELDS, RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.hybrid import has_attention
 from petatron.config.schema.sections.rope import ROTARY_TYPES
+from petatron.config.setting_bounds_and_conflicts import above, at_least, divisors, multiples_near
 from petatron.validate.layer_kinds import check_layer_variants
 
 _LATENT = "--multi-latent-attention"

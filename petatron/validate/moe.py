@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.declared_rules import divisors
 from petatron.config.schema.model import MoEConfig
 from petatron.config.schema.moe_layer_freq import moe_layer_freq_problems
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.pipeline_schedules import OVERLAP_SCHEDULES
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.setting_bounds_and_conflicts import divisors
 from petatron.validate.activation_offload import offload_flag
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from petatron.base.errors import ConfigError, Problem
-from petatron.config.declared_optimizers import find_rule_spec, rule_spec, used_rules
+from petatron.config.optimizer_registry import find_rule_spec, rule_spec, used_rules
 from petatron.config.schema.model import RawModelConfig
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.mup import relative_width

@@ -18,8 +18,8 @@ from petatron.base.remote_address import is_remote
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend
-from petatron.config.schema.default_objective_names import NEXT_TOKEN, TEXT_DATASETS
 from petatron.config.schema.fields import flag_name
+from petatron.config.schema.objective_and_dataset_names import NEXT_TOKEN, TEXT_DATASETS
 from petatron.config.schema.run import RawRunConfig
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.declared_optimizers import rule_spec
+from petatron.config.optimizer_registry import rule_spec
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 

@@ -1,4 +1,4 @@
-"""Records what a run computes by logical tensor, so that two layouts can be compared.
+"""Records the losses, gradients and weights of a run by logical tensor, so that two layouts can be compared.
 
 Each rank records its own shards; together they are the whole logical tensors, whatever the layout. No communication is added to
 the recorded run.

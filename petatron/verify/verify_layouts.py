@@ -1,4 +1,4 @@
-"""Compares two runs that differ only in their layout: their flags, their recorded traces and the tolerances."""
+"""Verifies a layout against one process: plans, records and compares two runs that differ only in their layout."""
 
 from __future__ import annotations
 

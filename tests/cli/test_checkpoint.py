@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, Disk, digest_file
 from petatron.checkpoint.files.manifest import VERSION
 from petatron.checkpoint.inspect import diff_checkpoints
 from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.state.train_state import TrainState
@@ -200,7 +200,7 @@ def test_damage_is_one_error_with_file_and_remedy(
     assert any(remedy in lines[1] for remedy in ("Restore it from a copy", "Move it elsewhere", "Use the version"))
     assert lines[2] == f"The newest good step is 6: --load {folder} --ckpt-step 6"
     if at_load is None:  # a load does not read that file, or does not need to believe it
-        with heard("petatron.checkpoint.inspect.check_weights_copy") as warnings:
+        with heard("petatron.checkpoint.inspect.check_model_folder") as warnings:
             assert state.load(str(folder))
         assert len(warnings) == (words.startswith("digest differs"))
         goes_on = f"Training goes on from the master weights in {folder / NEWEST / 'state'}, which are sound"
@@ -217,7 +217,7 @@ def test_a_run_in_float32_warns_of_the_damaged_copy_too(folder: Path):
     """It reads the master weights like a run in 16 bits."""
     _flip(WEIGHTS)(folder / NEWEST)
     run = load_config(f"{MODEL} {RUN} --no-fp16".split(), preset="tiny-gpt").config
-    with heard("petatron.checkpoint.inspect.check_weights_copy") as warnings:
+    with heard("petatron.checkpoint.inspect.check_model_folder") as warnings:
         assert TrainState.build(run, ParallelMesh.single()).load(str(folder))
     assert len(warnings) == 1 and "digest differs" in warnings[0] and WEIGHTS in warnings[0]
 

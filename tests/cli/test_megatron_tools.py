@@ -11,7 +11,7 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.checkpoint.megatron import open_megatron
-from petatron.cli.subcommands.megatron_convert import from_megatron_flags, parser
+from petatron.cli.subcommands.megatron_convert_flags import from_megatron_flags, parser
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
 from tests.golden.make_megatron import FOLDER

@@ -15,7 +15,7 @@ from petatron.estimate.memory.forecast import (
     recompute_plans,
 )
 from petatron.plan.pipeline_simulator import theoretical_bubble
-from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 
 
 class MemoryPlan(NamedTuple):

@@ -19,7 +19,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
 from petatron.models.batch import Batch
 from petatron.models.registry import model_spec
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.parallel.activation_offload import HostLink, apply_activation_offload
 from petatron.parallel.activation_recompute import apply_recompute
 from petatron.validate import load_config

@@ -14,7 +14,7 @@ import petatron
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.cli.main import main
 from petatron.integrations import transformers as petatron_transformers
-from petatron.pretrained.folder_kind import find_model
+from petatron.pretrained.detect_model_format import find_model
 from petatron.pretrained.hub import local_model
 from tests.hf.zoo import build, truth
 from tests.unit.data.stand_in_hub import StandInHub, serve

@@ -25,7 +25,7 @@ import yaml
 
 from petatron.base.errors import PetatronError
 from petatron.config.flags.parse_command_line import known_flags
-from petatron.port.environment_names import is_of_environment
+from petatron.port.environment_variable_names import is_of_environment
 from petatron.port.inference_flags import RENAMED
 from petatron.port.port_flags import PortedFlag, spelled
 from petatron.port.ported_inference import PortedInference, answers_prompts, port_inference

@@ -35,7 +35,7 @@ from petatron.models.batch import Batch
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.model_spec import Collate, ModelSpec
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO, StageOutput
-from petatron.models.stage_module import StageModule, run_layers_sequentially
+from petatron.models.stage_interface import StageModule, run_layers_sequentially
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Section, Shard
 

@@ -26,8 +26,8 @@ from petatron.history.run_folder import open_runs
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import build_loaders
+from petatron.train.report.format_records import format_record
 from petatron.train.report.metric_writers import tagged_scalars
-from petatron.train.report.record_text import format_record
 from petatron.verify.compare_traces import Tolerances
 from petatron.verify.record_trace import StepTrace, assemble_tensors
 from tests.dist import RankPool

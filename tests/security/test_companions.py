@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import petatron
-from petatron.base.companion_files import COMPANION_FILES
 from petatron.base.errors import CheckpointError, DataError
+from petatron.base.model_companion_files import COMPANION_FILES
 from petatron.cli.main import main
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import HuggingFaceTokenizer

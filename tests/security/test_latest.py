@@ -18,7 +18,7 @@ from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.load_checkpoint import has_weights
-from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.read_checkpoint_args import read_checkpoint_args
 from petatron.train.state.check_run_dirs import check_run_dirs
 from tests.golden.make_checkpoint import MODEL, RUN
 from tests.longform import diagonal

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError, PetatronError, TrainError
-from petatron.checkpoint.chunk import Chunk, ModelFolder
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager, Retention
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.mesh.mesh import ParallelMesh

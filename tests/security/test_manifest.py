@@ -20,7 +20,7 @@ from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.config.schema.run import RunConfig
 from petatron.pretrained.model_reader import open_model_reader
-from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.read_checkpoint_args import read_checkpoint_args
 from tests.longform import diagonal
 from tests.security.limits import limited
 from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table

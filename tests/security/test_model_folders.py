@@ -18,9 +18,9 @@ from petatron.checkpoint.files.safetensors_file import read_header
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.pretrained.atomic_model_folder import check_not_inside_step
-from petatron.pretrained.folder_kind import detect_format
+from petatron.pretrained.detect_model_format import detect_format
 from petatron.pretrained.model_reader import open_model_reader
-from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.read_checkpoint_args import read_checkpoint_args
 from tests.longform import diagonal
 from tests.security.limits import limited
 

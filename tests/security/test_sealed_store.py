@@ -23,8 +23,8 @@ from petatron.mesh.launch.encrypted_channel import MAX_FRAME_BYTES, ChannelError
 from petatron.mesh.launch.environment import SINGLE_PROCESS, RankEnvironment
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
+from petatron.mesh.launch.rendezvous_store_protocol import Operation, encode_request
 from petatron.mesh.launch.rendezvous_store_server import StoreServerProcess, bind_listener
-from petatron.mesh.launch.rendezvous_store_table import Operation, encode_request
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE
 from tests.longform import diagonal
 

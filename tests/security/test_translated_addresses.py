@@ -23,7 +23,7 @@ from petatron.base.errors import LaunchError
 from petatron.mesh.launch import connection_guard
 from petatron.mesh.launch.connection_guard import ConnectionGuard
 from petatron.mesh.launch.environment import RankEnvironment
-from petatron.mesh.launch.nat_addresses import NETWORKS_VARIABLE, describe_translations, parse_networks
+from petatron.mesh.launch.nat_and_trusted_networks import NETWORKS_VARIABLE, describe_translations, parse_networks
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
 from tests.load_deadline import scaled

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from petatron.cli.main import main
-from petatron.cli.subcommands.megatron_convert import parser
+from petatron.cli.subcommands.megatron_convert_flags import parser
 
 if __name__ == "__main__":
     words = sys.argv[1:]

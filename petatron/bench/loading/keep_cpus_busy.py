@@ -29,7 +29,7 @@ _SETTLE_S = 0.1  # until all of them are in the run queues
 
 
 class BusyProcesses:
-    """So many processes, paused but within `running`."""
+    """`count` processes that compute while `running` is entered, and are paused otherwise."""
 
     def __init__(self, count: int, *, own_sessions: bool) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -1,4 +1,4 @@
-"""One load, timed in a process of its own, as a run loads once after it has started.
+"""Times one checkpoint load in a process of its own, as a run loads once after it has started.
 
 In a process that has loaded before, an allocator may give `torch.load` the memory of that load again, and whether it does depends on
 what ran in between: its CPU time then varies five-fold. A new process has none. It is forked from one that has imported
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from petatron.checkpoint.chunk import Chunk
+    from petatron.checkpoint.tensor_chunk import Chunk
 
 _PRELOADED = ["torch", "petatron.bench.loading.time_checkpoint_load", "petatron.checkpoint.manager"]
 _READ_BYTES = 8 << 20
@@ -104,7 +104,7 @@ def measure_load(
 def _load_when_told(pipe: Connection, files: LoadFiles, loader: str, cold: bool) -> None:
     import torch
 
-    from petatron.checkpoint.chunk import Chunk
+    from petatron.checkpoint.tensor_chunk import Chunk
 
     load = _loaders(files)[loader]
     chunks = []

@@ -1,4 +1,4 @@
-"""Checks of arguments that several benches have, and the device they name."""
+"""Checks the arguments that several benches share, and resolves `--device`."""
 
 from __future__ import annotations
 

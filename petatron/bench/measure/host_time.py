@@ -1,4 +1,4 @@
-"""What a training step costs the host: how long Python takes until all of its work is queued, and how many calls that is.
+"""Measures the host time of a training step: how long Python takes until all of its work is queued, and how many calls that is.
 
 A device of short kernels waits for the host, so a small model's step is as long as Python needs for it. Two models that differ in depth
 alone tell what a layer costs from what a step costs anyway; with t the cost of a step,

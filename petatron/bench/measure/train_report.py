@@ -11,12 +11,12 @@ from typing import Any
 from petatron.base.device import DeviceInfo
 from petatron.bench import BenchResult
 from petatron.bench.measure.format_si_units import format_si
-from petatron.bench.measure.machine import versions
+from petatron.bench.measure.hardware_and_versions import versions
 from petatron.bench.measure.peak_memory_breakdown import OUTSIDE_LAYERS
 from petatron.bench.measure.step_time_roofline import step_floor
 from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_workload import NUM_BATCHES
-from petatron.config.declared_optimizers import rule_spec
+from petatron.config.optimizer_registry import rule_spec
 from petatron.config.schema.sections.sparse_attention import has_sparse_attention
 from petatron.estimate.flops import flops_formula, linear_attention_kind, model_flops_per_token, parameter_count
 from petatron.models.frozen_params import frozen_params

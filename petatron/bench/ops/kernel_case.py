@@ -1,4 +1,4 @@
-"""Inputs of `petatron bench kernels`: shapes of two models, a device context, and cases to check and time."""
+"""`KernelCase`, one operation that `petatron bench kernels` checks and times, and the shapes that the cases share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The update of every peer: torch's fused AdamW on fp32 weights, after clipping all gradients together.
+"""The optimizer of every peer: torch's fused AdamW on fp32 weights, after clipping all gradients together.
 
 Vectors (norms and biases) are not decayed, as in our own optimizer.
 """

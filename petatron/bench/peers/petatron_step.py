@@ -43,14 +43,14 @@ build = PetatronContender
 
 @torch.no_grad()
 def load_master_weights(optimizer: MixedPrecisionOptimizer, initial_weights: InitialWeights) -> None:
-    """Loads the initial weights before rounding, as peers have them, whose weights are all in fp32."""
+    """Loads the unrounded initial weights into the fp32 master weights: peers, whose weights are fp32, start from these too."""
     for _, tensor_shard, values in optimizer.master_weights():
         values.copy_(initial_weights[tensor_shard.name][tensor_shard.logical_slices()])
 
 
 @torch.no_grad()
 def load_initial_weights(model: ParallelModel) -> None:
-    """Loads initial weights shard by shard: a parameter may fuse several logical tensors. The one rank holds each whole."""
+    """Loads the initial weights of every logical tensor into its part of a parameter (QKV is one parameter); there is one rank."""
     initial_weights = InitialWeights(model.spec, model.mesh.device)
     for stage in model.stages.values():
         for name, parameter in stage.named_parameters():

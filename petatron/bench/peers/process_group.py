@@ -1,4 +1,4 @@
-"""The process group that a peer's sharding needs, of this process alone."""
+"""Creates the process group that a peer's sharding needs, of this process alone."""
 
 from __future__ import annotations
 

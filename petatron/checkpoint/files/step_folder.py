@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: how a step is published so that a crash at any instant leaves the last good one.
+"""Publishes, reads and prunes step folders: a crash at any instant leaves the last good step.
 
     FOLDER/step-00000010/manifest.json                   the tables, and their digests
     FOLDER/step-00000010/model/                          the weights, as a Hugging Face folder

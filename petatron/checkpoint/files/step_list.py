@@ -1,4 +1,4 @@
-"""Which steps the folder of a run has, which of them is the newest (the one that the file `latest` names), and which one to load.
+"""Lists the steps in a run's folder, finds the newest (which the file `latest` names), and resolves the one to load.
 
 No digest covers `latest`, and it may be lost or changed on its own. Whoever asks for the newest
 step is told so, and never gets another one unnoticed.

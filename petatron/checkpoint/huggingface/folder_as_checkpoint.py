@@ -18,16 +18,16 @@ from typing import Any
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.format_text import abbreviate_names
-from petatron.base.model_folder_names import CONFIG_FILE
+from petatron.base.model_folder_file_names import CONFIG_FILE
 from petatron.base.safe_files import symlink_target_outside
 from petatron.base.untrusted_files import open_regular_file, read_limited_json, reading_untrusted
-from petatron.checkpoint.chunk import folder_tensor_key
 from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES
 from petatron.checkpoint.files.manifest import BlockScale, Manifest, StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import MAX_HEADER_BYTES, TensorInfo
-from petatron.checkpoint.huggingface.mxfp4_folder import TensorInfos, num_stored_elements, split_packed_tensors
+from petatron.checkpoint.huggingface.mxfp4_weights import TensorInfos, num_stored_elements, split_packed_tensors
 from petatron.checkpoint.load.dequantize import scale_shape
 from petatron.checkpoint.load.reshard_reads import read_checked_header
+from petatron.checkpoint.tensor_chunk import folder_tensor_key
 from petatron.config.schema.model_identity import identity_differences
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.models import hf

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.checkpoint.files.manifest import Manifest, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error, read_manifest
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.inspect.verify_checkpoint import ProgressCallback
 from petatron.checkpoint.load.reshard_reads import BoxRead, ReadPlan, execute_reads
+from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.sharding.boxes import overlap, tiling_problem
 from petatron.sharding.flat_shard import range_boxes
 

@@ -1,4 +1,4 @@
-"""How one rank locates its boxes in a checkpoint: the manifest, its share of the tables, and the other ranks' directories."""
+"""Locates one rank's boxes in a checkpoint: reads the manifest and its share of the tables, and asks the other ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import StoredFile
 from petatron.checkpoint.files.manifest import Manifest, RankTable, StoredTensor, TableFile
@@ -23,6 +22,7 @@ from petatron.checkpoint.load.stored_box_lookup import (
 )
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.sparse_all_to_all import exchange_messages
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.json_collectives import all_gather_json, broadcast_json
 from petatron.mesh.mesh import Axis
 

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from petatron.base import untrusted_files
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.block_digest import matches_digest
 from petatron.checkpoint.files.digested_file_io import BLOCK_BYTES, StoredFile, read_into
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
@@ -32,6 +31,7 @@ from petatron.checkpoint.files.map_box_to_entry import addressed_shape, entry_bo
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, DTYPES, TensorInfo, read_header
 from petatron.checkpoint.files.step_folder import check_size, damaged_error, digest_mismatch_error
 from petatron.checkpoint.load.dequantize import PACKED_DTYPE, PackedRead, apply_scale, read_scale, unpacked_shape
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.sharding.boxes import Box, overlap
 from petatron.sharding.flat_shard import range_boxes
 

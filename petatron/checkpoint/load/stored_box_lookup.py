@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from petatron.checkpoint.chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor, box_from_json, box_to_json
 from petatron.checkpoint.files.step_folder import MANIFEST_FILE, damaged_error
 from petatron.checkpoint.save.save_plan import owner_rank
+from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.sharding.boxes import Box, BoxIndex, tiling_problem
 
 MessageRow = list[Any]

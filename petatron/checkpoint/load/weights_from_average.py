@@ -1,4 +1,4 @@
-"""A kind of state in the place of a checkpoint's weights: an average of them (`--weights ema`)."""
+"""Loads an average of the weights in the place of a checkpoint's weights (`--weights ema`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import abbreviate_names
-from petatron.checkpoint.chunk import MASTER_PREFIX, WEIGHT_PREFIX
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import Manifest
+from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, WEIGHT_PREFIX
 
 
 def read_manifest_with_weights(step: Path, kind: str) -> Manifest:

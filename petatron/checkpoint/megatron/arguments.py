@@ -27,7 +27,6 @@ from petatron.checkpoint.megatron.layer_kind_arguments import (
 )
 from petatron.checkpoint.megatron.mup_arguments import expected_multipliers, mup_arguments, mup_values, unlike_mup
 from petatron.checkpoint.megatron.pickle_interpreter import InertObject
-from petatron.config.declared_rules import conflict_problems, number_problems
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flag_name
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.model_identity import variant_defaults
@@ -36,6 +35,7 @@ from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.hybrid import ATTENTION
 from petatron.config.schema.sections.sparse_attention import SPARSE_ATTENTION
 from petatron.config.schema.sections.tokenizer_options import DEFAULT_TIKTOKEN_SIZE
+from petatron.config.setting_bounds_and_conflicts import conflict_problems, number_problems
 from petatron.models.hf.check_claimed_counts import MAX_EXPERTS, MAX_LAYERS
 from petatron.validate.layer_kinds import check_hybrid, check_recurrent_layers
 from petatron.validate.model_shape import check_model

@@ -1,4 +1,4 @@
-"""A weight of a checkpoint: its shape is known, its values are read on demand."""
+"""Lazily read weights of a Megatron checkpoint: their shapes are known, their values are read on demand."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.format_text import abbreviate_names
-from petatron.base.model_folder_names import TRACKER_FILE
+from petatron.base.model_folder_file_names import TRACKER_FILE
 from petatron.base.untrusted_files import is_count, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.megatron.arguments import config_from_arguments, tokenizer_values
 from petatron.checkpoint.megatron.layer_kind_arguments import moe_layer_freq
@@ -27,8 +27,8 @@ from petatron.checkpoint.megatron.lazy_weight import (
 )
 from petatron.checkpoint.megatron.legacy_reader import read_legacy
 from petatron.checkpoint.megatron.read_megatron_pickles import megatron_file_error
-from petatron.checkpoint.megatron.run_arguments import Sections, training_sections
 from petatron.checkpoint.megatron.torch_dist_reader import read_torch_dist
+from petatron.checkpoint.megatron.training_arguments import Sections, training_sections
 from petatron.checkpoint.megatron.weight_layouts import extract_logical
 from petatron.checkpoint.megatron.weight_names import MegatronWeight, logical_shapes_with_router_bias, megatron_weights
 from petatron.config.schema.model import ModelConfig, MoEConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from petatron.checkpoint.megatron.lazy_weight import StateKind
 from petatron.checkpoint.megatron.optimizer_state import RESHARDABLE
-from petatron.checkpoint.megatron.run_arguments import megatron_arguments, megatron_scheduler
+from petatron.checkpoint.megatron.training_arguments import megatron_arguments, megatron_scheduler
 from petatron.checkpoint.megatron.weight_names import LayerSpec, MegatronWeight
 
 OptimizerForm = Literal["distributed", "plain"]

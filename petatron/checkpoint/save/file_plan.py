@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import folder_tensor_key
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES
+from petatron.checkpoint.tensor_chunk import folder_tensor_key
 from petatron.models.hf.folder_entries import FolderEntry
 from petatron.sharding.boxes import Box, tiling_problem
 from petatron.sharding.shard_spec import Shape

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.map_box_to_entry import to_entry_layout
 from petatron.checkpoint.save.plan_weight_transfers import TransferRound, WeightTransfer
 from petatron.checkpoint.save.save_plan import SavePlan
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.collectives import all_to_all
 from petatron.mesh.mesh import Axis
 from petatron.sharding.boxes import Box

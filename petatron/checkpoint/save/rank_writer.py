@@ -1,4 +1,4 @@
-"""What a rank writes of a checkpoint: planned at the first save, staged if the save is async, then written.
+"""Writes one rank's files of a checkpoint: planned at the first save, staged if the save is async, then written.
 
 Weights go into the model folder, whole (`gather_weights.py`); all other state, and weights that the folder cannot store, goes as
 boxes into the rank's own file in `state/`. The rank's table, which describes its files, is written last.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import format_bytes
-from petatron.checkpoint.chunk import Chunk, ModelFolder
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.files.digested_file_io import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable, StoredTensor, TableFile
 from petatron.checkpoint.files.safetensors_file import serialize_tensors
@@ -25,6 +25,7 @@ from petatron.checkpoint.files.step_folder import MODEL_FOLDER, make_tmp_step, r
 from petatron.checkpoint.save.async_save import StagingBuffer
 from petatron.checkpoint.save.file_plan import FilePlan, entry_bytes
 from petatron.checkpoint.save.save_plan import SavePlan
+from petatron.checkpoint.tensor_chunk import Chunk
 
 INDEX_FILE = "model.safetensors.index.json"
 

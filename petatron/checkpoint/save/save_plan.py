@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import Chunk, ChunkMetadata, ModelFolder, folder_tensor_key, folder_tensor_name
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES, dtype_code
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER, rank_file_path
 from petatron.checkpoint.save import file_plan
 from petatron.checkpoint.save.plan_weight_transfers import ROUND_BYTES, PrimaryBox, TransferPlan, plan_transfers
+from petatron.checkpoint.tensor_chunk import Chunk, ChunkMetadata, folder_tensor_key, folder_tensor_name
 from petatron.models.hf.folder_entries import FolderEntry
 from petatron.sharding.boxes import Box, BoxIndex, tiling_problem
 

@@ -1,4 +1,4 @@
-"""What the curation subcommands share: the flags of their files, progress, and the summary that they print."""
+"""The arguments that the curation subcommands share: the flags of their files, their progress, and the summary that they print."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _answer(
 def _sampling_defaults(args: argparse.Namespace, checkpoint: Path) -> SamplingDefaults:
     """Those of the model that is opened; the steps of a run that is followed have one generation_config.json."""
     from petatron.infer.sampling_params import NO_DEFAULTS, read_sampling_defaults
-    from petatron.pretrained.folder_kind import find_model, model_files
+    from petatron.pretrained.detect_model_format import find_model, model_files
 
     if args.generation_config == "off":
         return NO_DEFAULTS

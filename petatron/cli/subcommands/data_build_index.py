@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from petatron.base.errors import DataError
-from petatron.cli.subcommands.run_data import add_run_arguments, open_run_data
+from petatron.cli.subcommands.open_run_data import add_run_arguments, open_run_data
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     from petatron.data.index_cache import IndexLog
     from petatron.mesh.mesh import ParallelMesh
     from petatron.train.build_run import RunLength, build_loaders
-    from petatron.train.trace_step import recorded_positions
+    from petatron.train.samples_of_iteration import recorded_positions
 
     positions = [] if checkpoints is None else recorded_positions(checkpoints)
     length = RunLength.from_config(config)

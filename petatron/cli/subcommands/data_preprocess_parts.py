@@ -48,9 +48,9 @@ def part_problems(args: argparse.Namespace) -> Iterator[Problem]:
 
 def write_scripts(options: PreprocessOptions, argv: Sequence[str]) -> int:
     """Cuts the inputs into parts, writes the scripts that tokenize them, and prints how to submit these."""
-    from petatron.data.parts.parts_folder import PartsFolder
-    from petatron.data.parts.slurm_scripts import write_slurm_scripts
     from petatron.data.preprocess import begin_parts
+    from petatron.data.preprocess_parts.parts_folder import PartsFolder
+    from petatron.data.preprocess_parts.slurm_scripts import write_slurm_scripts
 
     job = begin_parts(options)
     # The last --engine counts.

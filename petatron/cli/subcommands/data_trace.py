@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
 from petatron.base.terminal_escape import printable
-from petatron.cli.subcommands.run_data import add_run_arguments, open_run_data
+from petatron.cli.subcommands.open_run_data import add_run_arguments, open_run_data
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     if args.iteration < 1:
         raise_problems([Problem("--iteration", str(args.iteration), "is no iteration", "They are counted from 1.")])
     config, tokenizer, checkpoints = open_run_data(args.run, flags, world_size=args.world_size)
-    from petatron.train.trace_step import trace_step
+    from petatron.train.samples_of_iteration import trace_step
 
     step = trace_step(config, tokenizer, iteration=args.iteration, checkpoints=checkpoints)
     if args.json:

@@ -1,4 +1,4 @@
-"""`petatron lm-eval ...`: lm_eval's own command line, with the model `petatron` registered and the default.
+"""Starts lm_eval's own command line for `petatron lm-eval ...`, with the model `petatron` registered and the default.
 
 lm_eval finds models in a table of its own alone, so a program that registers one has to start it. All words are lm_eval's. It draws
 progress bars on stderr, which is therefore not escaped.

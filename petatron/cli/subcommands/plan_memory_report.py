@@ -21,8 +21,8 @@ from petatron.estimate.memory.forecast import (
 )
 from petatron.estimate.memory.layouts_that_fit import fitting_changes
 from petatron.pretrained.open_tokenizer import open_tokenizer
-from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
-from petatron.train.report.out_of_memory import RESERVE_BYTES, describe_changes
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
+from petatron.train.report.memory_capacity_and_oom import RESERVE_BYTES, describe_changes
 
 _ASSUMED_HOST_BYTES = 1_000_000_000_000
 """The memory of a node where nobody says it and no GPU is here."""

@@ -47,10 +47,10 @@ def _types() -> tuple[str, ...]:
 
 def tokenizer_settings(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
     """Returns the settings of a tokenizer; adds what is wrong with them, and tells which have no effect."""
-    from petatron.config.declared_rules import number_problems, out_of_bounds
     from petatron.config.schema.run import RawRunConfig
     from petatron.config.schema.sections.tokenizer_options import infer_tokenizer_type
     from petatron.config.schema.training import TokenizerConfig
+    from petatron.config.setting_bounds_and_conflicts import number_problems, out_of_bounds
     from petatron.validate.tokenizer_settings import check_tokenizer
 
     values: dict[str, Any] = {

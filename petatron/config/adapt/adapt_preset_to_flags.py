@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from petatron.base.errors import Problem
 from petatron.config.adapt.cut_layer_pattern import PATTERN_PATHS, cut_layers
 from petatron.config.adapt.toy_model import toy_values
-from petatron.config.declared_rules import unused_settings
 from petatron.config.flags.parse_command_line import TOY_FLAG
 from petatron.config.schema import fields
 from petatron.config.schema.setting_metadata import NotWith
 from petatron.config.settings_from_checkpoint import tokenizer_paths
+from petatron.config.unused_settings import unused_settings
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 
 _NUM_LAYERS = "model.num_layers"

@@ -1,4 +1,4 @@
-"""Help text for the subcommands that take a run's flags."""
+"""The help text of subcommands that take a run's flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other spellings of fields and of their values: short forms, and Megatron's names.
+"""Tables of other spellings of fields and their values: short forms, and Megatron's names.
 
 `parse_command_line.py` and `config/yaml_file.py` read these tables to parse, `reference_page.py` to document. What becomes of every flag of
 Megatron's, also of those that are no spelling of a field, is in `megatron_table.py`.

@@ -15,13 +15,13 @@ This page is generated: `petatron config reference --megatron --out docs/megatro
 
 `pretrain_gpt.py`, `pretrain_mamba.py`, `pretrain_bert.py` and `petatron train` take Megatron's flags;
 `petatron port` reads its scripts ([port.md](port.md)).
-Every flag has one of four answers, and the answer may depend on the value: a value that asks for nothing is always accepted. All
-problems are told at once.
+Every flag has one of four answers, and the answer may depend on the value: a value that turns a feature off (a no-op) is always
+accepted. All problems are reported at once.
 
 """
 _MEANING: Mapping[FlagAnswerKind, str] = {
     "works": "a field of ours has this name, or another one ([flags.md](flags.md))",
-    "always so": "a detail that does not exist here: accepted, and one notice names all that were typed",
+    "always so": "accepted without effect: Petatron always does this, or has no such detail; one notice names all that were typed",
     "not here": "refused by name, with what to use instead",
     "gone": "an old name: refused with what it became",
 }
@@ -69,9 +69,9 @@ def _values(flags: Mapping[str, MegatronFlag]) -> str:
     ]
     return "\n".join(
         [
-            "## Values\n\nRefused flags whose values ask for nothing, and are accepted:\n",
+            "## Values\n\nValues of refused flags that turn the feature off, and are accepted:\n",
             markdown_table(("Flag", "Accepted values"), neutral),
-            "Values that mean one of ours:\n",
+            "Values that are replaced by another value of Petatron:\n",
             markdown_table(("Typed", "Here"), others),
             "Values of accepted flags that are not here:\n",
             markdown_table(("Flag", "Refused values"), [row for row in refused if row[1]]),

@@ -18,7 +18,7 @@ from pathlib import Path
 from petatron.base.errors import Problem
 from petatron.config.flags import flag_names_of_other_trainers
 from petatron.config.flags import megatron_flags as spellings
-from petatron.config.flags.combined_flags import apply_combined_rules
+from petatron.config.flags.flag_combinations import apply_combined_rules
 from petatron.config.flags.flag_names_of_other_trainers import ALTERNATIVES, absent_feature, alternative
 from petatron.config.flags.megatron_table import MegatronFlag, megatron_flags
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags

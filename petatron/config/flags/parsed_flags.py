@@ -1,4 +1,4 @@
-"""What a command line says: settings, other sources of settings, notices and problems."""
+"""`ParsedFlags`, the result of parsing a command line: settings, other sources of settings, notices and problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers have a window, linear attention, or no rotary positions.
+"""Parses the per-layer settings of attention: which layers have a window, linear attention, or no rotary positions.
 
 These are the values of `--window-attn-skip-freq`, `--linear-attention-freq` and `--no-rope-freq`. A number N marks every N-th layer:
 layers N - 1, 2N - 1, ... have no window, attention, or no rotary positions. Anything else is one 0 or 1 per layer in Python's notation

@@ -1,4 +1,4 @@
-"""The settings of evaluation: when a run looks at other data than it trains on, and at how much."""
+"""The settings of evaluation: when a run evaluates, on which data, and on how many batches."""
 
 from __future__ import annotations
 

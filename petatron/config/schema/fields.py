@@ -1,4 +1,4 @@
-"""The schema as data: every field with its flag, type, default, choices and documentation.
+"""Reflection of the schema: every field as data, with its flag, type, default, choices and documentation.
 
 The schema is the only place a setting is declared, so flags, YAML keys, help text and the reference page are all read
 from it here. Types come from the annotations; documentation is the string literal under a field, which Python does not

@@ -1,4 +1,4 @@
-"""The part of the schema that says what is trained: the shape of a model.
+"""`ModelConfig`, the settings of a model's shape, composed of the sections of its features.
 
 Its settings are declared by feature in `sections/`, each with what other places need to know of it (`setting_metadata.py`), and a model has
 all of them by inheritance. A kind of layer brings its settings as one class more in the lists of bases here.

@@ -1,4 +1,4 @@
-"""Which layers are MoE layers: the value of `--moe-layer-freq`.
+"""Parses `--moe-layer-freq`: which layers are MoE layers.
 
 A number N makes layers 0, N, 2N, ... MoE. Anything else is one 0 or 1 per layer, in Python's notation for lists: brackets,
 `+` to join and `*` to repeat. Python's own parser reads it, but only these forms are accepted and nothing is evaluated.

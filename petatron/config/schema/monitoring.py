@@ -1,4 +1,4 @@
-"""The settings of what a run does beside its steps: checks of results, garbage, timers, energy, memory."""
+"""The settings of a run's monitoring: checks of results, garbage collection, timers, energy, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one typed schema behind flags, YAML, presets, Python and the reference page.
+"""`RunConfig`, the root of the one typed schema behind flags, YAML, presets, Python and the reference page.
 
 Every section is a frozen dataclass of plain values; the string under a field is its documentation and its help text.
 A field's name is Megatron's flag with underscores (`num_layers` is `--num-layers`), and names are unique over all

@@ -1,4 +1,4 @@
-"""What a setting's declaration says beside its type, default and documentation.
+"""The metadata of a setting beside its type, default and documentation: role, when it is used, conflicts, toy size.
 
 Notes stand in a field's `Annotated`, next to the bounds of its number. What all settings of a section share is in the class variable
 `feature` of the class that declares them. Notices of settings without effect, a model's identity, the comparison of two models, `--toy`,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from petatron.base.remote_address import is_remote
-from petatron.config.schema.default_objective_names import BEST_FIT_DATASET, MASKED_DATASETS
 from petatron.config.schema.evaluation import EvaluationSettings
 from petatron.config.schema.monitoring import StepCheckSettings, StepLogSettings
 from petatron.config.schema.numeric_bounds import (
@@ -25,6 +24,7 @@ from petatron.config.schema.numeric_bounds import (
     Seed,
     SmallCount,
 )
+from petatron.config.schema.objective_and_dataset_names import BEST_FIT_DATASET, MASKED_DATASETS
 from petatron.config.schema.optimizers.adafactor import AdafactorSettings
 from petatron.config.schema.optimizers.adam import AdamSettings
 from petatron.config.schema.optimizers.lion import LionSettings

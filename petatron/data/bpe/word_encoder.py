@@ -17,7 +17,7 @@ from unicodedata import is_normalized
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, normalizers
 
-from petatron.data.bpe.split_patterns import GPT2, GPT2_DIGITS, SPLIT_PATTERNS
+from petatron.data.bpe.pre_tokenizer_patterns import GPT2, GPT2_DIGITS, SPLIT_PATTERNS
 
 MAX_WORDS = 1 << 17
 """Words that are kept, some 30 MB; the rest of a text goes to the library each time."""

@@ -1,4 +1,4 @@
-"""What a corpus consists of: documents and their lengths, tokens, bytes per token, duplicates; of texts in any format or of token files.
+"""Statistics of a corpus: documents and their lengths, tokens, bytes per token, duplicates; of texts or token files.
 
 Memory is 16 bytes for each document: its length and a hash.
 """

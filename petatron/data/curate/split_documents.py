@@ -11,8 +11,8 @@ from functools import partial
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.data.curate.files.document_blocks import parse_block
-from petatron.data.curate.files.line_step import JudgedBlock, run_line_step
 from petatron.data.curate.files.pass_progress import OnProgress
+from petatron.data.curate.files.per_line_step import JudgedBlock, run_line_step
 from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.normalize_text import same_text_key

@@ -1,4 +1,4 @@
-"""Where datasets come from: the Hugging Face hub, a mirror of it, or a folder laid out as OWNER/NAME/files.
+"""Hubs of public datasets: the Hugging Face hub, a mirror of it, or a folder laid out as OWNER/NAME/files.
 
 The hub library downloads into its own cache, resumes what was interrupted and knows the user's token. Whatever goes wrong with it
 is one `DataError` here that says what to do.

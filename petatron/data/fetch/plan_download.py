@@ -1,4 +1,4 @@
-"""What a fetch will download, and which shards of an earlier one it keeps: asked of the hub and of the output folder.
+"""Plans a fetch: which files to download, and which shards of an earlier fetch to keep.
 
 Shard K of a split is made from file K of that split. What is fetched follows from the options alone, so running a command again
 changes nothing, and a folder that holds shards of other options is refused rather than mixed or emptied.

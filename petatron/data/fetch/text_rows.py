@@ -1,4 +1,4 @@
-"""Rows of a dataset's file, and the documents that they make.
+"""Reads the rows of a downloaded dataset's files, and makes documents of them.
 
 Parquet is read row group by row group and JSON lines and text block by block, so memory does not grow with a file. A row is whatever
 is under the text key: rows that are not text are counted and skipped, and a file without any is an error, since the key is wrong then.

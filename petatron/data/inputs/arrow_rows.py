@@ -25,7 +25,7 @@ from petatron.base.format_text import abbreviate_names
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.data_file_error import data_file_error
-from petatron.data.inputs.arrow_messages import check_block, check_stream_batch, file_blocks
+from petatron.data.inputs.arrow_memory_limit import check_block, check_stream_batch, file_blocks
 from petatron.data.inputs.input_file import InputFile, seekable
 from petatron.data.inputs.line_blocks import RefusedLine
 from petatron.data.inputs.row_blocks import RefusedRow, SourceRow

@@ -21,6 +21,7 @@ from petatron.base.safe_files import symlink_target_outside
 from petatron.base.terminal_escape import printable
 from petatron.base.untrusted_files import not_a_file_reason, read_limited_json, reading_untrusted
 from petatron.data.data_file_error import data_file_error
+from petatron.data.inputs.curation_output_folder import DROPPED_FOLDER, SUMMARY_FILE, is_step_output
 from petatron.data.inputs.input_file import InputFile, input_file
 from petatron.data.inputs.input_formats import (
     TEXT_ENDINGS,
@@ -30,7 +31,6 @@ from petatron.data.inputs.input_formats import (
     name_endings,
 )
 from petatron.data.inputs.remote_files import expand_remote
-from petatron.data.inputs.step_output import DROPPED_FOLDER, SUMMARY_FILE, is_step_output
 
 _SAVED_STATE = "state.json"
 _SAVED_SPLITS = "dataset_dict.json"

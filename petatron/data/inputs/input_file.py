@@ -1,4 +1,4 @@
-"""An input file, on this machine or behind an address, and what is known of it before it is read."""
+"""`InputFile`: a local or remote input file, and what is known of it before it is read."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from petatron.data.inputs.line_blocks import (
     read_line_blocks,
 )
 from petatron.data.inputs.row_blocks import RefusedRow, SourceRow, blocks_of_rows
-from petatron.data.inputs.tar_samples import tar_samples
 from petatron.data.inputs.text_documents import TextDocuments
+from petatron.data.inputs.webdataset_samples import tar_samples
 
 
 @dataclass(frozen=True, slots=True)

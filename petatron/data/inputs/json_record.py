@@ -1,4 +1,4 @@
-"""A line of JSON as an object that says which of its keys are there twice: Python takes the last, other readers the first."""
+"""Parses a line of JSON to an object and its repeated keys: of these Python takes the last, other readers the first."""
 
 from __future__ import annotations
 

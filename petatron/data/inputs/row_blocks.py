@@ -1,4 +1,4 @@
-"""Rows of any format as blocks of JSON lines, so that workers, errors and output are those of JSON lines."""
+"""Turns rows of any format into blocks of JSON lines, so that workers, errors and output are those of JSON lines."""
 
 from __future__ import annotations
 

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.config.parse_name_value import NOT_A_SETTING
-from petatron.config.schema.default_objective_names import BERT_DATASET
+from petatron.config.schema.objective_and_dataset_names import BERT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import LoaderOptions, SampleDataset
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, SourceShare, register_dataset
+from petatron.data.documents_of_sample import SampleTrace
 from petatron.data.gpt_dataset import PackedText
 from petatron.data.index_cache import fingerprint
 from petatron.data.indexed_dataset import IndexedDataset
@@ -43,7 +44,6 @@ from petatron.data.masked.packed_rows import PackedRows, PackingRule, packed_doc
 from petatron.data.masked.sentence_pairs import PairLabel, Segments, split_sentences, truncate_segments
 from petatron.data.masked.sentence_samples import GatheringRule
 from petatron.data.masked.text_samples import DocumentText, SampleText, SentenceText, TextSamples
-from petatron.data.trace_sample import SampleTrace
 from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from petatron.base.errors import DataError
 from petatron.data.dataset_kinds import DatasetRequest, Split
+from petatron.data.documents_of_sample import SampleTrace
 from petatron.data.index_cache import fingerprint
 from petatron.data.masked.mask_tokens import MaskingRandom
 from petatron.data.masked.masking_vocabulary import MaskingVocabulary
 from petatron.data.masked.text_samples import SampleText
-from petatron.data.trace_sample import SampleTrace
 
 _LONGEST_SENTENCE = 12
 _SPLIT_SEEDS: dict[Split, int] = {"train": 0, "valid": 1 << 30, "test": 1 << 31}

@@ -19,10 +19,10 @@ from petatron.data.batch_loader import epoch_permutation
 from petatron.data.best_fit_packing import pack_best_fit
 from petatron.data.dataset_kinds import DatasetRequest
 from petatron.data.document_sample_shuffle_index import legacy_random_state
+from petatron.data.documents_of_sample import SampleTrace
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.masked.text_samples import Ids, TokenReader, cut_pieces
-from petatron.data.trace_sample import SampleTrace
 from petatron.kernels.attention.document_layout import Documents
 
 GROUP_DOCUMENTS = 1 << 24

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.base.log import get_logger
 from petatron.config.parse_name_value import NOT_A_SETTING
-from petatron.config.schema.default_objective_names import T5_DATASET
+from petatron.config.schema.objective_and_dataset_names import T5_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import LoaderOptions, SampleDataset
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, SourceShare, register_dataset
+from petatron.data.documents_of_sample import SampleTrace
 from petatron.data.fill_in_middle import token_id
 from petatron.data.gpt_dataset import PackedText
 from petatron.data.index_cache import fingerprint
@@ -38,7 +39,6 @@ from petatron.data.masked.sentence_samples import GatheringRule
 from petatron.data.masked.span_batch import make_span_batch
 from petatron.data.masked.span_corruption import CorruptedText, NgramSpans, SpanRule, corrupt_spans
 from petatron.data.masked.text_samples import DocumentText, Ids, SentenceText, TextSamples
-from petatron.data.trace_sample import SampleTrace
 from petatron.models.batch import Batch
 
 EXTRA_TOKENS = 2

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.data.batch_loader import epoch_permutation
+from petatron.data.check_token_ids import can_hold_only, first_beyond, raise_beyond
 from petatron.data.dataset_kinds import DatasetRequest
 from petatron.data.document_sources import DocumentSources, sources_of
+from petatron.data.documents_of_sample import SampleTrace, trace_documents
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.masked.sentence_samples import (
@@ -22,8 +24,6 @@ from petatron.data.masked.sentence_samples import (
     no_samples_error,
     usable_documents,
 )
-from petatron.data.token_id_range import can_hold_only, first_beyond, raise_beyond
-from petatron.data.trace_sample import SampleTrace, trace_documents
 
 Ids = NDArray[np.int64]
 Piece = tuple[int, int, int]

@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 from petatron.base.errors import DataError
 from petatron.base.log import get_logger
 from petatron.config.parse_name_value import NOT_A_SETTING
-from petatron.config.schema.default_objective_names import ITEM_DATASET
+from petatron.config.schema.objective_and_dataset_names import ITEM_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 from petatron.data.batch_loader import LoaderOptions, SampleDataset, epoch_permutation, stack_arrays
+from petatron.data.check_token_ids import TokenPlace
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, Split, register_dataset
+from petatron.data.documents_of_sample import SampleTrace, TracedDocument
 from petatron.data.index_cache import fingerprint
 from petatron.data.recommendation.history_file import ItemHistories, read_histories
-from petatron.data.token_id_range import TokenPlace
-from petatron.data.trace_sample import SampleTrace, TracedDocument
 from petatron.models import next_item  # noqa: F401  it registers the objective
 from petatron.models.batch import Batch
 

@@ -14,8 +14,8 @@ from petatron.base.safe_files import make_folder, write_atomic
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.bpe.train_bpe import train_byte_level_bpe
 from petatron.data.tokenizer import END_OF_TEXT
-from petatron.data.tokenizer_training import piece_trainers
-from petatron.data.tokenizer_training.piece_trainers import train_pieces
+from petatron.data.tokenizer_training import sentencepiece_trainers
+from petatron.data.tokenizer_training.sentencepiece_trainers import train_pieces
 from petatron.data.tokenizer_training.wordpiece_trainer import train_word_pieces
 from petatron.data.tokenizers_library import tokenizer_config
 from petatron.data.wordpiece_tokenizer import VOCABULARY_FILE, WordPieceOptions, WordPieceTokenizer
@@ -85,7 +85,7 @@ def _train_library(texts: Iterable[str], training: TokenizerTraining) -> tuple[F
         splits_digits=training.splits_digits,
         character_coverage=training.character_coverage,
     )
-    return fast, piece_trainers.END_OF_TEXT, piece_trainers.UNKNOWN
+    return fast, sentencepiece_trainers.END_OF_TEXT, sentencepiece_trainers.UNKNOWN
 
 
 def _write_word_pieces(texts: Iterable[str], training: TokenizerTraining, folder: Path) -> None:

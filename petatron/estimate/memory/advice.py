@@ -1,7 +1,7 @@
 """Suggests settings that would make a run fit, with their cost: predicted, not measured.
 
 A candidate has one option of each of some groups. It counts if the validator accepts it and the forecast says that it fits; among
-candidates of the same groups the cheapest is used. `time_cost.py` has the costs.
+candidates of the same groups the cheapest is used. `relative_step_time.py` has the costs.
 
 There are thousands, and an answer should take no longer than a second:
 
@@ -40,7 +40,11 @@ from petatron.estimate.memory.memory_saving_options import (
     problems_of,
 )
 from petatron.estimate.memory.peak_moments import PeakMoment
-from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
+from petatron.estimate.memory.relative_step_time import (
+    forward_backward_time,
+    optimizer_offload_time,
+    predicted_step_time,
+)
 from petatron.estimate.state_bytes import StateBytes
 
 _NUM_SUGGESTIONS = 3

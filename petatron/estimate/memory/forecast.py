@@ -29,7 +29,7 @@ from petatron.estimate.state_bytes import StateBytes, state_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.models.frozen_params import frozen_params
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 
 DeviceKind = Literal["cpu", "cuda"]
 

@@ -37,7 +37,11 @@ from petatron.estimate.memory.memory_saving_options import (
     smaller_state_options,
 )
 from petatron.estimate.memory.peak_moments import frees_gradients
-from petatron.estimate.memory.time_cost import forward_backward_time, optimizer_offload_time, predicted_step_time
+from petatron.estimate.memory.relative_step_time import (
+    forward_backward_time,
+    optimizer_offload_time,
+    predicted_step_time,
+)
 
 _TENSOR, _PIPELINE, _CONTEXT = (1, 2, 4, 8), (1, 2, 4, 8, 16), (2, 4)
 _LONG_SEQUENCE = 16_384  # tokens from which on context parallelism is worth its communication

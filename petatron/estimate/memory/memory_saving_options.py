@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Literal
 
 from petatron.config import RunConfig
-from petatron.config.declared_optimizers import rule_spec
+from petatron.config.optimizer_registry import rule_spec
 from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.config.schema.fields import flag_name
-from petatron.estimate.memory.time_cost import computes_in_fp32
+from petatron.estimate.memory.relative_step_time import computes_in_fp32
 from petatron.validate import check_config
 
 _OFFLOAD_FRACTIONS = (0.25, 0.5, 0.75, 1.0)

@@ -1,4 +1,4 @@
-"""The moments of a step at which a rank may need most memory.
+"""The moments of a training step at which a rank's memory may peak.
 
 Weights and optimizer state are there throughout. Beside them are activations, gradients and what a moment needs by itself:
 
@@ -33,7 +33,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.frozen_params import frozen_params, without_names
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_of_run import num_micro_batches, pipeline_plan
+from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.sharding.shard_spec import ModelParallelCoordinate
 
 

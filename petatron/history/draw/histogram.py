@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from petatron.base.format_text import align_columns
-from petatron.history.draw.axes import compact, ticks
+from petatron.history.draw.axis_ticks import compact, ticks
 from petatron.history.draw.svg import SHAPE_STYLE, html_text, panel_style
 from petatron.history.draw.theme import Theme
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.terminal_escape import printable
-from petatron.history.draw.axes import compact, ticks, x_text
+from petatron.history.draw.axis_ticks import compact, ticks, x_text
 from petatron.history.draw.theme import Theme
 from petatron.history.metric_curves import X_AXES, Panel
 

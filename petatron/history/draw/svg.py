@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from petatron.base.terminal_escape import printable
-from petatron.history.draw.axes import compact, ticks, x_text
+from petatron.history.draw.axis_ticks import compact, ticks, x_text
 from petatron.history.draw.theme import Theme
 from petatron.history.metric_curves import X_AXES, Curve, Panel
 

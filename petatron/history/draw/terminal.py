@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TextIO
 
 from petatron.base.terminal_escape import printable
-from petatron.history.draw.axes import compact, ticks, x_text
+from petatron.history.draw.axis_ticks import compact, ticks, x_text
 from petatron.history.draw.braille import BrailleCanvas
 from petatron.history.metric_curves import X_AXES, Curve, Panel
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from petatron.base.terminal_escape import printable_lines
 from petatron.base.version import __version__
-from petatron.config.schema.default_objective_names import LM_LOSS
-from petatron.history.draw.axes import compact, x_text
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS
+from petatron.history.draw.axis_ticks import compact, x_text
 from petatron.history.draw.svg import html_text, panel_svg
 from petatron.history.draw.theme import THEMES
 from petatron.history.metric_curves import METRICS, Panel, build_panels

@@ -1,4 +1,4 @@
-"""What lm_eval hands over: the `--model_args` of a model, and the `generation_kwargs` of a task."""
+"""Parses what lm_eval passes to a model: `--model_args`, and the `generation_kwargs` of a task."""
 
 from __future__ import annotations
 

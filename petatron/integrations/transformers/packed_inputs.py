@@ -1,4 +1,4 @@
-"""The tokens of a padded batch, packed: padding is left out before the model, and has no effect on anything.
+"""Packs the tokens of a padded batch: padding is left out before the model, and has no effect on anything.
 
 B sequences, S columns, T tokens that are no padding.
 """

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from petatron.checkpoint.chunk import Chunk, folder_tensor_key
+from petatron.checkpoint.tensor_chunk import Chunk, folder_tensor_key
 from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.pretrained.model_reader import ModelReader

@@ -7,8 +7,8 @@ fastest first:
     documents                          cuDNN on Hopper for long ones (`document_layout.py`), else FlashAttention on NVIDIA GPUs
     windows, with or without them      FlashAttention on NVIDIA GPUs
     everything else                    the sequence is cut into rectangles (`visible_key_intervals.py`), so that masked-out parts cost
-                                       neither time nor memory: prefixes, first tokens, spans of keys, rules of scores (`score_rules.py`;
-                                       those of a soft cap or a bias in tiles only), any precision and device
+                                       neither time nor memory: prefixes, first tokens, key spans, modified scores (`score_modifiers.py`,
+                                       soft cap and bias in tiles only), any precision and device
 
 The first three are for half precision. None of them synchronizes with the device: what the host needs to know of the documents
 was computed with the batch.
@@ -35,7 +35,7 @@ from petatron.kernels.attention import (
 from petatron.kernels.attention.blockwise_attention import block_attention
 from petatron.kernels.attention.document_layout import cut_into_chunks
 from petatron.kernels.attention.packed_document_attention import PackingKernels, PaddedKernels, padded_attention
-from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.attention.score_modifiers import ScoreRules
 from petatron.kernels.attention.visibility import CAUSAL, Visibility, VisibilitySupport
 from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 

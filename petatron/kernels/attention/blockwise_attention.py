@@ -19,7 +19,7 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import flash
-from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules, distance_columns
+from petatron.kernels.attention.score_modifiers import NO_RULES, ScoreRules, distance_columns
 from petatron.kernels.attention.tile_attention import AttentionDropout, TileRules, tile_backward, tile_forward
 from petatron.kernels.attention.visibility import EVERYTHING
 from petatron.kernels.attention.visible_key_intervals import (

@@ -1,4 +1,4 @@
-"""The loss of an indexer: KL(attention distribution || indexer softmax) (DeepSeek-V3.2, section 2.1).
+"""The loss of sparse attention's indexer: KL(attention distribution || indexer softmax) (DeepSeek-V3.2, section 2.1).
 
     target(t, s) = sum_h p_h(t, s) / sum_s sum_h p_h(t, s)       p_h: the attention weights of head h
     loss(t)      = sum_s target (log(target + eps) - log(softmax_s I(t, s) + eps))

@@ -1,4 +1,4 @@
-"""The heads of latent attention from the outputs of its up-projections, and its backward: see `layers/mla.py`.
+"""Assembles the heads of latent attention from the outputs of its up-projections, with rope; and the backward: see `layers/mla.py`.
 
 A query head is [part without position | rotary part] and gets its rotary part rotated. A key head is its own part without position
 joined to the rotary key that all heads share; values are split off. Pair i of a rotary part is (x_2i, x_2i+1), interleaved as in

@@ -30,7 +30,7 @@ from torch import Tensor
 from petatron.kernels.attention import attention, block_attention
 from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.attention.flash import supports_varlen, widens
-from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules, capped_
+from petatron.kernels.attention.score_modifiers import NO_RULES, ScoreRules, capped_
 from petatron.kernels.attention.visibility import Visibility, VisibilitySupport
 from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 from petatron.kernels.compute_dtype import compute_dtype, to_compute_dtype

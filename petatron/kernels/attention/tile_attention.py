@@ -5,7 +5,7 @@ merged. Backward, with the log-sum-exp L and the output O over *all* keys (Dao e
 
     P = exp(S - L)     dV = (P*M)^T dO     dS = P * (M * (dO V^T) - rowsum(dO * O))     dQ = dS K     dK = dS^T Q
 
-where S are the scaled scores of the tile and M its dropout mask over 1 - rate, or 1. Scores capped by c (`score_rules.py`) add the
+where S are the scaled scores of the tile and M its dropout mask over 1 - rate, or 1. Scores capped by c (`score_modifiers.py`) add the
 factor 1 - (S / c)^2 to dS, S being the capped ones. A bias that is added to scores has the gradient dS. Every tile is independent of the
 others, so they can be summed in any order, on any rank.
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention.score_rules import capped_
+from petatron.kernels.attention.score_modifiers import capped_
 from petatron.kernels.compute_dtype import compute_dtype
 
 _BITS = (1 << 64) - 1

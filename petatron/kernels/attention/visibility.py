@@ -1,4 +1,4 @@
-"""Which keys each query of attention sees: one immutable value, from a layer's spec through context parallelism and cache to the kernel.
+"""`Visibility`, the attention mask: which keys a query sees; one immutable value from a layer's spec to the kernel.
 
     causal    a token sees itself and the tokens before it
     full      a token sees all tokens
@@ -107,7 +107,7 @@ CAUSAL = Visibility()
 class VisibilitySupport:
     """What a kernel can compute, declared beside it: the kinds, and which restrictions of them.
 
-    score_rules: caps, sinks and biases of scores (`score_rules.py`).
+    score_rules: caps, sinks and biases of scores (`score_modifiers.py`).
     """
 
     kinds: frozenset[VisibilityKind]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import to_compute_dtype
-from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
+from petatron.kernels.ssm.mamba2_recurrence import decay_rates, step_sizes
 
 L2_EPS = 1e-6
 """Added to the sum of squares of a query or key."""

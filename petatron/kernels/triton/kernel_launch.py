@@ -1,4 +1,4 @@
-"""Launches kernels that are called again and again with arguments of the same kind.
+"""Caches the launch of Triton kernels that are called again and again with arguments of the same kind.
 
 `kernel[grid](...)` finds out at every call which compiled kernel it needs: Triton compiles one for each combination of constants,
 dtypes, and of what it specializes for (16-byte aligned addresses, integers that are 1 or multiples of 16, their width). That takes the

@@ -17,17 +17,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_PDL_ROWS = 64
-"""Up to so many rows a kernel is short enough for its launch to matter."""
+"""A kernel over more rows than this is long enough for its launch not to matter."""
 _HOPPER = (9, 0)
 
 
 def pdl_options_for(rows: int, x: Tensor) -> dict[str, bool]:
-    """Returns the `USE_PDL` constant of a kernel over so many rows, and the launch option that goes with it."""
+    """Returns the `USE_PDL` constant of a kernel over `rows` rows, and the launch option that goes with it."""
     return pdl_options(uses_pdl(rows, x))
 
 
 def uses_pdl(rows: int, x: Tensor) -> bool:
-    """Whether a kernel over so many rows is launched with PDL."""
+    """Whether a kernel over `rows` rows is launched with PDL."""
     return rows <= MAX_PDL_ROWS and x.is_cuda and device_capability(x.get_device()) >= _HOPPER
 
 

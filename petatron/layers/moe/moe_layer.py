@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of the MLP: a router selects a few experts for each token.
+"""The MoE layer, in the place of the MLP: a router selects a few experts for each token.
 
     y = sum over the chosen experts of weight x expert(x)  [+ gate(x) x shared(x)]
 

@@ -1,4 +1,4 @@
-"""What a layer kind is: a frozen spec with the properties of one residual branch, and the module that it builds.
+"""`BranchSpec`, the base class of layer kinds: the frozen properties of one residual branch, and the module that it builds.
 
 A layer is a chain of residual branches, x + f(norm(x)): usually a mixer over the sequence (attention, a scan) and a channel mixer (an
 MLP, experts). A kind of branch is one file: a `BranchSpec` with the resolved numbers of one layer beside the `BranchModule` it

@@ -1,4 +1,4 @@
-"""What a branch keeps of the tokens before, while text is generated: rows of every token in pages, or tensors of a fixed size in a slot."""
+"""The state that a layer keeps between tokens during generation: rows of every token in pages, or tensors of a fixed size in a slot."""
 
 from __future__ import annotations
 

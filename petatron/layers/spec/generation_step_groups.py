@@ -1,4 +1,4 @@
-"""The packed rows of a generation step as batches of sequences, for branches that carry a state from token to token.
+"""Groups the packed rows of a generation step into batches of sequences, for branches that carry a state from token to token.
 
 A step's rows are one token of each sequence that decodes, then chunks of prompts, one after the other. A recurrence wants [S, B, ...],
 and the state of each sequence before. Sequences that decode are one group, a view of the first rows: with S = 1 and no padding its

@@ -1,4 +1,4 @@
-"""`ParamSpec`: the properties of one parameter that everyone else adds up."""
+"""`ParamSpec`: shape, shard, initial values and weight decay of one parameter, which estimates, checkpoints and parallelism read."""
 
 from __future__ import annotations
 

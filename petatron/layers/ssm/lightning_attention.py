@@ -9,8 +9,8 @@ The rates r are ALiBi's slopes, 2^(-8 h / H) for head h = 1 ... H, times a facto
 last. They are no parameters.
 
 This is the recurrence of Mamba-2 with x = v, B = k, C = q, dt = 1, A = -r, D = 0 and a group for each head, and runs in its kernels
-(`kernels/ssm/recurrence.py`). The rows of a state do not meet, so a head of more than 64 value channels is several heads of 64 there, which
-share the group: the width of heads that the kernels keep in registers.
+(`kernels/ssm/mamba2_recurrence.py`). The rows of a state do not meet, so a head of more than 64 value channels is several heads of 64
+there, which share the group: the width of heads that the kernels keep in registers.
 
 Tensor parallelism shares out heads; the norm needs two sums over the ranks per token, one in each direction. Context parallelism gives
 each rank one contiguous part, and passes states between the parts (`context_parallel_recurrence.py`). Packed documents reset states.

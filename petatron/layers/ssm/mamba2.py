@@ -37,7 +37,7 @@ from petatron.kernels.ssm import chunk_scan as scan_reference
 from petatron.kernels.ssm.decode import conv_step as conv_step_reference
 from petatron.kernels.ssm.decode import scan_step as scan_step_reference
 from petatron.kernels.ssm.decode.scan_step import ScanParams
-from petatron.kernels.ssm.recurrence import decay_rates, step_sizes
+from petatron.kernels.ssm.mamba2_recurrence import decay_rates, step_sizes
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.ops.recompute_output import RecomputableOutput

@@ -1,4 +1,4 @@
-"""How a Mamba-2 layer gates the output y of its scan with z, in one of three orders.
+"""The output gate of a Mamba-2 layer: gates the output y of its scan with z, in one of three orders.
 
     gate_then_norm     norm(y silu(z))       Mamba-2, Megatron, Nemotron-H, Bamba
     norm_then_gate     norm(y) silu(z)       Falcon-H1, where it says so

@@ -1,4 +1,4 @@
-"""What recurrent layer kinds have in common: a state of fixed size that takes the sequence in order, most after a causal convolution."""
+"""The base classes of recurrent layer kinds: a state of fixed size that takes the sequence in order, most after a causal convolution."""
 
 from __future__ import annotations
 

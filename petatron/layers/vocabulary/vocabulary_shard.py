@@ -1,4 +1,4 @@
-"""The vocabulary shard of a rank, shared by token embedding and output head."""
+"""The vocabulary shard of a tensor-parallel rank, shared by token embedding and output head."""
 
 from __future__ import annotations
 

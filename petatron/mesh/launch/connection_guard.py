@@ -7,7 +7,7 @@ other end of a connection that a rank has opened. So while ranks connect, this g
 - The other end is on this machine: the kernel tells whose socket it is. It has to be this user's.
 - It is on another machine: the rank that opened the connection claims its two ends in the store of the launch, which only ranks can write
   to. A connection that nobody claims within `_CLAIM_S` is not a rank's, unless it comes from a network that the user trusts, as is
-  needed where addresses are translated on the way (`nat_addresses.py`).
+  needed where addresses are translated on the way (`nat_and_trusted_networks.py`).
 
 All others are shut down. gloo drops one that has not said which rank it is; where a stranger had already taken the place of a rank, the
 first collective with it fails, and so does the run, instead of going on with a stranger in it.
@@ -36,7 +36,7 @@ from typing import Any
 import torch.distributed as dist
 
 from petatron.base.log import get_logger
-from petatron.mesh.launch.nat_addresses import Network, advice, is_trusted
+from petatron.mesh.launch.nat_and_trusted_networks import Network, advice, is_trusted
 
 _log = get_logger(__name__)
 _CLAIM_S = 10.0

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from petatron.base.errors import LaunchError
-from petatron.mesh.launch.nat_addresses import NETWORKS_VARIABLE, Network, parse_networks
+from petatron.mesh.launch.nat_and_trusted_networks import NETWORKS_VARIABLE, Network, parse_networks
 from petatron.mesh.launch.shared_secret import SECRET_VARIABLE as SECRET
 from petatron.mesh.launch.shared_secret import check_secret
 

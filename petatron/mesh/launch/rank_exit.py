@@ -1,4 +1,4 @@
-"""How a rank's process ends: with a report for its launcher, or for ranks on other machines that nothing else would end.
+"""Ends a rank's process: with a report for its launcher, or for ranks on other machines that nothing else would end.
 
 When a rank fails it writes its error to the file named by TORCHELASTIC_ERROR_FILE, in torch elastic's format, and prints nothing
 itself: its launcher (torchrun, or `mesh/launch/local_launcher.py`) shows one report instead of N interleaved tracebacks. Its peers

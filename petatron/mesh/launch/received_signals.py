@@ -1,4 +1,4 @@
-"""What the signals mean that a launcher or a rank has received."""
+"""Interprets the signals that a launcher or a rank has received: the first, repeated, and SIGTERM."""
 
 from __future__ import annotations
 

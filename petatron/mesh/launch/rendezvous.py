@@ -32,7 +32,7 @@ from petatron.mesh.launch.environment import (
     set_default_variables,
     trusted_networks_from_env,
 )
-from petatron.mesh.launch.nat_addresses import describe_translations, plain_address
+from petatron.mesh.launch.nat_and_trusted_networks import describe_translations, plain_address
 from petatron.mesh.launch.open_rendezvous_store import open_store
 from petatron.mesh.launch.rendezvous_store_client import RendezvousStoreClient
 from petatron.mesh.launch.shared_secret import remove_secret

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from petatron.base.errors import LaunchError
 from petatron.mesh.launch.encrypted_channel import ChannelError, ClientChannel
-from petatron.mesh.launch.rendezvous_store_table import IDENTIFIER_BYTES, Operation, decode_fields, encode_request
+from petatron.mesh.launch.rendezvous_store_protocol import IDENTIFIER_BYTES, Operation, decode_fields, encode_request
 
 _HANDSHAKE_S = 10.0
 _RECONNECT_S = 5.0
@@ -111,8 +111,9 @@ class RendezvousStoreClient(dist.Store):
     ) -> None:
         """Connects within `timeout`.
 
-        locate, secret: return the server's address and the run's secret; called until a server has proven itself, since an earlier run
-        may have left others. identity: the server of the run that this process has joined; a server with another identity is refused.
+        locate, secret: return the server's address and the run's secret; both are called again until a server proves that it knows the
+        secret, since an earlier run may have left an address and a secret behind. identity: the server of the run that this process has
+        joined; a server with another identity is refused.
         """
         super().__init__()
         self.set_timeout(timeout)

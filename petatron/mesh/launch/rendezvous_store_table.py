@@ -1,72 +1,20 @@
-"""The table of the rendezvous store and its messages, without sockets: keys with bytes, counters, and requests that wait for keys.
+"""The key-value table of the rendezvous store, without sockets: keys with bytes, counters, and requests that wait for keys.
 
-A request is an operation, an identifier of 16 random bytes and its fields; an answer is its fields. Fields are lengths and bytes. A
-client whose connection broke before the answer came sends the request again with the same identifier, and the table answers what it
-answered then, so that a counter counts once.
+Requests and answers are encoded in `rendezvous_store_protocol.py`. A client whose connection broke before the answer came sends the request
+again with the same identifier; the table remembers its answers to requests that are not idempotent and repeats them, so that a counter
+counts once.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 
 from petatron.mesh.launch.encrypted_channel import ChannelError
+from petatron.mesh.launch.rendezvous_store_protocol import IDENTIFIER_BYTES, Operation, decode_fields, encode_fields
 
-IDENTIFIER_BYTES = 16
-_LENGTH = struct.Struct(">I")
 _MAX_REMEMBERED = 65_536
-
-
-class Operation(IntEnum):
-    """What a request wants of the table."""
-
-    SET = 1
-    GET = 2
-    """The values of all keys, as soon as all are set."""
-    CHECK = 3
-    ADD = 4
-    COMPARE_SET = 5
-    DELETE = 6
-    COUNT = 7
-    APPEND = 8
-    WAIT = 9
-    STATUS = 10
-    """How many connections the server has refused, where the last of them came from, and the address from which whoever asks comes."""
-
-
 _REMEMBERED = (Operation.ADD, Operation.COMPARE_SET, Operation.APPEND)
-
-
-def encode_request(operation: Operation, identifier: bytes, fields: Sequence[bytes]) -> bytes:
-    """Returns the message of a request."""
-    return bytes((operation,)) + identifier + encode_fields(fields)
-
-
-def encode_fields(fields: Sequence[bytes]) -> bytes:
-    """Returns the fields with their lengths.
-
-    >>> decode_fields(encode_fields([b"key", b""]))
-    [b'key', b'']
-    """
-    return b"".join(_LENGTH.pack(len(field)) + field for field in fields)
-
-
-def decode_fields(message: bytes) -> list[bytes]:
-    """Returns the fields of a message."""
-    fields: list[bytes] = []
-    at = 0
-    while at < len(message):
-        end = at + _LENGTH.size
-        if end > len(message):
-            raise ChannelError("A message to the rendezvous store ends within a length.")
-        (size,) = _LENGTH.unpack_from(message, at)
-        at = end + size
-        if at > len(message):
-            raise ChannelError("A message to the rendezvous store is shorter than its fields.")
-        fields.append(message[end:at])
-    return fields
 
 
 class StoreTable:
@@ -111,13 +59,14 @@ class StoreTable:
 
     def _apply(self, operation: Operation, fields: list[bytes]) -> bytes:
         try:
-            return encode_fields(self._changed(operation, fields))
+            return encode_fields(self._execute(operation, fields))
         except (ValueError, IndexError) as error:
             raise ChannelError(
                 f"A message to the rendezvous store does not fit its operation {operation.name}: {error}."
             ) from None
 
-    def _changed(self, operation: Operation, fields: list[bytes]) -> Sequence[bytes]:
+    def _execute(self, operation: Operation, fields: list[bytes]) -> Sequence[bytes]:
+        """Executes an operation on the table, and returns the fields of its answer."""
         values = self._values
         if operation is Operation.SET:
             for key, value in zip(fields[::2], fields[1::2], strict=True):

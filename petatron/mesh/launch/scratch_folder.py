@@ -1,4 +1,4 @@
-"""Temporary folders that end with the process that made them, however it ends.
+"""Temporary folders that are removed when the process that made them ends, however it ends.
 
 Whoever makes such a folder holds a lock on it for as long as it lives, and the kernel releases the lock when the process dies. So a
 folder of this name that belongs to this user and is not locked has no owner any more, and the next run removes it. Nothing is written

@@ -1,4 +1,4 @@
-"""The secret of a run over several machines, by which each rank proves that it belongs to the run.
+"""The shared secret of a run over several machines, by which each rank proves that it belongs to the run.
 
 It comes from PETATRON_SECRET where that is set. Otherwise rank 0 writes one to a file in the user's home that nobody else may read, and
 the others wait for it there. It is never a command argument, which every user of a machine can list. `encrypted_channel.py` says what is

@@ -1,4 +1,4 @@
-"""The types of what a Hugging Face config.json says in numbers and switches, also of keys that are only copied.
+"""Checks the types of values in a Hugging Face config.json, also of keys that are only copied.
 
 A conversion copies config.json with what it does not use, and the next program believes it. JSON has no types of its own: a text where a
 number belongs may be skipped, or taken for a number (`"1e6"`) or for true (`"false"`).

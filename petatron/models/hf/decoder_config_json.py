@@ -1,4 +1,4 @@
-"""Translates what most families have in common: sizes, heads, activations, biases, dropout, latent attention, depths of prediction."""
+"""Translates the config.json keys that most families share: sizes, heads, activations, biases, dropout, latent attention, MTP depths."""
 
 from __future__ import annotations
 

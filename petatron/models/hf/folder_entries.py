@@ -1,4 +1,4 @@
-"""The tensors of a model folder, and the regions of logical tensors that each consists of.
+"""Maps the tensors of a Hugging Face model folder to the regions of logical tensors that they consist of.
 
 A folder holds *entries*: tensors under the names of a Hugging Face family, or, for a model that no family can express,
 under our own. An entry is completely covered by its regions, and the regions of all entries cover every logical tensor once.

@@ -1,4 +1,4 @@
-"""Names of tensors that families have in common: those of Llama, and of experts."""
+"""Tensor-name mappings that several Hugging Face families share: those of Llama, and of experts."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from petatron.kernels.attention import attention
 from petatron.kernels.attention.packed_document_attention import PackingKernels
-from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.attention.score_modifiers import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.parallel_slots import ContextSlot
 from petatron.mesh import collectives

@@ -31,7 +31,7 @@ from petatron.kernels.attention.blockwise_attention import (
     block_backward,
     zero_qkv_grads,
 )
-from petatron.kernels.attention.score_rules import NO_RULES, ScoreRules
+from petatron.kernels.attention.score_modifiers import NO_RULES, ScoreRules
 from petatron.kernels.attention.tile_attention import AttentionDropout
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.attention.score_modifiers import ScoreRules
 from petatron.mesh import collectives
 from petatron.mesh.mesh import Axis
 from petatron.models.stage_inputs_outputs import SequenceOrder

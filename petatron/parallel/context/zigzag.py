@@ -1,4 +1,4 @@
-"""The order of a sequence over ranks, zigzag or contiguous, and from zigzag back to the natural order."""
+"""The zigzag order of a sequence over context-parallel ranks (or contiguous), and back to the natural order."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from petatron.mesh.mesh import Axis, ParallelMesh
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.parallel.data.fsdp_all_gather_reduce_scatter import (
     Fp8AllGather,
     MessageSegment,

@@ -1,4 +1,4 @@
-"""Communication of torch's fully_shard: our axes as its meshes, our collectives in place of its own.
+"""The communication of torch's fully_shard: our axes as its meshes, our collectives in place of its own.
 
 fully_shard gathers and scatters through objects that may be replaced. These go through `mesh/collectives.py`, so its
 traffic is recorded like all other, under the axis that shards state.

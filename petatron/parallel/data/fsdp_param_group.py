@@ -1,4 +1,4 @@
-"""This rank's shards of fully sharded parameters, as a parameter group like any other, and the reduction of their gradients.
+"""`FsdpParamGroup`: this rank's shards under fully_shard, as a parameter group like any other, and the reduction of their gradients.
 
 `fsdp.py` makes modules of a stage units of torch's `fully_shard`; here is what a rank owns of their parameters. A parameter is sharded
 along its first dimension, the last shards being shorter or empty; one with fewer rows than ranks (few experts per rank, on many ranks)

@@ -1,4 +1,4 @@
-"""Waits for all-gathered weights as late as possible: before the layer that computes with them.
+"""Waits for the all-gather of weights as late as possible: before the layer that computes with them.
 
 A layer waits for all its weights at once, since not every use of a weight is a call of its module: GEMMs recompute a norm's output,
 and the head computes losses. Weights after the last layer are waited for with its norm.
@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import nn
 
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.sharding.flat_buffer import FlatParamGroup
 
 

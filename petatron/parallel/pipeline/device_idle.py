@@ -1,4 +1,4 @@
-"""How long the device may have been idle in a step: the host's lead over it, from events at the layers' boundaries.
+"""Measures how long the device may have been idle in a step: the host's lead over it, from events at the layers' boundaries.
 
 The host marks its way through a step: at the end of each layer, forward and backward, it notes the time and records an event on the
 stream. Take the segment between two marks. If the event of its first mark is not complete when the host reaches the second, the

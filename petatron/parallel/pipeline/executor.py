@@ -29,9 +29,9 @@ from petatron.mesh.mesh import Axis
 from petatron.models.batch import Batch
 from petatron.models.objective import Objective
 from petatron.models.stage_inputs_outputs import BoundaryTensor, ModelIO, StageOutput
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
-from petatron.parallel.pipeline.objective_terms import ObjectiveTerms
+from petatron.parallel.pipeline.objective_losses import ObjectiveTerms
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import COMPUTE_KINDS, SEND_KINDS, Action, ActionKind, TimedAction

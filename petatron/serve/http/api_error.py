@@ -1,4 +1,4 @@
-"""Errors as clients get them: OpenAI's object, with a real status code, and nothing of the server's inside."""
+"""API errors as clients get them: OpenAI's object, with a real status code, and nothing of the server's inside."""
 
 from __future__ import annotations
 

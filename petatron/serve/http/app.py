@@ -20,8 +20,8 @@ from petatron.serve.http import openai_requests as bodies
 from petatron.serve.http.api_error import ApiError, ErrorAnswer, to_api_error
 from petatron.serve.http.json_body import body_components, body_schema, naming_ignored_fields
 from petatron.serve.http.metrics import ServerMetrics
-from petatron.serve.http.request_guard import RequestGuard
-from petatron.serve.http.responses_requests import ResponsesRequest
+from petatron.serve.http.request_guard_middleware import RequestGuard
+from petatron.serve.http.responses_api_requests import ResponsesRequest
 from petatron.serve.http.routes import chat, completions, embeddings, megatron, model_info
 from petatron.serve.http.routes.responses import post_response
 from petatron.serve.http.server_state import ServerState, state_of

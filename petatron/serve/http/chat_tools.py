@@ -1,4 +1,4 @@
-"""The tools of a chat: which are offered, whether one must be called, and the grammar that holds the answer to it."""
+"""The tools of a chat request: which are offered, whether one must be called, and the grammar that holds the answer to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a request's body: bounded, strict JSON, checked by a model, and judges the fields that it does not have; describes it in OpenAPI.
+"""Reads and validates a request's JSON body, judges its unknown fields, and describes bodies in OpenAPI.
 
 A body of megabytes may have millions of values. To parse them takes a second in which nothing else runs, and a validator that collects an
 error for each takes gigabytes. So values are counted in the bytes before they are parsed, lists are validated up to their first error,

@@ -1,4 +1,4 @@
-"""HTTP connections with limits before any key is checked: bytes and number of headers, time until they are complete, and connections.
+"""An HTTP protocol with limits that hold before any key is checked: bytes and number of headers, time, and connections.
 
 uvicorn bounds none of these. A client that sends headers without end, or never ends them, costs memory or a connection for as long
 as it likes; so it is answered and cut off. The same holds for whatever else is no body: extensions of chunks, trailers, what is left of a

@@ -1,4 +1,4 @@
-"""Every field that clients of OpenAI's API, vLLM, SGLang and llama.cpp send to completions and chats, and what becomes of it.
+"""The request fields of clients of OpenAI's API, vLLM, SGLang and llama.cpp, and what becomes of each.
 
 A field that changes the answer is supported, or refused with the reason: never ignored. Fields of the bodies in `openai_requests.py` are
 supported. `REFUSED` are not, unless their value is the one that changes nothing. `NO_EFFECT` have none on the answer, and are accepted.

@@ -1,4 +1,4 @@
-"""What a request asks of the engine: its prompts as ids, its sampling parameters and its constraint, within the server's limits.
+"""Translates a request for the engine: its prompts as ids, its sampling parameters and its constraint, within the server's limits.
 
 A constraint may come under several names:
 

@@ -1,4 +1,4 @@
-"""Listens, answers, and drains on SIGTERM or Ctrl-C: nothing new is accepted, what is open finishes, then the process ends with 0.
+"""The HTTP server: listens, answers, and drains on SIGTERM or Ctrl-C, so that what is open finishes and nothing new is accepted.
 
 After `drain_timeout_s` the sequences that are open are cancelled, and their clients told so. A client that does not read its answer is
 cut off: its request then ends as that of a client that has left, whereas cancelled tasks would fill the log with tracebacks.

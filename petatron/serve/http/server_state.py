@@ -1,4 +1,4 @@
-"""What all routes share: the engine's thread, the model, limits and counters."""
+"""`ServerState`, what all routes share: the engine's thread, the model, limits and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of tokens in answers."""
+"""Counts the tokens of answers for the `usage` field."""
 
 from __future__ import annotations
 

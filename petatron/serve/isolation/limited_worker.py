@@ -1,4 +1,4 @@
-"""The process in which programs of others run: grammars of requests are compiled, and chat templates of models rendered.
+"""The sandboxed worker process: compiles grammars of requests and renders chat templates, which are programs of others.
 
 It has a limit of memory, which it sets itself; the server ends it when a job takes too long, and starts another. It reads jobs from its
 input and writes answers to its output, each a line of JSON: what runs here may be under somebody else's control, so what it writes is

@@ -1,4 +1,4 @@
-"""A process with limits of time and memory for programs of others, as the server sees it; and a pool of them.
+"""The pool of sandboxed worker processes, each with limits of time and memory, as the server sees them.
 
 A crash, an end for want of memory, or a job that takes too long ends a process, is an error of that job alone, and is followed by another
 process with the next job. Pools are for one kind of job each: grammars that take long make no chat wait.

@@ -1,4 +1,4 @@
-"""Builds what a run's settings ask for beside its steps."""
+"""Builds the hooks of a run from its settings: checks of results, timers, memory, energy, copies for Megatron."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from petatron.train.hooks.megatron_copies import MegatronCopies
 from petatron.train.hooks.memory_hooks import GarbageCollection, MemoryHistory, UnusedMemory
 from petatron.train.hooks.progress_file import ProgressFile
 from petatron.train.hooks.replica_check import ReplicaCheck
-from petatron.train.hooks.result_validation import ResultValidation
+from petatron.train.hooks.rerun_validation import ResultValidation
 from petatron.train.hooks.step_hook import StepHook, StepHooks
 from petatron.train.hooks.step_timers import StepTimers
 from petatron.train.state.train_state import TrainState

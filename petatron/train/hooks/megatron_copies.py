@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from petatron.base.companion_files import read_companion_file
 from petatron.base.errors import CheckpointError, PetatronError, Problem
 from petatron.base.log import get_logger
-from petatron.base.model_folder_names import TRACKER_FILE
+from petatron.base.model_companion_files import read_companion_file
+from petatron.base.model_folder_file_names import TRACKER_FILE
 from petatron.base.safe_files import remove_tree, write_atomic
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.megatron.arguments import unsupported_by_megatron

@@ -1,4 +1,4 @@
-"""What a run may do beside its steps. The loop calls every hook at fixed points, on all ranks, and knows none of them."""
+"""`StepHook`: what a run may do at fixed points of its steps. The loop calls every hook on all ranks, and knows none of them."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from petatron.base.terminal_escape import escaped_stream, printable, printable_l
 from petatron.history.draw.terminal import panel_lines
 from petatron.history.metric_curves import Curve, loss_panel
 from petatron.train.report.earlier_loss_curves import RunHistory
+from petatron.train.report.format_records import format_record, is_for_consoles
 from petatron.train.report.log_records import LogRecord, MetricRecord, MetricWriter, format_duration, format_percent
-from petatron.train.report.record_text import format_record, is_for_consoles
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from petatron.config.schema.default_objective_names import LM_LOSS
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS
 from petatron.evaluate.confidence_interval import perplexity
 from petatron.evaluate.eval_task import TaskResult
 from petatron.layers.moe.load_balancing import router_health

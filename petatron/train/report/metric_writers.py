@@ -21,13 +21,13 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.safe_files import reopen_file
 from petatron.base.terminal_escape import raw_output
-from petatron.config.schema.default_objective_names import LM_LOSS
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS
 from petatron.config.schema.training import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import build_console_writer
 from petatron.train.report.earlier_loss_curves import read_history
+from petatron.train.report.format_records import format_record, loss_values
 from petatron.train.report.log_records import MetricRecord, MetricWriter
-from petatron.train.report.record_text import format_record, loss_values
 
 SCHEMA_VERSION = 1
 

@@ -1,4 +1,4 @@
-"""The first lines of a run: model, data, length, layout, precision and memory, in plain words.
+"""Prints the first lines of a run: model, data, length, layout, precision and memory, in plain words.
 
 What a reader needs to see is an event for every console. Details (what each pipeline stage recomputes, the forecast by kind) are events
 that only the log keeps. So are the versions and the device, in the first record.
@@ -20,7 +20,7 @@ from petatron.config import RunConfig
 from petatron.config.layout_and_precision_text import precision_text
 from petatron.config.parse_name_value import format_named_settings
 from petatron.config.required_settings import known_vocab_size
-from petatron.config.schema.default_objective_names import EXTERNAL, GPT_DATASET, NEXT_TOKEN
+from petatron.config.schema.objective_and_dataset_names import EXTERNAL, GPT_DATASET, NEXT_TOKEN
 from petatron.config.schema.sections.mup import relative_width
 from petatron.data.blended_dataset import parse_weighted_prefixes
 from petatron.data.build_datasets import chosen_kind, chosen_kind_name
@@ -32,7 +32,7 @@ from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.models.frozen_params import describe_frozen, frozen_params
 from petatron.models.objective import build_objective
 from petatron.models.registry import model_spec
-from petatron.schedule.pipeline_of_run import num_micro_batches
+from petatron.schedule.pipeline_plan import num_micro_batches
 from petatron.train.build_run import RunLength
 from petatron.train.global_batch_size import BatchSizeSchedule
 

@@ -1,4 +1,4 @@
-"""The commands that the end of a run suggests: resume, generate, export, plot, with the run's own paths.
+"""Suggests commands at the end of a run: resume, generate, export, plot, with the run's own paths.
 
 A new subcommand gets a line in `suggested_commands`; subcommands that this installation lacks are left out.
 """

@@ -1,4 +1,4 @@
-"""Tasks during training (`--eval-tasks`): the model as it is now is measured on files every so often.
+"""Evaluates tasks during training (`--eval-tasks`): the model as it is now is measured on files every so often.
 
 The tasks are imported where they are used: most runs have none and start without them.
 """

@@ -1,4 +1,4 @@
-"""Text samples during training: the model continues the same prompts every so often, so that a reader sees it learn.
+"""Generates text samples during training: the model continues the same prompts every so often, so that a reader sees it learn.
 
 Generation is imported where it is used: most runs have no samples and start without it.
 """
@@ -16,7 +16,7 @@ from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.training import LogConfig
 from petatron.data.data_file_error import data_file_error
 from petatron.data.tokenizer import Tokenizer
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.parallel.parallel_model import ParallelModel
 
 _MAX_FILE_BYTES = 1 << 20

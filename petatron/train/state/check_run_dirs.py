@@ -10,14 +10,14 @@ from pathlib import Path
 
 from petatron.base.errors import CheckpointError
 from petatron.base.log import get_logger
-from petatron.base.model_folder_names import is_hf_folder
+from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.base.safe_files import reopen_file
 from petatron.checkpoint.files.digested_file_io import check_writable
 from petatron.checkpoint.files.signature import open_signer
 from petatron.checkpoint.files.step_list import LATEST_FILE, list_steps
 from petatron.config import CheckpointConfig
 from petatron.pretrained.atomic_model_folder import check_not_inside_step
-from petatron.pretrained.folder_kind import check_load_dir, refuse_unconverted
+from petatron.pretrained.detect_model_format import check_load_dir, refuse_unconverted
 
 _log = get_logger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint.stateful_components import SavedState, Stateful
 from petatron.config import RunConfig
-from petatron.config.schema.default_objective_names import EXTERNAL
+from petatron.config.schema.objective_and_dataset_names import EXTERNAL
 from petatron.data.external_loader import ExternalLoader
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis

@@ -1,4 +1,4 @@
-"""State besides that of every run: the components that a run's settings ask for, and those that imported modules register.
+"""The registry of optional stateful components: those that a run's settings ask for, and those that imported modules register.
 
 A kind of component is a function that builds it for a run, or returns None where the run does not ask for it. `TrainState` builds them all,
 so `petatron train`, `petatron.restore` and `Run` save, restore and evaluate them alike.

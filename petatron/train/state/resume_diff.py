@@ -1,4 +1,4 @@
-"""What a resumed run may change, and the effect of each change: every difference from the checkpoint is reported.
+"""Compares a resumed run's settings with its checkpoint's: what may change, and the effect of each change.
 
 Another model or schedule is refused (with a flag that allows it). Every other change is accepted, and the log tells what continues
 and what restarts. The checkpoint contains the whole resolved config to compare with.
@@ -12,9 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 from petatron.config import RunConfig
-from petatron.config.declared_rules import unused_settings
 from petatron.config.saved_config import absolute_value, with_absolute_paths, without_private_paths
 from petatron.config.schema.fields import all_fields, fields_by_path
+from petatron.config.unused_settings import unused_settings
 
 _SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
     "samples come from the new data in its own order, from sample {samples:,} of it on; some may be seen "

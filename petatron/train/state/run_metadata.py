@@ -1,4 +1,4 @@
-"""What a checkpoint records of its run besides tensors: progress, loss scale, schedule, settings, data order.
+"""The metadata of a run in its checkpoints: progress, loss scale, schedule, settings, data order.
 
 `petatron train` and loops of your own record the same, so that either resumes from the other's checkpoints.
 """

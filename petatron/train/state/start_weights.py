@@ -1,4 +1,4 @@
-"""The weights that a run starts from: those of `--load`, else of `--from`, for models that a loop of your own builds.
+"""Loads the weights that a run starts from: those of `--load`, else of `--from`, for models that a loop of your own builds.
 
 `petatron train` loads weights, optimizer state and position at once (`train_state.py`). A loop of your own builds its model first, so
 that gets the weights; `petatron.restore` brings the rest, and whoever forgets it is told.
@@ -24,7 +24,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.checkpoint_components import model_components
-from petatron.pretrained.folder_kind import check_load_dir, refuse_unconverted
+from petatron.pretrained.detect_model_format import check_load_dir, refuse_unconverted
 from petatron.pretrained.load_checkpoint import LoadedState, has_weights, load_state
 from petatron.pretrained.saveable_model import StartFolder
 from petatron.train.state.check_run_dirs import same_path

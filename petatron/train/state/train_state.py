@@ -25,7 +25,7 @@ from petatron.optim.loss_scaler import DynamicLossScaler, LossScaler, build_loss
 from petatron.optim.lr_schedule import LearningRateSchedule, RunSchedules, WeightDecaySchedule
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer, UpdateResult
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.parallel.pipeline.requested_cuda_graphs import enable_auto_cuda_graphs
+from petatron.parallel.pipeline.enable_cuda_graphs import enable_auto_cuda_graphs
 from petatron.pretrained.checkpoint_components import Fp8HistoryState, MomentState, RandomState, model_components
 from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.launch_and_build_model import HasConfig, build_initial_model, config_of
@@ -34,21 +34,21 @@ from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.train.build_run import RunLength, build_optimizer
 from petatron.train.global_batch_size import BatchSizeSchedule
 from petatron.train.state.external_data_state import ExternalDataState
-from petatron.train.state.frozen_models import open_frozen_models
+from petatron.train.state.open_frozen_models import open_frozen_models
 from petatron.train.state.optional_components import build_components
-from petatron.train.state.progress_state import (
-    AlternativeWeights,
-    DataOrder,
-    DataOrderState,
-    LossScaleState,
-    ProgressState,
-)
 from petatron.train.state.resume_diff import resume_changes
 from petatron.train.state.run_metadata import (
     TrainProgress,
     check_resumable,
     model_differences,
     run_settings,
+)
+from petatron.train.state.run_state_components import (
+    AlternativeWeights,
+    DataOrder,
+    DataOrderState,
+    LossScaleState,
+    ProgressState,
 )
 
 _log = get_logger(__name__)

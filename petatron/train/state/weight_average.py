@@ -21,12 +21,12 @@ from torch import Tensor
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.stateful_components import SavedState
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.config import RunConfig
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.train.state.progress_state import AlternativeWeights
+from petatron.train.state.run_state_components import AlternativeWeights
 
 _SWAP_ELEMENTS = 1 << 24
 

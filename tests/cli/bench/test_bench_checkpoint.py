@@ -29,8 +29,8 @@ from petatron.bench.loading.time_checkpoint_load import (
     measure_load,
     read_into_page_cache,
 )
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.cli.main import main
 from petatron.mesh.mesh import ParallelMesh
 from tests.load_deadline import wait_until

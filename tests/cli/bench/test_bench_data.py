@@ -11,8 +11,8 @@ import pytest
 
 from petatron.base.errors import DataError
 from petatron.bench import data
-from petatron.bench.preprocessing import against_megatron
-from petatron.bench.preprocessing.against_megatron import AgainstMegatron, PreprocessCase
+from petatron.bench.preprocessing import compare_with_megatron
+from petatron.bench.preprocessing.compare_with_megatron import AgainstMegatron, PreprocessCase
 from petatron.data.bpe.train_bpe import train_bpe
 from tests.unit.data.vocabularies import LINES
 
@@ -37,14 +37,14 @@ def test_both_write_the_same_files(case: PreprocessCase):
 
 def test_other_files_and_failures_are_errors(case: PreprocessCase, monkeypatch: pytest.MonkeyPatch):
     def run(*arguments: str) -> tuple[float, str]:
-        ours = against_megatron.LOOP not in arguments
+        ours = compare_with_megatron.LOOP not in arguments
         for end in ("bin", "idx"):
             (case.folder / (f"petatron_text_document.{end}" if ours else f"megatron.{end}")).write_text(arguments[1])
         (case.folder / "report.json").write_text('{"tokens": 1, "seconds": 1}')
         return 1.0, '{"steady_tokens_per_s": 1}'
 
     with monkeypatch.context() as patch:
-        patch.setattr(against_megatron, "_run", run)
+        patch.setattr(compare_with_megatron, "_run", run)
         with pytest.raises(DataError, match=r"wrote different \.bin files of .*corpus\.jsonl"):
             AgainstMegatron().measure_round(case)
     case.source.unlink()

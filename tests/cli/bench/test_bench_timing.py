@@ -14,7 +14,7 @@ import torch
 from petatron.base.errors import ConfigError
 from petatron.bench.measure import timing as bench_timing
 from petatron.bench.measure.check_arguments import minimum_problems, positive_problems, resolve_device
-from petatron.bench.measure.machine import device_name
+from petatron.bench.measure.hardware_and_versions import device_name
 from petatron.bench.measure.timing import alternating_orders, gc_disabled, large_copy, mean_ms, median_ms
 from petatron.bench.peers import OURS, OWN_BF16, PEERS
 

@@ -14,9 +14,9 @@ from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError, TrainError
 from petatron.bench import generate as bench_generate
 from petatron.bench import train as bench_train
+from petatron.bench.measure.hardware_and_versions import describe_readings, parse_readings, sample_gpu
 from petatron.bench.measure.host_time import measure_host
 from petatron.bench.measure.kernel_breakdown import KERNEL_CLASSES, break_down_kernels, kernel_class
-from petatron.bench.measure.machine import describe_readings, parse_readings, sample_gpu
 from petatron.bench.measure.run_contenders import BenchRunner, time_alternating
 from petatron.bench.measure.train_report import TrainMeasurements, merge_runs, report
 from petatron.bench.peers import BenchSpec, Contender, build, problems

@@ -14,7 +14,7 @@ from typing import Any
 import petatron
 from petatron.checkpoint.files import manifest, step_folder
 from petatron.checkpoint.files.digested_file_io import digest_file
-from petatron.pretrained.open_settings import read_checkpoint_args
+from petatron.pretrained.read_checkpoint_args import read_checkpoint_args
 from tests.fuzz.kind import Case, Files, Kind, Refused
 from tests.fuzz.kinds import models
 from tests.fuzz.kinds.commands import petatron_says

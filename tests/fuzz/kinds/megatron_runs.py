@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from petatron.checkpoint.chunk import Chunk
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.pretrained.convert_model import ConversionOptions, convert
 from petatron.pretrained.model_reader import open_model_reader
 from tests.fuzz.kind import Kind

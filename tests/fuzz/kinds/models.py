@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.checkpoint.chunk import Chunk
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.pretrained.convert_model import ConversionOptions, convert
 from petatron.pretrained.model_reader import ModelReader, open_model_reader

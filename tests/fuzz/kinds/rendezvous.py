@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from petatron.mesh.launch.encrypted_channel import MAGIC, ChannelError, ClientChannel, ServerChannel
-from petatron.mesh.launch.rendezvous_store_table import Operation, StoreTable, decode_fields, encode_request
+from petatron.mesh.launch.rendezvous_store_protocol import Operation, decode_fields, encode_request
+from petatron.mesh.launch.rendezvous_store_table import StoreTable
 from tests.fuzz.kind import Case, Door, Files, Kind, Refused
 
 _SECRET = "correct horse battery"

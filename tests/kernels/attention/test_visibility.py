@@ -22,7 +22,7 @@ from petatron.kernels.attention import (
 )
 from petatron.kernels.attention.document_layout import PADDING_DOCUMENT, Documents, KeySpans
 from petatron.kernels.attention.paged_attention import KeyValue, PagedBatch, PromptChunk
-from petatron.kernels.attention.score_rules import ScoreRules
+from petatron.kernels.attention.score_modifiers import ScoreRules
 from petatron.kernels.attention.visibility import CAUSAL, EVERYTHING, Visibility, VisibilityKind
 from petatron.kernels.attention.visible_key_intervals import BlockMask, VisibleKeys
 from tests import reference_attention as reference

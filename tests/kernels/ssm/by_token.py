@@ -9,7 +9,7 @@ from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.ssm.delta_recurrence import delta_update
-from petatron.kernels.ssm.recurrence import state_update
+from petatron.kernels.ssm.mamba2_recurrence import state_update
 
 
 def scan_by_token(

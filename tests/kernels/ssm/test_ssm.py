@@ -15,7 +15,7 @@ from petatron.kernels.ssm import output_gate as gate_kernels
 from petatron.kernels.ssm import output_gate as norm_kernels
 from petatron.kernels.ssm.causal_conv import causal_conv
 from petatron.kernels.ssm.chunk_scan import chunk_scan
-from petatron.kernels.ssm.recurrence import state_update
+from petatron.kernels.ssm.mamba2_recurrence import state_update
 from petatron.layers.parallel_slots import identity
 from petatron.layers.ssm import autograd_ops
 from petatron.layers.ssm.autograd_ops import NormGroups, ScanInputs

@@ -22,7 +22,7 @@ import pytest
 
 from petatron.config import RunConfig
 from petatron.schedule.actions import COMPUTE_KINDS, ActionKind
-from petatron.schedule.pipeline_of_run import pipeline_plan
+from petatron.schedule.pipeline_plan import pipeline_plan
 from tests.dist import RankPool
 from tests.longform import diagonal, later
 from tests.parity.communication.test_communication import second_step

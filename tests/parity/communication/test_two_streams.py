@@ -15,7 +15,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import LossSpec, ModelIO, StageOutput
-from petatron.schedule.pipeline_of_run import PipelinePlan, pipeline_plan
+from petatron.schedule.pipeline_plan import PipelinePlan, pipeline_plan
 from petatron.train.build_run import build_loader, build_model
 from tests.dist import RankPool
 from tests.longform import diagonal

@@ -18,7 +18,7 @@ from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO, StageOutput
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
-from petatron.schedule.pipeline_of_run import PipelinePlan
+from petatron.schedule.pipeline_plan import PipelinePlan
 
 UNITS, VOCAB, S, B, D, R, E = 8, 11, 6, 2, 5, 4, 3
 MIDDLE, BLIND = 4, 3

@@ -22,7 +22,7 @@ from petatron.infer.grammar import ANY_WHITESPACE
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.http.openai_requests import ChatCompletionRequest, CompletionRequest
 from petatron.serve.http.request_field_rules import IGNORED_HEADER, NO_EFFECT, REFUSED
-from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest
+from petatron.serve.http.responses_api_requests import RESPONSE_RULES, ResponsesRequest
 from petatron.serve.served_model_properties import ModelCard
 from tests.serve.api.field_rules import field_rules, supported_fields
 from tests.serve.fake_engine import FakeEngine

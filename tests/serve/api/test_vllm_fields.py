@@ -19,7 +19,7 @@ from petatron.serve.http.openai_requests import (
     TokenizeRequest,
 )
 from petatron.serve.http.request_field_rules import IGNORED_HEADER, POOLING_RULES
-from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest
+from petatron.serve.http.responses_api_requests import RESPONSE_RULES, ResponsesRequest
 from petatron.serve.served_model_properties import ModelCard
 from tests.serve.api.field_rules import field_rules
 from tests.serve.fake_engine import FakeEngine

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 from petatron.base.errors import CheckpointError
 from petatron.checkpoint import manager
-from petatron.checkpoint.chunk import Chunk, ModelFolder
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.save import file_plan, gather_weights, plan_weight_transfers
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.step_folder import list_steps
 from petatron.checkpoint.manager import CheckpointManager, Retention
 from petatron.checkpoint.save.async_save import StagingBuffer
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from tests.load_deadline import scaled
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.megatron import open_megatron
 from petatron.checkpoint.save import file_plan as file_plans
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
 from petatron.data.bpe.train_bpe import train_bpe
@@ -37,7 +37,7 @@ from petatron.pretrained.convert_model import (
     TokenizerFiles,
     convert,
 )
-from petatron.pretrained.folder_kind import detect_format
+from petatron.pretrained.detect_model_format import detect_format
 from petatron.pretrained.model_reader import ModelReader, open_model_reader
 from petatron.train.state.check_run_dirs import check_run_dirs
 from petatron.train.state.train_state import TrainState

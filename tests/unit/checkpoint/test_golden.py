@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.inspect.summarize_checkpoint import summarize_checkpoint
 from petatron.checkpoint.inspect.verify_checkpoint import verify_checkpoint
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.train.state.train_state import TrainState
@@ -72,7 +72,7 @@ def test_every_tensor_loads_bitwise_on_one_rank(folder: Path):
 
 def warnings_of_a_load(folder: str) -> list[str]:
     run = load_config(f"{MODEL} {RUN} --dp 2".split(), preset="tiny-gpt", world_size=2).config
-    with heard("petatron.checkpoint.inspect.check_weights_copy") as messages:
+    with heard("petatron.checkpoint.inspect.check_model_folder") as messages:
         mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
         assert TrainState.build(run, mesh).load(folder)
     return messages

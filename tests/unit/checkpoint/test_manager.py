@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.digested_file_io import check_writable
 from petatron.checkpoint.files.step_folder import DamagedCheckpointError
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from tests.unit.checkpoint.rewriting import rewrite_manifest, rewrite_table
 

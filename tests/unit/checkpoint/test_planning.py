@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import Chunk, ModelFolder
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.step_folder import list_steps
 from petatron.checkpoint.manager import CheckpointManager, Retention
@@ -21,6 +21,7 @@ from petatron.checkpoint.save.file_plan import FilePlan
 from petatron.checkpoint.save.plan_weight_transfers import split_into_rounds
 from petatron.checkpoint.save.save_plan import SavePlanner
 from petatron.checkpoint.sparse_all_to_all import exchange_messages
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
 from petatron.mesh.rank_layout import Layout

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import Chunk, ModelFolder
+from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.step_folder import DamagedCheckpointError
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from tests.longform import diagonal

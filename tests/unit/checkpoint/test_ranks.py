@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import CheckpointError
-from petatron.checkpoint.chunk import Chunk
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.manager import CheckpointManager
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from tests.dist import RankPool

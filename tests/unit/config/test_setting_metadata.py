@@ -13,13 +13,6 @@ import pytest
 from petatron.config import ModelConfig, RawModelConfig, RawRunConfig
 from petatron.config.adapt.adapt_preset_to_flags import meaningless_values
 from petatron.config.adapt.toy_model import toy_values
-from petatron.config.declared_rules import (
-    conflict_problems,
-    number_problems,
-    training_flags,
-    unused_flag_notices,
-    unused_settings,
-)
 from petatron.config.flags.reference_page import reference_page
 from petatron.config.schema import fields, model_identity
 from petatron.config.schema.fields import FieldInfo, all_fields, fields_by_name, flatten_config, unflatten_config
@@ -28,6 +21,8 @@ from petatron.config.schema.numeric_bounds import Size
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.setting_metadata import Feature, NotWith, ToySize, settings_section, used_with
 from petatron.config.schema.training import WeightsCopy
+from petatron.config.setting_bounds_and_conflicts import conflict_problems, number_problems
+from petatron.config.unused_settings import training_flags, unused_flag_notices, unused_settings
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 from petatron.validate import load_config, resolve_config
 

@@ -20,7 +20,7 @@ from petatron.data.batch_loader import LoaderOptions
 from petatron.data.best_fit_dataset import BestFitDataset, build_packing, make_best_fit_batch
 from petatron.data.best_fit_packing import cut_documents, pack_best_fit
 from petatron.data.build_datasets import build_datasets
-from petatron.data.trace_sample import trace_sample
+from petatron.data.documents_of_sample import trace_sample
 from petatron.layers.attention import AttentionSpec
 from petatron.models.registry import model_spec
 from petatron.validate import load_config

@@ -12,7 +12,7 @@ from tokenizers import normalizers
 
 from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
+from petatron.data.bpe.pre_tokenizer_patterns import TIKTOKENIZER_PATTERNS
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.encoded_text import EncodedText, byte_spans
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, Tokenizer, build_tokenizer

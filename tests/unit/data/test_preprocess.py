@@ -13,8 +13,8 @@ from petatron.config.schema.training import TokenizerConfig
 from petatron.data import preprocess as module
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.inputs.line_blocks import read_line_blocks
-from petatron.data.parts.part_report import MAX_SHOWN_PROBLEMS
 from petatron.data.preprocess import PreprocessOptions, preprocess
+from petatron.data.preprocess_parts.part_report import MAX_SHOWN_PROBLEMS
 from petatron.data.preprocess_report import PreprocessProgress, PreprocessReport
 
 BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")

@@ -12,7 +12,7 @@ import tiktoken
 
 from petatron.base.errors import DataError
 from petatron.config.schema.training import TokenizerConfig
-from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
+from petatron.data.bpe.pre_tokenizer_patterns import TIKTOKENIZER_PATTERNS
 from petatron.data.tiktoken_tokenizer import TikTokenizer
 from petatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from petatron.data.vocabulary_difference import vocabulary_difference

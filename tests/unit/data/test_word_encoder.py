@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from petatron.data.bpe import word_encoder as module
-from petatron.data.bpe.split_patterns import GPT4O_PATTERNS, SPLIT_PATTERNS
+from petatron.data.bpe.pre_tokenizer_patterns import GPT4O_PATTERNS, SPLIT_PATTERNS
 from petatron.data.bpe.train_bpe import train_byte_level_bpe
 from petatron.data.bpe.word_encoder import word_encoder
 from petatron.data.tokenizer import HuggingFaceTokenizer

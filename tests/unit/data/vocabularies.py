@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from petatron.data.bpe.split_patterns import TIKTOKENIZER_PATTERNS
+from petatron.data.bpe.pre_tokenizer_patterns import TIKTOKENIZER_PATTERNS
 
 LINES = [
     "def read(path):\n    return open(path).read()",

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
-from petatron.history.draw.axes import compact, ticks
+from petatron.history.draw.axis_ticks import compact, ticks
 from petatron.history.draw.braille import BrailleCanvas
 from petatron.history.draw.terminal import panel_lines
 from petatron.history.metric_curves import build_panels, check_metrics, moving_average, thin, x_values

@@ -13,7 +13,7 @@ from petatron.base.errors import CheckpointError
 from petatron.cli.generation.arguments import GenerationCommand, generation_parser, request_options
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import NO_DEFAULTS, read_sampling_defaults
-from petatron.pretrained.folder_kind import model_files
+from petatron.pretrained.detect_model_format import model_files
 from petatron.serve.open_engine import ModelSettings
 
 CONFIG = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 3, "max_new_tokens": 9}

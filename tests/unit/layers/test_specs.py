@@ -18,7 +18,7 @@ from petatron.layers.transformer_layer import LayerSpec, TransformerLayer
 from petatron.models.branch_specs import attention_spec
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.registry import model_spec
-from petatron.models.stage_module import run_layers_sequentially
+from petatron.models.stage_interface import run_layers_sequentially
 from petatron.validate import load_config
 from tests.unit.models.kept import kept_bytes
 

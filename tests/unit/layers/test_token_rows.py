@@ -13,7 +13,7 @@ from petatron.layers.rope import RotaryEmbedding
 from petatron.layers.token_rows import TokenRows, is_batch_first
 from petatron.layers.transformer_layer import TransformerLayer
 from petatron.models.decoder_spec import decoder_spec
-from petatron.models.stage_module import run_layers_sequentially
+from petatron.models.stage_interface import run_layers_sequentially
 from petatron.validate import load_config
 from tests.longform import diagonal
 

@@ -16,7 +16,7 @@ from petatron.estimate.state_bytes import StateBytes, local_element_counts, stat
 from petatron.models.registry import model_spec
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.schedule.pipeline_of_run import pipeline_plan
+from petatron.schedule.pipeline_plan import pipeline_plan
 from petatron.sharding.flat_buffer import FlatParamGroup
 from tests.longform import diagonal
 from tests.meta_device_rank import fake_rank

@@ -99,7 +99,7 @@ def test_nobody_compares_the_name_of_an_optimizer():
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if pattern.search(path.read_text())}
     assert found <= {
         "bench/train.py",
-        "config/declared_optimizers.py",
+        "config/optimizer_registry.py",
         "pretrained/convert_model.py",
         "pretrained/stored_training_state.py",
         "train/state/run_metadata.py",

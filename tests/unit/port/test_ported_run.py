@@ -12,7 +12,7 @@ import yaml
 
 from petatron.base.errors import ConfigError, DataError
 from petatron.config.schema.fields import flatten_config
-from petatron.port.launch_command import find_launches, scheduler_variables
+from petatron.port.find_launch_command import find_launches, scheduler_variables
 from petatron.port.plan_and_toy_settings import toy_yaml
 from petatron.port.port_flags import port_flags
 from petatron.port.ported_run import PortedRun, port_script

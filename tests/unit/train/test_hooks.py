@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import TrainError
-from petatron.checkpoint.chunk import Chunk
+from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.cli.main import main
 from petatron.config import RunConfig
 from petatron.config.schema.training import TokenizerConfig
@@ -25,7 +25,7 @@ from petatron.train.hooks.energy import EnergyMeter
 from petatron.train.hooks.megatron_copies import megatron_copy_problems
 from petatron.train.hooks.memory_hooks import MemoryHistory, UnusedMemory
 from petatron.train.hooks.replica_check import ReplicaCheck
-from petatron.train.hooks.result_validation import ResultValidation
+from petatron.train.hooks.rerun_validation import ResultValidation
 from petatron.train.hooks.step_hook import StepHook
 from petatron.train.report.log_records import StepMetrics
 from petatron.train.report.metric_writers import tagged_scalars

@@ -14,8 +14,8 @@ import petatron
 from petatron.base.errors import ConfigError, DataError
 from petatron.cli.main import main
 from petatron.evaluate.score_sequences import score_sequences
+from petatron.train.report.format_records import format_record
 from petatron.train.report.metric_writers import tagged_scalars
-from petatron.train.report.record_text import format_record
 from petatron.validate import resolve_config
 from petatron.validate.preflight import preflight
 

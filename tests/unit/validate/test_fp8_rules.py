@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from petatron.config.declared_rules import number_problems
 from petatron.config.derived_defaults import derive_defaults
 from petatron.config.schema.fields import fields_by_name, flatten_config, unflatten_config
+from petatron.config.setting_bounds_and_conflicts import number_problems
 from petatron.config.yaml_file import dump_yaml
 from petatron.validate import resolve_config
 from petatron.validate.fp8 import check_fp8

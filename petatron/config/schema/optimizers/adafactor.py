@@ -1,4 +1,4 @@
-"""Settings of Adafactor, and what it declares of itself."""
+"""The settings of Adafactor (`--adafactor-*`), and its `UpdateRuleSpec`: state tensors, learning rate under muP."""
 
 from __future__ import annotations
 

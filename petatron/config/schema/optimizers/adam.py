@@ -1,4 +1,4 @@
-"""Settings of AdamW, and what it declares of itself."""
+"""The settings of AdamW (`--adam-*`), and its `UpdateRuleSpec`: state tensors, learning rate under muP."""
 
 from __future__ import annotations
 

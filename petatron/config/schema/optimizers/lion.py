@@ -1,4 +1,4 @@
-"""Settings of Lion, and what it declares of itself."""
+"""The settings of Lion (`--lion-*`), and its `UpdateRuleSpec`: state tensors, learning rate under muP."""
 
 from __future__ import annotations
 

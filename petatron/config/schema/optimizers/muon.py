@@ -1,4 +1,4 @@
-"""Settings of Muon, and what it declares of itself."""
+"""The settings of Muon (`--muon-*`), and its `UpdateRuleSpec`: state tensors, cost, learning rate under muP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of SGD, and what it declares of itself."""
+"""The settings of SGD (`--sgd-*`), and its `UpdateRuleSpec`: state tensors, learning rate under muP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of SOAP, and what it declares of itself."""
+"""The settings of SOAP (`--soap-*`), and its `UpdateRuleSpec`: state tensors, cost, learning rate under muP."""
 
 from __future__ import annotations
 

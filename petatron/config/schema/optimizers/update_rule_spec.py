@@ -1,4 +1,4 @@
-"""`UpdateRuleSpec`: what an optimizer declares of itself, for everything that does not update weights.
+"""`UpdateRuleSpec`: an optimizer's properties besides the update itself: its state tensors, unit, cost, and limits.
 
 The step of a rule is a class in `optim/`. All other code asks the declaration here and names no optimizer: which parameters a rule takes
 and who takes the others, which state it has for a parameter (memory estimates, checkpoints, buffers), what it must see at a time
@@ -36,7 +36,8 @@ _BF16_BYTES = 2
 class RuleStateTensor:
     """A kind of state. `element`: a value for each element, sharded as the parameter. All other shapes belong to a matrix as a whole.
 
-    A `row` has a value for each row, a `row_pair` for each two rows, a `matrix` for each element, but is not sharded like the parameter.
+    A `row` has a value for each row, a `row_pair` for each pair of rows (a square matrix, such as a covariance), a `matrix` for each
+    element, but is not sharded like the parameter.
     Each matrix of a stack has its own state. dtype: `main` is that of the master weights. initial: its values before the first step; only a
     square can be the identity.
 
@@ -119,7 +120,7 @@ class UpdateRuleSpec(ABC):
 
     @property
     def scalar_optimizer(self) -> str | None:
-        """The name of the rule that updates what this one does not."""
+        """The name of the optimizer of the parameters that this one does not update (embeddings, norms, biases)."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""The settings of attention: its heads, which tokens they see, and how scores and outputs are made."""
+"""The settings of attention: heads, windows and chunks, qk-norm, softmax and its scale, output gate, multipliers."""
 
 from __future__ import annotations
 

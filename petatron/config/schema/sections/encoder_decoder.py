@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.default_objective_names import T5_DATASET
 from petatron.config.schema.numeric_bounds import LayerCount, SequenceLength, Width
+from petatron.config.schema.objective_and_dataset_names import T5_DATASET
 from petatron.config.schema.setting_metadata import (
     Feature,
     RunSettings,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.default_objective_names import BERT_DATASET, MASKED_DATASETS, T5_DATASET
 from petatron.config.schema.numeric_bounds import Fraction
+from petatron.config.schema.objective_and_dataset_names import BERT_DATASET, MASKED_DATASETS, T5_DATASET
 from petatron.config.schema.setting_metadata import Feature, UsedWhen, settings_section
 
 _MASKED = UsedWhen(

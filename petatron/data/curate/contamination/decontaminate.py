@@ -23,8 +23,8 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import open_atomic
 from petatron.data.curate.contamination.evaluation_ngrams import read_evaluation_ngrams
 from petatron.data.curate.files.document_blocks import parse_block, with_key
-from petatron.data.curate.files.line_step import JudgedBlock, run_line_step
 from petatron.data.curate.files.pass_progress import OnProgress
+from petatron.data.curate.files.per_line_step import JudgedBlock, run_line_step
 from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.normalize_text import word_bytes

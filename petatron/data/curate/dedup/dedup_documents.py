@@ -29,7 +29,7 @@ from petatron.data.curate.files.pass_progress import OnProgress, PassProgress
 from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.files.worker_pool import WorkerPool
-from petatron.data.inputs.step_output import SUMMARY_FILE
+from petatron.data.inputs.curation_output_folder import SUMMARY_FILE
 
 EXACT, NEAR = "exact duplicate", "near duplicate"
 MEMORY_BYTES = 1 << 30

@@ -1,4 +1,4 @@
-"""The first pass of deduplication: a hash of every text, and its signature; which line is a document."""
+"""The first pass of deduplication: computes a hash and a MinHash signature of every document."""
 
 from __future__ import annotations
 

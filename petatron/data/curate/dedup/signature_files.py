@@ -1,4 +1,4 @@
-"""What deduplication keeps of each document while it reads: in files, of which the system keeps in memory what fits.
+"""Temporary files of hashes and MinHash signatures of every document, which the system caches in memory as far as they fit.
 
 A file has records of one size, one for each document. There is one for exact hashes and one for each band of the signatures, so that the
 keys of a band are read one after the other.

@@ -19,7 +19,7 @@ from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, make_folder, remove_tree, tmp_path_for
 from petatron.data.curate.files.step_files import StepFiles
 from petatron.data.inputs.compressed_stream import Compression
-from petatron.data.inputs.step_output import is_step_output
+from petatron.data.inputs.curation_output_folder import is_step_output
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How far a step is with its inputs."""
+"""The progress of a curation step through its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every curation step is told of its files, and the checks of that before any work.
+"""The input and output options of every curation step, and their checks before any work.
 
 Inputs are of any format, and outputs are JSON lines. An output has the name of its input, with another ending where the input is none of
 JSON lines: `rows.parquet` becomes `rows.jsonl`, and `rows.csv.gz` `rows.jsonl.gz`.
@@ -16,12 +16,12 @@ from typing import Literal
 
 from petatron.base.errors import DataError
 from petatron.base.terminal_escape import printable
+from petatron.data.inputs.curation_output_folder import SUMMARY_FILE
 from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.input_file import InputFile
 from petatron.data.inputs.input_formats import DATA_ENDINGS, InputFormat, name_endings
 from petatron.data.inputs.input_slice import ReadOptions
 from petatron.data.inputs.line_blocks import BLOCK_BYTES, MAX_LINE_BYTES
-from petatron.data.inputs.step_output import SUMMARY_FILE
 
 OnError = Literal["fail", "skip"]
 Compression = Literal["same", "none"]

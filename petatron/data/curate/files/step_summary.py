@@ -1,4 +1,4 @@
-"""What a step did, in numbers that account for every line that was read."""
+"""The summary of a curation step: counts that account for every line that was read."""
 
 from __future__ import annotations
 

@@ -15,15 +15,15 @@ from typing import Any
 
 from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.data.curate.files.document_blocks import Document, parse_block, record_line, with_key
-from petatron.data.curate.files.line_step import SAVED, JudgedBlock, run_line_step
 from petatron.data.curate.files.pass_progress import OnProgress
+from petatron.data.curate.files.per_line_step import SAVED, JudgedBlock, run_line_step
 from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.files.step_summary import StepSummary
 from petatron.data.curate.filter.c4_rules import c4_line_rules, c4_rules
 from petatron.data.curate.filter.gopher_rules import STOP_WORDS, gopher_rules
 from petatron.data.curate.filter.rule import LineRule, Rule, adjust_rules
 from petatron.data.curate.filter.text_view import TextView
-from petatron.data.curate.language.language_model import LANGUAGES
+from petatron.data.curate.language.language_identification import LANGUAGES
 from petatron.data.inputs.line_blocks import LineBlock
 
 MAX_PERPLEXITY, NO_LINES_LEFT = "max_perplexity", "c4_no_lines_left"

@@ -1,4 +1,4 @@
-"""A rule of a filter: a number that is measured of a document, and the bound that it must keep."""
+"""`Rule`, a filter rule: a number measured of a document, and its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text as the rules of a filter see it: its words, lines and paragraphs, each found once."""
+"""`TextView`: the words, lines and paragraphs of a text that filter rules measure, each split once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from petatron.data.curate.filter.repetition import NumberedTokens
-from petatron.data.curate.language.language_model import language_shares
+from petatron.data.curate.language.language_identification import language_shares
 
 _PARAGRAPH_BREAK = re.compile(r"\n[^\S\n]*\n\s*")
 _PUNCTUATION_AT_ENDS = re.compile(r"^[\W_]+|[\W_]+$")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from petatron.kernels.ssm.recurrence import decay_rates, state_update, step_sizes
+from petatron.kernels.ssm.mamba2_recurrence import decay_rates, state_update, step_sizes
 
 
 class ScanParams(NamedTuple):

@@ -1,4 +1,4 @@
-"""What decode attention over pages consists of, for keys of any kind: a split of a sequence, its rows, its softmax, the merge of splits.
+"""The building blocks of split-KV decode attention: splits of a sequence, rows in pages, online softmax, the merge of splits.
 
 A split attends to some tokens of a sequence and leaves a partial output, normalized by its own weights, with the log-sum-exp of its
 scores. The merge weighs partial outputs by that.

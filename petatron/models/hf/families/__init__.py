@@ -3,9 +3,10 @@
 A family is a file of this folder, or a part of one, and a line of this list; nothing else knows it by name.
 """
 
-from petatron.models.hf.families.alibi import BLOOM, MPT
 from petatron.models.hf.families.bert import BERT, MEGATRON_BERT, MODERNBERT, ROBERTA
+from petatron.models.hf.families.bloom_and_mpt import BLOOM, MPT
 from petatron.models.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from petatron.models.hf.families.deepseek_v32_and_glm5 import DEEPSEEK_V32, GLM_MOE_DSA
 from petatron.models.hf.families.experts.gpt_oss import GPT_OSS
 from petatron.models.hf.families.experts.llama4 import LLAMA4
 from petatron.models.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -23,7 +24,6 @@ from petatron.models.hf.families.llama import LLAMA, NEMOTRON, PHI3, SMOLLM3, ST
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from petatron.models.hf.families.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
 from petatron.models.hf.families.t5 import MT5, T5
 
 FAMILIES = (

@@ -20,7 +20,7 @@ from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_body import ignore_fields, nested_unknown_fields, read_request
 from petatron.serve.http.openai_requests import ChatCompletionRequest
 from petatron.serve.http.request_field_rules import check_extra_fields
-from petatron.serve.http.responses_requests import RESPONSE_RULES, ResponsesRequest, chat_of, in_own_names
+from petatron.serve.http.responses_api_requests import RESPONSE_RULES, ResponsesRequest, chat_of, in_own_names
 from petatron.serve.http.routes.chat import PreparedChat, prepare_chat, unread_template_values
 from petatron.serve.http.run_generations import TokenStream, complete
 from petatron.serve.http.server_state import ServerState, state_of

@@ -20,7 +20,7 @@ from petatron.checkpoint.megatron.arguments import checkpoint_arguments
 from petatron.checkpoint.megatron.legacy_optimizer import _laid_out, _Parameter
 from petatron.checkpoint.megatron.optimizer_state import optimizer_parts, read_grad_scaler, read_step
 from petatron.checkpoint.megatron.read_megatron_pickles import load_torch_file
-from petatron.checkpoint.megatron.run_arguments import megatron_arguments, megatron_scheduler, training_sections
+from petatron.checkpoint.megatron.training_arguments import megatron_arguments, megatron_scheduler, training_sections
 from petatron.checkpoint.megatron.weight_names import MegatronWeight
 from petatron.cli.main import main
 from petatron.models.batch import Batch

@@ -22,7 +22,7 @@ from petatron.data.curate.filter.repetition import (
 )
 from petatron.data.curate.filter.rule import Rule
 from petatron.data.curate.filter.text_view import TextView
-from petatron.data.curate.language.language_model import LANGUAGES, language_shares
+from petatron.data.curate.language.language_identification import LANGUAGES, language_shares
 
 MODULES = ["rule", "text_view", "repetition", "c4_rules", "filter_documents"]
 SENTENCES = [line.split("\t") for line in (Path(__file__).parent / "held_out_sentences.txt").read_text().splitlines()]
@@ -34,7 +34,7 @@ PROSE = (
 )
 
 
-@pytest.mark.parametrize("name", [*(f"filter.{name}" for name in MODULES), "language.language_model"])
+@pytest.mark.parametrize("name", [*(f"filter.{name}" for name in MODULES), "language.language_identification"])
 def test_examples_in_docstrings(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"petatron.data.curate.{name}"))
     assert result.attempted > 0 and result.failed == 0

@@ -18,11 +18,6 @@ from petatron.cli.subcommands import data_worker_speeds
 from petatron.config.schema.training import TokenizerConfig
 from petatron.data import worker_speed
 from petatron.data.indexed_dataset import IndexedDataset
-from petatron.data.parts import ray_engine, slurm_scripts
-from petatron.data.parts.group_engine import tokenize_in_groups
-from petatron.data.parts.part_report import PartReport
-from petatron.data.parts.parts_folder import PartsFolder
-from petatron.data.parts.slurm_scripts import write_slurm_scripts
 from petatron.data.preprocess import (
     PreprocessOptions,
     begin_parts,
@@ -30,6 +25,11 @@ from petatron.data.preprocess import (
     preprocess,
     preprocess_parts,
 )
+from petatron.data.preprocess_parts import ray_engine, slurm_scripts
+from petatron.data.preprocess_parts.part_report import PartReport
+from petatron.data.preprocess_parts.parts_folder import PartsFolder
+from petatron.data.preprocess_parts.process_pool_engine import tokenize_in_groups
+from petatron.data.preprocess_parts.slurm_scripts import write_slurm_scripts
 from petatron.data.preprocess_report import PreprocessProgress
 from petatron.data.tokenizer import build_tokenizer
 from tests.load_deadline import scaled

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from petatron.base.errors import DataError
-from petatron.data.inputs import arrow_messages, arrow_rows
+from petatron.data.inputs import arrow_memory_limit, arrow_rows
 from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.input_formats import format_of_head
 from petatron.data.inputs.input_slice import InputSlice, ReadOptions
@@ -430,7 +430,7 @@ def test_a_batch_that_decompresses_to_gigabytes_is_refused(
     with new(tmp_path / "a.arrow", table.schema, options=options) as writer:
         writer.write_table(table)
     assert run(tmp_path, tmp_path / "a.arrow").documents == len(column)
-    monkeypatch.setattr(arrow_messages, "MAX_BATCH_BYTES", 500_000)
+    monkeypatch.setattr(arrow_memory_limit, "MAX_BATCH_BYTES", 500_000)
     with pytest.raises(DataError, match=r"a\.arrow .*a batch has more than 500,000 bytes when it is decompressed"):
         run(tmp_path, tmp_path / "a.arrow")
 

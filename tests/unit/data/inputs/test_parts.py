@@ -19,8 +19,8 @@ from petatron.data.document_sources import DocumentSources
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.line_blocks import line_start
-from petatron.data.parts.input_cuts import cut_inputs, part_slices
-from petatron.data.parts.parts_folder import PartsFolder
+from petatron.data.preprocess_parts.input_cuts import cut_inputs, part_slices
+from petatron.data.preprocess_parts.parts_folder import PartsFolder
 from tests.unit.data.inputs.corpora import COMPRESSIONS, documents, jsonl, parquet, run
 
 ENDINGS = ("bin", "idx", "sources")

@@ -15,9 +15,9 @@ import pytest
 from petatron.base.errors import DataError
 from petatron.cli.main import main
 from petatron.data import preprocess as module
-from petatron.data.parts.part_report import PartReport
-from petatron.data.parts.part_writer import PartWriter
 from petatron.data.preprocess import PreprocessOptions, preprocess, tokenize_part
+from petatron.data.preprocess_parts.part_report import PartReport
+from petatron.data.preprocess_parts.part_writer import PartWriter
 from petatron.data.preprocess_report import PreprocessProgress
 from tests.load_deadline import wait_until
 from tests.unit.data.inputs.corpora import BYTES, jsonl, run
@@ -150,7 +150,7 @@ def dying(options: PreprocessOptions, part: int) -> PartReport:
 
 
 def test_a_part_that_is_always_lost(corpus: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("petatron.data.parts.ray_engine._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("petatron.data.preprocess_parts.ray_engine._MAX_ATTEMPTS", 2)
     monkeypatch.setattr(module, "tokenize_part", dying)
     with pytest.raises(DataError, match=r"Part 0 was lost on Ray 2 times"):
         preprocess(options(corpus, address, 1 << 28))

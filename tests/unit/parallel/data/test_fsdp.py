@@ -29,7 +29,7 @@ from petatron.models.decoder import Decoder
 from petatron.models.decoder_spec import DecoderSpec
 from petatron.models.optimizer_groups import optimizer_group
 from petatron.models.registry import model_spec
-from petatron.models.stage_module import run_layers_sequentially
+from petatron.models.stage_interface import run_layers_sequentially
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.data.fsdp import fully_shard_stages
 from petatron.parallel.data.fsdp_param_group import FsdpGradientReducer, FsdpParamGroup, owned_flat_shard, shard_dim

@@ -19,12 +19,12 @@ from petatron.mesh.rank_layout import Layout
 from petatron.parallel.pipeline.auto_cuda_graphs import CaptureInputs, CudaMemory
 from petatron.parallel.pipeline.cuda_graph import CaptureError, Replay, StepFunction
 from petatron.parallel.pipeline.device_idle import CudaEvents, IdleMeter, StepTime
-from petatron.parallel.pipeline.executor import StepResult
-from petatron.parallel.pipeline.requested_cuda_graphs import (
+from petatron.parallel.pipeline.enable_cuda_graphs import (
     enable_auto_cuda_graphs,
     max_over_ranks,
     reasons_against_capture,
 )
+from petatron.parallel.pipeline.executor import StepResult
 from petatron.schedule.actions import TimedAction
 from petatron.train.build_run import build_model, build_optimizer
 from petatron.train.state.train_state import TrainState
@@ -354,7 +354,7 @@ def test_a_step_that_is_timed_decides_nothing():
 
 
 def test_on_a_cpu_nothing_is_decided_or_said(caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO", "petatron.parallel.pipeline.requested_cuda_graphs")
+    caplog.set_level("INFO", "petatron.parallel.pipeline.enable_cuda_graphs")
     run = tiny_run()
     assert run.train.cuda_graphs == "auto"
     state = TrainState.build(run, ParallelMesh.single())
@@ -367,7 +367,7 @@ BASE = "--preset tiny-llama --mock-data --lr 1e-3 --train-iters 9 --bf16 --hidde
 def test_what_cannot_be_captured_is_said_before_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    caplog.set_level("INFO", "petatron.parallel.pipeline.requested_cuda_graphs")
+    caplog.set_level("INFO", "petatron.parallel.pipeline.enable_cuda_graphs")
     FakeCuda(capability=(7, 5)).install(monkeypatch)
     run = load_config([*BASE.split(), *"--dp 2 --softmax-type learnable".split()], world_size=2).config
     mesh: Any = SimpleNamespace(device=torch.device("cuda", 0), backend="gloo")

@@ -13,7 +13,7 @@ from petatron.plan.pipeline_simulator import ActionCosts, messages_by_peer, peak
 from petatron.schedule import Action, Schedule, ScheduleShape, build_schedule, forward_only, stage_rank
 from petatron.schedule.actions import COMPUTE_KINDS, SCHEDULES, ActionKind, needed_by, produced_by
 from petatron.schedule.gpipe_and_1f1b import micro_batch_groups
-from petatron.schedule.pipeline_of_run import PipelinePlan
+from petatron.schedule.pipeline_plan import PipelinePlan
 from petatron.schedule.send_recv import insert_send_recv
 from tests.longform import diagonal
 

@@ -13,7 +13,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import BoundaryTensor, LossSpec, ModelIO, StageOutput
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.schedule.pipeline_of_run import PipelinePlan
+from petatron.schedule.pipeline_plan import PipelinePlan
 from petatron.train.build_run import build_model
 from tests.parity.communication.two_streams import gradients, on_mesh
 from tests.parity.harness import tiny_run

@@ -8,8 +8,8 @@ import pytest
 
 from petatron.base.device import DeviceInfo
 from petatron.base.errors import ConfigError
-from petatron.train.report import out_of_memory
-from petatron.train.report.out_of_memory import check_memory_capacity
+from petatron.train.report import memory_capacity_and_oom
+from petatron.train.report.memory_capacity_and_oom import check_memory_capacity
 from petatron.validate import load_config
 
 FLAGS = "--mock-data --lr 1e-3 --train-iters 2 --micro-batch-size 8 --seq-length 1024".split()
@@ -34,9 +34,9 @@ def test_the_forecast_the_limit_and_advice(kind: str, where: str):
 
 
 def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(out_of_memory, "fitting_changes", lambda *args, **options: [])
+    monkeypatch.setattr(memory_capacity_and_oom, "fitting_changes", lambda *args, **options: [])
     run = load_config(FLAGS, preset="tiny-llama").config
-    enough = 2 * out_of_memory.largest_forecast(run, device="cpu").total
+    enough = 2 * memory_capacity_and_oom.largest_forecast(run, device="cpu").total
     check_memory_capacity(run, _device("cpu", enough), local_ranks=2)
     with pytest.raises(ConfigError, match=r"of this machine that 3 ranks share\. No setting of this run is predicted"):
         check_memory_capacity(run, _device("cpu", enough), local_ranks=3)

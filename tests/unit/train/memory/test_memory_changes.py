@@ -17,7 +17,7 @@ from petatron.estimate.memory.advice import suggest_changes
 from petatron.estimate.memory.forecast import largest_forecast, pinned_optimizer_bytes, state_bytes_per_rank
 from petatron.estimate.memory.layouts_that_fit import fitting_changes, suggest_layouts
 from petatron.estimate.memory.memory_saving_options import option_groups
-from petatron.estimate.memory.time_cost import predicted_step_time
+from petatron.estimate.memory.relative_step_time import predicted_step_time
 from petatron.validate import check_config
 from tests.longform import diagonal, every_second, later
 

@@ -10,7 +10,7 @@ import pytest
 
 import petatron
 from petatron.config import RunConfig
-from petatron.estimate.memory.time_cost import optimizer_offload_time, predicted_step_time
+from petatron.estimate.memory.relative_step_time import optimizer_offload_time, predicted_step_time
 from petatron.estimate.state_bytes import local_element_counts
 
 # Llama-3-8B; the layers have 6.98e9 of 8.03e9 elements.

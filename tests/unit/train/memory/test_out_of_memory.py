@@ -15,9 +15,9 @@ from petatron.base.errors import CheckpointError, TrainError
 from petatron.config import RunConfig
 from petatron.estimate.memory.advice import suggest_changes
 from petatron.estimate.memory.forecast import largest_forecast
-from petatron.estimate.memory.time_cost import predicted_step_time
-from petatron.train.report import out_of_memory as out_of_memory_module
-from petatron.train.report.out_of_memory import (
+from petatron.estimate.memory.relative_step_time import predicted_step_time
+from petatron.train.report import memory_capacity_and_oom as out_of_memory_module
+from petatron.train.report.memory_capacity_and_oom import (
     RESERVE_BYTES,
     DeviceMemoryStats,
     device_memory_stats,

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from petatron.train.report.format_records import format_record, megatron_log_line, validation_line
 from petatron.train.report.log_records import (
     IntervalMeter,
     LogRecord,
@@ -20,7 +21,6 @@ from petatron.train.report.log_records import (
     perplexity,
     validation_record,
 )
-from petatron.train.report.record_text import format_record, megatron_log_line, validation_line
 from tests.unit.train.report.records import log_record
 
 

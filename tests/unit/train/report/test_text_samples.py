@@ -15,7 +15,7 @@ from petatron.data.tokenizer import NullTokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.decoder import Decoder
-from petatron.models.stage_module import StageModule
+from petatron.models.stage_interface import StageModule
 from petatron.train.build_run import build_loaders
 from petatron.train.report.text_samples import TextSampler, read_prompts
 from petatron.train.state.train_state import TrainState

@@ -1,7 +1,7 @@
 """gpt-oss: experts with biases and clamped gates, attention sinks, windows in every second layer, YaRN between rotary pairs.
 
 The rows of gate and up alternate, and matrices of experts are [in, out]. OpenAI's files have these in MXFP4 under names of their own
-(`huggingface/mxfp4_folder.py`), and other weights in bfloat16. "silu" in config.json is the gate x sigmoid(1.702 x) all the same.
+(`huggingface/mxfp4_weights.py`), and other weights in bfloat16. "silu" in config.json is the gate x sigmoid(1.702 x) all the same.
 """
 
 from __future__ import annotations

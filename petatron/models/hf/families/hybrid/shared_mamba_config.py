@@ -1,4 +1,4 @@
-"""What families with Mamba-2 layers have in common: the names of a mixer's tensors, kinds of layers, and what the decoder cannot express.
+"""The translations that families with Mamba-2 layers share: tensor names, kinds of layers, sizes of mixers.
 
 Sizes have two spellings of keys: `num_heads`, `state_size` and so on in Mamba-2 and Nemotron-H, `mamba_n_heads`, `mamba_d_state` in
 Bamba and Granite. The gated norm is over all channels but in Nemotron-H.
