@@ -40,7 +40,7 @@ from petatron.bench import BenchResult
 from petatron.bench.arguments import count_problems
 from petatron.bench.measure.check_arguments import positive_problems
 from petatron.bench.preprocessing.compare_with_megatron import AgainstMegatron, PreprocessCase
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.batch_loader import BatchLoader, LoaderOptions
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.document_sample_shuffle_index import build_sample_indices, plan_epochs

@@ -35,8 +35,8 @@ from petatron.bench.measure.check_arguments import resolve_device
 from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.measure.hardware_and_versions import choice_row, device_name
 from petatron.bench.measure.timing import large_copy, mean_ms, run_rounds
-from petatron.config.schema.parallel import MemoryConfig
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.memory import MemoryConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.kernels.registry import KernelChoice, KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer

@@ -334,7 +334,7 @@ def _dataset_summary(dataset: IndexedDataset) -> Iterator[tuple[str, str]]:
 
 def _split_text(dataset: IndexedDataset) -> str:
     """Describes what `--split` gives each split by default, which of a small dataset may be one document, or none."""
-    from petatron.config.schema.training import DataConfig
+    from petatron.config.schema.data import DataConfig
     from petatron.data.train_valid_test_split import split_units
 
     split = DataConfig().split

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from petatron.base.format_text import count_with_noun
-from petatron.config.schema.parallel import PrecisionConfig, weights_are_replicated
+from petatron.config.schema.parallel import weights_are_replicated
+from petatron.config.schema.precision import PrecisionConfig
 from petatron.config.schema.run import RunConfig
 
 _SIZES = {

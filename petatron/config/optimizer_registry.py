@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.import_user_modules import IMPORT_FLAG, import_installed_plugins
 from petatron.config.schema.fields import closest_matches, join_with_or
+from petatron.config.schema.optimizer import BUILT_IN_RULES, OptimizerConfig
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_FLAG, UpdateRuleSpec
-from petatron.config.schema.training import BUILT_IN_RULES, OptimizerConfig
 
 _REGISTERED: dict[str, type[UpdateRuleSpec]] = {}
 

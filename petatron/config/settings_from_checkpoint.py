@@ -22,11 +22,11 @@ from typing import Any
 from petatron.base.errors import Problem
 from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.config.flags.parse_command_line import FROM_FLAG
+from petatron.config.schema.checkpoint import CheckpointConfig
 from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path
 from petatron.config.schema.model import REQUIRED_FIELDS
 from petatron.config.schema.model_identity import MODEL_SECTIONS, identity_differences, is_identity_field
 from petatron.config.schema.run import RawRunConfig
-from petatron.config.schema.training import CheckpointConfig
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin
 
 CHECKPOINT_ARGS_FLAG, MP_ARGS_FLAG = "--use-checkpoint-args", "--use-mp-args-from-checkpoint-args"

@@ -14,10 +14,10 @@ import numpy as np
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import reading_untrusted
+from petatron.config.schema.data import DataConfig
 from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_sets, read_blend_file
 from petatron.config.schema.objective_and_dataset_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import DataConfig
 from petatron.data import best_fit_dataset, gpt_dataset  # noqa: F401  they register their kinds
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import (

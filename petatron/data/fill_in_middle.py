@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.config.schema.data import DataConfig
 from petatron.config.schema.fields import flag_name
-from petatron.config.schema.training import DataConfig
 from petatron.data.batch_loader import Sample, SampleDataset
 from petatron.data.dataset_kinds import Split
 from petatron.data.document_sample_shuffle_index import legacy_random_state

@@ -23,6 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from petatron.base.errors import DataError
 from petatron.base.model_companion_files import find_companion_files, read_companion_file
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
+from petatron.config.schema.data import TokenizerConfig
 from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
     DEFAULT_SPECIAL_TOKENS,
@@ -30,7 +31,6 @@ from petatron.config.schema.sections.tokenizer_options import (
     TokenizerType,
     infer_tokenizer_type,
 )
-from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters
 from petatron.data.data_file_error import data_file_error
 from petatron.data.encoded_text import EncodedText, utf8_spans

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.estimate.activation_bytes import layer_bytes, region_bytes
 from petatron.estimate.recompute_plan import RecomputePlan
 from petatron.layers.spec.activation_shape import ActivationShape

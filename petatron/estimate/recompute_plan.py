@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.format_text import count_with_noun, gigabytes
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.estimate.activation_bytes import layer_bytes, layer_input_bytes, regathered_bytes
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch_spec import FULL

@@ -37,8 +37,9 @@ from functools import lru_cache
 from petatron.config.optimizer_registry import rule_spec
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.schema.fields import all_fields
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import OptimizerConfig, WeightsCopy
+from petatron.config.schema.setting_types import WeightsCopy
 from petatron.layers.ops.fp8_weight import is_cast_for_each_use
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.rank_layout import Layout

@@ -20,8 +20,8 @@ from functools import lru_cache
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models.model_spec import ModelSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from petatron.config.optimizer_registry import rule_spec
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.config.schema.optimizers.update_rule_spec import WidthScaling
-from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.sharding.optimizer_group_spec import GroupSpec
 

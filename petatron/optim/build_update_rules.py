@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from petatron.config.optimizer_registry import register_rule_spec, rule_spec
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.config.schema.optimizers.update_rule_spec import UpdateRuleSpec
-from petatron.config.schema.training import OptimizerConfig
 from petatron.optim.adafactor import AdafactorRule
 from petatron.optim.lion import LionRule
 from petatron.optim.muon import MuonRule

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from petatron.config.schema.parallel import PrecisionConfig
+from petatron.config.schema.precision import PrecisionConfig
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:

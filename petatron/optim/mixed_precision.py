@@ -23,9 +23,9 @@ from petatron.base.format_text import gigabytes
 from petatron.base.log import get_logger
 from petatron.config.optimizer_registry import rule_spec, used_rules
 from petatron.config.required_settings import required
+from petatron.config.schema.memory import MemoryConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.config.schema.optimizers.update_rule_spec import RuleStateTensor
-from petatron.config.schema.parallel import MemoryConfig
-from petatron.config.schema.training import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.build_update_rules import build_update_rule
 from petatron.optim.gradient_norm import GlobalNorm, clip_factor

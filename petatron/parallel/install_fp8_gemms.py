@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.log import get_logger
-from petatron.config.schema.parallel import PrecisionConfig
+from petatron.config.schema.precision import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import Scaling
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.linear import Linear

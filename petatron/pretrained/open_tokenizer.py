@@ -14,8 +14,8 @@ from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.config import CheckpointConfig, LoadedConfig, with_vocab_size
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.schema.data import TokenizerConfig
 from petatron.config.schema.fields import fields_by_path, flatten_config, replace_fields
-from petatron.config.schema.training import TokenizerConfig
 from petatron.config.settings_from_checkpoint import tokenizer_paths
 from petatron.config.value_origins import ValueOrigin
 from petatron.data.tokenizer import Tokenizer, build_tokenizer, folder_tokenizer

@@ -20,7 +20,7 @@ import yaml
 
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.safe_files import remove_tree, write_atomic
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.preprocess import PreprocessOptions, preprocess

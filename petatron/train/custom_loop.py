@@ -22,7 +22,7 @@ from typing import Any
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.stateful_components import Stateful, check_names
 from petatron.config import RunConfig
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.optim.loss_scaler import build_loss_scaler
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer

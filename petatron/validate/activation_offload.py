@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from petatron.base.errors import Problem
 from petatron.config.pipeline_stages import max_layers_per_stage
 from petatron.config.schema.fields import all_fields
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.setting_bounds_and_conflicts import within
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from petatron.base.errors import ConfigError, Problem
 from petatron.config.optimizer_registry import find_rule_spec, unknown_optimizer, used_rules
 from petatron.config.schema.fields import fields_by_name, flag_name
+from petatron.config.schema.optimizer import BUILT_IN_RULES
 from petatron.config.schema.optimizers.update_rule_spec import (
     OPTIMIZER_FLAG,
     OPTIMIZER_NAME,
@@ -15,7 +16,6 @@ from petatron.config.schema.optimizers.update_rule_spec import (
 )
 from petatron.config.schema.parallel import FSDP_STRATEGIES
 from petatron.config.schema.run import RawRunConfig
-from petatron.config.schema.training import BUILT_IN_RULES
 from petatron.config.setting_bounds_and_conflicts import at_least, within
 
 

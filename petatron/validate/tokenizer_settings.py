@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
+from petatron.config.schema.data import TokenizerConfig
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.sections.tokenizer_options import (
     SENTENCEPIECE_TYPES,
     WORDPIECE_TYPES,
     special_token_problem,
 )
-from petatron.config.schema.training import TokenizerConfig
 
 _MODELS = {
     "HuggingFaceTokenizer": "Give a tokenizer.json or a folder that holds one.",

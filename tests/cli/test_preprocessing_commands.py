@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.sentences.sentence_splitter import SentenceSplitter

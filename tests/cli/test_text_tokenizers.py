@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from petatron.cli.main import main
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from tests.unit.data.vocabularies import (
     LINES,

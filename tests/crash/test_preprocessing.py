@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.preprocess import PreprocessOptions, preprocess
 
 ENDINGS = ("bin", "idx", "sources")

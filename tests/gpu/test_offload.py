@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from petatron.config import RunConfig
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.estimate.offload_plan import plan_offload
 from petatron.estimate.recompute_plan import plan_recompute
 from petatron.layers.spec.activation_shape import ActivationShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petatron.config.schema.training import BUILT_IN_RULES, OptimizerConfig
+from petatron.config.schema.optimizer import BUILT_IN_RULES, OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from tests.unit.optim.test_muon import Block, fill_gradients, flatten

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from petatron.cli.main import main
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.sentences.sentence_splitter import SentenceSplitter
 from petatron.data.tokenizer import build_tokenizer
 from tests.megatron_core.run_core import ROOT, TIMEOUT_S, WHEEL

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.tokenizer import build_tokenizer
 from tests.megatron_core.run_core import ROOT, TIMEOUT_S, WHEEL
 from tests.unit.data.vocabularies import (

@@ -21,10 +21,10 @@ from petatron.base.errors import ConfigError, DataError, PetatronError
 from petatron.cli.main import main
 from petatron.config.nccl_communicators import communicator_problems
 from petatron.config.saved_config import with_absolute_paths
+from petatron.config.schema.data import DataConfig, TokenizerConfig
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.parallel import ParallelConfig
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import DataConfig, TokenizerConfig
 from petatron.config.yaml_file import MAX_PROBLEMS, MAX_YAML_BYTES, read_yaml_file
 from petatron.data import tokenizer as tokenizer_module
 from petatron.data.build_datasets import build_datasets

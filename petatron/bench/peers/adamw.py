@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from petatron.config.required_settings import required
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 
 
 class ClippedAdamW:

@@ -92,8 +92,9 @@ class _DocumentPart:
 
 
 def _open(args: argparse.Namespace) -> tuple[IndexedDataset, GPTDataset]:
+    from petatron.config.schema.data import DataConfig
     from petatron.config.schema.data_blend import BlendError, dataset_prefix, parse_split
-    from petatron.config.schema.training import DataConfig, TrainConfig
+    from petatron.config.schema.training import TrainConfig
     from petatron.data.gpt_dataset import GPTDataset
     from petatron.data.indexed_dataset import IndexedDataset
     from petatron.data.train_valid_test_split import split_units

@@ -10,7 +10,7 @@ from petatron.base.errors import Problem
 from petatron.config.schema.fields import all_fields, fields_by_name
 
 if TYPE_CHECKING:
-    from petatron.config.schema.training import TokenizerConfig
+    from petatron.config.schema.data import TokenizerConfig
 
 _IMPLYING = ("tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
 
@@ -47,9 +47,9 @@ def _types() -> tuple[str, ...]:
 
 def tokenizer_settings(args: argparse.Namespace, problems: list[Problem]) -> TokenizerConfig:
     """Returns the settings of a tokenizer; adds what is wrong with them, and tells which have no effect."""
+    from petatron.config.schema.data import TokenizerConfig
     from petatron.config.schema.run import RawRunConfig
     from petatron.config.schema.sections.tokenizer_options import infer_tokenizer_type
-    from petatron.config.schema.training import TokenizerConfig
     from petatron.config.setting_bounds_and_conflicts import number_problems, out_of_bounds
     from petatron.validate.tokenizer_settings import check_tokenizer
 

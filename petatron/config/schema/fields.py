@@ -22,10 +22,10 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from petatron.config.schema.numeric_bounds import NumericBounds
+from petatron.config.schema.optimizer import BUILT_IN_RULES
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.setting_metadata import Feature, Role, UsedWhen
-from petatron.config.schema.training import BUILT_IN_RULES
 
 FieldKind = Literal["int", "float", "bool", "str", "choice"]
 ConfigT = TypeVar("ConfigT", bound=RawRunConfig)

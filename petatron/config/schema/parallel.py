@@ -1,18 +1,14 @@
-"""The part of the schema that says how it is computed: the layout over ranks, number formats, memory."""
+"""The settings of the parallel layout: sizes of the mesh axes, pipeline schedule, data-parallel sharding, overlap of communication."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     BucketElements,
-    Fraction,
-    Gigabytes,
-    IterationCount,
     LayerCount,
-    LossScale,
     Minutes,
     RankCount,
     SmallCount,
@@ -20,28 +16,10 @@ from petatron.config.schema.numeric_bounds import (
 from petatron.config.schema.pipeline_schedules import PipelineScheduleName
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.moe import HAS_EXPERTS
-from petatron.config.schema.setting_metadata import Feature, RunSettings, UsedWhen, settings_section, used_with
-from petatron.config.schema.training import FilePath
+from petatron.config.schema.setting_metadata import RunSettings, UsedWhen, used_with
+from petatron.config.schema.setting_types import FilePath
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-RecomputeModule = Literal[
-    "core_attn", "attention", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mamba", "delta"
-]
-OffloadModule = Literal[
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "mlp",
-    "moe",
-    "expert_fc1",
-    "moe_act",
-    "experts",
-    "shared_experts",
-    "mamba",
-    "delta",
-]
 FSDP_STRATEGIES = ("optim_grads", "optim_grads_params")
 MODEL_PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -74,15 +52,8 @@ def weights_are_replicated(run: RunSettings) -> bool:
 
 _TENSOR_PARALLEL = UsedWhen(lambda run: run.parallel.tensor_model_parallel_size != 1, "the tensor-parallel size is 1")
 _CONTEXT_PARALLEL = UsedWhen(lambda run: run.parallel.context_parallel_size != 1, "the context-parallel size is 1")
-_PIPELINE = UsedWhen(lambda run: run.parallel.pipeline_model_parallel_size != 1, "the pipeline-parallel size is 1")
-_REPLICAS = UsedWhen(weights_are_replicated, "no two ranks hold the same weights, as data-parallel ones do")
-_DELAYED = used_with("precision.fp8_recipe", value="delayed")
-_FIRST_LAST = used_with("precision.first_last_layers_bf16")
-_SELECTIVE = used_with("memory.recompute_granularity", value="selective")
-_RECOMPUTES = used_with("memory.recompute_granularity", reason="it is for --recompute-granularity full")
-_BY_MODULE = used_with("memory.fine_grained_activation_offloading")
-_OFFLOADS = used_with("memory.optimizer_cpu_offload", "memory.optimizer_nvme_offload")
-_ON_DEVICE = UsedWhen(lambda run: run.train.device != "cpu", "the CPU computes, and its memory is the host's")
+HAS_PIPELINE = UsedWhen(lambda run: run.parallel.pipeline_model_parallel_size != 1, "the pipeline-parallel size is 1")
+HAS_REPLICAS = UsedWhen(weights_are_replicated, "no two ranks hold the same weights, as data-parallel ones do")
 _NOT_FP8 = UsedWhen(
     lambda run: run.precision.fp8_format is None,
     "scales of FP8 are those of the whole gathered input, not of its chunks",
@@ -99,7 +70,7 @@ _SEVERAL = UsedWhen(
     lambda run: num_micro_batches(run) != 1, "a step has one micro-batch, and nothing to overlap it with"
 )
 _UNSHARDED = used_with(_STRATEGY, value="no_shard")
-_SHARES = UsedWhen(lambda run: weights_are_replicated(run) or _UNSHARDED.holds(run), _REPLICAS.reason)
+_SHARES = UsedWhen(lambda run: weights_are_replicated(run) or _UNSHARDED.holds(run), HAS_REPLICAS.reason)
 _SHARDED = UsedWhen(lambda run: not _UNSHARDED.holds(run), "no optimizer state is sharded")
 _BUCKETS = UsedWhen(
     lambda run: run.parallel.data_parallel_sharding_strategy not in FSDP_STRATEGIES, "fully_shard reduces the gradients"
@@ -128,21 +99,21 @@ class RawParallelConfig:
     num_virtual_stages_per_pipeline_rank: LayerCount | None = None
     """Groups of layers each pipeline rank holds, spread over the model. Derived: from `--num-layers-per-virtual-pipeline-stage`
     or the layout string, 2 for the schedule zb-v, else 1."""
-    pipeline_schedule: Annotated[PipelineScheduleName, _PIPELINE] | None = None
+    pipeline_schedule: Annotated[PipelineScheduleName, HAS_PIPELINE] | None = None
     """Order of forward and backward passes in the pipeline; the zb ones split the backward pass to fill idle time.
     Derived: interleaved with virtual stages, else 1f1b."""
     microbatch_group_size_per_virtual_pipeline_stage: Annotated[BatchSize, _INTERLEAVED] | None = None
     """Micro-batches that pass one virtual stage before a rank turns to its next. Derived: the pipeline size."""
-    encoder_pipeline_model_parallel_size: Annotated[RankCount, _PIPELINE, _ENCODER_STAGES] = 0
+    encoder_pipeline_model_parallel_size: Annotated[RankCount, HAS_PIPELINE, _ENCODER_STAGES] = 0
     """T5: how many stages, of those of `--pipeline-model-parallel-size`, are the encoder's alone; its layers are spread over them evenly,
     and the decoder's over the others. 0: all layers are spread evenly. Megatron-LM counts them beside those stages."""
     decoder_first_pipeline_num_layers: LayerCount | None = None
     """Layers on the first pipeline rank; the other ranks share the rest evenly."""
     decoder_last_pipeline_num_layers: LayerCount | None = None
     """Layers on the last pipeline rank; the other ranks share the rest evenly."""
-    account_for_embedding_in_pipeline_split: Annotated[bool, _PIPELINE] = False
+    account_for_embedding_in_pipeline_split: Annotated[bool, HAS_PIPELINE] = False
     """Count the embedding as one layer when the layers are split evenly, so that the first stage holds one layer less."""
-    account_for_loss_in_pipeline_split: Annotated[bool, _PIPELINE] = False
+    account_for_loss_in_pipeline_split: Annotated[bool, HAS_PIPELINE] = False
     """Count the output head and loss as one layer when the layers are split evenly, so that the last stage holds one less."""
     pipeline_model_parallel_layout: str | None = None
     """Every stage spelled out in model order: E is the embedding, t a layer, L the head and loss, and | ends a stage;
@@ -166,7 +137,7 @@ class RawParallelConfig:
     """Replicas that see different samples (dp). Derived: world size / (tp x pp x cp)."""
     world_size: RankCount | None = None
     """Number of ranks. Derived: from the launcher, or tp x pp x cp x dp."""
-    use_distributed_optimizer: Annotated[bool, _REPLICAS, _SHARDS] = False
+    use_distributed_optimizer: Annotated[bool, HAS_REPLICAS, _SHARDS] = False
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
     data_parallel_sharding_strategy: Annotated[ShardingStrategy, _SHARES] | None = None
     """What data-parallel ranks hold only a share of: nothing, optimizer state (the distributed optimizer, ZeRO-1), also
@@ -176,11 +147,11 @@ class RawParallelConfig:
     """Copies of the sharded state: dp / this ranks share one copy (hybrid sharding)."""
     grad_reduce_in_bf16: bool = False
     """Send gradients between data-parallel ranks in bfloat16; by default they are reduced in fp32."""
-    overlap_grad_reduce: Annotated[bool, _REPLICAS, _BUCKETS] = True
+    overlap_grad_reduce: Annotated[bool, HAS_REPLICAS, _BUCKETS] = True
     """Reduce gradient buckets while the backward pass still runs."""
-    overlap_param_gather: Annotated[bool, _REPLICAS, _SHARDS] = False
+    overlap_param_gather: Annotated[bool, HAS_REPLICAS, _SHARDS] = False
     """Gather updated parameters while the next forward pass runs; needs the distributed optimizer."""
-    ddp_bucket_size: Annotated[BucketElements, _REPLICAS, _BUCKETS] | None = None
+    ddp_bucket_size: Annotated[BucketElements, HAS_REPLICAS, _BUCKETS] | None = None
     """Elements per gradient bucket. Derived: max(40 million, 1 million x dp x cp)."""
     use_tp_pp_dp_mapping: bool = False
     """Number the ranks with pipeline stages next to each other before replicas (tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp)."""
@@ -205,104 +176,3 @@ class ParallelConfig(RawParallelConfig):
     world_size: RankCount = 1
     data_parallel_sharding_strategy: ShardingStrategy = "no_shard"
     ddp_bucket_size: BucketElements = MIN_BUCKET_SIZE
-
-
-@settings_section
-class LossScaleSettings:
-    """Loss scaling, for fp16."""
-
-    feature: ClassVar = Feature("loss scaling", (used_with("precision.fp16"),), role="runtime")
-    loss_scale: Annotated[LossScale, "above 0"] | None = None
-    """Constant loss scale for fp16; unset means dynamic."""
-    initial_loss_scale: LossScale = 2.0**32
-    """First dynamic loss scale."""
-    min_loss_scale: Annotated[LossScale, "above 0"] = 1.0
-    """Smallest dynamic loss scale."""
-    loss_scale_window: Annotated[IterationCount, "at least 1"] = 1000
-    """Clean steps after which the dynamic loss scale doubles."""
-    hysteresis: Annotated[SmallCount, "at least 1"] = 2
-    """Overflowing steps before the dynamic loss scale halves."""
-
-
-@settings_section
-class Fp8Settings:
-    """GEMMs in FP8."""
-
-    feature: ClassVar = Feature("FP8", (used_with("precision.fp8_format"),), role="runtime")
-    fp8_format: Annotated[Literal["e4m3", "hybrid"], "selects"] | None = None
-    """Run GEMMs in FP8; hybrid uses e5m2 for gradients."""
-    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = "tensorwise"
-    """How the scales of `--fp8-format` are chosen: per tensor from the amax of past steps, per tensor, per row, per block of 128, or per 32
-    elements of a row with scales of eight bits, for Blackwell."""
-    fp8_amax_history_len: Annotated[SmallCount, "at least 1", _DELAYED] = 1
-    """Steps in the amax history of the delayed recipe."""
-    fp8_amax_compute_algo: Annotated[Literal["most_recent", "max"], _DELAYED] = "most_recent"
-    """Which amax of its history the delayed recipe uses: the last, or the largest."""
-    fp8_param_gather: Annotated[bool, _REPLICAS] = False
-    """All-gather weights of FP8 GEMMs over data-parallel ranks in FP8, half the bytes; no FP8 GEMM changes."""
-    fp8_output_head_backward: bool = False
-    """Run the two GEMMs of the output head's backward in FP8 too; its logits stay in bf16."""
-    first_last_layers_bf16: bool = False
-    """Keep some of the first and last layers out of FP8."""
-    num_layers_at_start_in_bf16: Annotated[LayerCount, "at least 0", _FIRST_LAST] = 1
-    """How many of the first, with `--first-last-layers-bf16`."""
-    num_layers_at_end_in_bf16: Annotated[LayerCount, "at least 0", _FIRST_LAST] = 1
-    """How many of the last, with `--first-last-layers-bf16`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig(LossScaleSettings, Fp8Settings):
-    """Number formats."""
-
-    fp16: bool = False
-    """Compute in float16 with loss scaling."""
-    bf16: bool = False
-    """Compute in bfloat16."""
-    fp64: bool = False
-    """Compute and keep everything in float64; for proofs on small models."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
-    """Trading time for memory."""
-
-    feature: ClassVar = Feature("memory", role="training")
-    recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in the backward pass: whole layers, or chosen modules."""
-    recompute_method: Annotated[Literal["uniform", "block"], _RECOMPUTES] | None = None
-    """With full recompute: in units of N layers, or for the first N layers."""
-    recompute_num_layers: Annotated[LayerCount, "at least 1", _RECOMPUTES] | None = None
-    """The N of `--recompute-method`."""
-    recompute_modules: tuple[Annotated[RecomputeModule, _SELECTIVE], ...] = ("core_attn",)
-    """With selective recompute: which modules."""
-    recompute_memory_budget_gb: Annotated[Gigabytes, "above 0"] | None = None
-    """Activation memory per rank in GB; what to recompute is chosen to fit it."""
-    cpu_offloading_num_layers: Annotated[LayerCount, "at least 0"] = 0
-    """Layers of every pipeline stage, evenly spread, whose activations wait in host memory for the backward pass."""
-    fine_grained_activation_offloading: bool = False
-    """Let the activations of chosen modules wait in host memory for the backward pass, in every layer."""
-    offload_modules: tuple[Annotated[OffloadModule, _BY_MODULE], ...] = ("core_attn",)
-    """With `--fine-grained-activation-offloading`: which modules; what they save, their inputs mostly, leaves the device."""
-    min_offloaded_tensor_size: Annotated[BucketElements, _BY_MODULE] = 1 << 20
-    """Tensors with fewer elements stay on the device."""
-    activation_offload_fraction: Annotated[Fraction, _BY_MODULE] = 1.0
-    """How much of it leaves: this share of a stage's modules, counted in all of its layers, the first ones."""
-    delta_offload_bytes_across_pp_ranks: Annotated[BucketElements, _BY_MODULE, _PIPELINE] = 0
-    """How many bytes fewer each pipeline rank offloads than the one before, of all micro-batches it holds."""
-    fine_grained_offloading_max_inflight_offloads: Annotated[LayerCount, "at least 0", _BY_MODULE] | None = None
-    """Layers whose copies to the host may be under way behind the layer that runs; computing waits for older ones. Derived: 1."""
-    optimizer_cpu_offload: Annotated[bool, _ON_DEVICE] = False
-    """Keep master weights and moments in host memory; they visit the device for every update, and no number changes.
-    Where weights are their own master weights (FSDP, and runs without --bf16 or --fp16), moments alone."""
-    optimizer_nvme_offload: FilePath | None = None
-    """Folder on a fast disk for the same, made if need be in a folder that exists. What is there ends with the run;
-    checkpoints are what lasts."""
-    optimizer_offload_fraction: Annotated[Fraction, _OFFLOADS] = 1.0
-    """How much of the optimizer state is offloaded; the rest stays on the device."""
-    check_memory: bool = True
-    """Stop before anything is allocated when a rank is predicted to need more memory than its device, or the host, has."""
-
-    @property
-    def offloads_activations(self) -> bool:
-        """Whether activations of some layers or modules wait in host memory."""
-        return self.cpu_offloading_num_layers > 0 or self.fine_grained_activation_offloading

@@ -16,19 +16,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from petatron.config.schema.checkpoint import CheckpointConfig
+from petatron.config.schema.data import DataConfig, TokenizerConfig
+from petatron.config.schema.log import LogConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
-from petatron.config.schema.parallel import MemoryConfig, ParallelConfig, PrecisionConfig, RawParallelConfig
-from petatron.config.schema.training import (
-    CheckpointConfig,
-    DataConfig,
-    LaunchConfig,
-    LogConfig,
-    OptimizerConfig,
-    RawTrainConfig,
-    ScheduleConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
+from petatron.config.schema.optimizer import OptimizerConfig, ScheduleConfig
+from petatron.config.schema.parallel import ParallelConfig, RawParallelConfig
+from petatron.config.schema.precision import PrecisionConfig
+from petatron.config.schema.training import LaunchConfig, RawTrainConfig, TrainConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.config.schema.parallel import PrecisionConfig
+from petatron.config.schema.precision import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Kernels, Fp8Matrix, Fp8Operand, Orientation
 from petatron.kernels.fp8.mxfp8 import MxKernels
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from petatron.config.schema.training import LogConfig
+from petatron.config.schema.log import LogConfig
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.schedule.actions import COMPUTE_KINDS, ActionKind, TimedAction

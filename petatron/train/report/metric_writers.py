@@ -21,8 +21,8 @@ from typing import Any
 from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.safe_files import reopen_file
 from petatron.base.terminal_escape import raw_output
+from petatron.config.schema.log import LogConfig
 from petatron.config.schema.objective_and_dataset_names import LM_LOSS
-from petatron.config.schema.training import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import build_console_writer
 from petatron.train.report.earlier_loss_curves import read_history

@@ -13,7 +13,7 @@ from petatron.base.errors import DataError, TrainError
 from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config import RunConfig
 from petatron.config.required_settings import known_vocab_size
-from petatron.config.schema.training import LogConfig
+from petatron.config.schema.log import LogConfig
 from petatron.data.data_file_error import data_file_error
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.stage_interface import StageModule

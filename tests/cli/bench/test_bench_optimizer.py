@@ -14,7 +14,7 @@ from petatron.bench import optimizer as bench_optimizer
 from petatron.bench.checkpoint import model_shapes
 from petatron.bench.optimizer import _flat_groups, _torch_step
 from petatron.cli import bench
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.kernels.registry import KernelContext
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer

@@ -18,7 +18,7 @@ from typing import Any
 
 import zstandard
 
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.curate.files.step_files import StepFiles, check_step_files
 from petatron.data.curate.source_stats import file_stats
 from petatron.data.curate.split_documents import split_documents

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import zstandard
 
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.preprocess import PreprocessOptions, preprocess
 from tests.fuzz.kind import Files, Kind
 from tests.fuzz.kinds.files import files_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from petatron.base.errors import DataError
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.preprocess import PreprocessOptions, preprocess
 from tests.fuzz.kind import Files, Kind
 from tests.fuzz.kinds.files import files_of

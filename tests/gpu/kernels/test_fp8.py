@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config.schema.parallel import PrecisionConfig
+from petatron.config.schema.precision import PrecisionConfig
 from petatron.kernels.fp8 import cast_and_gemm
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Matrix, Fp8Operand
 from petatron.layers.ops.fp8_gemm import Fp8ExpertGemms, fp8_gemm_factory

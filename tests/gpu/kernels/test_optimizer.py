@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema.parallel import MemoryConfig
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.memory import MemoryConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.kernels.optimizer import adam as plain
 from petatron.kernels.optimizer.adam import AdamRates, AdamState, adam_scalars
 from petatron.mesh.mesh import ParallelMesh

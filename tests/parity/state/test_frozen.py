@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.config import RunConfig
-from petatron.config.schema.training import BUILT_IN_RULES
+from petatron.config.schema.optimizer import BUILT_IN_RULES
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer

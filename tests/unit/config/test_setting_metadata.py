@@ -20,7 +20,7 @@ from petatron.config.schema.model_identity import identity_differences, is_ident
 from petatron.config.schema.numeric_bounds import Size
 from petatron.config.schema.optimizers.update_rule_spec import OPTIMIZER_NAME
 from petatron.config.schema.setting_metadata import Feature, NotWith, ToySize, settings_section, used_with
-from petatron.config.schema.training import WeightsCopy
+from petatron.config.schema.setting_types import WeightsCopy
 from petatron.config.setting_bounds_and_conflicts import conflict_problems, number_problems
 from petatron.config.unused_settings import training_flags, unused_flag_notices, unused_settings
 from petatron.config.value_origins import Setting, SourcedValues, ValueOrigin

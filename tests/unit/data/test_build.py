@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from petatron.base.errors import ConfigError, DataError
+from petatron.config.schema.data import DataConfig
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import DataConfig, TrainConfig
+from petatron.config.schema.training import TrainConfig
 from petatron.data import gpt_dataset
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.build_datasets import build_datasets

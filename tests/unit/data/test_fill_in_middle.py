@@ -13,7 +13,7 @@ import pytest
 
 from petatron.base.errors import ConfigError
 from petatron.cli.main import main
-from petatron.config.schema.training import DataConfig
+from petatron.config.schema.data import DataConfig
 from petatron.data.batch_loader import BatchLoader, LoaderOptions, make_batch
 from petatron.data.fill_in_middle import (
     FillInMiddleDataset,

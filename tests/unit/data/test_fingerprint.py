@@ -14,8 +14,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from petatron.base.errors import DataError
 from petatron.cli.main import main
+from petatron.config.schema.data import TokenizerConfig
 from petatron.config.schema.sections.tokenizer_options import DEFAULT_SPECIAL_TOKENS
-from petatron.config.schema.training import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.build_datasets import build_datasets
 from petatron.data.indexed_writer import merge_datasets

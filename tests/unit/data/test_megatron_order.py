@@ -9,9 +9,10 @@ from random import Random
 import numpy as np
 import pytest
 
+from petatron.config.schema.data import DataConfig
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import DataConfig, TrainConfig
+from petatron.config.schema.training import TrainConfig
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.blended_dataset import normalize_once, samples_to_build
 from petatron.data.build_datasets import build_datasets

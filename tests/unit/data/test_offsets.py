@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import normalizers
 
 from petatron.base.errors import DataError
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.bpe.pre_tokenizer_patterns import TIKTOKENIZER_PATTERNS
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.encoded_text import EncodedText, byte_spans

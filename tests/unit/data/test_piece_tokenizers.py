@@ -10,7 +10,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from petatron.base.errors import DataError
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.sentencepiece_tokenizer import SentencePieceOptions, SentencePieceTokenizer
 from petatron.data.tokenizer import (

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from petatron.base.errors import DataError
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data import preprocess as module
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.inputs.line_blocks import read_line_blocks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from petatron.base.errors import DataError
 from petatron.cli.main import main
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.sentences import sentence_splitter
 from petatron.data.sentences.language_rules import _languages, language_rules

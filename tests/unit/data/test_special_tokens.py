@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import DataError
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.special_tokens import ROLES
 from petatron.data.tokenizer import (

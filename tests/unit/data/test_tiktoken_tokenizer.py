@@ -11,7 +11,7 @@ import pytest
 import tiktoken
 
 from petatron.base.errors import DataError
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.bpe.pre_tokenizer_patterns import TIKTOKENIZER_PATTERNS
 from petatron.data.tiktoken_tokenizer import TikTokenizer
 from petatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders
 
 from petatron.base.errors import DataError
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.tokenizer import (
     ByteTokenizer,

@@ -14,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from petatron.base.errors import DataError
 from petatron.cli.main import main
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.bpe.train_bpe import train_bpe
 from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.input_file import InputFile

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from petatron.base.errors import DataError
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.tokenizer import build_tokenizer
 from tests.unit.data.vocabularies import piece_model
 

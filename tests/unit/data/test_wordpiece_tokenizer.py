@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import DataError
+from petatron.config.schema.data import TokenizerConfig
 from petatron.config.schema.sections.vocabulary import padded_rows
-from petatron.config.schema.training import TokenizerConfig
 from petatron.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.config.schema.parallel import PrecisionConfig
+from petatron.config.schema.precision import PrecisionConfig
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, REFERENCE, Fp8Kernels
 from petatron.kernels.linear_gemms import PLAIN_GEMM
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, looped_linear

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config.schema.parallel import PrecisionConfig
+from petatron.config.schema.precision import PrecisionConfig
 from petatron.kernels.fp8 import mxfp8
 from petatron.kernels.fp8.cast_and_gemm import E4M3, E5M2, Fp8Operand
 from petatron.kernels.fp8.mxfp8 import REFERENCE, MxKernels

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.estimate.recompute_plan import RecomputePlan, plan_recompute
 from petatron.kernels.registry import KernelContext
 from petatron.layers.linear import Linear

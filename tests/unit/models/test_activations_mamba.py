@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from tests.longform import diagonal, every_second
 from tests.unit.models.test_activations import LLAMA, batch_of, build, measured, recompute, run_of
 

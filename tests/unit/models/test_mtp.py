@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import petatron
 from petatron.config import RunConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.config.schema.model_identity import identity_differences, model_identity
-from petatron.config.schema.parallel import MemoryConfig
 from petatron.estimate.flops import head_gemm_elements, model_flops_per_token, parameter_count
 from petatron.infer.engine import Engine
 from petatron.infer.sampling_params import SamplingParams

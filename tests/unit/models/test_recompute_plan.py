@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from petatron.base.errors import ConfigError
 from petatron.base.format_text import gigabytes
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.estimate.activation_bytes import layer_bytes
 from petatron.estimate.recompute_plan import (
     RecomputePlan,

@@ -9,8 +9,8 @@ import pytest
 import petatron
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage, pipeline_stages
+from petatron.config.schema.optimizer import BUILT_IN_RULES
 from petatron.config.schema.sections.vocabulary import padded_rows
-from petatron.config.schema.training import BUILT_IN_RULES
 from petatron.estimate.flops import parameter_count
 from petatron.estimate.state_bytes import StateBytes, local_element_counts, state_bytes
 from petatron.models.registry import model_spec

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim import update_by_tensor_sums
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.config.schema.training import BUILT_IN_RULES, OptimizerConfig
+from petatron.config.schema.optimizer import BUILT_IN_RULES, OptimizerConfig
 from petatron.estimate.state_bytes import state_bytes
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer

@@ -9,8 +9,8 @@ import torch
 from lion_pytorch import Lion
 from torch import nn
 
-from petatron.config.schema.parallel import MemoryConfig
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.memory import MemoryConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from tests.unit.optim.test_muon import Block, fill_gradients, flatten

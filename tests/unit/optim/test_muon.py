@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import petatron
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.config.schema.optimizers.muon import MuonSpec
-from petatron.config.schema.training import OptimizerConfig
 from petatron.kernels.optimizer.newton_schulz import COEFFICIENT_SETS, newton_schulz, step_coefficients
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.mesh import ParallelMesh

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from petatron.base.errors import TrainError
-from petatron.config.schema.parallel import MemoryConfig
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.memory import MemoryConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim import mixed_precision
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from petatron.config.schema.parallel import PrecisionConfig
+from petatron.config.schema.precision import PrecisionConfig
 from petatron.optim.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler, compute_dtype
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from petatron.base.errors import ConfigError
+from petatron.config.schema.optimizer import OptimizerConfig, ScheduleConfig
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import OptimizerConfig, ScheduleConfig, TrainConfig
+from petatron.config.schema.training import TrainConfig
 from petatron.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from tests.longform import diagonal

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.estimate.offload_plan import plan_offload
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch_spec import FULL

@@ -12,7 +12,7 @@ import torch
 
 from petatron.base.errors import ConfigError
 from petatron.config import RunConfig
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.estimate.activation_bytes import region_bytes
 from petatron.estimate.offload_plan import OffloadPlan, plan_offload
 from petatron.kernels.registry import KernelContext

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from petatron.config import RunConfig
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.config.schema.parallel import MemoryConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.estimate.recompute_plan import effective_modules, recompute_flops
 from petatron.kernels import norm as reference_norm
 from petatron.layers.dropout import Dropout

@@ -15,7 +15,7 @@ from petatron.base.errors import TrainError
 from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.cli.main import main
 from petatron.config import RunConfig
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.tokenizer import build_tokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout

@@ -17,7 +17,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.preprocess import PreprocessOptions, preprocess
 from petatron.data.preprocess_report import PreprocessReport

@@ -15,7 +15,7 @@ import pytest
 from petatron.base.errors import DataError
 from petatron.cli.main import main
 from petatron.cli.subcommands import data_worker_speeds
-from petatron.config.schema.training import TokenizerConfig
+from petatron.config.schema.data import TokenizerConfig
 from petatron.data import worker_speed
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.preprocess import (

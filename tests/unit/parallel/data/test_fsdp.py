@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from petatron.config.pipeline_stages import PipelineStage
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.config.schema.run import RunConfig
-from petatron.config.schema.training import OptimizerConfig
 from petatron.layers.forward_context import ForwardContext
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.launch.environment import SINGLE_PROCESS

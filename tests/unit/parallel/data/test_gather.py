@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from petatron.config.schema.training import OptimizerConfig
+from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.optimizer_groups import optimizer_group
 from petatron.models.registry import model_spec

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from petatron.base.errors import ConfigError, TrainError
-from petatron.config.schema.training import LogConfig
+from petatron.config.schema.log import LogConfig
 from petatron.history.metrics_file import METRICS_FILE
 from petatron.train.report.console import ConsoleWriter
 from petatron.train.report.log_records import event_record, sample_record, validation_record
