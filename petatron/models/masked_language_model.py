@@ -18,6 +18,7 @@ from petatron.config.schema.objective_and_dataset_names import LM_LOSS
 from petatron.layers.forward_context import StatisticsKey
 from petatron.layers.pooled_head import PooledHeadSpec
 from petatron.layers.prediction_transform import PredictionTransformSpec
+from petatron.layers.selected_tokens import place_tokens, select_tokens
 from petatron.layers.vocabulary.embedding import PositionEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
@@ -26,6 +27,8 @@ from petatron.models.stage_inputs_outputs import StageOutput
 
 ORDER_LOSS, ORDER_LOGITS = "sop loss", "order_logits"
 TOKEN_TYPES, ORDER_LABELS, POOLING_WEIGHTS = "token_types", "sentence_order", "pooling_weights"
+PREDICTED_POSITIONS = "predicted_positions"
+"""Positions [B, P], different ones in each row, among which are all that the loss counts: the head need not compute others."""
 
 
 class MaskedLanguageParts(DecoderParts, Protocol):
@@ -100,7 +103,9 @@ class MaskedLanguageModel(Decoder):
             else:
                 collected[ORDER_LOGITS] = order_logits
         of_transform = {"logits", TOKEN_LOSSES, GREEDY_TARGETS} & set(collect)
-        predicted = self.transform(x_SBD) if with_losses or of_transform else None
+        positions = None if collect else self._predicted_positions(batch, x_SBD)
+        read = x_SBD if positions is None else select_tokens(x_SBD, positions)
+        predicted = self.transform(read) if with_losses or of_transform else None
         if predicted is not None and "logits" in collect:
             collected["logits"] = self._logits(predicted)
         if predicted is not None and GREEDY_TARGETS in collect:
@@ -111,7 +116,11 @@ class MaskedLanguageModel(Decoder):
         elif predicted is not None and (with_losses or TOKEN_LOSSES in collect):
             weights = None if loss_weights is None else loss_weights[LM_LOSS]
             labels_SB = batch.labels.t()
-            losses[LM_LOSS] = self.head.losses(predicted, self._embedding_weight(), labels_SB, loss_weights_SB=weights)
+            if positions is not None:
+                labels_SB = labels_SB.gather(0, positions.t())
+                weights = None if weights is None else weights.gather(0, positions.t())
+            of_tokens = self.head.losses(predicted, self._embedding_weight(), labels_SB, loss_weights_SB=weights)
+            losses[LM_LOSS] = of_tokens if positions is None else place_tokens(of_tokens, positions, len(x_SBD))
         if TOKEN_LOSSES in collect:
             collected[TOKEN_LOSSES] = losses[LM_LOSS].t()
         return StageOutput({}, losses, collected)
@@ -128,6 +137,11 @@ class MaskedLanguageModel(Decoder):
             types_BS = batch.arrays.get(TOKEN_TYPES)
             added = self.token_type(torch.zeros_like(batch.tokens) if types_BS is None else types_BS)
         return self._embed(batch.tokens, positions + self.config.position_offset, added)
+
+    def _predicted_positions(self, batch: Batch, x_SBD: Tensor) -> Tensor | None:
+        """Returns the positions [B, P] that the head is computed at; None: all, also where a rank has a part of each sequence."""
+        has_all = batch.sequence_part is None and len(x_SBD) == batch.tokens.shape[1]
+        return batch.arrays.get(PREDICTED_POSITIONS) if has_all else None
 
     def _order_logits(self, batch: Batch, x_SBD: Tensor) -> Tensor:
         """Returns logits [B, 2], whatever part of the sequences this rank has."""

@@ -13,7 +13,7 @@ from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODE
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.models.batch import Batch
 from petatron.models.encoder_decoder_model import ENCODER_TOKENS
-from petatron.models.masked_language_model import ORDER_LABELS, TOKEN_TYPES
+from petatron.models.masked_language_model import ORDER_LABELS, PREDICTED_POSITIONS, TOKEN_TYPES
 
 _MASKED_SHARE = 0.15
 
@@ -33,15 +33,16 @@ def _masked_tokens(run: RunConfig, generator: Generator, device: torch.device) -
     """15 % of the tokens are predicted; the second half of a row is its second segment."""
     length, count = run.model.seq_length, run.train.micro_batch_size
     labels, others = (_tokens(run, length, generator, device) for _ in range(2))
-    masked = (torch.rand((count, length), generator=generator) < _MASKED_SHARE).to(device)
-    masked[:, length // 2] = True  # one at least
-    arrays: dict[str, Tensor] = {}
+    most = max(1, round(_MASKED_SHARE * length))
+    positions = torch.rand((count, length), generator=generator).argsort(dim=1)[:, :most].to(device)
+    masked = torch.zeros((count, length), device=device).scatter(1, positions, 1.0)
+    arrays: dict[str, Tensor] = {PREDICTED_POSITIONS: positions}
     if run.model.num_token_types:
         arrays[TOKEN_TYPES] = (torch.arange(length, device=device) >= length // 2).long().expand(count, -1).contiguous()
     if run.model.bert_binary_head:
         arrays[ORDER_LABELS] = torch.randint(2, (count,), generator=generator).to(device)
-    inputs = torch.where(masked, others, labels)
-    return Batch(inputs, labels, masked.float(), arrays=arrays, sequence_dims={ORDER_LABELS: None})
+    inputs = torch.where(masked > 0, others, labels)
+    return Batch(inputs, labels, masked, arrays=arrays, sequence_dims=dict.fromkeys(arrays.keys() - {TOKEN_TYPES}))
 
 
 def _corrupted_spans(run: RunConfig, generator: Generator, device: torch.device) -> Batch:

@@ -10,6 +10,7 @@ With `packed=true` a sample is a row of documents (packed_rows.py), each `[CLS] 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, get_args
@@ -46,11 +47,13 @@ from petatron.data.masked.sentence_samples import GatheringRule
 from petatron.data.masked.text_samples import DocumentText, SampleText, SentenceText, TextSamples
 from petatron.kernels.attention.document_layout import Documents
 from petatron.models.batch import Batch
+from petatron.models.masked_language_model import PREDICTED_POSITIONS
 
 SPECIAL_TOKENS = 3
 """Megatron leaves room for [CLS] and two [SEP], also where there is one segment."""
 MIN_SEQ_LENGTH = SPECIAL_TOKENS + 2
 ROLES = ("cls", "sep", "mask", "pad")
+_POSITIONS_MULTIPLE = 8
 _CHANGE = "its tokens are masked, and what exceeds the sample is cut"
 
 
@@ -285,7 +288,7 @@ class MaskedLanguage(DatasetKind):
         return MaskedLanguageDataset(texts, vocabulary, self._rule(), request, samples_per_epoch=len(texts))
 
     def collate(self, samples: Sequence[Mapping[str, NDArray[Any]]], options: LoaderOptions) -> Batch:
-        return make_masked_batch(samples)
+        return make_masked_batch(samples, mask_prob=self.mask_prob)
 
     def size_warnings(self, shares: Sequence[SourceShare], request: DatasetRequest, *, eval_iters: int) -> list[str]:
         return PackedText().size_warnings(shares, request, eval_iters=eval_iters)
@@ -299,21 +302,46 @@ def _packing(request: DatasetRequest) -> PackingRule:
     )
 
 
-def make_masked_batch(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
+def make_masked_batch(samples: Sequence[Mapping[str, NDArray[Any]]], *, mask_prob: float) -> Batch:
     """Makes a batch of tokens, labels, loss_mask and token_types [B, S], and sentence_order [B] of pairs.
 
-    No token sees padding. In packed rows none sees another document, and positions restart in each.
+    No token sees padding. In packed rows none sees another document, and positions restart in each. `predicted_positions` [B, P] has the
+    masked ones.
     """
     names = [name for name in samples[0] if name not in ("num_tokens", "begins")]
     arrays = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
+    sequence_dims: dict[str, int | None] = {"sentence_order": None} if "sentence_order" in arrays else {}
+    least = math.ceil(mask_prob * len(samples[0]["tokens"]))
+    positions = predicted_positions(np.stack([sample["loss_mask"] for sample in samples]), least=least)
+    if positions is not None:
+        arrays[PREDICTED_POSITIONS] = torch.from_numpy(positions)
+        sequence_dims[PREDICTED_POSITIONS] = None
     if "begins" in samples[0]:
         documents, arrays["positions"] = packed_documents(np.stack([sample["begins"] for sample in samples]))
-        return Batch(arrays=arrays, documents=documents)
+        return Batch(arrays=arrays, documents=documents, sequence_dims=sequence_dims)
     lengths = np.array([sample["num_tokens"] for sample in samples])
     length = len(samples[0]["tokens"])
     documents = Documents.of_lengths(lengths, length) if bool((lengths < length).any()) else None
-    sequence_dims = {"sentence_order": None} if "sentence_order" in arrays else None
     return Batch(arrays=arrays, documents=documents, sequence_dims=sequence_dims)
+
+
+def predicted_positions(loss_mask_BS: NDArray[np.float32], *, least: int) -> NDArray[np.int64] | None:
+    """Returns as many positions of each row, [B, P], with all that the loss counts among them; None where that is every one.
+
+    P is `least` or more, rounded up, so that nearly every batch has the same.
+
+    >>> mask = np.zeros((2, 32), np.float32)
+    >>> mask[0, 20] = mask[1, 5] = mask[1, 9] = 1.0
+    >>> positions = predicted_positions(mask, least=5)
+    >>> positions.shape, positions[:, :2].tolist()
+    ((2, 8), [[20, 0], [5, 9]])
+    """
+    counted_BS = loss_mask_BS > 0
+    count = max(least, int(counted_BS.sum(axis=1).max()))
+    count = -(-count // _POSITIONS_MULTIPLE) * _POSITIONS_MULTIPLE
+    if count >= counted_BS.shape[1]:
+        return None
+    return np.argsort(~counted_BS, axis=1, kind="stable")[:, :count]
 
 
 register_dataset(BERT_DATASET, MaskedLanguage)
