@@ -31,7 +31,7 @@ from petatron.layers.ops.split_qkv_norm_rope import (
     split_qkv_norm_rope,
     split_qkv_rope,
 )
-from petatron.layers.relative_position_bias import RELATIVE_BIAS, LocalHeadBias
+from petatron.layers.relative_position_bias import RELATIVE_BIAS
 from petatron.layers.rope import pairs_apart
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch_spec import BranchModule, SoftmaxAttentionSpec
@@ -194,6 +194,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
             inputs += both
         if self.temperature is not None:
             inputs += shape.activation_bytes(rows, q_dim)
+        inputs += self._scaled_query_bytes(shape)
         if self.alibi:
             inputs += both + shape.activation_bytes(rows, (q_dim + kv_dim) // self.head_dim * ALIBI_CHANNELS)
         return inputs, shape.activation_bytes(rows, q_dim), rows * q_dim // self.head_dim * shape.compute_bytes
@@ -212,6 +213,7 @@ class AttentionSpec(SoftmaxAttentionSpec):
         heads = both // self.head_dim
         copied = self.rope is not None and self.rope_interleaved and self.qk_norm is None
         saved = shape.activation_bytes(rows, both) if copied else 0
+        saved += self._scaled_query_bytes(shape)
         if self.qk_l2_norm is not None:
             widened = both if shape.compute_bytes > shape.element_bytes else 0
             saved += shape.activation_bytes(rows, both) + rows * (heads + widened) * shape.compute_bytes
@@ -222,6 +224,13 @@ class AttentionSpec(SoftmaxAttentionSpec):
         if self.qkv_clip is not None:
             saved += shape.activation_bytes(rows, q_dim + 2 * self.kv_dim(shape.tp))
         return saved
+
+    def _scaled_query_bytes(self, shape: ActivationShape) -> int:
+        """Queries with a factor on scores are a copy; where nothing else made one, keys and values hold the first GEMM's output too."""
+        others = (self.rope, self.qk_norm, self.qk_l2_norm, self.temperature)
+        if self.softmax_scale is None or self.alibi or any(other is not None for other in others):
+            return 0
+        return shape.activation_bytes(shape.gathered_tokens, self.q_dim(shape.tp))
 
     def _saved_gates(self) -> int:
         """Sigmoids, the gated output, and the gates themselves where the first GEMM's output is saved."""
@@ -267,7 +276,6 @@ class Attention(BranchModule):
         self.query_factor = None if scale is None else scale * math.sqrt(spec.head_dim)
         self.core = CoreAttention(dropout=spec.dropout, softcap=spec.softcap)
         self.alibi = AlibiBias(spec.num_heads) if spec.alibi else None
-        self.local_bias = LocalHeadBias(spec.num_heads) if spec.has_relative_bias else None
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
         self.paged_kernels: PagedAttentionKernels = paged_attention
@@ -311,13 +319,13 @@ class Attention(BranchModule):
         visibility = self.spec.visibility
         if context.documents is not None:
             visibility = visibility.of_batch(context.documents)
-        if self.spec.sinks is None and self.local_bias is None:
+        if self.spec.sinks is None and not self.spec.has_relative_bias:
             return self.core(q, k, v, visibility)
         sinks_H = None if self.spec.sinks is None else self._sinks_H(q)
         return self.core(q, k, v, visibility, sinks_H, self._bias_HD(context))
 
     def _bias_HD(self, context: ForwardContext) -> Tensor | None:
-        return None if self.local_bias is None else self.local_bias(context.tensors[RELATIVE_BIAS])
+        return context.tensors[RELATIVE_BIAS] if self.spec.has_relative_bias else None
 
     def _sinks_H(self, q_SBHE: Tensor) -> Tensor:
         return q_SBHE.new_zeros(q_SBHE.shape[-2]) if self.sinks is None else self.sinks.weight

@@ -3,7 +3,7 @@
 Distances are in classes ("buckets") that become wider: half of them are single distances from 0 on, the others are equal steps of the
 logarithm of the distance up to the largest, and whatever is further away is in the last. Where tokens see those after them, half of all
 classes are of keys after the query. All layers of a stack have one table, a number per class and head, so a model computes the biases of
-every distance up to the largest once, and layers take those of their heads (Raffel et al., 2020, "T5").
+every distance up to the largest once, and its layers those of this rank's heads (Raffel et al., 2020, "T5").
 
 N classes, D distances, H heads.
 """
@@ -25,7 +25,7 @@ from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard
 
 RELATIVE_BIAS = "relative_bias"
-"""The name in `ForwardContext.tensors` of a stack's biases [D, 1, H], of the distances -(D - 1) / 2, ..., (D - 1) / 2."""
+"""The name in `ForwardContext.tensors` of the biases [H, D] of this rank's heads, of the distances -(D - 1) / 2, ..., (D - 1) / 2."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.cross_attention import ENCODED
 from petatron.layers.forward_context import ForwardContext, StatisticsKey
-from petatron.layers.relative_position_bias import RELATIVE_BIAS, RelativePositionBiasSpec
+from petatron.layers.relative_position_bias import RELATIVE_BIAS, LocalHeadBias, RelativePositionBiasSpec
 from petatron.models.batch import Batch
 from petatron.models.decoder import HIDDEN, Decoder, DecoderParts
 from petatron.models.stage_inputs_outputs import StageOutput
@@ -46,6 +46,7 @@ class EncoderDecoder(Decoder):
         self.num_encoder_layers = spec.num_encoder_layers
         ends_encoder = spec.num_encoder_layers - 1 in stage.layer_indices
         self.encoder_norm = spec.final_norm.build() if ends_encoder else None
+        self.local_heads = LocalHeadBias(self.config.num_attention_heads) if spec.biases else None
         for name, bias in spec.biases.items():
             begins = spec.first_layers[name] in stage.layer_indices
             self.add_module(name, bias.build() if begins else None)
@@ -103,11 +104,11 @@ class EncoderDecoder(Decoder):
         return [layer for index, layer in self.layers.items() if (int(index) < self.num_encoder_layers) is encoder]
 
     def _bias(self, name: str, streams: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns a stack's biases of scores by the name that its layers read, computed where the stack begins."""
+        """Returns a stack's biases of this rank's heads by the name that its layers read; those of all are computed where it begins."""
         module = self._modules.get(name)
         if module is not None:
             streams[name] = module()
-        return {RELATIVE_BIAS: streams[name]} if name in streams else {}
+        return {} if self.local_heads is None else {RELATIVE_BIAS: self.local_heads(streams[name])}
 
 
 def _source_batch(batch: Batch) -> Batch:

@@ -16,6 +16,7 @@ TRAINING_SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "pretrain_mamba.py": ("--is-hybrid-model",),
     "pretrain_hybrid.py": ("--is-hybrid-model",),
     "pretrain_bert.py": ("--model-type", "bert"),
+    "pretrain_t5.py": ("--model-type", "t5"),
 }
 """Megatron's training scripts whose models we have, with the flags that each implies."""
 _OTHER_PROGRAMS: Mapping[str, str] = {
@@ -23,7 +24,6 @@ _OTHER_PROGRAMS: Mapping[str, str] = {
     "merge_datasets.py": "merges data: use `petatron data merge`",
     "text_generation_cli.py": "asks a server for text: use `petatron chat`",
     "convert.py": "converts checkpoints: use `petatron checkpoint convert`",
-    "pretrain_t5.py": "trains encoder-decoder models (T5), which are not in this version",
     "pretrain_vlm.py": "trains multimodal models, which are not in this version",
     "pretrain_ict.py": "trains retrievers, which are not in this version",
     "pretrain_retro.py": "trains RETRO, which is not in this version",

@@ -22,6 +22,7 @@ TRAINING = {
         "deepseek/train_deepseek_v3.sh",
         "deepseek/train_deepseek_v2_lite.sh",
         "bert/train_bert_340m_distributed.sh",
+        "t5/train_t5_220m_distributed.sh",
     )
 }
 _RECORDER = '#!/bin/bash\nprintf "%s\\0" "$0" "$@" > "$RECORDED"\n'

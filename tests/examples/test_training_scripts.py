@@ -40,7 +40,7 @@ scripts = pytest.mark.parametrize("name", TRAINING)
 
 
 def test_every_training_script_is_tested():
-    folders = ("gpt3", "llama", "mixtral", "mamba", "deepseek", "bert")
+    folders = ("gpt3", "llama", "mixtral", "mamba", "deepseek", "bert", "t5")
     assert {path for folder in folders for path in (ROOT / "examples" / folder).glob("*.sh")} == set(TRAINING.values())
 
 

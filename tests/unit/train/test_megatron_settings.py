@@ -153,5 +153,5 @@ def test_megatrons_defaults_take_the_place_of_ours():
     assert typed.config.precision.fp8_recipe == "rowwise"
     adam = resolve_config(["--preset", "tiny-llama", "--megatron-defaults"], require_training=False)[0]
     assert adam.notices == (), "nothing of it is used"
-    for script in ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_bert.py"):
+    for script in ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_bert.py", "pretrain_t5.py"):
         assert '"--megatron-defaults"' in (Path(__file__).parents[3] / script).read_text()
