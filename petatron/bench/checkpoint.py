@@ -183,7 +183,7 @@ class _Bench:
 
 
 def model_shapes(num_weights: int) -> dict[str, tuple[int, ...]]:
-    """Returns names and shapes of a decoder of about so many weights: as many layers as fit, the remainder is embedding.
+    """Returns names and shapes of a decoder of about `num_weights` weights: as many layers as fit, and the remainder as its embedding.
 
     >>> shapes = model_shapes(100_000_000)
     >>> sum(a * b for a, b in shapes.values()), shapes["embedding.weight"]

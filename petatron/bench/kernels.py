@@ -20,9 +20,10 @@ from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.arguments import OPERATION_NAMES, count_problems
 from petatron.bench.measure.check_arguments import resolve_device, select_names
+from petatron.bench.measure.device_memory import free_cached_memory
 from petatron.bench.measure.format_si_units import format_si
 from petatron.bench.measure.hardware_and_versions import choice_row, device_name
-from petatron.bench.measure.timing import free_cached_memory, large_copy, median_ms
+from petatron.bench.measure.timing import large_copy, median_ms
 from petatron.bench.ops import attention, moe
 from petatron.bench.ops.kernel_case import SHAPES, SMALL_SHAPES, BenchContext, KernelCase
 from petatron.bench.ops.peer_kernels import peer_path_problems

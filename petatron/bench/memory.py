@@ -17,10 +17,11 @@ from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.measure.check_arguments import resolve_device, select_names
+from petatron.bench.measure.device_memory import allocated_bytes, free_cached_memory, peak_allocated_bytes
 from petatron.bench.measure.hardware_and_versions import versions
 from petatron.bench.measure.memory_cases import CASES, MemoryCase
 from petatron.bench.measure.peak_memory_breakdown import snapshot_step
-from petatron.bench.measure.timing import allocated_bytes, free_cached_memory, peak_allocated_bytes, synchronize
+from petatron.bench.measure.timing import synchronize
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_workload import bench_spec, make_batches
 from petatron.bench.peers.petatron_step import PetatronContender

@@ -34,7 +34,8 @@ from petatron.base.errors import ConfigError, LaunchError, Problem, raise_proble
 from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.arguments import SERVED_PRESET, count_problems
-from petatron.bench.measure.timing import alternating_orders, free_cached_memory
+from petatron.bench.measure.device_memory import free_cached_memory
+from petatron.bench.measure.timing import alternating_orders
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_workload import bench_spec
 from petatron.bench.peers.generation_models import build_weights

@@ -36,18 +36,12 @@ from petatron.bench import BenchResult
 from petatron.bench import peers as contenders
 from petatron.bench.arguments import count_problems
 from petatron.bench.measure.check_arguments import positive_problems
+from petatron.bench.measure.device_memory import allocated_bytes, free_cached_memory
 from petatron.bench.measure.hardware_and_versions import describe_readings, sample_gpu
 from petatron.bench.measure.host_time import DEPTHS, measure_host
 from petatron.bench.measure.kernel_breakdown import profile_steps
 from petatron.bench.measure.run_contenders import BenchRunner, time_alternating
-from petatron.bench.measure.timing import (
-    allocated_bytes,
-    alternating_orders,
-    copy_bandwidth,
-    free_cached_memory,
-    paired_speedups,
-    synchronize,
-)
+from petatron.bench.measure.timing import alternating_orders, copy_bandwidth, paired_speedups, synchronize
 from petatron.bench.measure.train_report import TrainMeasurements, merge_runs, report
 from petatron.bench.peers import OURS, OWN_BF16, PEER_ATTENTIONS, PEERS, BenchSpec
 from petatron.bench.peers.bench_workload import bench_spec, make_batches

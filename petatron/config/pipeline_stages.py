@@ -252,7 +252,7 @@ def _even_problems(config: RawRunConfig) -> Iterator[Problem]:
 
 
 def _usable_sizes(units: int, virtual: int) -> str:
-    """Returns the pipeline sizes that split so many layers evenly; one rank only without virtual stages."""
+    """Returns the pipeline sizes that split `units` layers evenly; one rank only without virtual stages."""
     if virtual == 1:
         return divisors(units)
     sizes = [size for size in range(2, min(units, 4096) + 1) if units % (size * virtual) == 0]

@@ -157,7 +157,7 @@ _LINE_OF_OTHER, _MAX_SOURCE = re.compile(r"#.*\(line (\d{1,9})\)"), 300
 
 
 class _TooManyProblems(Exception):
-    """A file with so many problems was not meant for us; suggesting what each key could mean would take minutes."""
+    """A file with more than `MAX_PROBLEMS` problems was not meant for us; suggesting what each key could mean would take minutes."""
 
 
 class _YamlReader:

@@ -28,7 +28,7 @@ def split_qkv_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q [S, B, H, E], k and v [S, B, K, E], in memory [B, S, ...] if `batch_first`; cos and sin are [S, 1 or B, 1, n].
 
-    `qkv` is [S, B, (H + 2K) E], or, with `batch`, the rows of so many sequences in that memory order.
+    `qkv` is [S, B, (H + 2K) E], or, with `batch`, the rows of `batch` sequences in that memory order.
     """
     qkv = qkv if batch is None else tokens_of_rows(qkv, batch=batch, batch_first=batch_first)
     heads = _heads(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)

@@ -8,7 +8,7 @@ _COPY_BYTES = 16
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the first element's address is 16-byte aligned, for kernels that copy so many bytes at a time."""
+    """Whether the first element's address is 16-byte aligned, for kernels that copy 16 bytes at a time."""
     return tensor.data_ptr() % _COPY_BYTES == 0
 
 

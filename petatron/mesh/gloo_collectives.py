@@ -31,7 +31,7 @@ Started = tuple[dist.Work, Callable[[], object]]
 
 
 def one_round(x: Tensor, group: dist.ProcessGroup | None, *, copies: int = 1) -> bool:
-    """Whether a tensor is exchanged here: by gloo from host memory, and small enough to be sent so many times."""
+    """Whether a tensor is exchanged here: by gloo from host memory, and small enough to be sent `copies` times."""
     small = copies == 1 or x.numel() * x.element_size() * copies <= ONE_ROUND_BYTES
     return small and x.device.type == "cpu" and dist.get_backend(group) == "gloo"
 

@@ -60,7 +60,7 @@ def add_shifted_arrays(batch: Batch, *, depths: int) -> Batch:
 
 
 def _shifted(x_BS: Tensor, by: int) -> Tensor:
-    """Returns the values of so many positions later, 0 at the end."""
+    """Returns the values `by` positions later, and 0 at the end."""
     by = min(by, x_BS.shape[1])
     return torch.cat((x_BS[:, by:], x_BS.new_zeros(x_BS.shape[0], by)), dim=1) if by else x_BS
 

@@ -44,7 +44,7 @@ class BoundaryTensor:
     rows: int | None = None
 
     def shape(self, batch: Batch, *, sequence_shards: int = 1) -> tuple[int, int, int]:
-        """Returns the local shape, with the sequence in so many shards.
+        """Returns the local shape, with the sequence in `sequence_shards` shards.
 
         >>> tokens = torch.zeros(2, 8, dtype=torch.int64)
         >>> BoundaryTensor("hidden", 16).shape(Batch(tokens), sequence_shards=4)

@@ -26,7 +26,7 @@ class LayerLosses:
 
     @torch.no_grad()
     def update(self, statistics: Mapping[StatisticsKey, Tensor], *, micro_batches: int) -> None:
-        """All-reduces the losses of a step with so many micro-batches on every data-parallel rank."""
+        """All-reduces the losses of a step; every data-parallel rank has run `micro_batches` micro-batches."""
         if not self._num_layers:
             return
         totals = torch.stack([self._total(name, statistics) for name in self._num_layers])

@@ -22,7 +22,7 @@ class PipelinePlan:
         return stage_rank(self.name, stage, ranks=self.ranks, stages=self.ranks * self.virtual)
 
     def shape(self, micro_batches: int) -> ScheduleShape:
-        """Returns the shape of a step of so many micro-batches."""
+        """Returns the shape of a step of `micro_batches` micro-batches."""
         return ScheduleShape(self.name, self.ranks, self.virtual, micro_batches, self.group_size, self.combined)
 
     def in_flight(self, micro_batches: int) -> tuple[int, ...]:

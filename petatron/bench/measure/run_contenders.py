@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.bench.measure.timing import (
-    ProgressLog,
-    allocated_bytes,
-    elapsed_seconds,
-    gc_disabled,
-    peak_allocated_bytes,
-    run_rounds,
-    synchronize,
-)
+from petatron.bench.measure.device_memory import allocated_bytes, peak_allocated_bytes
+from petatron.bench.measure.timing import ProgressLog, elapsed_seconds, gc_disabled, run_rounds, synchronize
 from petatron.bench.peers import Contender
 from petatron.models.batch import Batch
 

@@ -22,8 +22,6 @@ LOG_INTERVAL_S = 10.0
 _CALLS_IN_A_ROW = 2  # of each in a row
 _HEAD_START_CYCLES = 3_000_000  # about 2 ms
 _COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 25}  # more than caches hold
-_DEFAULT_POOL = (0, 0)
-"""The memory pool of what no graph has allocated."""
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
@@ -115,34 +113,6 @@ def paired_speedups(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[f
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """Bytes of tensors on the device now, and of what captured graphs hold for their replays."""
-    return torch.cuda.memory_allocated(device) + graph_bytes(device) if device.type == "cuda" else 0
-
-
-def peak_allocated_bytes(device: torch.device) -> int:
-    """The most bytes of tensors on a CUDA device since its peak was reset, and of what captured graphs hold for their replays."""
-    return torch.cuda.max_memory_allocated(device) + graph_bytes(device)
-
-
-def graph_bytes(device: torch.device) -> int:
-    """Bytes in the memory pools of captured graphs that no tensor has: a replay writes there, and the allocator does not count it."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
-    return sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in segments
-        if tuple(segment["segment_pool_id"]) != _DEFAULT_POOL
-    )
-
-
-def free_cached_memory(device: torch.device) -> None:
-    """Collects garbage and empties the allocator's cache."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -188,7 +188,7 @@ def _buffer_state(
 def _buffer_places(
     group: Sequence[_Parameter], size: Any, arguments: Mapping[str, Any], path: Path, *, first_stage: bool
 ) -> list[tuple[_Parameter, int]]:
-    """Returns where each parameter begins in a buffer of so many elements."""
+    """Returns where each parameter begins in a buffer of `size` elements."""
     ranks = int(arguments.get("data_parallel_size") or 1)
     default = max(_MIN_BUCKET, _BUCKET_PER_RANK * ranks)
     bucketed = first_stage and bool(arguments.get("overlap_grad_reduce"))

@@ -127,7 +127,7 @@ def megatron_arguments(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, A
 
 
 def megatron_scheduler(arguments: Mapping[str, Any], *, update_samples: int) -> dict[str, Any]:
-    """Returns the state of Megatron's schedule after updates on so many samples."""
+    """Returns the state of Megatron's schedule after updates on `update_samples` samples."""
     in_samples = arguments["train_samples"] is not None
     samples, unit = 1 if in_samples else arguments["global_batch_size"], _unit(in_samples)
     total = arguments[f"train_{unit}"] * samples

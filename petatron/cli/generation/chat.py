@@ -34,7 +34,7 @@ _HELP = """  /reset         forget the dialogue
 Ctrl-C stops an answer."""
 _IDLE_STEP_S = 20.0
 _ANSWER_SHARE = 4
-"""Of the model's positions, one part in so many is kept free for an answer, and older messages are dropped for it."""
+"""A quarter of the model's positions is kept free for the answer; older messages are dropped to keep it free."""
 
 
 def parser() -> CommandParser:

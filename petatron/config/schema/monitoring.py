@@ -32,7 +32,7 @@ class StepCheckSettings:
     check_for_large_grads: Annotated[bool, _RERUNS] = False
     """With `--rerun-mode validate_results`: gradients ten times as large as any of the last 100 iterations are suspicious."""
     error_injection_rate: Annotated[SmallCount, "at least 0", _RERUNS] = 0
-    """Tries `--rerun-mode`: once in so many iterations the result counts as wrong; 0 means never. No trained number changes."""
+    """Tests `--rerun-mode`: one in this many iterations counts as wrong; 0 means never. No trained number changes."""
     error_injection_type: Annotated[
         Literal["correct_result", "transient_error", "persistent_error"], used_with("train.error_injection_rate")
     ] = "transient_error"

@@ -1,7 +1,7 @@
 """Weights of a blend from the sizes of its sources, and how often a run then reads each.
 
 The share of a source is its number of tokens to the power 1 / temperature, or its given weight, normalized: temperature 1 is in proportion
-to size, and higher ones are more even. Of `target_tokens` in all, a source gives its share, which is so many epochs of it. Repeating
+to size, and higher ones are more even. Of `target_tokens` in all, a source gives its share, which is a number of its epochs. Repeating
 data up to about four times costs little, and more epochs add less and less (Muennighoff et al. 2023). With `max_epochs`, what a
 source cannot give is divided among the others in proportion to their shares, as in UniMax (Chung et al. 2023).
 """

@@ -26,7 +26,7 @@ _PACKED = (".gz", ".zst")
 _ROWS_PER_BATCH = 256
 _PARQUET_BUFFER_BYTES = 1 << 20
 _ROWS_WITHOUT_TEXT = 1000
-"""So many rows without any text, and the text key is wrong."""
+"""After this many rows without any text, the text key is wrong."""
 _HEADING = re.compile(r" ?= (?![= ]).*[^= ] = ?\n?")
 
 

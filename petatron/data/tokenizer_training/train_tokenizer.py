@@ -30,9 +30,9 @@ _SLICE_CHARS = 1 << 18
 class TokenizerTraining:
     """What to train.
 
-    algorithm: bpe is byte-level (GPT-2), and with `byte_fallback` of pieces with a token for each byte beside them (Llama 2).
-    splits_digits: every digit is a word. special_tokens: beside the algorithm's own. lowercase: of WordPiece. character_coverage: the
-    share of the text whose characters have ids of their own; byte-level BPE needs none.
+    algorithm: bpe is byte-level BPE (GPT-2); with `byte_fallback` it is SentencePiece's BPE, whose vocabulary also has a token for
+    each of the 256 bytes (Llama 2). splits_digits: every digit is a word. special_tokens: in addition to the algorithm's own. lowercase: of
+    WordPiece. character_coverage: the share of the text whose characters have ids of their own; byte-level BPE needs none.
     """
 
     algorithm: TokenizerAlgorithm = "bpe"

@@ -34,7 +34,7 @@ PADDED_LENGTHS_PER_OCTAVE = 16
 """Padded lengths per octave: more of them waste less arithmetic, and need more plans."""
 
 PADDING_DOCUMENT = 128
-"""Padding is cut into documents of so many tokens."""
+"""Padding is cut into documents of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Documents:
 
     @classmethod
     def of_lengths(cls, lengths_B: NDArray[np.int64], length: int) -> Documents:
-        """Builds those of samples padded at their end: a row has so many tokens, then padding.
+        """Builds the documents of samples padded at their end: row b has `lengths_B[b]` tokens, then padding.
 
         >>> Documents.of_lengths(np.array([3, 4]), 4).starts_BS.tolist()
         [[0, 0, 0, 3], [0, 0, 0, 0]]
@@ -202,7 +202,7 @@ class KeySpans:
 
     @classmethod
     def of_lengths(cls, key_lengths_B: Tensor, query_length: int) -> KeySpans:
-        """Makes those of keys padded at their end: every query of a row sees so many keys, on the device of their numbers."""
+        """Builds the spans of keys padded at their end: every query of row b sees the first `key_lengths_B[b]` keys; on their device."""
         stops = key_lengths_B.to(torch.int64).unsqueeze(1).expand(-1, query_length)
         return cls(torch.zeros_like(stops), stops)
 

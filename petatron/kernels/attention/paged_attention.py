@@ -67,7 +67,8 @@ class PagedBatch:
     page_rows_T: where each token is stored: page x page size + offset. Padding is stored in page 0, which no sequence has.
     page_table_NP: the pages of each sequence, those that decode first; page 0 after its last. int32.
     lengths_N: its tokens, this step's included; int32. max_length: the longest that decodes.
-    num_decodes: so many first rows are one token of a sequence each, or consecutive tokens of one, each with a row of the page table.
+    num_decodes: how many of the first rows decode: one token of a sequence each, or consecutive tokens of one; each has a row of the
+    page table.
     shares_pages: they may be tokens of one sequence, so all are stored before one attends.
     chunks: of prompts, fresh ones first. documents: the boundaries of the fresh ones, where there are several.
     first_page: of the only sequence that decodes, where its pages follow each other in memory.

@@ -76,7 +76,7 @@ class Visibility:
         return Visibility(self.kind, self.window, self.chunk, self.first_k, self.bias, documents, key_spans)
 
     def within(self, length: int) -> Visibility:
-        """Returns the value for sequences of so many tokens: without a window, first tokens or chunks that exclude none of them.
+        """Returns the value for sequences of `length` tokens: without a window, first tokens or chunks that exclude none of them.
 
         >>> Visibility(window=8, chunk=4).within(8)
         Visibility(kind='causal', window=None, chunk=4, first_k=0, bias=None)

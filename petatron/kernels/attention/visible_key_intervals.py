@@ -75,7 +75,7 @@ class VisibleKeys:
 
     @classmethod
     def of(cls, visibility: Visibility, length: int, device: torch.device) -> VisibleKeys:
-        """Makes those of sequences of so many queries; once for all layers that see the same of a batch's documents."""
+        """Makes the intervals of sequences of `length` queries; once for all layers with the same visibility of a batch's documents."""
         parts = visibility.documents or visibility.key_spans
         if parts is None:
             return _visible_keys(visibility, length, device)

@@ -122,7 +122,7 @@ def _few_rows_gemm(
 
 @triton.jit
 def _prefetch(lines, inside, size: tl.constexpr):
-    """Prefetches so many bytes from each address into the L2 cache."""
+    """Prefetches `size` bytes from each address into the L2 cache."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r,r",

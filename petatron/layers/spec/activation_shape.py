@@ -58,7 +58,7 @@ class ActivationShape:
         )
 
     def with_length(self, length: int | None) -> ActivationShape:
-        """Returns the share of a micro-batch whose sequences have so many tokens; None: those of this one."""
+        """Returns the share of a micro-batch whose sequences have `length` tokens; None: as long as these."""
         if length is None or length == self.whole_sequence:
             return self
         return replace(self, sequence=length * self.sequence // self.whole_sequence, whole_sequence=length)

@@ -33,7 +33,7 @@ _REF = "#/components/schemas/{model}"
 _LARGE_BODY_BYTES = 1 << 14
 """Larger ones are read beside the event loop."""
 LEAST_BODY_VALUES, MAX_BODY_KEYS = 1 << 17, 1 << 15
-"""A body may have so many values, and twice as many as the model has positions: prompts may be token ids."""
+"""A body may have this many values, or twice the number of the model's positions if that is more: prompts may be token ids."""
 
 
 async def read_body(request: Request, model: type[Body], *, any_type: bool = False) -> Body:

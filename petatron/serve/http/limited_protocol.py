@@ -22,7 +22,7 @@ from petatron.serve.http.api_error import ApiError
 from petatron.serve.serve_options import ServeLimits
 
 _FRAMED_BYTES = 8
-"""A byte of a body may come with so many that frame it: six, where each is a chunk."""
+"""The framing bytes that a byte of a body may come with: chunked encoding has six where every chunk is one byte."""
 
 
 def limited_protocol(limits: ServeLimits) -> Callable[..., asyncio.Protocol]:

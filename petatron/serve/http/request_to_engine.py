@@ -99,7 +99,7 @@ async def encode_text(text: str, model: ModelCard) -> list[int]:
 def truncated(ids: Sequence[int], body: PromptFields, model: ModelCard, *, beside: int = 0) -> Sequence[int]:
     """Returns the last ids that truncate_prompt_tokens asks for: all with None, and what the model takes with -1.
 
-    beside: so many of them are others.
+    beside: the number of positions that are taken by other tokens.
     """
     count = body.truncate_prompt_tokens
     if count is None:

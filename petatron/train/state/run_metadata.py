@@ -32,7 +32,7 @@ class TrainProgress:
 
     @classmethod
     def after_steps(cls, run: RunConfig, steps: int) -> TrainProgress:
-        """Returns the progress of a run that has trained on so many global batches, and skipped none.
+        """Returns the progress of a run that has trained on `steps` global batches, and skipped none.
 
         >>> from petatron.validate import load_config
         >>> flags = "--mock-data --lr 1e-3 --train-iters 10 --global-batch-size 4 --seq-length 8".split()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from petatron.base.errors import ConfigError
+from petatron.bench.measure import device_memory
 from petatron.bench.measure import timing as bench_timing
 from petatron.bench.measure.check_arguments import minimum_problems, positive_problems, resolve_device
 from petatron.bench.measure.hardware_and_versions import device_name
@@ -118,5 +119,5 @@ def test_memory_of_captured_graphs_counts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 90)
     device = CUDA
-    assert bench_timing.graph_bytes(device) == 50
-    assert bench_timing.allocated_bytes(device) == 110 and bench_timing.peak_allocated_bytes(device) == 140
+    assert device_memory.graph_bytes(device) == 50
+    assert device_memory.allocated_bytes(device) == 110 and device_memory.peak_allocated_bytes(device) == 140

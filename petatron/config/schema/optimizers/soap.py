@@ -35,7 +35,7 @@ class SoapSpec(SectionRuleSpec["SoapSettings"]):
         return (RuleStateTensor("soap_exp_avg"), RuleStateTensor("soap_exp_avg_sq", "matrix"), *sides)
 
     def matrix_flops(self, rows: int, columns: int) -> int:
-        """On each side: a covariance, two projections and one back, and, once in so many updates, a GEMM and a QR."""
+        """On each side: a covariance, two projections and one back, and, every `soap_precondition_frequency` updates, a GEMM and a QR."""
         total = 0
         for side, other in ((rows, columns), (columns, rows)):
             if side <= self.settings.soap_max_precondition_dim:

@@ -91,7 +91,7 @@ class AttentionVariants:
     attention_out_multiplier: Annotated[PositiveFactor, NOT_LATENT] = 1.0
     """Factor on what attention adds to the residual stream (Falcon-H1)."""
     attention_chunk_size: Annotated[SequenceLength, "at least 1", ToySize(32), NOT_LATENT, _ROTARY_LAYERS] | None = None
-    """Layers with rotary positions attend within chunks of so many tokens of a document only (Llama 4). Unset means in none."""
+    """Layers with rotary positions attend only within chunks of this many tokens of a document (Llama 4). Unset means in none."""
     attention_temperature_scale: Annotated[PositiveFactor, NOT_LATENT] | None = None
     """Layers without rotary positions: queries times 1 + this x log(1 + floor((position + 1) / floor)) (Llama 4). Unset means 1."""
     attention_temperature_floor: Annotated[SequenceLength, "at least 1"] = 8192

@@ -30,7 +30,7 @@ def branch_symbols(pattern: str | None) -> str:
 
 
 def allocate_layers(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:
-    """Returns the pattern of so many layers with these shares of attention and MLP, as Megatron allocates them.
+    """Returns the pattern of `num_layers` layers with these shares of attention and MLP, as Megatron allocates them.
 
     Attention is spread so that the runs of other layers before, between and after are about equally long; MLPs are then spread
     over the remaining layers, each after its run of Mamba layers.

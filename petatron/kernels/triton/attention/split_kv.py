@@ -22,7 +22,7 @@ _MAX_SPLITS = 64
 def launch_merge(
     partial: Tensor, lse: Tensor, out: Tensor, *, pairs: int, columns: int, launch: dict[str, Any]
 ) -> None:
-    """Writes `out` [..., group, width] from partial outputs [..., splits, group, width] of so many pairs; a program has `columns`."""
+    """Writes `out` [..., group, width] from partial outputs [..., splits, group, width] of `pairs` pairs; a program has `columns`."""
     splits, group, width = partial.shape[-3:]
     merge_splits[(pairs, group, triton.cdiv(width, columns))](
         partial,
@@ -39,7 +39,7 @@ def launch_merge(
 
 
 def num_splits(programs: int) -> int:
-    """Returns into how many splits a sequence is cut, for so many pairs of sequence and kv head, or block of heads.
+    """Returns the number of splits of a sequence, for `programs` pairs of a sequence and a kv head or block of heads.
 
     >>> num_splits(8), num_splits(64), num_splits(512), num_splits(5000)
     (64, 8, 1, 1)

@@ -191,7 +191,7 @@ def _input_grads(
     channel_mask = (channel < channels)[None, :]
     dx = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
     for shift in tl.static_range(TAPS):
-        # For the token so many after, this one is at tap TAPS - 1 - shift.
+        # For the token `shift` positions later, this token is at tap TAPS - 1 - shift.
         later_token = token + shift
         token_mask = later_token < length
         if documents is not None:

@@ -4,7 +4,7 @@ The equations are those of `kernels/ssm/chunk_scan.py`, the kernels' notation is
 no result but by rounding, so the kernels take their own: a longer one means fewer states in memory, and more work inside a chunk.
 
 - Sequential (`sequential_scan.py`, `sequential_scan_grads.py`): a program has one head of one sequence, and its state never leaves
-  the chip, but in backward. For at least so many heads and sequences that every multiprocessor has some, and for states that fit
+  the chip, but in backward. For enough heads and sequences that every multiprocessor has some, and for states that fit
   into registers: there both passes take 2.6 ms, with all chunks at once 3.6 (docs/performance-log.md, entry 16).
 - All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): chunk states and state passing first, then the chunk scan, or
   the gradients, of all chunks.

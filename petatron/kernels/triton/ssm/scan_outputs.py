@@ -25,7 +25,7 @@ from petatron.kernels.triton.ssm.scan_tiles import (
 )
 
 _PROGRAMS = 1024
-"""So many programs, if there are enough heads: some for every multiprocessor."""
+"""The wanted number of programs, if there are enough heads: some for every multiprocessor."""
 
 
 def chunk_outputs(

@@ -37,7 +37,7 @@ from petatron.kernels.triton.ssm.scan_tiles import load_rows
 
 _COLUMNS = 64
 _PROGRAMS = 128
-"""So many programs, if columns can be shared out: about one for every multiprocessor."""
+"""The wanted number of programs, if columns can be divided: about one for every multiprocessor."""
 
 
 def chunk_states(
