@@ -26,8 +26,11 @@ class ServedModel(Protocol):
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, model: ServedModel) -> None:
     """Raises `DataError` if a model cannot continue a prompt as asked."""
-    if model.reads_only is not None and (params.pooling is None or params.max_new_tokens):
+    asks_to_read = params.pooling is not None or params.best_items is not None
+    if model.reads_only is not None and (not asks_to_read or params.max_new_tokens):
         raise DataError(model.reads_only)
+    if params.best_items is not None and model.reads_only is None:
+        raise DataError("This model continues text, and recommends no items. Serve one of --model-type recommender.")
     check_prompt(prompt_ids, params.max_new_tokens, positions=model.max_length - 1, vocab_size=model.vocab_size)
     named = (*params.logit_bias, *params.stop_ids, *(params.allowed_ids or ()), *chain(*params.bad_words_ids))
     foreign = [token for token in named if not 0 <= token < model.vocab_size]

@@ -38,7 +38,8 @@ class Completion:
 
     ids: the new tokens, with the stop id if one ended it. text: of them, without stop id and stop text. stop: the text or id that ended
     it. prompt_logprobs: of every prompt token but the first. cached_tokens: of the prompt, not computed but found in the
-    prefix cache. pooled: the vector that `SamplingParams.pooling` asks for.
+    prefix cache. pooled: the vector that `SamplingParams.pooling` asks for. items: those that `SamplingParams.best_items` asks for, with
+    their scores, the best first.
     """
 
     prompt_ids: list[int]
@@ -50,6 +51,7 @@ class Completion:
     stop: str | int | None = None
     cached_tokens: int = 0
     pooled: list[float] | None = None
+    items: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

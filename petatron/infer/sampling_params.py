@@ -63,6 +63,8 @@ class SamplingParams:
     logprobs, prompt_logprobs: how many alternatives to report beside each new or prompt token; 0: its own log-probability alone;
         None: nothing. They are those of the model, before temperature, penalties and filters.
     pooling: returns one vector of the prompt's last hidden states instead of new tokens.
+    best_items, history_times, leave_out_history: of a recommender: so many items that follow best after the prompt, which is a history,
+        with the times of its items in seconds if the model reads them; whether items of the history are left out.
     prefix_group: equal beginnings of prompts are computed once among requests of one group; "": of those that name none.
     owner: who asks; slots, pages and tokens of steps are shared equally among owners that want them (`fair_share_queue.py`).
     """
@@ -90,6 +92,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     pooling: PoolingName | None = None
+    best_items: int | None = None
+    history_times: tuple[int, ...] = ()
+    leave_out_history: bool = True
     constraint: Constraint | None = None
     prefix_group: str = ""
     owner: str = ""
@@ -113,6 +118,7 @@ class SamplingParams:
             "allowed_ids": None if allowed is None else tuple(allowed),
             "bad_words_ids": tuple(tuple(word) for word in values["bad_words_ids"]),
             "stop_ids": tuple(values["stop_ids"]),
+            "history_times": tuple(values["history_times"]),
             "hidden_ids": tuple(values["hidden_ids"]),
             "stop_strings": tuple(values["stop_strings"]),
             "constraint": None if constraint is None else Constraint(**constraint),
@@ -149,6 +155,12 @@ class SamplingParams:
             ("prompt_logprobs", _is_count(self.prompt_logprobs), "is too many or negative", count_fix),
             ("allowed_ids", self.allowed_ids != (), "allows no id", "Name one or more, or leave it out for all."),
             ("bad_words_ids", all(self.bad_words_ids), "has an empty word", "Leave it out."),
+            (
+                "best_items",
+                self.best_items is None or self.best_items > 0,
+                "is not a number of items",
+                "Use 1 or more.",
+            ),
             ("stop_strings", all(self.stop_strings), "has an empty text", "Leave it out."),
         )
         return [Problem(name, str(getattr(self, name)), rule, fix) for name, holds, rule, fix in checks if not holds]

@@ -8,6 +8,7 @@ S sequence, B batch, D hidden, T tokens, N candidates.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -23,14 +24,14 @@ from petatron.layers.vocabulary.row_sharded_table import PADDING_ID, RowShardedT
 from petatron.layers.vocabulary.sampled_softmax import expected_counts, sampled_softmax_losses
 from petatron.models.batch import Batch
 from petatron.models.decoder import HIDDEN, Decoder, DecoderParts
-from petatron.models.next_item import TARGET_RANKS
+from petatron.models.next_item import HAS_TARGET, TARGET_RANKS
 from petatron.models.stage_inputs_outputs import StageOutput
 
 FULL_SOFTMAX_LOSS, SAMPLED_SOFTMAX_LOSS = "full softmax loss", "sampled softmax loss"
 NEGATIVES, NEGATIVE_SHARES, LABEL_SHARES = "negatives", "negative_shares", "label_shares"
 """Arrays of a batch: items drawn uniformly [B, N], their shares among all targets [B, N], and those of the labels [B, S]."""
-LAST_WEIGHTS, LAST_TARGETS = "last_target_weights", "last_targets"
-"""Arrays that the model adds: 1 [B, S] where the last target of a sample is predicted, and that target [B]."""
+LAST_ITEM_WEIGHTS, LAST_WEIGHTS, LAST_TARGETS = "last_item_weights", "last_target_weights", "last_targets"
+"""Arrays that the model adds: 1 [B, S] where the last item of a history is, or where the last target is predicted, and that target [B]."""
 ITEM_SCORES = "item_scores"
 """The output [B, items]: the scores of all items after the last item of each history."""
 
@@ -125,7 +126,8 @@ class Recommender(Decoder):
         if "hidden_states" in collect:
             collected["hidden_states"] = self._hidden_states(x_SBD)
         if ITEM_SCORES in collect:
-            last_BD = self._last_states(batch, x_SBD, last_items(batch.tokens))
+            weights_BS = batch[LAST_ITEM_WEIGHTS] if LAST_ITEM_WEIGHTS in batch else last_items(batch.tokens)
+            last_BD = self._last_states(batch, x_SBD, weights_BS)
             collected[ITEM_SCORES] = self.head.item_scores(last_BD, self.item_table.weight)
         if "labels" not in batch or collect:
             return StageOutput({}, {}, collected)
@@ -185,19 +187,14 @@ def last_items(tokens_BS: Tensor) -> Tensor:
     ).float() * is_item
 
 
-def mark_last_targets(batch: Batch) -> Batch:
-    """Adds where the last target of each whole sequence is, and which item it is, before context parallelism splits sequences."""
-    if "labels" not in batch:
-        return batch
-    counted_BS = (batch.loss_mask > 0).int()
-    weights_BS = last_items(counted_BS - 1)
-    targets_B = (batch.labels * weights_BS.long()).sum(dim=1)
-    added = {LAST_WEIGHTS: weights_BS, LAST_TARGETS: targets_B, "has_target": weights_BS.sum(dim=1)}
-    dims = {**batch.sequence_dims, LAST_TARGETS: None, "has_target": None}
-    return Batch(
-        arrays={**batch.arrays, **added},
-        documents=batch.documents,
-        sequence_dims=dims,
-        rows_per_sample=batch.rows_per_sample,
-        sequence_part=batch.sequence_part,
-    )
+def mark_last_items(batch: Batch) -> Batch:
+    """Adds where the last item or target of each whole sequence is, and which it is, before context parallelism splits sequences."""
+    dims = dict(batch.sequence_dims)
+    if "labels" in batch:
+        weights_BS = last_items((batch.loss_mask > 0).int() - 1)
+        targets_B = (batch.labels * weights_BS.long()).sum(dim=1)
+        added = {LAST_WEIGHTS: weights_BS, LAST_TARGETS: targets_B, HAS_TARGET: weights_BS.sum(dim=1)}
+        dims |= {LAST_TARGETS: None, HAS_TARGET: None}
+    else:
+        added = {LAST_ITEM_WEIGHTS: last_items(batch.tokens)}
+    return replace(batch, arrays={**batch.arrays, **added}, sequence_dims=dims)

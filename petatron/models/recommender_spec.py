@@ -23,7 +23,7 @@ from petatron.models.recommender import (
     ITEM_SCORES,
     SAMPLED_SOFTMAX_LOSS,
     Recommender,
-    mark_last_targets,
+    mark_last_items,
 )
 from petatron.models.stage_inputs_outputs import LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
@@ -53,7 +53,7 @@ class RecommenderSpec(DecoderSpec):
             super(RecommenderSpec, self).io(stages),
             losses=(LossSpec(SAMPLED_SOFTMAX_LOSS if sampled else FULL_SOFTMAX_LOSS),),
             outputs=("hidden_states", ITEM_SCORES, TARGET_RANKS),
-            extend_batch=mark_last_targets,
+            extend_batch=mark_last_items,
         )
 
     def build_stage(self, stage: PipelineStage) -> Recommender:

@@ -308,6 +308,7 @@ def _completion_content(engine: CheckpointEngine, request: int) -> dict[str, Any
 def _read_completion(content: dict[str, Any], prompt_ids: list[int]) -> Completion:
     for name in ("logprobs", "prompt_logprobs"):
         content[name] = [_read_logprob(entry) for entry in content[name]]
+    content["items"] = [(item, score) for item, score in content["items"]]
     return Completion(prompt_ids, **content)
 
 

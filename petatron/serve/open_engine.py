@@ -26,11 +26,14 @@ from petatron.checkpoint.files import step_list
 from petatron.config import LoadedConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.unused_settings import training_flags
+from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.encoder.encoder_engine import EncoderEngine
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
+from petatron.infer.reading_engine import ReadingEngine
+from petatron.infer.recommend.recommender_engine import RecommenderEngine
 from petatron.infer.sampling_params import (
     GENERATION_CONFIG_FILE,
     SamplingDefaults,
@@ -174,13 +177,15 @@ class CheckpointEngine:
         self._closed = False
         self._engine = self._build()
 
-    def _build(self) -> Engine | EncoderEngine:
+    def _build(self) -> Engine | ReadingEngine:
         reads_only, tokenizer, options = self._settings.reads_only, self._settings.tokenizer, self._settings.options
         if reads_only is None:
             engine = Engine(self._model, tokenizer, options)
             engine.capture_graphs(_log_capture)
             return engine
-        return EncoderEngine(self._model, tokenizer, options, reads_only=reads_only)
+        recommends = self._model.spec.config.model_type == RECOMMENDER_MODEL
+        kind = RecommenderEngine if recommends else EncoderEngine
+        return kind(self._model, tokenizer, options, reads_only=reads_only)
 
     @property
     def step_number(self) -> int | None:

@@ -10,6 +10,7 @@ from typing import Literal
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.loopback_address import is_loopback
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
+from petatron.serve.item_names import ItemNames
 from petatron.serve.split_answer_parts import ReasoningFormat, template_reasoning
 from petatron.serve.tool_calls import ToolCallFormat, template_format
 
@@ -66,7 +67,7 @@ class ServeOptions:
     share_prefixes: equal beginnings of prompts are computed once for all keys, and not for each: `cached_tokens` and the time of
     an answer then tell one key's owner what another has sent.
     tool_call_format: in which the model calls tools (`tool_calls.py`); auto: the one that its chat template shows. reasoning_format: of the
-    tags around reasoning (`split_answer_parts.py`), alike.
+    tags around reasoning (`split_answer_parts.py`), alike. item_names: of a recommender; None: clients know items by their numbers.
     """
 
     host: str = DEFAULT_HOST
@@ -77,6 +78,7 @@ class ServeOptions:
     share_prefixes: bool = False
     tool_call_format: ToolCallFormat | Literal["auto", "none"] = "auto"
     reasoning_format: ReasoningFormat | Literal["auto", "none"] = "auto"
+    item_names: ItemNames | None = field(default=None, repr=False)
     limits: ServeLimits = field(default_factory=ServeLimits)
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from petatron.base.errors import DataError, Problem, raise_problems
 from petatron.config.schema.run import RunConfig
+from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 from petatron.layers.spec.branch_spec import BranchSpec
 from petatron.layers.spec.generation_state import PagedState
 from petatron.mesh.rank_layout import Layout
@@ -60,6 +61,8 @@ def check_generation(
 
 def why_reading_only(spec: ModelSpec) -> str | None:
     """Returns why a model reads texts and continues none; None if it continues them."""
+    if spec.config.model_type == RECOMMENDER_MODEL:
+        return "This model continues no text: it recommends items after a history (/v1/recommend of petatron serve)."
     mixed = sorted({branch.title or branch.name for branch in _branches(spec) if not branch.can_generate})
     if not mixed:
         return None

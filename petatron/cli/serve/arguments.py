@@ -18,6 +18,7 @@ from petatron.cli.serve.key_file import check_key_file
 from petatron.cli.subcommands.command_parser import WEIGHTS_HELP, CommandParser
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
+from petatron.serve.item_names import ITEM_NAMES_FLAG
 from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
 from petatron.serve.split_answer_parts import REASONING_FORMATS
 from petatron.serve.tool_calls import TOOL_CALL_FORMATS
@@ -87,6 +88,8 @@ def parser() -> argparse.ArgumentParser:
     formats = ("auto", *REASONING_FORMATS, "none")
     text = "tags around the model's reasoning, which answers then have apart; auto: as its chat template shows (auto)"
     add("--reasoning-format", choices=formats, default=defaults.reasoning_format, help=text)
+    text = "names of a recommender's items, a line each; without it clients of /v1/recommend send numbers"
+    add(ITEM_NAMES_FLAG, type=Path, metavar="FILE", help=text)
     add("--generation-config", choices=GENERATION_CONFIGS, default="auto", help=GENERATION_CONFIG_HELP)
     add("--watch", action="store_true", help="follow a training run: swap to its newest sound step between requests")
     add("--watch-interval", type=float, default=5.0, metavar="S", help="seconds between two looks (5)")

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from petatron.base.log import get_logger
 from petatron.cli.serve.arguments import checkpoint_folder, engine_options, parser, read_text, serve_options
 from petatron.cli.subcommands.run_on_ranks import run_on_ranks
 from petatron.mesh.launch.environment import read_environment
+from petatron.serve.item_names import ItemNames
 from petatron.serve.serve_options import ServeOptions
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ def _serve(args: argparse.Namespace, settings: ModelSettings, options: ServeOpti
             signal.signal(number, signal.SIG_IGN)
         CheckpointEngine(settings).follow()
         return 0
+    if args.item_names is not None:
+        options = replace(options, item_names=ItemNames.read(args.item_names, num_items=settings.vocab_size))
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
     listener = open_listener(options)
     engine = EngineProcess(settings)

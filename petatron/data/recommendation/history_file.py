@@ -7,7 +7,6 @@ beside it, NAME.items.txt, a line each.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +19,12 @@ from safetensors.numpy import save
 
 from petatron.base.errors import DataError
 from petatron.base.safe_files import write_atomic
-from petatron.base.untrusted_files import open_regular_file, read_limited_bytes, reading_untrusted
+from petatron.base.untrusted_files import open_regular_file, reading_untrusted
 from petatron.data.data_file_error import data_file_error
 from petatron.data.index_cache import fingerprint
+from petatron.data.recommendation.item_names_file import names_path
 
 FORMAT = "petatron item histories 1"
-NAMES_SUFFIX = ".items.txt"
-_MAX_NAMES_BYTES = 1 << 32
 _HINT = "Write it with petatron.data.recommendation.history_file.write_histories"
 
 
@@ -102,21 +100,6 @@ def write_histories(path: Path, histories: ItemHistories, names: Sequence[str] |
         if len(names) != histories.num_items or any("\n" in name for name in names):
             raise DataError(f"{len(names):,} names were given for {histories.num_items:,} items. Give a line for each.")
         write_atomic(names_path(path), "".join(f"{name}\n" for name in names))
-
-
-def names_path(path: str | os.PathLike[str]) -> Path:
-    """Returns where the names of a file's items are."""
-    return Path(f"{path}{NAMES_SUFFIX}")
-
-
-def read_item_names(path: Path) -> list[str]:
-    """Reads a file of names, a line each."""
-    with reading_untrusted(path, data_file_error):
-        names = read_limited_bytes(path, _MAX_NAMES_BYTES).decode().splitlines()
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise data_file_error(path, f"has the name {twice!r} twice")
-        return names
 
 
 def read_histories(path: Path) -> ItemHistories:

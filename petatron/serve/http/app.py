@@ -22,7 +22,7 @@ from petatron.serve.http.json_body import body_components, body_schema, naming_i
 from petatron.serve.http.metrics import ServerMetrics
 from petatron.serve.http.request_guard_middleware import RequestGuard
 from petatron.serve.http.responses_api_requests import ResponsesRequest
-from petatron.serve.http.routes import chat, completions, embeddings, megatron, model_info
+from petatron.serve.http.routes import chat, completions, embeddings, megatron, model_info, recommend
 from petatron.serve.http.routes.responses import post_response
 from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.isolation.limited_worker_pool import Isolation
@@ -38,6 +38,7 @@ _POST_ROUTES: tuple[tuple[str, str, Callable[[Request], Awaitable[Response]], ty
     ("POST", "/v1/embeddings", embeddings.post_embedding, bodies.EmbeddingRequest),
     *(("POST", f"{prefix}/rerank", embeddings.post_rerank, bodies.RerankRequest) for prefix in ("/v1", "/v2", "")),
     *(("POST", f"{prefix}/score", embeddings.post_score, bodies.ScoreRequest) for prefix in ("/v1", "")),
+    ("POST", "/v1/recommend", recommend.post_recommend, recommend.RecommendRequest),
     ("POST", "/tokenize", model_info.post_tokenize, bodies.TokenizeRequest),
     ("POST", "/detokenize", model_info.post_detokenize, bodies.DetokenizeRequest),
 )

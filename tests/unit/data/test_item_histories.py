@@ -15,9 +15,7 @@ from petatron.data.dataset_kinds import DatasetRequest, Split
 from petatron.data.recommendation.history_file import (
     FORMAT,
     ItemHistories,
-    names_path,
     read_histories,
-    read_item_names,
     write_histories,
 )
 from petatron.data.recommendation.item_history_dataset import (
@@ -27,6 +25,7 @@ from petatron.data.recommendation.item_history_dataset import (
     target_shares,
     windows_of,
 )
+from petatron.data.recommendation.item_names_file import names_path, read_item_names
 
 HISTORIES = ItemHistories.of_users(
     [[3], [4, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8], [5, 5, 2]],
