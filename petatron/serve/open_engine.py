@@ -25,8 +25,8 @@ from petatron.base.model_folder_file_names import CONFIG_FILE
 from petatron.checkpoint.files import step_list
 from petatron.config import LoadedConfig
 from petatron.config.required_settings import known_vocab_size
-from petatron.config.unused_settings import training_flags
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
+from petatron.config.unused_settings import training_flags
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.encoder.encoder_engine import EncoderEngine
 from petatron.infer.engine import Engine
