@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from petatron.config.schema.data import TokenizerConfig
 from petatron.config.schema.sections.tokenizer_options import (
     DEFAULT_NUM_SPECIAL_TOKENS,
     DEFAULT_SPECIAL_TOKENS,
+    MULTIMODAL,
     WORDPIECE_TYPES,
     TokenizerType,
     infer_tokenizer_type,
@@ -35,6 +37,12 @@ from petatron.data.bpe.byte_level_decoder import ByteTable, byte_characters
 from petatron.data.data_file_error import data_file_error
 from petatron.data.encoded_text import EncodedText, utf8_spans
 from petatron.data.huggingface_special_tokens import library_special_ids, named_tokens
+from petatron.data.multimodal.multimodal_tokenizer import (
+    STORED_KEY,
+    MultimodalOptions,
+    MultimodalTokenizer,
+)
+from petatron.data.multimodal.stored_multimodal_config import stored_multimodal_config
 from petatron.data.sentencepiece_tokenizer import (
     MODEL_FILE,
     SentencePieceOptions,
@@ -42,6 +50,7 @@ from petatron.data.sentencepiece_tokenizer import (
     stored_options,
 )
 from petatron.data.special_tokens import known_ids
+from petatron.data.stored_tokenizer_options import read_stored_options
 from petatron.data.tiktoken_tokenizer import TikTokenizer
 from petatron.data.tokenizer_fingerprint import TokenizerFingerprint, fingerprint_of, library_fingerprint
 from petatron.data.tokenizer_json_limits import check_growth, vocabulary_rows
@@ -301,6 +310,8 @@ def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -
             "with --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase, --tokenizer-type ByteTokenizer, or --tokenizer-type "
             "NullTokenizer with --vocab-size."
         )
+    if kind == MULTIMODAL:
+        return _build_multimodal(config, vocab_size)
     model = _required(config.tokenizer_model, kind, "--tokenizer-model")
     if kind == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(model)
@@ -320,6 +331,20 @@ def build_tokenizer(config: TokenizerConfig, *, vocab_size: int | None = None) -
     return SentencePieceTokenizer(model, options)
 
 
+def _build_multimodal(config: TokenizerConfig, vocab_size: int | None) -> MultimodalTokenizer:
+    """Builds a MultimodalTokenizer around the tokenizer of the other files."""
+    folder = None if config.tokenizer_model is None else Path(config.tokenizer_model)
+    held = _folder_text_tokenizer(folder) if folder is not None and folder.is_dir() else None
+    base = build_tokenizer(held or replace(config, tokenizer_type=None), vocab_size=vocab_size)
+    options = MultimodalOptions(
+        prompt_format=config.tokenizer_prompt_format,
+        special_tokens=config.special_tokens,
+        image_tag_type=config.image_tag_type,
+        force_system_message=config.force_system_message,
+    )
+    return MultimodalTokenizer(base, options, vocabulary=vocabulary_json(base))
+
+
 def _implied_type(config: TokenizerConfig) -> TokenizerType | None:
     implied = infer_tokenizer_type(
         tokenizer_model=config.tokenizer_model,
@@ -332,6 +357,16 @@ def _implied_type(config: TokenizerConfig) -> TokenizerType | None:
 
 def folder_tokenizer(folder: Path) -> TokenizerConfig | None:
     """Returns the settings that open the tokenizer of a model folder; None if it has none that can be opened."""
+    config = _folder_text_tokenizer(folder)
+    stored = None if config is None else read_stored_options(folder).options.get(STORED_KEY)
+    if stored is None:
+        return config
+    with reading_untrusted(folder / "tokenizer_config.json", data_file_error):
+        return stored_multimodal_config(folder, stored)
+
+
+def _folder_text_tokenizer(folder: Path) -> TokenizerConfig | None:
+    """Returns the settings of a folder's tokenizer without what a MultimodalTokenizer adds."""
     if (folder / "tokenizer.json").is_file():
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
@@ -365,21 +400,9 @@ def open_tokenizer_files(path: Path) -> Tokenizer:
     return build_tokenizer(config or TokenizerConfig(tokenizer_model=str(path)))
 
 
-def missing_for_transformers(tokenizer: Tokenizer) -> str | None:
-    """Returns what a model folder with this tokenizer lacks; None if transformers opens it, or if it has no text at all."""
-    if isinstance(tokenizer, WordPieceTokenizer) and tokenizer.splits_in_python:
-        return f"transformers divides texts into words in its own way, and gives rare characters other ids than {tokenizer.name} here"
-    if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.has_exact_json:
-        return None
-    return (
-        f"the tokenizer is kept as {MODEL_FILE}, which Petatron opens: no tokenizer.json gives its ids for every text, so that "
-        "transformers finds a model without a tokenizer"
-    )
-
-
 def vocabulary_json(tokenizer: TokenVocabulary) -> bytes | None:
     """Returns a tokenizer.json that says what the ids stand for; None if there is no text for them. It may encode otherwise."""
-    if isinstance(tokenizer, SentencePieceTokenizer | WordPieceTokenizer):
+    if isinstance(tokenizer, SentencePieceTokenizer | WordPieceTokenizer | MultimodalTokenizer):
         return tokenizer.vocabulary_json()
     return tokenizer.files().get("tokenizer.json")
 

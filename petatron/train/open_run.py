@@ -14,7 +14,8 @@ from petatron.config import LoadedConfig, RunConfig
 from petatron.config.schema.objective_and_dataset_names import EXTERNAL
 from petatron.data.build_datasets import chosen_kind
 from petatron.data.external_loader import registered_dataloader
-from petatron.data.tokenizer import Tokenizer, missing_for_transformers
+from petatron.data.tokenizer import Tokenizer
+from petatron.data.transformers_tokenizer import missing_for_transformers
 from petatron.estimate.memory.forecast import recompute_plans, shared_device_problem
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.launch.environment import read_environment

@@ -8,6 +8,7 @@ from petatron.base.errors import Problem
 from petatron.config.schema.data import TokenizerConfig
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.sections.tokenizer_options import (
+    MULTIMODAL,
     SENTENCEPIECE_TYPES,
     WORDPIECE_TYPES,
     special_token_problem,
@@ -19,6 +20,7 @@ _MODELS = {
     **dict.fromkeys(SENTENCEPIECE_TYPES, "Give the .model file of SentencePiece."),
 }
 _SPECIAL_TOKENS = "--tokenizer-special-tokens"
+_HAVE_SYSTEM_MESSAGES = ("qwen2p0", "qwen2p5")
 
 
 def check_tokenizer(tokenizer: TokenizerConfig) -> Iterator[Problem]:
@@ -45,6 +47,8 @@ def check_tokenizer(tokenizer: TokenizerConfig) -> Iterator[Problem]:
         yield from _pieces(tokenizer)
     elif kind in WORDPIECE_TYPES:
         yield from _word_pieces(tokenizer, kind)
+    elif kind == MULTIMODAL:
+        yield from _multimodal(tokenizer)
     elif kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer") and tokenizer.tokenizer_special_tokens:
         rule = f"names tokens that a {kind} has in its own files"
         yield Problem(
@@ -75,6 +79,17 @@ def _pieces(tokenizer: TokenizerConfig) -> Iterator[Problem]:
         rule = f"is for plain text, without {_SPECIAL_TOKENS if named else '--vocab-extra-ids'}"
         fix = "Leave one of the two out."
         yield Problem("--no-tokenizer-sentencepiece-ignore-extra-whitespaces", "", rule, fix)
+
+
+def _multimodal(tokenizer: TokenizerConfig) -> Iterator[Problem]:
+    if tokenizer.tokenizer_model is None and tokenizer.vocab_file is None:
+        fix = "Give its --tokenizer-model, or --vocab-file and --merge-file."
+        yield Problem("--tokenizer-type", MULTIMODAL, "adds images to another tokenizer, and none is given", fix)
+    if "<image>" not in tokenizer.special_tokens:
+        yield Problem("--special-tokens", " ".join(tokenizer.special_tokens), "has no <image>", "Name it too.")
+    if tokenizer.force_system_message and tokenizer.tokenizer_prompt_format not in _HAVE_SYSTEM_MESSAGES:
+        rule = f"needs a system message, which only the formats {' and '.join(_HAVE_SYSTEM_MESSAGES)} have"
+        yield Problem("--force-system-message", "", rule, "Leave it out, or choose one with --tokenizer-prompt-format.")
 
 
 def _word_pieces(tokenizer: TokenizerConfig, kind: str) -> Iterator[Problem]:

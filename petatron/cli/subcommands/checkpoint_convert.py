@@ -165,7 +165,8 @@ def _tokenizer(options: argparse.Namespace, source: ModelReader) -> tuple[Tokeni
     It is the one that is asked for, else the one that the arguments of a Megatron checkpoint name, if its files are here.
     """
     from petatron.config.schema.data import TokenizerConfig
-    from petatron.data.tokenizer import build_tokenizer, missing_for_transformers, open_tokenizer_files
+    from petatron.data.tokenizer import build_tokenizer, open_tokenizer_files
+    from petatron.data.transformers_tokenizer import missing_for_transformers
     from petatron.pretrained.convert_model import TokenizerFiles
 
     named = source.tokenizer

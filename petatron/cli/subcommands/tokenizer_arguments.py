@@ -38,6 +38,11 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab-extra-ids", type=int, metavar="N", help="sentinels after the vocabulary of WordPiece or SentencePiece")
     text = "divide texts into words as BERT's tokenizer in Python does (WordPiece)"
     add("--tokenizer-hf-no-use-fast", action="store_true", default=None, help=text)
+    add("--tokenizer-prompt-format", metavar="FORMAT", help="prompt format of a MultimodalTokenizer")
+    choices = fields_by_name()["image_tag_type"].choices
+    add("--image-tag-type", choices=choices, help="tags around the images of a MultimodalTokenizer")
+    text = "tokens that a MultimodalTokenizer adds (default: <image>)"
+    add("--special-tokens", nargs="+", metavar="TOKEN", help=text)
     add("--extra-vocab-size", type=int, metavar="N", help=argparse.SUPPRESS)
 
 

@@ -209,7 +209,7 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "fp8_recipe": {"custom": "custom FP8 recipes"},
     "offload_modules": {"gdp_qkv": "gated delta products"},
     "tokenizer_type": {
-        **dict.fromkeys(("MultimodalTokenizer", "NullMultimodalTokenizer"), "multimodal models"),
+        "NullMultimodalTokenizer": "multimodal models",
         "SFTTokenizer": CONVERSATIONS,
     },
 }

@@ -121,7 +121,7 @@ def test_spelling(text: str, expected: dict[str, object]):
         ("--ckpt-format huggingface", "--ckpt-format huggingface needs saving in another format while training, which is not in this version. Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) writes another; with --to petatron it reads what Megatron saved."),
         ("--port 5000", "--port does not belong to this command. It is for `petatron serve`."),
         ("--optimizer adaptive_muon", "--optimizer adaptive_muon needs the adaptive Muon optimizer, which is not in this version. Use adam, sgd, muon, lion, adafactor or soap."),
-        ("--tokenizer-type MultimodalTokenizer", "--tokenizer-type MultimodalTokenizer needs multimodal models, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, BertWordPieceLowerCase, BertWordPieceCase, ByteTokenizer or NullTokenizer."),
+        ("--tokenizer-type NullMultimodalTokenizer", "--tokenizer-type NullMultimodalTokenizer needs multimodal models, which is not in this version. Use HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, BertWordPieceLowerCase, BertWordPieceCase, ByteTokenizer, NullTokenizer or MultimodalTokenizer."),
         (
             "--fp16-lm-cross-entropy",
             "--fp16-lm-cross-entropy needs logits or their loss in half precision, which is not in this version. Leave it out.",

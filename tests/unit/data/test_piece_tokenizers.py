@@ -18,8 +18,8 @@ from petatron.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
     folder_tokenizer,
-    missing_for_transformers,
 )
+from petatron.data.transformers_tokenizer import missing_for_transformers
 from petatron.data.vocabulary_difference import vocabulary_difference
 from petatron.serve.token_texts import TokenTexts
 from tests.longform import later

@@ -18,8 +18,8 @@ from petatron.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
     folder_tokenizer,
-    missing_for_transformers,
 )
+from petatron.data.transformers_tokenizer import missing_for_transformers
 from petatron.data.vocabulary_difference import vocabulary_difference
 from tests.unit.data.vocabularies import BERT_SPECIAL_TOKENS, bert_texts, write_bert_vocabulary
 

@@ -20,6 +20,7 @@ TokenizerType = Literal[
     "BertWordPieceCase",
     "ByteTokenizer",
     "NullTokenizer",
+    "MultimodalTokenizer",
 ]
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 """Megatron's three names for a tokenizer of a SentencePiece model."""
@@ -30,6 +31,9 @@ DEFAULT_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<
 DEFAULT_NUM_SPECIAL_TOKENS = 1000
 DEFAULT_TIKTOKEN_SIZE = 1 << 17
 """The most ids of a TikTokenizer where no size is given; the rest of a longer vocabulary is cut."""
+MULTIMODAL = "MultimodalTokenizer"
+"""Megatron's name for another tokenizer with an image token and conversations."""
+_MULTIMODAL = UsedWhen(lambda run: run.tokenizer.tokenizer_type == MULTIMODAL, "only the MultimodalTokenizer reads it")
 _TIKTOKEN = UsedWhen(
     lambda run: run.tokenizer.tokenizer_type == "TikTokenizer", "no other tokenizer than tiktoken's reads it"
 )
@@ -102,8 +106,28 @@ class WordPieceSettings:
 
 
 @settings_section
+class MultimodalTokenizerSettings:
+    """The MultimodalTokenizer."""
+
+    feature: ClassVar = Feature("tokenizer", (_MULTIMODAL,), role="runtime")
+    tokenizer_prompt_format: Literal["mistral", "llama3", "chatml", "nvlm-yi-34b", "qwen2p0", "qwen2p5"] | None = None
+    """How a conversation becomes text, by the language model that it was made for. Unset: texts alone."""
+    image_tag_type: Literal["none", "nvlm", "internvl"] = "none"
+    """Tags around an image token: `<Image>` of nvlm, `<img>` of internvl."""
+    special_tokens: tuple[str, ...] = ("<image>",)
+    """Tokens that a MultimodalTokenizer adds to the vocabulary of the other tokenizer, if it does not have them: `<image>`, and others."""
+    force_system_message: bool = False
+    """Replace the system message of a conversation by that of the prompt format."""
+
+
+@settings_section
 class TokenizerOptions(
-    TikTokenSettings, SpecialTokenSettings, SentencePieceSettings, SentinelSettings, WordPieceSettings
+    TikTokenSettings,
+    SpecialTokenSettings,
+    SentencePieceSettings,
+    SentinelSettings,
+    WordPieceSettings,
+    MultimodalTokenizerSettings,
 ):
     """What a tokenizer needs to know besides its files."""
 
