@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from petatron.config.schema.sections.tokenizer_options import MULTIMODAL
 from petatron.config.schema.data import TokenizerConfig
+from petatron.config.schema.sections.tokenizer_options import MULTIMODAL
 from petatron.data.multimodal.multimodal_tokenizer import IMAGE_TAGS
 from petatron.data.multimodal.prompt_formats import PROMPT_FORMATS
 
