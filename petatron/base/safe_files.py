@@ -1,5 +1,5 @@
-"""Our files in folders that others may have filled: links are not followed, temporary names are unguessable, and
-the umask decides who may read.
+"""Creates and replaces files safely in folders that others may have filled: links are not followed, temporary names are unguessable, writes
+are atomic, and the umask decides who may read.
 
 A folder that came from elsewhere may have a symbolic link, a pipe or a folder under any name that we use. The folder to work
 in is the user's choice, and may be a link itself (to scratch storage, say); what is inside it is checked here. New files

@@ -1,4 +1,4 @@
-"""What a checkpoint contains besides chunks, as `CheckpointManager` saves it (the model folder) and returns it (the result of a load)."""
+"""`ModelFolder` and `LoadedCheckpoint`: what `CheckpointManager` saves besides chunks, and what a load returns."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Settings of a model that exists: one more source besides presets, files and flags. This package does not read checkpoints: the caller
-passes a function that does.
+"""Applies settings from a checkpoint (`--use-checkpoint-args`, `--from`), one more source besides presets, files and flags. This package
+does not read checkpoints: the caller passes a function that does.
 
 `--use-checkpoint-args`: settings that define the function of the weights (`config/schema/model_identity.py`) always come from the
 checkpoint, since nothing else could load it, and a notice names what was overridden. The other settings of the model, and the tokenizer,

@@ -1,4 +1,4 @@
-"""Whether training a model draws random numbers, known without building it."""
+"""Tells whether training a model draws random numbers (dropout, jitter), without building it."""
 
 from __future__ import annotations
 

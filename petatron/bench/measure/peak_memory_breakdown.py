@@ -1,4 +1,4 @@
-"""What holds the memory of a training step at its peak, by layer and purpose.
+"""Breaks down the memory of a training step at its peak, by layer and purpose.
 
 State (weights, gradients, master weights, moments) is known by its addresses, which the parameter groups and the optimizer have.
 Activations are known from autograd's hook (`saved_tensors.py`). On CUDA the allocator's record (`memory_trace.py`) says what else is

@@ -19,7 +19,7 @@ import torch
 from petatron.base.log import get_logger
 
 LOG_INTERVAL_S = 10.0
-_CALLS_IN_A_ROW = 2  # of each in a row
+_CALLS_IN_A_ROW = 2  # of each contender
 _HEAD_START_CYCLES = 3_000_000  # about 2 ms
 _COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 25}  # more than caches hold
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""How logical tensors are fused in a Megatron weight, and how it is sharded over tensor-parallel ranks.
+"""The layouts of Megatron's weights: how logical tensors are fused in one, and how it is sharded over tensor-parallel ranks.
 
 qkv              [groups x (heads per group + 2) x width, ...]: for each key/value head its query heads, the key, the value
 sections         logical tensors one after another (gate | up, z | x | B | C | dt), each sharded: a rank has its shard of every one

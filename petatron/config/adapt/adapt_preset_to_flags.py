@@ -1,4 +1,4 @@
-"""What typed flags change in the model that a preset, files or a folder give, beyond their own values; every change has a notice.
+"""Adapts the model of a preset, a file or a folder to typed flags, beyond their own values; every change has a notice.
 
 Of a preset, values that mean nothing beside a typed flag are as if the preset did not have them, as their declarations say (`NotWith` in
 `config/schema/setting_metadata.py`). A flag that contradicts what a preset is about (positions that latent attention cannot have, a hybrid

@@ -1,4 +1,4 @@
-"""Which settings of a model define the function of its weights, and which are a run's choice.
+"""The identity of a model: the settings that define the function of its weights, as opposed to a run's choices.
 
 A checkpoint, a config.json and a resumed run must agree on the first; the others may differ. Of the first, a model does not use all:
 where every layer has experts there is no MLP, and without rotary positions no rotary base. Settings are compared by what is used.

@@ -1,4 +1,4 @@
-"""What one part of a job has done, and all of them together. Every line that was read is in one of the counts."""
+"""`PartReport`: the counts of a finished part of a job, and their sums over all parts. Every line that was read is in one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, known without encoding it: a server refuses what cannot fit before it spends time on it."""
+"""A lower bound of the number of tokens of a text, known without encoding it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sentence splitter knows of a language, from languages.txt."""
+"""The sentence splitter's rules for each language, from languages.txt."""
 
 from __future__ import annotations
 

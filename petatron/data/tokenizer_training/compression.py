@@ -1,4 +1,4 @@
-"""How many bytes of text a token stands for, on average: what two tokenizers are compared by."""
+"""Measures a tokenizer's compression: the bytes of text per token, by which tokenizers are compared."""
 
 from __future__ import annotations
 

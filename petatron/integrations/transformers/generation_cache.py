@@ -1,4 +1,4 @@
-"""What generation keeps of a batch of sequences inside transformers, as the engine has it: pages of keys and values, or of latents, and
+"""`PetatronCache`, the KV cache of generation inside transformers, as the engine has it: pages of keys and values, or of latents, and
 the states of recurrent layers.
 
 All sequences have the same number of pages, one after the other; it grows when one of them needs more. Padding is not stored.

@@ -1,5 +1,5 @@
-"""What recurrences in chunks share: their options and gradients, sequences cut into chunks and joined again, decays inside a chunk, sums
-from the end.
+"""Cuts sequences into chunks and joins them again, for chunked recurrences, with what else these share: options, gradients, decays in a
+chunk, sums from the end.
 
 S sequence, B batch, H heads, P head dim; inside, c chunks of q tokens, g groups of r heads each.
 """

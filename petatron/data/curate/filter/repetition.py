@@ -1,4 +1,4 @@
-"""How much of a text repeats itself: measures of Gopher's repetition rules (Rae et al. 2021, table A1).
+"""Measures how much of a text repeats itself: Gopher's repetition rules (Rae et al. 2021, table A1).
 
 Of lines, paragraphs and n-grams that occur several times, all occurrences but the first are duplicates. The paper does not say so, and
 leaves open what is counted; here a share of characters is one of the characters of words or lines, without the blank space between, and

@@ -1,4 +1,4 @@
-"""What the kernels of the selective scan share: tiles of the inputs, dA_cumsum, and the decays of a chunk.
+"""Triton helpers that the kernels of the selective scan share: tiles of the inputs, dA_cumsum, and the decays of a chunk.
 
 Notation of all scan kernels, for a chunk of Q tokens of one sequence and one head (the names are those of "Transformers are SSMs" and of
 mamba_ssm; `kernels/ssm/chunk_scan.py` has the algebra):

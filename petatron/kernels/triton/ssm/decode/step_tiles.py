@@ -1,4 +1,4 @@
-"""What kernels of one step of a recurrence share: softplus as exact as that of PyTorch, and rows as kernels want them."""
+"""Triton helpers that the decode kernels of all recurrences share: exact softplus, and contiguous rows."""
 
 from __future__ import annotations
 

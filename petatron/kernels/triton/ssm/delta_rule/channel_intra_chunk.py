@@ -1,4 +1,4 @@
-"""What tokens of one chunk are to each other with decays of channels (intra-chunk): the attention matrix A and the UT transform T, all
+"""The intra-chunk matrices of the delta rule with channel-wise decays: the attention matrix A and the UT transform T, all
 chunks at once.
 
     A_ij = sum over n of q_i[n] exp(s_i[n] - s_j[n]) k_j[n]          j <= i

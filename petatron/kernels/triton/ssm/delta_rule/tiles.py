@@ -1,4 +1,4 @@
-"""What the kernels of the gated delta rule share: gates by head, inverse norms of queries and keys, decay factors, tiles of states.
+"""Triton helpers that the kernels of the gated delta rule share: gates, inverse norms of queries and keys, decay factors, tiles of states.
 
 Notation of all kernels here, for a chunk of Q tokens of one sequence and one value head (the names are those of the papers and of
 flash-linear-attention; `kernels/ssm/chunk_delta_rule.py` has the algebra):
