@@ -246,5 +246,14 @@ def test_what_is_wrong_with_bars_is_told_of_the_pattern(flags: str, problem: str
 
 
 def test_a_tokenizer_that_is_not_here_asks_for_no_files_of_another():
-    argv = [*TOY, "--no-mock-data", "--data-path", "a", "--vocab-file", "v", "--tokenizer-type", "NullMultimodalTokenizer"]
+    argv = [
+        *TOY,
+        "--no-mock-data",
+        "--data-path",
+        "a",
+        "--vocab-file",
+        "v",
+        "--tokenizer-type",
+        "NullMultimodalTokenizer",
+    ]
     assert [problem.where for problem in resolve_config(argv)[1]] == ["--tokenizer-type"]
