@@ -1,7 +1,8 @@
 """`petatron plan`: predicts what a layout will cost, before it is started.
 
 `plan schedule` simulates a pipeline schedule and draws it, compares all schedules, or draws what a run has measured.
-`plan memory` predicts the memory of every rank, in `plan_memory.py`, and `plan cache` what generation keeps, in `plan_cache.py`.
+`plan memory` predicts the memory of every rank, in `plan_memory.py`, `plan cache` what generation keeps, in `plan_cache.py`, and
+`plan model` lists and draws the parts of a model, in `plan_model.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
         description="What a layout will cost, before it is started: `plan schedule` simulates a pipeline schedule with given costs, draws "
         "it, compares all schedules or draws what a run has measured (--pipeline-timeline); `plan memory` predicts what every rank will "
         "hold, says whether it fits a device, and which changes would make it fit; `plan cache` says what is kept of a sequence while it "
-        "is generated.",
-        epilog="petatron plan schedule --help, petatron plan memory --help and petatron plan cache --help tell more.",
+        "is generated; `plan model` lists and draws the parts of a model.",
+        epilog="petatron plan schedule --help tells more, and so on.",
     )
     subcommands = root.add_subparsers(dest="what", required=True, metavar="WHAT")
     scheduling = subcommands.add_parser(
@@ -64,11 +65,14 @@ def parser() -> argparse.ArgumentParser:
         "memory", help="predict what every rank will hold, and what would make it fit", add_help=False
     )
     subcommands.add_parser("cache", help="say what is kept of a sequence while it is generated", add_help=False)
+    subcommands.add_parser(
+        "model", help="list the parts of a model, their parameters and FLOPs, and draw it", add_help=False
+    )
     return root
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv and argv[0] in ("memory", "cache"):  # their flags are those of `petatron train`
+    if argv and argv[0] in ("memory", "cache", "model"):  # their flags are those of `petatron train`
         return importlib.import_module(f"petatron.cli.subcommands.plan_{argv[0]}").main(argv[1:])
     options = parser().parse_args(argv)
     if options.measured is not None:
