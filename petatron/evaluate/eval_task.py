@@ -72,6 +72,11 @@ class EvalTask(ABC):
             raise DataError(
                 "This task scores next tokens, and the model predicts none. Use --task masked for an encoder."
             )
+        if model.spec.source_length is not None:
+            raise DataError(
+                "This task scores texts from left to right, and an encoder-decoder predicts one text from another. Evaluate it by the loss "
+                "of span-corrupted validation data (--valid-data-path)."
+            )
         return score_sequences(model, self.sequences, batch_tokens=batch_tokens, on_progress=on_progress)
 
     def run(

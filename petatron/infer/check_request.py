@@ -12,7 +12,8 @@ from petatron.infer.sampling_params import SamplingParams
 
 
 class ServedModel(Protocol):
-    """max_length: tokens of prompt and answer together. reads_only: why it continues no text; None: it does."""
+    """max_length: tokens of prompt and answer together. reads_only: why it continues no text; None: it does. source_length: the most
+    tokens of a prompt that an encoder reads; the answer is then a text of its own."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -22,6 +23,8 @@ class ServedModel(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
     @property
     def reads_only(self) -> str | None: ...
+    @property
+    def source_length(self) -> int | None: ...
 
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, model: ServedModel) -> None:
@@ -31,7 +34,11 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, model: Serv
         raise DataError(model.reads_only)
     if params.best_items is not None and model.reads_only is None:
         raise DataError("This model continues text, and recommends no items. Serve one of --model-type recommender.")
-    check_prompt(prompt_ids, params.max_new_tokens, positions=model.max_length - 1, vocab_size=model.vocab_size)
+    if model.source_length is None:
+        check_prompt(prompt_ids, params.max_new_tokens, positions=model.max_length - 1, vocab_size=model.vocab_size)
+    else:
+        check_prompt(prompt_ids, 0, positions=model.source_length, vocab_size=model.vocab_size)
+        _check_answer_of_decoder(params, model.max_length - 1)
     named = (*params.logit_bias, *params.stop_ids, *(params.allowed_ids or ()), *chain(*params.bad_words_ids))
     foreign = [token for token in named if not 0 <= token < model.vocab_size]
     if foreign:
@@ -43,6 +50,16 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, model: Serv
         raise DataError("Stop texts need a tokenizer, and the model has none. Use stop ids.")
     if params.constraint is not None and model.tokenizer is None:
         raise DataError("A constraint on the text needs a tokenizer, and the model has none.")
+
+
+def _check_answer_of_decoder(params: SamplingParams, positions: int) -> None:
+    """An answer begins with a token of its own, after the prompt that the encoder reads."""
+    if params.max_new_tokens > positions:
+        raise DataError(
+            f"The model's decoder has {positions} positions, not {params.max_new_tokens}. Ask for fewer tokens."
+        )
+    if params.prompt_logprobs is not None or params.pooling is not None:
+        raise DataError("An encoder reads the prompt, so nothing predicts its tokens: leave out what asks for them.")
 
 
 def check_prompt(prompt_ids: Sequence[int], max_new_tokens: int, *, positions: int, vocab_size: int) -> None:

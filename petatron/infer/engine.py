@@ -30,6 +30,7 @@ from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
 from petatron.infer.constrained_decoding import ConstraintCompiler
+from petatron.infer.decoder_start import decoder_start_id
 from petatron.infer.draft.speculative_decoding import Drafter
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
@@ -115,13 +116,15 @@ class Engine:
             Scheduler(self.options, cache, prefix_caching=caching, original_context=context)
             for _ in range(model.mesh.dp.size)
         ]
+        self.source_length = model.spec.source_length
+        start = None if self.source_length is None else decoder_start_id(tokenizer, self.options, self.vocab_size)
         self._hidden_size = model.spec.config.hidden_size
         self._shares_experts = shares_experts(model)
         self._constraints = ConstraintCompiler(tokenizer, vocab_size=self.vocab_size)
         self._inbox: list[dict[str, Any]] = []
         self._preparing: dict[int, tuple[Future[Any], dict[str, Any]]] = {}
         self._requests = RunningRequests(
-            self._schedulers, self._constraints, tokenizer=tokenizer, max_length=self.max_length
+            self._schedulers, self._constraints, tokenizer=tokenizer, max_length=self.max_length, decoder_start=start
         )
         self._next_request = 0
         self._closed = False
@@ -278,6 +281,8 @@ class Engine:
         rows = [ScheduledTokens.of(work) for work in layout_here.scheduled]
         packed = self._pack(rows, layout_here.logit_rows, least=least)
         with self._weights.host_gemms.step():
+            if self.source_length is not None:
+                self._steps.encode_sources([work.sequence for work in layout_here.scheduled if work.start == 0])
             outputs = self._steps.run(packed)
         step = _InFlightStep(layouts, outputs)
         sampled = layout_here.sampled_rows(self._steps.device)

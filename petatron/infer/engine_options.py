@@ -17,6 +17,7 @@ class EngineOptions:
     copied_weights: a CPU may hold weights a second time, in float32 or packed, where that makes steps faster.
     fp8_weights: the weights of layers are quantized to FP8 (e4m3, a scale per row); activations are not.
     speculative_tokens: so many next tokens are drafted by multi-token prediction, and verified in one step; 0: none.
+    decoder_start_id: the token before the answers of an encoder-decoder; None: the tokenizer's first one, else its padding.
     """
 
     page_size: int = 16
@@ -30,3 +31,4 @@ class EngineOptions:
     copied_weights: bool = True
     fp8_weights: bool = False
     speculative_tokens: int = 0
+    decoder_start_id: int | None = None

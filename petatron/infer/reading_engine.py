@@ -33,6 +33,8 @@ class _Sequence:
 class ReadingEngine(ABC):
     """Answers any number of requests. Not thread-safe: one thread drives it, at rank 0; the other ranks `follow`."""
 
+    source_length: int | None = None
+
     def __init__(
         self, model: ParallelModel, tokenizer: Tokenizer | None, options: EngineOptions | None, *, reads_only: str
     ) -> None:

@@ -29,7 +29,10 @@ class RunningRequests:
         *,
         tokenizer: Tokenizer | None,
         max_length: int,
+        decoder_start: int | None = None,
     ) -> None:
+        """decoder_start: the token before the answers of an encoder-decoder; None: prompts are continued."""
+        self._decoder_start = decoder_start
         self._schedulers, self._constraints = schedulers, constraints
         self._tokenizer, self._max_length = tokenizer, max_length
         self.sequences: dict[int, RunningSequence] = {}
@@ -47,14 +50,16 @@ class RunningRequests:
         return sequence.completion
 
     def start(self, request: int, prompt: Sequence[int], params: SamplingParams) -> None:
-        constraint = params.constraint
+        constraint, start = params.constraint, self._decoder_start
+        source, tokens = ([], list(prompt)) if start is None else (list(prompt), [start])
         sequence = RunningSequence(
             request,
-            list(prompt),
+            list(tokens),
             params,
-            max_length=min(self._max_length, len(prompt) + params.max_new_tokens),
+            max_length=min(self._max_length, len(tokens) + params.max_new_tokens),
             stream=TextStream(self._tokenizer, params),
-            completion=Completion(list(prompt)),
+            completion=Completion(tokens),
+            source=source,
             constraint=None if constraint is None else self._constraints.start(constraint, stop_ids=params.stop_ids),
         )
         self.sequences[request] = sequence

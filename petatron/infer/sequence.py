@@ -28,6 +28,7 @@ class Sequence:
     tokens: of both. computed: the number of leading tokens with rows in pages. max_length: the number of tokens at which it ends.
     slot: of its recurrent states, while it runs. is_long: it is longer than LongRoPE's original context. restarted: it was preempted
     and gave its pages back. awaited: the prefix that it waits for while another sequence computes it.
+    source: the prompt of an encoder-decoder, which its encoder reads; tokens are then the start of the answer and the answer.
     drafts: guesses of the tokens after the last (`draft/speculative_decoding.py`). draft_inputs: hidden states that the next drafts need
     again.
     """
@@ -47,6 +48,7 @@ class Sequence:
     awaited: AwaitedPrefix | None = None
     drafts: list[int] = field(default_factory=list)
     draft_inputs: Tensor | None = None
+    source: list[int] = field(default_factory=list)
 
     def start_again(self) -> None:
         """Resets what is computed and reported again: pages, and results about the prompt. Tokens and the constraint stay."""

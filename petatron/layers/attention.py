@@ -101,6 +101,8 @@ class AttentionSpec(SoftmaxAttentionSpec):
         return self.alibi or self.temperature is not None
 
     def generation_state(self, tp: int) -> PagedState | None:
+        if not self.can_generate:
+            return None
         heads = self.kv_dim(tp) // self.head_dim
         key_width = self.head_dim + (ALIBI_CHANNELS if self.alibi else 0)
         return PagedState((("key", (heads, key_width)), ("value", (heads, self.head_dim))))

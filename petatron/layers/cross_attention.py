@@ -1,5 +1,8 @@
 """Cross-attention: the queries of a decoder's tokens over the keys and values of what an encoder made of another sequence.
 
+While text is generated, a sequence has the keys and values of its encoded text in its slot: they are written once, before its first token
+(`CrossAttention.store`), and every step reads them.
+
 S sequence of the queries, T sequence of the keys, B batch, D hidden, H query heads, K kv heads, E head dim; H and K count the heads of
 this rank.
 """
@@ -10,6 +13,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.kernels.attention.visibility import Visibility
@@ -20,6 +25,8 @@ from petatron.layers.norm import NormSpec
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch_spec import BranchModule, SoftmaxAttentionSpec
+from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
+from petatron.layers.spec.generation_step_groups import group_outputs
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
 from petatron.sharding.shard_spec import Section, Shard
 
@@ -46,6 +53,18 @@ class CrossAttentionSpec(SoftmaxAttentionSpec):
     qk_norm: NormSpec | None = None
     softmax_scale: float | None = None
     output_multiplier: float = 1.0
+
+    can_generate = True
+
+    @property
+    def prompt_is_capturable(self) -> bool:
+        return False
+
+    def generation_state(self, tp: int) -> RecurrentState:
+        shape = (self.key_length, self.kv_dim(tp) // self.head_dim, self.head_dim)
+        return RecurrentState(
+            (StateTensor("key", shape), StateTensor("value", shape), StateTensor("length", (), wide=True))
+        )
 
     def build(self, layer_index: int) -> CrossAttention:
         return CrossAttention(self, layer_index)
@@ -144,10 +163,33 @@ class CrossAttention(BranchModule):
         return {"qkv_linear": (self,), "core_attn": (self.core,), "attn_proj": (self.out,)}
 
     def forward(self, x_SBD: Tensor | RecomputableOutput, context: ForwardContext) -> Tensor:
+        if context.generation is not None:
+            return self._cached_attention(x_SBD, context.generation)
         q_SBHE = self._queries(x_SBD)
         k_TBKE, v_TBKE = self._keys_values(context.tensors[ENCODED])
         visibility = CROSS.of_batch(None, context.key_spans)
         return self.out(self.core(q_SBHE, k_TBKE, v_TBKE, visibility).flatten(-2))
+
+    def store(self, encoded_TBD: Tensor, lengths_B: Tensor, slots_B: Tensor, states: StateSlots) -> None:
+        """Writes keys and values of encoded texts, and the numbers of their tokens, to the slots of their sequences."""
+        for name, x_TBKE in zip(("key", "value"), self._keys_values(encoded_TBD), strict=True):
+            states[name][slots_B, : x_TBKE.shape[0]] = x_TBKE.transpose(0, 1).to(states[name].dtype)
+        states["length"][slots_B] = lengths_B.to(states["length"].dtype)
+
+    def _cached_attention(self, x_TD: Tensor | RecomputableOutput, step: GenerationStep) -> Tensor:
+        slots, q_THE = step.states[self.layer_index], self._queries(x_TD)
+        outputs = [self._attend_to_slots(group.gather(q_THE), slots, group.slots_B) for group in step.groups]
+        return self.out(group_outputs(step.groups, outputs, like_T=q_THE).flatten(-2))
+
+    def _attend_to_slots(self, q_SBHE: Tensor, slots: StateSlots, slots_B: Tensor) -> Tensor:
+        """Returns the attention [S, B, H, E] of some sequences to the texts in their slots; of an empty one, to its first row."""
+        k_BLKE, v_BLKE, lengths_B = (slots[name].index_select(0, slots_B) for name in ("key", "value", "length"))
+        visible_BL = torch.arange(k_BLKE.shape[1], device=lengths_B.device) < lengths_B.clamp(min=1)[:, None]
+        # The query heads of one kv head are rows of one sequence: nothing is repeated.
+        q = q_SBHE.permute(1, 2, 0, 3).unflatten(1, (k_BLKE.shape[2], -1)).flatten(2, 3)
+        k, v = k_BLKE.transpose(1, 2), v_BLKE.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_BL[:, None, None])
+        return out.unflatten(2, (-1, q_SBHE.shape[0])).flatten(1, 2).permute(2, 0, 1, 3)
 
     def _queries(self, x: Tensor | RecomputableOutput) -> Tensor:
         q = self.q(x).unflatten(-1, (-1, self.head_dim))

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.layers.cross_attention import ENCODED
+from petatron.kernels.attention.document_layout import Documents
+from petatron.layers.cross_attention import ENCODED, CrossAttention
 from petatron.layers.forward_context import ForwardContext, StatisticsKey
 from petatron.layers.relative_position_bias import RELATIVE_BIAS, LocalHeadBias, RelativePositionBiasSpec
+from petatron.layers.spec.generation_state import GenerationStep, StateSlots
 from petatron.models.batch import Batch
 from petatron.models.decoder import HIDDEN, Decoder, DecoderParts
 from petatron.models.stage_inputs_outputs import StageOutput
@@ -81,9 +83,8 @@ class EncoderDecoder(Decoder):
             streams[SOURCE] = self._embed(source.tokens, self._positions(source))
             streams[HIDDEN] = self._embed(batch.tokens, self._positions(batch))
         if encoder := self._layers_of(encoder=True):
-            context = self._context(
-                source, streams[SOURCE], self._bias(ENCODER_BIAS, streams), aux_loss_scale, statistics
-            )
+            tensors = self._bias(ENCODER_BIAS, streams)
+            context = self._context(source, streams[SOURCE], tensors, aux_loss_scale, statistics)
             streams[SOURCE] = self.run_layers(encoder, streams[SOURCE], context)
         if self.encoder_norm is not None:
             streams[ENCODED] = self.encoder_norm(streams.pop(SOURCE))
@@ -95,6 +96,36 @@ class EncoderDecoder(Decoder):
         if self.head is None:
             return StageOutput(streams, {}, {})
         return self._head_output(batch, streams[HIDDEN], ForwardContext(), loss_weights, collect)
+
+    def encode_sources(
+        self,
+        tokens_BS: Tensor,
+        lengths_B: Tensor,
+        slots_B: Tensor,
+        states: Mapping[int, StateSlots],
+        documents: Documents,
+    ) -> None:
+        """Encodes texts, and writes what layers read of them while text is generated; needs a model on one stage."""
+        assert self.encoder_norm is not None, "one stage is the whole model"
+        source = Batch(tokens_BS, documents=documents)
+        x_SBD = self._embed(source.tokens, self._positions(source))
+        context = self._context(source, x_SBD, self._bias(ENCODER_BIAS, {}), None, {})
+        encoded_SBD = self.encoder_norm(self.run_layers(self._layers_of(encoder=True), x_SBD, context))
+        for layer in self._layers_of(encoder=False):
+            for module in layer.children():
+                if isinstance(module, CrossAttention):
+                    module.store(encoded_SBD, lengths_B, slots_B, states[module.layer_index])
+
+    def generation_step(
+        self, tokens_T: Tensor, positions_T: Tensor, x_SBD: Tensor | None, step: GenerationStep, rows_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the decoder on packed tokens of texts whose sources are encoded."""
+        assert self.head is not None and self.norm is not None, "one stage is the whole model"
+        batch = Batch(tokens_T.unsqueeze(0), positions=positions_T)
+        x_TD = self._embed(batch.tokens, positions_T).squeeze(1)
+        context = self._context(batch, x_TD, self._bias(DECODER_BIAS, {}), None, {}, generation=step)
+        x_TD = self.head.gathered_input(self.norm(self.run_layers(self._layers_of(encoder=False), x_TD, context)))
+        return self.head.logits_of_rows(x_TD.index_select(0, rows_R), self._embedding_weight()), x_TD
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """Returns this rank's part of the output head's input [S, B, hidden]; needs a model on one stage."""

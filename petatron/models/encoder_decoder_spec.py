@@ -47,6 +47,14 @@ class EncoderDecoderSpec(DecoderSpec):
         return required("decoder_seq_length", self.config.decoder_seq_length)
 
     @property
+    def generation_layers(self) -> tuple[LayerSpec, ...]:
+        return self.layers[self.num_encoder_layers :]
+
+    @property
+    def source_length(self) -> int:
+        return self.config.seq_length
+
+    @property
     def predicted_length(self) -> int:
         return self.decoder_length
 

@@ -108,6 +108,16 @@ class ModelSpec(ABC):
         return 1
 
     @property
+    def generation_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that compute the next token; others are done before the first."""
+        return self.layers
+
+    @property
+    def source_length(self) -> int | None:
+        """The most tokens of a prompt that an encoder reads, to which the answer is a text of its own; None: prompts are continued."""
+        return None
+
+    @property
     def predicted_length(self) -> int:
         """The tokens of the sequence whose next tokens are predicted."""
         return self.config.seq_length

@@ -54,6 +54,7 @@ class EngineProcess:
         """Returns when the engine is open; raises what its process raised."""
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self.vocab_size, self.reads_only = settings.vocab_size, settings.reads_only
+        self.source_length = settings.source_length
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._pipe, engine_pipe = get_context("spawn").Pipe()

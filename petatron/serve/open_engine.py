@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem
+from petatron.base.errors import CheckpointError, ConfigError, DataError, PetatronError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_companion_files import read_companion_file
 from petatron.base.model_folder_file_names import CONFIG_FILE
@@ -79,6 +79,11 @@ class ModelSettings:
     def reads_only(self) -> str | None:
         """Why the model continues no text; None: it does."""
         return why_reading_only(model_spec(self.loaded.config))
+
+    @property
+    def source_length(self) -> int | None:
+        """The most tokens of a prompt that an encoder reads; None: prompts are continued."""
+        return model_spec(self.loaded.config).source_length
 
     def required_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer, for whoever reads text; `ConfigError` if the model has none."""
@@ -178,6 +183,11 @@ class CheckpointEngine:
         self._engine = self._build()
 
     def _build(self) -> Engine | ReadingEngine:
+        if self._settings.source_length is not None:
+            raise DataError(
+                "The server continues prompts, and an encoder-decoder answers them with a text of its own, which its routes do not tell "
+                "apart. Use petatron generate."
+            )
         reads_only, tokenizer, options = self._settings.reads_only, self._settings.tokenizer, self._settings.options
         if reads_only is None:
             engine = Engine(self._model, tokenizer, options)
@@ -208,6 +218,10 @@ class CheckpointEngine:
     @property
     def reads_only(self) -> str | None:
         return self._engine.reads_only
+
+    @property
+    def source_length(self) -> int | None:
+        return self._engine.source_length
 
     @property
     def has_work(self) -> bool:

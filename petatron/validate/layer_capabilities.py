@@ -53,6 +53,8 @@ def check_generation(
         rule = "quantizes whole weights, and this model's are sharded over data-parallel ranks"
         problems.append(Problem("--fp8-weights", "", rule, "Load it without a --data-parallel-sharding-strategy."))
     problems += _speculation_problems(spec, layout, speculative_tokens)
+    if spec.source_length is not None:
+        problems += _encoder_problems(spec, layout)
     raise_problems(problems)
     reason = why_reading_only(spec)
     if reason is not None:
@@ -63,7 +65,8 @@ def why_reading_only(spec: ModelSpec) -> str | None:
     """Returns why a model reads texts and continues none; None if it continues them."""
     if spec.config.model_type == RECOMMENDER_MODEL:
         return "This model continues no text: it recommends items after a history (/v1/recommend of petatron serve)."
-    mixed = sorted({branch.title or branch.name for branch in _branches(spec) if not branch.can_generate})
+    branches = {branch for layer in set(spec.generation_layers) for branch in layer.branches}
+    mixed = sorted({branch.title or branch.name for branch in branches if not branch.can_generate})
     if not mixed:
         return None
     return (
@@ -88,6 +91,18 @@ def _speculation_problems(spec: ModelSpec, layout: Layout, count: int) -> Iterat
     if layout.pp > 1:
         rule = f"needs embedding and output head on one stage, and --pipeline-model-parallel-size {layout.pp} separates them"
         yield Problem(flag, value, rule, "Load the model with --pp 1, perhaps with more --tp.")
+
+
+def _encoder_problems(spec: ModelSpec, layout: Layout) -> Iterator[Problem]:
+    """A prompt is encoded on one stage, at a time of its own."""
+    if layout.pp > 1:
+        rule = "puts encoder and decoder on several stages, and prompts are encoded on one"
+        yield Problem(
+            "--pipeline-model-parallel-size", str(layout.pp), rule, "Load the model with 1, perhaps with more --tp."
+        )
+    if spec.moe is not None and layout.ep > 1:
+        rule = "shares experts between replicas, whose prompts are not encoded at one time"
+        yield Problem("--expert-model-parallel-size", str(layout.ep), rule, "Load the model with 1.")
 
 
 def _branches(spec: ModelSpec) -> set[BranchSpec]:

@@ -106,7 +106,8 @@ def _generate(command: GenerationCommand, settings: ModelSettings) -> Callable[[
     from petatron.data.prompt.prompt_encoder import PromptEncoder
 
     work = _BatchWork if command.options.prompts else _TextWork
-    return work(command, settings, PromptEncoder(settings.required_tokenizer())).run
+    encoder = PromptEncoder(settings.required_tokenizer(), is_read_whole=settings.source_length is not None)
+    return work(command, settings, encoder).run
 
 
 class _TextWork:

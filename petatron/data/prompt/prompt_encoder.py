@@ -38,17 +38,20 @@ class PromptEncoder:
     ([104, 105], False)
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, template: ChatTemplate | None = None) -> None:
-        """`template` replaces the tokenizer's own."""
+    def __init__(
+        self, tokenizer: Tokenizer, *, template: ChatTemplate | None = None, is_read_whole: bool = False
+    ) -> None:
+        """`template` replaces the tokenizer's own. is_read_whole: an encoder reads the prompt, with the ids after a text too."""
         self._tokenizer = tokenizer
         template = template or tokenizer_chat_template(tokenizer)
         self.has_template = template is not None
         self._template = template or ChatTemplate(PLAIN_TEMPLATE)
-        self.prefix_ids = prefix_ids(tokenizer)
+        self.prefix_ids, suffix_ids = surrounding_ids(tokenizer)
+        self.suffix_ids = suffix_ids if is_read_whole else ()
 
     def encode(self, text: str) -> list[int]:
         """Returns a text's ids; `DataError` if it is not valid Unicode, as bytes of another encoding are not."""
-        return [*self.prefix_ids, *self._tokenizer.encode(check_unicode(text))]
+        return [*self.prefix_ids, *self._tokenizer.encode(check_unicode(text)), *self.suffix_ids]
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Returns a dialogue's prompt for the next answer; `DataError` where the template refuses it."""

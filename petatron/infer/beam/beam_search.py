@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from petatron.base.errors import ConfigError, Problem, raise_problems
+from petatron.base.errors import ConfigError, DataError, Problem, raise_problems
 from petatron.infer.check_request import check_request
 from petatron.infer.engine import Engine
 from petatron.infer.engine_outputs import TokenLogprob
@@ -150,6 +150,10 @@ def beam_search(engine: Engine, prompts: Sequence[Sequence[int]], params: BeamPa
     >>> [len(answer.ids) for answer in answers]
     [4, 4, 4]
     """
+    if engine.source_length is not None:
+        raise DataError(
+            "A beam search continues its prompts, and an encoder-decoder has them apart from the answer. Leave it out."
+        )
     longest = SamplingParams(max_new_tokens=params.max_new_tokens, stop_ids=params.stop_ids)
     for prompt in prompts:
         check_request(prompt, longest, engine)

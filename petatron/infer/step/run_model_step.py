@@ -6,7 +6,7 @@ its ranks may have experts that others need.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -15,19 +15,25 @@ from torch import Tensor
 
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.kv_cache_pages import SCRATCH_PAGE, CacheSize
+from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.cuda_graph_capture import GraphCapture, GraphSizes
 from petatron.infer.step.decode_cuda_graphs import DecodeGraphs, IntRow
 from petatron.infer.step.kv_cache_and_states import allocate_pages, allocate_states
 from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepInputs, StepOutputs
 from petatron.infer.step.prompt_cuda_graphs import PromptGraphs
 from petatron.infer.step.recorded_cpu_decode import RecordedDepths, RecordedSteps
+from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.attention.paged_attention import PagedBatch, fresh_documents
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.spec.generation_step_groups import sequence_groups
 from petatron.mesh import collectives
 from petatron.models.decoder import HIDDEN, Decoder
+from petatron.models.encoder_decoder_model import EncoderDecoder
 from petatron.parallel.parallel_model import ParallelModel
+
+_MAX_SOURCES = 16
+"""Prompts that an encoder reads at once."""
 
 
 class ModelSteps:
@@ -128,6 +134,24 @@ class ModelSteps:
             if graphs is not None:
                 graphs.release()
 
+    def encode_sources(self, sequences: Sequence[RunningSequence]) -> None:
+        """Encodes the prompts of sequences that begin, into their slots."""
+        self._without_dropout()
+        [stage] = self._stages
+        assert isinstance(stage, EncoderDecoder), "another model continues its prompts"
+        for first in range(0, len(sequences), _MAX_SOURCES):
+            some = sequences[first : first + _MAX_SOURCES]
+            lengths = np.array([len(sequence.source) for sequence in some])
+            longest = -(-int(lengths.max()) // self._shards) * self._shards
+            tokens = np.zeros((len(some), longest), np.int64)
+            for row, sequence in zip(tokens, some):
+                row[: len(sequence.source)] = sequence.source
+            slots = torch.tensor([sequence.slot for sequence in some], device=self.device)
+            documents = Documents.of_lengths(lengths, longest).to(self.device)
+            arrays = (torch.from_numpy(x).to(self.device) for x in (tokens, lengths))
+            with self._without_gradients():
+                stage.encode_sources(*arrays, slots, self._states, documents)
+
     def runs_as_graph(self, packed: PackedStep) -> bool:
         """Whether a step is a CUDA graph: decode rows alone, and the logits of each wanted."""
         return self.graphs is not None and not packed.chunks and packed.logit_rows == list(range(packed.num_decodes))
@@ -196,7 +220,7 @@ class ModelSteps:
 
 def can_capture(model: ParallelModel) -> bool:
     """Whether a decode step is one CUDA graph: on one stage, and with nothing that the host has to know, like the rows of an expert."""
-    branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
+    branches = (branch for layer in set(model.spec.generation_layers) for branch in layer.branches)
     capturable = all(branch.decode_is_capturable for branch in branches)
     grouped = model.spec.moe is None or (model.dtype == torch.bfloat16 and not shares_experts(model))
     return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and grouped and capturable
@@ -204,7 +228,7 @@ def can_capture(model: ParallelModel) -> bool:
 
 def can_capture_prompts(model: ParallelModel) -> bool:
     """Whether a step with prompts is a CUDA graph, where a decode step is one: attention must read the bounds of chunks on the device."""
-    branches = (branch for layer in set(model.spec.layers) for branch in layer.branches)
+    branches = (branch for layer in set(model.spec.generation_layers) for branch in layer.branches)
     kernels = choose_kernel("paged attention", KernelContext.of(model.mesh.device, model.dtype, allow_compile=False))
     return kernels.name == "triton" and all(branch.prompt_is_capturable for branch in branches)
 

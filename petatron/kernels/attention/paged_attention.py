@@ -196,7 +196,8 @@ def _continued_chunk(
     length = chunk.context + chunk.stop - chunk.start
     k, v = (first_rows(x, page_table_P, length).unsqueeze(1) for x in pages)
     visible = VisibleKeys.of(visibility, length, q_THE.device)
-    mask = BlockMask((range(chunk.context, length),), (range(length),), visible)
+    keeps = rules is not None and rules.bias_HD is not None
+    mask = BlockMask((range(chunk.context, length),), (range(length),), visible, keep_positions=keeps)
     return block_attention(q_THE.unsqueeze(1), k, v, mask, rules=rules).squeeze(1)
 
 
@@ -244,11 +245,12 @@ def decode_with_rules(
     q_NHE: Tensor, pages: KeyValue, batch: PagedBatch, *, visibility: Visibility, rules: ScoreRules
 ) -> Tensor:
     """Returns what `decode_attention` does, with rules of scores, chunks and first tokens."""
-    assert rules.bias_HD is None, "biases of cached keys are channels of these"
     k, v, mask = _rows_of_decodes(pages, batch, visibility)
     q = to_compute_dtype(q_NHE.reshape(batch.num_decodes, k.shape[1], -1, q_NHE.shape[-1]))
     k, v = to_compute_dtype(k), to_compute_dtype(v)
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    if rules.bias_HD is not None:
+        scores = scores + _bias_of_rows(rules.bias_HD, batch, rows=k.shape[2]).view(*scores.shape[:2], -1, k.shape[2])
     scores = scores if rules.softcap is None else capped_(scores, rules.softcap)
     scores = scores if mask is None else scores + mask
     if rules.sinks_H is not None:
@@ -256,6 +258,16 @@ def decode_with_rules(
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(dim=-1)
     return (weights[..., : k.shape[2]] @ v).flatten(1, 2).to(q_NHE.dtype)
+
+
+def _bias_of_rows(bias_HD: Tensor, batch: PagedBatch, *, rows: int) -> Tensor:
+    """Returns the bias [N, H, L] of the last token of each sequence that decodes to its rows, by their distance."""
+    lengths_N = batch.lengths_N[: batch.num_decodes].long()
+    first = batch.max_length - rows if batch.first_page is not None else 0  # a window leaves the first rows out
+    distances_NL = torch.arange(first, first + rows, device=bias_HD.device) - (lengths_N[:, None] - 1)
+    last = bias_HD.shape[1] - 1
+    columns = (distances_NL + last // 2).clamp_(0, last)
+    return bias_HD[:, columns].transpose(0, 1).to(compute_dtype(bias_HD.dtype))
 
 
 def _rows_of_decodes(
