@@ -1,7 +1,7 @@
 """The table of families in `docs/huggingface.md`, which a test compares with the one generated here.
 
-All families load, save and train, and all but encoders generate; the layouts are those in which `tests/hf` compares logits, loss, gradients and
-greedy tokens with transformers.
+All families load, save and train, and all but encoders generate; the layouts are those in which `tests/hf` compares logits, loss,
+gradients and greedy tokens with transformers.
 """
 
 from __future__ import annotations
