@@ -30,7 +30,7 @@ Spans = list[list[int]]
 
 
 class SpanCounts(NamedTuple):
-    """How many tokens of a text are in spans, and how many spans there are, of which hardly any text has more."""
+    """How many tokens of a text are in spans, and how many spans there are, which a few texts in a hundred exceed."""
 
     corrupted: int
     spans: int
