@@ -41,7 +41,7 @@ from petatron.checkpoint.load.stored_box_lookup import (
     parse_answer,
     table_rows,
 )
-from petatron.checkpoint.save.file_plan import WeightSpec, file_table_entries, plan_files
+from petatron.checkpoint.save.assign_files_to_ranks import WeightSpec, file_table_entries, plan_files
 from petatron.checkpoint.save.save_plan import SavePlan, SavePlanner, owner_rank, save_plan_key
 from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, WEIGHT_PREFIX, Chunk
 from petatron.config import RunConfig

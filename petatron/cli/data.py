@@ -309,9 +309,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _source_text(dataset: IndexedDataset, document: int) -> str | None:
-    from petatron.data.document_sources import sources_of
+    from petatron.data.document_provenance import provenance_of
 
-    sources = sources_of(dataset)
+    sources = provenance_of(dataset)
     return None if sources is None else printable(str(sources[document]))
 
 
@@ -345,7 +345,7 @@ def _split_text(dataset: IndexedDataset) -> str:
 
 def _merge(args: argparse.Namespace) -> int:
     from petatron.config.schema.data_blend import dataset_prefix
-    from petatron.data.document_sources import sources_path
+    from petatron.data.document_provenance import sources_path
     from petatron.data.indexed_writer import merge_datasets
 
     merged = merge_datasets([dataset_prefix(prefix) for prefix in args.input], args.output_prefix)

@@ -24,8 +24,8 @@ from petatron.data.batch_loader import LoaderOptions, epoch_permutation
 from petatron.data.best_fit_packing import cut_documents, pack_best_fit
 from petatron.data.check_token_ids import can_hold_only, first_beyond, raise_beyond
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, SourceShare, register_dataset
+from petatron.data.document_provenance import ProvenanceTable, provenance_of
 from petatron.data.document_sample_shuffle_index import legacy_random_state
-from petatron.data.document_sources import DocumentSources, sources_of
 from petatron.data.documents_of_sample import SampleTrace, trace_documents
 from petatron.data.gpt_dataset import PackedText
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
@@ -103,8 +103,8 @@ class BestFitDataset:
         return SampleTrace(self.indexed.prefix, index, documents)
 
     @cached_property
-    def _sources(self) -> DocumentSources | None:
-        return sources_of(self.indexed)
+    def _sources(self) -> ProvenanceTable | None:
+        return provenance_of(self.indexed)
 
     def describe(self, num_tokens: int) -> str:
         """Returns the shares of documents that are cut, by this packing and by windows of concatenated text, and of padding."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.data.check_token_ids import TokenPlace, token_place
-from petatron.data.document_sources import DocumentSource, DocumentSources
+from petatron.data.document_provenance import DocumentProvenance, ProvenanceTable
 from petatron.data.indexed_dataset import IndexedDataset
 
 
@@ -20,7 +20,7 @@ class TracedDocument:
 
     place: TokenPlace
     length: int
-    source: DocumentSource | None
+    source: DocumentProvenance | None
 
     def __str__(self) -> str:
         last = self.place.position + self.length - 1
@@ -64,7 +64,7 @@ def trace_sample(dataset: object, index: int) -> SampleTrace:
 
 
 def trace_documents(
-    dataset: IndexedDataset, sources: DocumentSources | None, pieces: list[tuple[int, int, int]]
+    dataset: IndexedDataset, sources: ProvenanceTable | None, pieces: list[tuple[int, int, int]]
 ) -> tuple[TracedDocument, ...]:
     """Returns the documents of pieces of sequences: number, first token and length."""
     places = [(token_place(dataset, sequence, start), length) for sequence, start, length in pieces if length]

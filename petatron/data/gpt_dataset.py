@@ -23,13 +23,13 @@ from petatron.config.schema.objective_and_dataset_names import GPT_DATASET
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.check_token_ids import can_hold_only, check_some_ids, first_beyond, raise_beyond
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, SourceShare, register_dataset
+from petatron.data.document_provenance import ProvenanceTable, provenance_of
 from petatron.data.document_sample_shuffle_index import (
     build_sample_indices,
     index_bytes,
     legacy_random_state,
     plan_epochs,
 )
-from petatron.data.document_sources import DocumentSources, sources_of
 from petatron.data.documents_of_sample import SampleTrace, trace_documents
 from petatron.data.index_cache import Arrays, IndexLog, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
@@ -102,8 +102,8 @@ class GPTDataset:
         self._document_index, self._sample_index, self._shuffle_index = (arrays[name] for name in names)
 
     @cached_property
-    def _sources(self) -> DocumentSources | None:
-        return sources_of(self.indexed)
+    def _sources(self) -> ProvenanceTable | None:
+        return provenance_of(self.indexed)
 
     def _announce(self, cache_dir: str | Path | None) -> Callable[[str], None]:
         """Says what a large index will take before it is built, and refuses one that cannot be held; returns a reporter of progress."""

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from petatron.base.errors import DataError
 from petatron.base.safe_files import create_file, tmp_path_for
-from petatron.data.document_sources import merge_sources, sources_path
+from petatron.data.document_provenance import merge_provenance, sources_path
 from petatron.data.finish_or_abort import FinishOrAbort
 from petatron.data.indexed_dataset import (
     CHUNK_ENTRIES,
@@ -204,7 +204,7 @@ def merge_datasets(prefixes: Sequence[str | Path], output: str | Path) -> Indexe
     with IndexedWriter(output, datasets[0].dtype) as writer:
         for dataset in datasets:
             writer.add_dataset(dataset)
-    merge_sources(datasets, output)
+    merge_provenance(datasets, output)
     if tokenizer is not None:
         tokenizer.write(output)
     return IndexedDataset(output)

@@ -24,7 +24,7 @@ import numpy as np
 
 from petatron.base.errors import DataError
 from petatron.config.schema.data import TokenizerConfig
-from petatron.data.document_sources import DocumentIds
+from petatron.data.document_provenance import DocumentIds
 from petatron.data.indexed_dataset import bin_path, idx_path, optimal_dtype
 from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.input_file import InputFile

@@ -5,7 +5,7 @@ the loss scale and clips, and whether the update is skipped, both on the device;
 update rule on the master weights and these rounded to the model's precision; at last the all-gather of the new weights.
 Gradients are read twice and never written. In fp32 and fp64 the master weights *are* the model's. A rank has state per flat shard
 it owns (`sharding/flat_shard.py`), so this file does not depend on how state is sharded, nor on where it is stored: an offloaded
-segment (`state_segments.py`) is copied to the device for its update (`state_offload.py`).
+segment (`state_segments.py`) is copied to the device for its update (`swap_offloaded_state.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from petatron.optim.build_update_rules import build_update_rule
 from petatron.optim.gradient_norm import GlobalNorm, clip_factor
 from petatron.optim.matrix_update import MatrixUpdate
 from petatron.optim.offload_storage import AllocateZeros, DiskStorage, describe_offload_target
-from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import SegmentRange, StateSegment, plan_ranges, slice_flat_shard
+from petatron.optim.swap_offloaded_state import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.touched_row_update import TouchedRowUpdate
 from petatron.optim.update_by_tensor_sums import TensorUpdate
 from petatron.optim.update_rules import (

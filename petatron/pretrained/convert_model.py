@@ -30,15 +30,21 @@ from petatron.checkpoint.files.manifest import METADATA_KEY, RankTable, StoredBo
 from petatron.checkpoint.files.safetensors_file import DTYPE_CODES, serialize_tensors
 from petatron.checkpoint.megatron import OptimizerForm, TrainingExport
 from petatron.checkpoint.megatron.write_checkpoint import write_megatron
-from petatron.checkpoint.save.file_plan import FilePlan, WeightSpec, entry_bytes, file_table_entries, plan_files
+from petatron.checkpoint.save.assign_files_to_ranks import (
+    FilePlan,
+    WeightSpec,
+    entry_bytes,
+    file_table_entries,
+    plan_files,
+)
 from petatron.checkpoint.save.rank_writer import weight_index_file
 from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, ROUTER_PREFIX, Chunk, folder_tensor_key
 from petatron.config.schema.model_identity import model_identity
 from petatron.config.schema.sections.mup import relative_width
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
 from petatron.pretrained.atomic_model_folder import create_tmp_folder
-from petatron.pretrained.describe_hf_folder import json_bytes
 from petatron.pretrained.detect_model_format import ModelFormat
+from petatron.pretrained.hf_folder_contents import json_bytes
 from petatron.pretrained.model_reader import ModelReader
 from petatron.pretrained.settings_as_config_file import config_yaml_text
 from petatron.pretrained.stored_training_state import OPTIMIZER_STATE, TrainingState, fetch_float32

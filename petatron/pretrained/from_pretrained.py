@@ -26,8 +26,8 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import family_name_of_config, fit_values_to_tensors, parse_config_json, to_logical
 from petatron.models.registry import model_spec
-from petatron.pretrained.describe_hf_folder import CompanionFiles
 from petatron.pretrained.detect_model_format import detect_format, refuse_unconverted, weights_kind_problems
+from petatron.pretrained.hf_folder_contents import CompanionFiles
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.launch_and_build_model import build_initial_model, launch
 from petatron.pretrained.load_checkpoint import load_checkpoint

@@ -9,7 +9,7 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.stateful_components import Stateful, build_document, local_tensors
 from petatron.data.tokenizer import Tokenizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.describe_hf_folder import CompanionFiles, build_hf_folder
+from petatron.pretrained.hf_folder_contents import CompanionFiles, build_hf_folder
 
 
 def publish_checkpoint(

@@ -24,7 +24,7 @@ from petatron.models.batch import Batch
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.atomic_model_folder import create_tmp_folder, tmp_folder
 from petatron.pretrained.checkpoint_components import model_components
-from petatron.pretrained.describe_hf_folder import CompanionFiles
+from petatron.pretrained.hf_folder_contents import CompanionFiles
 from petatron.pretrained.publish_checkpoint import publish_checkpoint
 from petatron.schedule.actions import TimedAction
 

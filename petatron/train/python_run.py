@@ -25,8 +25,8 @@ from petatron.pretrained.open_tokenizer import open_tokenizer
 from petatron.pretrained.read_checkpoint_args import read_checkpoint_args
 from petatron.pretrained.saveable_model import Model
 from petatron.train.build_run import launch
+from petatron.train.check_and_open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.evaluate_loss import EvaluatedLosses, InterruptedEvaluation, evaluate
-from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.log_records import MetricRecord, MetricWriter
 from petatron.train.report.memory_capacity_and_oom import report_out_of_memory
 from petatron.train.run_training import close_writers, log_directory, open_writers

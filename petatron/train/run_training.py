@@ -24,7 +24,7 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import launch
-from petatron.train.open_run import OpenedRun, RunStart, check_start, open_run
+from petatron.train.check_and_open_run import OpenedRun, RunStart, check_start, open_run
 from petatron.train.report.closing_summary import summary_record
 from petatron.train.report.earlier_loss_curves import read_history
 from petatron.train.report.log_records import MetricWriter, event_record

@@ -266,8 +266,8 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
         for module in (module for name, module in fast if name == "triton"):
             assert module == f"triton.{plain[1]}"
             used.add(f"petatron.kernels.{module}")
-    steps = ["sequential_scan", "sequential_scan_grads"]
-    steps += [f"scan_{part}" for part in ("tiles", "states", "outputs", "grads")]
+    steps = ["sequential_scan", "sequential_scan_coefficient_grads", "chunk_scan_grads"]
+    steps += [f"scan_{part}" for part in ("tiles", "states", "outputs")]
     steps += [f"delta_rule.{part}" for part in ("tiles", "ut_transform", "states", "outputs")]
     steps += ["delta_rule.intra_chunk_grads", "delta_rule.input_grads"]
     steps += [f"delta_rule.channel_{part}" for part in ("decays", "intra_chunk", "grads")]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from petatron.checkpoint.save.file_plan import FilePlan
+from petatron.checkpoint.save.assign_files_to_ranks import FilePlan
 from petatron.models.hf.folder_entries import EntryRegion, FolderEntry
 from petatron.sharding.boxes import Box, BoxIndex, overlap
 from petatron.sharding.flat_shard import range_boxes

@@ -22,8 +22,8 @@ from petatron.checkpoint.files.digested_file_io import Disk, free_bytes
 from petatron.checkpoint.files.manifest import RankTable, StoredTensor, TableFile
 from petatron.checkpoint.files.safetensors_file import serialize_tensors
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER, make_tmp_step, rank_file_path, write_table
+from petatron.checkpoint.save.assign_files_to_ranks import FilePlan, entry_bytes
 from petatron.checkpoint.save.async_save import StagingBuffer
-from petatron.checkpoint.save.file_plan import FilePlan, entry_bytes
 from petatron.checkpoint.save.save_plan import SavePlan
 from petatron.checkpoint.tensor_chunk import Chunk
 

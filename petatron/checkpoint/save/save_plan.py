@@ -1,7 +1,7 @@
 """Plans one rank's part of a save of this layout with messages; no rank knows everything.
 
     1. The dtype of every tensor of the model folder: one max-reduce over all ranks (`encoded_dtypes`, `set_agreed_dtypes`).
-    2. From that, the files of the folder and their writers, the same on every rank (`file_plan.py`).
+    2. From that, the files of the folder and their writers, the same on every rank (`assign_files_to_ranks.py`).
     3. Messages (`SavePlanner.messages`): a box that belongs to the folder goes to the ranks that write the entries it overlaps; any
        other box goes to the one rank that checks its tensor, chosen by a hash of the key.
     4. The plan (`SavePlanner.plan`): writers know where their entries come from and that nothing is missing; checkers know that the
@@ -26,7 +26,15 @@ from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.files.manifest import StoredBox, StoredTensor
 from petatron.checkpoint.files.safetensors_file import DTYPES, dtype_code
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER, rank_file_path
-from petatron.checkpoint.save import file_plan
+from petatron.checkpoint.save.assign_files_to_ranks import (
+    FilePlan,
+    WeightSpec,
+    check_folder_complete,
+    file_table_entries,
+    incomplete_weights_error,
+    plan_files,
+    shapes_from_entries,
+)
 from petatron.checkpoint.save.plan_weight_transfers import ROUND_BYTES, PrimaryBox, TransferPlan, plan_transfers
 from petatron.checkpoint.tensor_chunk import Chunk, ChunkMetadata, folder_tensor_key, folder_tensor_name
 from petatron.models.hf.folder_entries import FolderEntry
@@ -57,7 +65,7 @@ class SavePlan:
     """
 
     state_entries: tuple[tuple[str, int], ...]
-    files: tuple[file_plan.FilePlan, ...]
+    files: tuple[FilePlan, ...]
     dtypes: Mapping[str, torch.dtype]
     table_entries: tuple[tuple[str, StoredTensor], ...]
     transfers: TransferPlan
@@ -74,7 +82,7 @@ class SavePlanner:
     def __init__(self, chunks: Sequence[Chunk], model: ModelFolder | None, *, rank: int, world_size: int) -> None:
         self._chunks, self._rank, self._world_size = chunks, rank, world_size
         self._entries = () if model is None else model.entries
-        self._shapes = file_plan.shapes_from_entries(self._entries)
+        self._shapes = shapes_from_entries(self._entries)
         self._tensor_indices = {name: number for number, name in enumerate(self._shapes)}
         self._folder_chunks: list[int] = []
         self._state_chunks: list[int] = []
@@ -85,7 +93,7 @@ class SavePlanner:
             elif chunk.primary and chunk.tensor.numel():
                 self._state_chunks.append(index)
         self._dtype_codes = [dtype_code(chunk.key, chunk.tensor) for chunk in chunks]
-        self._files: list[file_plan.FilePlan] = []
+        self._files: list[FilePlan] = []
         self._dtypes: Mapping[str, torch.dtype] = {}
 
     def encoded_dtypes(self) -> list[int]:
@@ -104,7 +112,7 @@ class SavePlanner:
         """Sets dtypes from the max over all ranks of `encoded_dtypes`; from here on the files are known."""
         missing = [name for name, number in self._tensor_indices.items() if not max_encoded[2 * number]]
         if missing:
-            raise file_plan.incomplete_weights_error([f"no rank holds {name}" for name in missing])
+            raise incomplete_weights_error([f"no rank holds {name}" for name in missing])
         for name, number in self._tensor_indices.items():
             high, low = max_encoded[2 * number], len(_DTYPE_CODES) + 1 - max_encoded[2 * number + 1]
             if high != low:
@@ -112,11 +120,11 @@ class SavePlanner:
         self._dtypes = {
             name: DTYPES[_DTYPE_CODES[max_encoded[2 * number] - 1]] for name, number in self._tensor_indices.items()
         }
-        self._files = file_plan.plan_files(self._entries, self._dtypes, self._world_size) if self._entries else []
+        self._files = plan_files(self._entries, self._dtypes, self._world_size) if self._entries else []
 
     def messages(self) -> dict[int, dict[str, list[Any]]]:
         """Returns what each rank (this one included) needs to know of this rank's boxes, as JSON values by rank."""
-        file_plan.check_folder_complete(
+        check_folder_complete(
             self._entries, {self._name(index): self._chunks[index].logical_shape for index in self._folder_chunks}
         )
         by_rank: dict[int, dict[str, list[Any]]] = {}
@@ -159,12 +167,8 @@ class SavePlanner:
                 )
         transfers = plan_transfers(self._rank, self._files, self._dtypes, local_boxes, held, round_bytes)
         state, table = self._state_table(rank_file_path(self._rank))
-        weights = {name: file_plan.WeightSpec(self._shapes[name], dtype) for name, dtype in self._dtypes.items()}
-        in_files = [
-            row
-            for file in writing
-            for row in file_plan.file_table_entries(file, weights, f"{MODEL_FOLDER}/{file.name}")
-        ]
+        weights = {name: WeightSpec(self._shapes[name], dtype) for name, dtype in self._dtypes.items()}
+        in_files = [row for file in writing for row in file_table_entries(file, weights, f"{MODEL_FOLDER}/{file.name}")]
         sizes = (self._chunks[index].tensor for index in (*self._folder_chunks, *self._state_chunks))
         return SavePlan(
             state_entries=tuple(state),
@@ -196,7 +200,7 @@ def owner_rank(key: str, world_size: int) -> int:
     return zlib.crc32(key.partition("/")[2].encode()) % world_size
 
 
-def _check_entries(files: Sequence[file_plan.FilePlan], boxes_by_name: Mapping[str, Sequence[PrimaryBox]]) -> None:
+def _check_entries(files: Sequence[FilePlan], boxes_by_name: Mapping[str, Sequence[PrimaryBox]]) -> None:
     """Checks that every region of these files is covered exactly once."""
     problems = []
     indexes = {name: BoxIndex([primary.box for primary in boxes]) for name, boxes in boxes_by_name.items()}
@@ -207,7 +211,7 @@ def _check_entries(files: Sequence[file_plan.FilePlan], boxes_by_name: Mapping[s
         gap = tiling_problem(region.shape, inside)
         problems += [] if gap is None else [f"{region.name} in the ranks: {gap}"]
     if problems:
-        raise file_plan.incomplete_weights_error(list(dict.fromkeys(problems)))
+        raise incomplete_weights_error(list(dict.fromkeys(problems)))
 
 
 def _check_state(received: Mapping[int, Mapping[str, list[Any]]]) -> None:

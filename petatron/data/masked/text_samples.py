@@ -13,7 +13,7 @@ from petatron.base.errors import DataError
 from petatron.data.batch_loader import epoch_permutation
 from petatron.data.check_token_ids import can_hold_only, first_beyond, raise_beyond
 from petatron.data.dataset_kinds import DatasetRequest
-from petatron.data.document_sources import DocumentSources, sources_of
+from petatron.data.document_provenance import ProvenanceTable, provenance_of
 from petatron.data.documents_of_sample import SampleTrace, trace_documents
 from petatron.data.index_cache import Arrays, fingerprint, load_or_build
 from petatron.data.indexed_dataset import IndexedDataset
@@ -108,8 +108,8 @@ class TokenReader:
         )
 
     @cached_property
-    def _sources(self) -> DocumentSources | None:
-        return sources_of(self.indexed)
+    def _sources(self) -> ProvenanceTable | None:
+        return provenance_of(self.indexed)
 
 
 class SentenceText:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from petatron.data.document_sources import DocumentIds
+from petatron.data.document_provenance import DocumentIds
 
 
 @dataclass(frozen=True, slots=True)

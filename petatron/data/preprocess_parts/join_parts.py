@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from petatron.base.errors import DataError
-from petatron.data.document_sources import DocumentSources, DocumentSourcesWriter, sources_path
+from petatron.data.document_provenance import ProvenanceTable, ProvenanceWriter, sources_path
 from petatron.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.data.preprocess_parts.part_report import PartReport, lines_before_parts
@@ -69,13 +69,13 @@ def _join_sources(
         [cut.offset > 0 and job.files[cut.file].format != "parquet" for cut in job.cuts],
         [len(job.slices(part)) == 1 for part in range(job.num_parts)],
     )
-    with DocumentSourcesWriter(target, [file.path for file in job.files]) as writer:
+    with ProvenanceWriter(target, [file.path for file in job.files]) as writer:
         for prefix, first_file, lines in zip(prefixes, firsts, lines_before, strict=True):
-            sources = DocumentSources(prefix)
+            sources = ProvenanceTable(prefix)
             numbers = range(first_file, first_file + len(sources.files))
             if numbers.stop > len(job.files):
                 raise _damaged(folder, f"{sources.path} names files that the job does not have")
-            writer.add_sources(sources, file_numbers=numbers, lines_before=(0, lines))
+            writer.add_table(sources, file_numbers=numbers, lines_before=(0, lines))
 
 
 def _publish(prefix: str, output: str, options: WriteOptions) -> None:

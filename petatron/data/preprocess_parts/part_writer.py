@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from petatron.base.errors import DataError
-from petatron.data.document_sources import DocumentSourcesWriter
+from petatron.data.document_provenance import ProvenanceWriter
 from petatron.data.indexed_dataset import bin_path, idx_path
 from petatron.data.indexed_writer import IndexedWriter
 from petatron.data.inputs.input_slice import InputSlice
@@ -56,12 +56,12 @@ class PartWriter:
         self._lines_before: dict[int, int] = {}
         prefixes = [folder.part_prefix(report.part, output) for output in options.outputs]
         self._writers: list[IndexedWriter] = []
-        self._sources: list[DocumentSourcesWriter] = []
+        self._sources: list[ProvenanceWriter] = []
         try:
             self._writers += [IndexedWriter(prefix, options.dtype) for prefix in prefixes]
             if options.with_sources:
                 files = [part_slice.file.path for part_slice in slices]
-                self._sources += [DocumentSourcesWriter(prefix, files) for prefix in prefixes]
+                self._sources += [ProvenanceWriter(prefix, files) for prefix in prefixes]
         except BaseException:
             self.abort()
             raise

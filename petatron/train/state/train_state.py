@@ -27,7 +27,7 @@ from petatron.optim.mixed_precision import MixedPrecisionOptimizer, UpdateResult
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.parallel.pipeline.enable_cuda_graphs import enable_auto_cuda_graphs
 from petatron.pretrained.checkpoint_components import Fp8HistoryState, MomentState, RandomState, model_components
-from petatron.pretrained.describe_hf_folder import CompanionFiles
+from petatron.pretrained.hf_folder_contents import CompanionFiles
 from petatron.pretrained.launch_and_build_model import HasConfig, build_initial_model, config_of
 from petatron.pretrained.load_checkpoint import LoadedState, has_weights, load_state
 from petatron.pretrained.publish_checkpoint import publish_checkpoint

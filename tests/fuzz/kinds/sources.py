@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from petatron.data.document_sources import DocumentIds, DocumentSources, DocumentSourcesWriter, sources_of
+from petatron.data.document_provenance import DocumentIds, ProvenanceTable, ProvenanceWriter, provenance_of
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.indexed_writer import IndexedWriter
 from tests.fuzz.kind import Kind
@@ -41,13 +41,13 @@ def _write(prefix: Path) -> None:
     with IndexedWriter(prefix, "uint16") as writer:
         for length in _LENGTHS:
             writer.add_document(list(range(length)))
-    with DocumentSourcesWriter(prefix, ["corpus/a.jsonl", "b.parquet"]) as sources:
+    with ProvenanceWriter(prefix, ["corpus/a.jsonl", "b.parquet"]) as sources:
         sources.add(0, np.array([1, 3, 4]), DocumentIds.of([b"one", "zwöi".encode(), b""], 3))
         sources.add(1, np.array([7, 8]), DocumentIds.of([b"", b"x" * 50], 2))
 
 
 def _read(folder: Path, scratch: Path) -> Any:
-    table = sources_of(IndexedDataset(folder / "data"))
+    table = provenance_of(IndexedDataset(folder / "data"))
     if table is None:
         return None
     assert len(table) == len(_LENGTHS)
@@ -62,6 +62,6 @@ def _merge(folder: Path, scratch: Path) -> Any:
     prefix = str(folder / "data")
     petatron_says("data", "merge", "--input", prefix, prefix, "--output-prefix", str(scratch / "both"))
     if (scratch / "both.sources").exists():
-        table = DocumentSources(scratch / "both")
+        table = ProvenanceTable(scratch / "both")
         return [table[document] for document in range(len(table))]
     return None

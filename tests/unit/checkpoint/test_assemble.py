@@ -14,7 +14,7 @@ from petatron.base.errors import CheckpointError
 from petatron.checkpoint import manager
 from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.manager import CheckpointManager
-from petatron.checkpoint.save import file_plan, gather_weights, plan_weight_transfers
+from petatron.checkpoint.save import assign_files_to_ranks, gather_weights, plan_weight_transfers
 from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.mesh.comm_record import CommRecord
 from petatron.mesh.mesh import Axis, ParallelMesh
@@ -77,7 +77,7 @@ def _save(folder: str, round_bytes: int, file_bytes: int) -> None:
     with (
         mock.patch.object(plan_weight_transfers, "ROUND_BYTES", round_bytes),
         mock.patch.object(manager, "_MIN_ROUND_BYTES", 1),
-        mock.patch.object(file_plan, "_MAX_FILE_BYTES", file_bytes),
+        mock.patch.object(assign_files_to_ranks, "_MAX_FILE_BYTES", file_bytes),
     ):
         CheckpointManager(folder, world).save(
             1,
@@ -187,7 +187,7 @@ def _one_sender(folder: str) -> int:
     with (
         mock.patch.object(plan_weight_transfers, "ROUND_BYTES", 800),
         mock.patch.object(manager, "_MIN_ROUND_BYTES", 8),
-        mock.patch.object(file_plan, "_MAX_FILE_BYTES", 1600),
+        mock.patch.object(assign_files_to_ranks, "_MAX_FILE_BYTES", 1600),
     ):
         saver = CheckpointManager(folder, world)
         saver.save(1, chunks, metadata={}, same_layout_key="", model=ModelFolder(entries, {}))

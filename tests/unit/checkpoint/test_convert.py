@@ -21,7 +21,7 @@ import petatron
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.megatron import open_megatron
-from petatron.checkpoint.save import file_plan as file_plans
+from petatron.checkpoint.save import assign_files_to_ranks
 from petatron.checkpoint.tensor_chunk import Chunk
 from petatron.cli.main import main
 from petatron.config import CheckpointConfig
@@ -320,7 +320,7 @@ def test_megatron_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pyte
 
 
 def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(file_plans, "_MAX_FILE_BYTES", 4000)
+    monkeypatch.setattr(assign_files_to_ranks, "_MAX_FILE_BYTES", 4000)
     run = saved("llama", tmp_path / "run")
     convert(open_model_reader(run), tmp_path / "model", ConversionOptions(target_format="huggingface"))
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
@@ -448,7 +448,7 @@ def test_all_tensors_that_do_not_fit_are_named(tmp_path: Path):
 
 
 def test_a_missing_shard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(file_plans, "_MAX_FILE_BYTES", 4000)
+    monkeypatch.setattr(assign_files_to_ranks, "_MAX_FILE_BYTES", 4000)
     folder = model_folder(tmp_path)
     gone = sorted(folder.glob("model-*.safetensors"))[1]
     gone.unlink()

@@ -17,7 +17,7 @@ from petatron.checkpoint.checkpoint_contents import ModelFolder
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.files.step_folder import list_steps
 from petatron.checkpoint.manager import CheckpointManager, Retention
-from petatron.checkpoint.save.file_plan import FilePlan
+from petatron.checkpoint.save.assign_files_to_ranks import FilePlan
 from petatron.checkpoint.save.plan_weight_transfers import split_into_rounds
 from petatron.checkpoint.save.save_plan import SavePlanner
 from petatron.checkpoint.sparse_all_to_all import exchange_messages

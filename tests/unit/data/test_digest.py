@@ -13,7 +13,7 @@ from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train import open_run as train_run
+from petatron.train import check_and_open_run
 from tests.dist import RankPool
 
 from .conftest import MakeDataset
@@ -121,7 +121,7 @@ def _turns(folder: str, fails: int | None) -> list[str]:
         return there
 
     try:
-        return train_run._build_on_rank_zero_first(mesh.control, build, local_rank=rank % 2)
+        return check_and_open_run._build_on_rank_zero_first(mesh.control, build, local_rank=rank % 2)
     except DataError as error:
         return [str(error)]
 

@@ -19,8 +19,8 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.optim import mixed_precision
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.optim.offload_storage import DiskStorage, describe_offload_target
-from petatron.optim.state_offload import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.optim.state_segments import plan_ranges
+from petatron.optim.swap_offloaded_state import DiskStaging, PinnedStaging, StateSwapper, SwapStreams, SwapTask
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shard, compute_placement
 from tests.heard import heard

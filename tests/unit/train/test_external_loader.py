@@ -19,7 +19,7 @@ from petatron.data import external_loader
 from petatron.data.external_loader import registered_dataloader
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.train.open_run import check_start, open_run
+from petatron.train.check_and_open_run import check_start, open_run
 from petatron.validate import load_config
 from tests.dist import RankPool
 

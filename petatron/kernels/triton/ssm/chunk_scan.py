@@ -3,11 +3,11 @@
 The equations are those of `kernels/ssm/chunk_scan.py`, the kernels' notation is in `scan_tiles.py`. How long a chunk is changes
 no result but by rounding, so the kernels take their own: a longer one means fewer states in memory, and more work inside a chunk.
 
-- Sequential (`sequential_scan.py`, `sequential_scan_grads.py`): a program has one head of one sequence, and its state never leaves
-  the chip, but in backward. For enough heads and sequences that every multiprocessor has some, and for states that fit
+- Sequential (`sequential_scan.py`, `sequential_scan_coefficient_grads.py`): a program has one head of one sequence, and its state never
+  leaves the chip, but in backward. For enough heads and sequences that every multiprocessor has some, and for states that fit
   into registers: there both passes take 2.6 ms, with all chunks at once 3.6 (docs/performance-log.md, entry 16).
-- All chunks at once (`scan_states.py`, `scan_outputs.py`, `scan_grads.py`): chunk states and state passing first, then the chunk scan, or
-  the gradients, of all chunks.
+- All chunks at once (`scan_states.py`, `scan_outputs.py`, `chunk_scan_grads.py`): chunk states and state passing first, then the chunk
+  scan, or the gradients, of all chunks.
 
 Device memory traffic in bf16, Mamba-2 2.7B (S 4096, B 8, H 80, P 64, G 1, N 128), at 4.0 TB/s; x, and y, are 335 MB; states of 64 tokens
 each count twice. What the kernels took on an H200:
@@ -34,11 +34,11 @@ from petatron.kernels.ssm.chunk_scan import ScanGrads
 from petatron.kernels.ssm.chunked_sequence import ChunkOptions
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.ssm import sequential_scan
-from petatron.kernels.triton.ssm.scan_grads import chunk_grads
+from petatron.kernels.triton.ssm.chunk_scan_grads import chunk_grads
 from petatron.kernels.triton.ssm.scan_outputs import chunk_outputs
 from petatron.kernels.triton.ssm.scan_states import chunk_states
 from petatron.kernels.triton.ssm.scan_tiles import chunk_cumsum, chunk_tokens
-from petatron.kernels.triton.ssm.sequential_scan_grads import B_C_D_grads, dt_A_grads
+from petatron.kernels.triton.ssm.sequential_scan_coefficient_grads import B_C_D_grads, dt_A_grads
 
 _MIN_PROGRAMS = 256
 """Sequences times heads from which on each is one program: two for every multiprocessor of an H100 or H200."""

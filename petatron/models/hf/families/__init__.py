@@ -20,10 +20,14 @@ from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
 from petatron.models.hf.families.hybrid.minimax import MINIMAX
 from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
 from petatron.models.hf.families.hybrid.qwen3_next import QWEN3_NEXT
-from petatron.models.hf.families.llama import LLAMA, NEMOTRON, PHI3, SMOLLM3, STARCODER2
+from petatron.models.hf.families.llama import LLAMA
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
+from petatron.models.hf.families.nemotron import NEMOTRON
 from petatron.models.hf.families.olmo import OLMO2, OLMO3, OLMOE
+from petatron.models.hf.families.phi import PHI3
 from petatron.models.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from petatron.models.hf.families.smollm3 import SMOLLM3
+from petatron.models.hf.families.starcoder2 import STARCODER2
 from petatron.models.hf.families.t5 import MT5, T5
 
 FAMILIES = (

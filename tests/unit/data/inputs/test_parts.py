@@ -15,7 +15,7 @@ import pytest
 
 from petatron.base.errors import DataError
 from petatron.data import preprocess as module
-from petatron.data.document_sources import DocumentSources
+from petatron.data.document_provenance import ProvenanceTable
 from petatron.data.indexed_dataset import IndexedDataset
 from petatron.data.inputs.expand_inputs import expand_inputs
 from petatron.data.inputs.line_blocks import line_start
@@ -397,7 +397,7 @@ def quiet() -> Iterator[None]:
 def test_sources_name_file_line_and_id(corpus: Path, tmp_path: Path) -> None:
     for part_bytes in (10**6, 500):
         run(tmp_path, corpus / "a.jsonl", corpus / "b.jsonl.gz", on_error="skip", part_bytes=part_bytes)
-        sources, texts = DocumentSources(tmp_path / "out_text_document"), documents(tmp_path / "out_text_document")
+        sources, texts = ProvenanceTable(tmp_path / "out_text_document"), documents(tmp_path / "out_text_document")
         assert len(sources) == len(texts) == IndexedDataset(tmp_path / "out_text_document").num_documents
         lines = (corpus / "a.jsonl").read_text().splitlines()
         for number, text in enumerate(texts):

@@ -12,13 +12,13 @@ import pytest
 
 from petatron.base.errors import DataError
 from petatron.cli.main import main
-from petatron.data import document_sources as module
-from petatron.data.document_sources import (
+from petatron.data import document_provenance as module
+from petatron.data.document_provenance import (
     DocumentIds,
-    DocumentSource,
-    DocumentSources,
-    DocumentSourcesWriter,
-    sources_of,
+    DocumentProvenance,
+    ProvenanceTable,
+    ProvenanceWriter,
+    provenance_of,
     sources_path,
 )
 from petatron.data.indexed_dataset import IndexedDataset
@@ -35,7 +35,7 @@ def test_examples() -> None:
 def test_every_format_has_lines_and_ids(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(FILES[name]())
     run(tmp_path, tmp_path / name)
-    sources = DocumentSources(tmp_path / "out_text_document")
+    sources = ProvenanceTable(tmp_path / "out_text_document")
     lines = [sources[number].line for number in range(len(sources))]
     in_csv = name.partition(".")[2].startswith(("csv", "tsv"))
     assert lines == ([2, 3, 5, 6, 7] if in_csv else [1, 2, 3, 4, 5])  # the second text has two lines
@@ -52,7 +52,7 @@ def test_every_format_has_lines_and_ids(tmp_path: Path, name: str) -> None:
 def test_values_of_ids(tmp_path: Path, value: object, text: str | None) -> None:
     (tmp_path / "x.jsonl").write_bytes(jsonl([{"text": "a", "name": value}, {"text": "b"}]))
     run(tmp_path, tmp_path / "x.jsonl", id_key="name")
-    sources = DocumentSources(tmp_path / "out_text_document")
+    sources = ProvenanceTable(tmp_path / "out_text_document")
     assert [sources[number].id for number in range(2)] == [text, None]
 
 
@@ -65,7 +65,7 @@ def test_every_key_has_the_sources_of_its_documents(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(jsonl(rows))
     run(tmp_path, tmp_path / "x.jsonl", json_keys=("text", "title"))
     for key, ids in (("text", ["1", "3"]), ("title", ["2", "3"])):
-        sources = DocumentSources(tmp_path / f"out_{key}_document")
+        sources = ProvenanceTable(tmp_path / f"out_{key}_document")
         assert [sources[number].id for number in range(2)] == ids
 
 
@@ -75,7 +75,7 @@ def test_sources_are_left_out(tmp_path: Path) -> None:
     assert sources_path(tmp_path / "out_text_document").exists()
     run(tmp_path, tmp_path / "x.jsonl", document_sources=False)
     assert not sources_path(tmp_path / "out_text_document").exists()
-    assert sources_of(IndexedDataset(tmp_path / "out_text_document")) is None
+    assert provenance_of(IndexedDataset(tmp_path / "out_text_document")) is None
 
 
 @pytest.fixture
@@ -94,11 +94,11 @@ def test_merged_datasets_have_merged_sources(
     merged = str(tmp_path / "merged")
     assert main(["data", "merge", "--input", *datasets, "--output-prefix", merged]) == 0
     assert f"{merged}.sources" in capsys.readouterr().out
-    sources = DocumentSources(merged)
+    sources = ProvenanceTable(merged)
     assert sources.files == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     ids = [sources[number].id for number in range(len(sources))]
     assert ids == ["a0", "a1", "a2", "b0", "b1", "b0", "b1", "a0", "a1", "a2"]
-    assert sources[6] == DocumentSource(str(tmp_path / "b.jsonl"), 2, "b1")
+    assert sources[6] == DocumentProvenance(str(tmp_path / "b.jsonl"), 2, "b1")
     assert main(["data", "inspect", merged, "--document", "6"]) == 0
     assert f"\nfrom {tmp_path}/b.jsonl:2 (id b1)\n" in capsys.readouterr().out
 
@@ -113,7 +113,7 @@ def test_datasets_of_which_one_has_no_sources(datasets: list[str], tmp_path: Pat
 def test_sources_of_another_dataset(datasets: list[str], tmp_path: Path) -> None:
     os.replace(sources_path(datasets[0]), sources_path(datasets[1]))
     with pytest.raises(DataError, match=r"b_text_document\.sources is of another dataset: it has 3 documents, and"):
-        sources_of(IndexedDataset(datasets[1]))
+        provenance_of(IndexedDataset(datasets[1]))
 
 
 def damage(path: Path, offset: int, content: bytes) -> None:
@@ -130,14 +130,14 @@ def test_a_damaged_table(datasets: list[str], offset: int, content: bytes) -> No
     path = sources_path(datasets[0])
     damage(path, offset if offset >= 0 else path.stat().st_size + offset, content)
     with pytest.raises(DataError, match=r"a_text_document\.sources (cannot be understood|is of another)"):
-        sources_of(IndexedDataset(datasets[0]))
+        provenance_of(IndexedDataset(datasets[0]))
 
 
 @pytest.mark.parametrize("size", [0, 10, 40, 95])
 def test_a_truncated_table(datasets: list[str], size: int) -> None:
     os.truncate(sources_path(datasets[0]), size)
     with pytest.raises(DataError, match=r"a_text_document\.sources cannot be"):
-        DocumentSources(datasets[0])
+        ProvenanceTable(datasets[0])
 
 
 @pytest.mark.parametrize(("place", "value"), [(8, 1 << 40), (16, 7), (8 + 20, 0)])
@@ -145,7 +145,7 @@ def test_a_damaged_entry(datasets: list[str], tmp_path: Path, place: int, value:
     damage(sources_path(datasets[0]), 32 + place, value.to_bytes(8, "little")[: 4 if place == 16 else 8])
     with pytest.raises(DataError, match=r"a_text_document\.sources is damaged"):
         merge_datasets(datasets, tmp_path / "merged")
-    sources = DocumentSources(datasets[0])
+    sources = ProvenanceTable(datasets[0])
     with pytest.raises(DataError, match="is damaged at document"):
         [sources[number] for number in range(3)]
     with pytest.raises(IndexError):
@@ -159,7 +159,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "fsync", full)
     with (
         pytest.raises(DataError, match=r"Cannot write .*x\.sources: .*No space left"),
-        DocumentSourcesWriter(tmp_path / "x", ["a"]) as writer,
+        ProvenanceWriter(tmp_path / "x", ["a"]) as writer,
     ):
         writer.add(0, np.array([1]), DocumentIds.of(None, 1))
     assert not list(tmp_path.iterdir())

@@ -12,9 +12,9 @@ from petatron.config.schema.attention_layer_freq import no_rope_layers
 from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
 from petatron.models.hf.config_translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import llama, no_biases
-from petatron.models.hf.families.llama import read_no_rope, rotary_layers, write_no_rope
 from petatron.models.hf.family import Family, ModuleMapping
 from petatron.models.hf.moe_config_json import expert_sizes, experts_in_named_layers, softmax_router
+from petatron.models.hf.no_rope_config_json import read_no_rope, rotary_layers, write_no_rope
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.shared_tensor_names import GATED_MLP, fused_experts, llama_mappings_without, module_mappings
 from petatron.models.hf.window_config_json import FULL

@@ -74,7 +74,7 @@ class DocumentIds:
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentSource:
+class DocumentProvenance:
     """Where a document comes from. id: what its object says; None if it says nothing."""
 
     file: str
@@ -85,15 +85,15 @@ class DocumentSource:
         return f"{self.file}:{self.line}" + (f" (id {self.id})" if self.id is not None else "")
 
 
-class DocumentSources:
+class ProvenanceTable:
     """Reads the sources of a dataset, memory-mapped.
 
     >>> import os, tempfile
     >>> prefix = os.path.join(tempfile.mkdtemp(), "demo")
-    >>> with DocumentSourcesWriter(prefix, ["a.jsonl"]) as writer:
+    >>> with ProvenanceWriter(prefix, ["a.jsonl"]) as writer:
     ...     writer.add(0, np.array([7]), DocumentIds(b"doc-7", np.array([5], np.int32)))
-    >>> DocumentSources(prefix)[0]
-    DocumentSource(file='a.jsonl', line=7, id='doc-7')
+    >>> ProvenanceTable(prefix)[0]
+    DocumentProvenance(file='a.jsonl', line=7, id='doc-7')
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -113,14 +113,14 @@ class DocumentSources:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getitem__(self, document: int) -> DocumentSource:
+    def __getitem__(self, document: int) -> DocumentProvenance:
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)} in {self.path}")
         line, end, file = self.entries[document].tolist()
         start = int(self.entries[document - 1]["id_end"]) if document else 0
         if file >= len(self.files) or not start <= end <= self.num_id_bytes:
             raise DataError(f"{self.path} is damaged at document {document}. Copy it again, or remove it.")
-        return DocumentSource(self.files[file], line, self.id_text(start, end).decode(errors="replace") or None)
+        return DocumentProvenance(self.files[file], line, self.id_text(start, end).decode(errors="replace") or None)
 
     def check(self, entries: NDArray, first_id: int) -> None:
         """Raises if entries name files that are not there, or ids that do not follow one another."""
@@ -133,11 +133,11 @@ class DocumentSources:
         return self._content[self._ids_start + start : self._ids_start + end]
 
 
-def sources_of(dataset: IndexedDataset) -> DocumentSources | None:
+def provenance_of(dataset: IndexedDataset) -> ProvenanceTable | None:
     """Returns the sources of a dataset, which must have as many documents; None if there are none."""
     if not os.path.lexists(sources_path(dataset.prefix)):
         return None
-    sources = DocumentSources(dataset.prefix)
+    sources = ProvenanceTable(dataset.prefix)
     if len(sources) != dataset.num_documents:
         raise DataError(
             f"{sources.path} is of another dataset: it has {len(sources):,} documents, and {dataset.idx.name} has "
@@ -146,21 +146,21 @@ def sources_of(dataset: IndexedDataset) -> DocumentSources | None:
     return sources
 
 
-def merge_sources(datasets: Sequence[IndexedDataset], output: str | Path) -> bool:
+def merge_provenance(datasets: Sequence[IndexedDataset], output: str | Path) -> bool:
     """Writes the sources of merged datasets and returns whether it has: nothing is written unless all have some."""
     if not all(os.path.lexists(sources_path(dataset.prefix)) for dataset in datasets):
         sources_path(output).unlink(missing_ok=True)
         return False
-    sources = [table for dataset in datasets if (table := sources_of(dataset)) is not None]
+    sources = [table for dataset in datasets if (table := provenance_of(dataset)) is not None]
     files = list(dict.fromkeys(chain.from_iterable(table.files for table in sources)))
     places = {name: place for place, name in enumerate(files)}
-    with DocumentSourcesWriter(output, files) as writer:
+    with ProvenanceWriter(output, files) as writer:
         for table in sources:
-            writer.add_sources(table, file_numbers=[places[name] for name in table.files])
+            writer.add_table(table, file_numbers=[places[name] for name in table.files])
     return True
 
 
-class DocumentSourcesWriter(FinishOrAbort):
+class ProvenanceWriter(FinishOrAbort):
     """Streams the sources of a dataset. Leaving it as a context manager finishes, an exception leaves no files."""
 
     def __init__(self, prefix: str | Path, files: Sequence[str]) -> None:
@@ -178,8 +178,8 @@ class DocumentSourcesWriter(FinishOrAbort):
         entries["id_end"] = np.cumsum(ids.lengths, dtype=np.int64) + self._num_id_bytes
         self._write(entries, ids.text)
 
-    def add_sources(
-        self, sources: DocumentSources, *, file_numbers: Sequence[int], lines_before: tuple[int, int] = (0, 0)
+    def add_table(
+        self, sources: ProvenanceTable, *, file_numbers: Sequence[int], lines_before: tuple[int, int] = (0, 0)
     ) -> None:
         """Appends all documents of another dataset.
 
