@@ -216,16 +216,16 @@ def _merged_stage(
 def _stage_element_counts(
     spec: ModelSpec, stage: PipelineStage, coordinate: ModelParallelCoordinate, frozen: FrozenParams
 ) -> ElementCounts:
-    outer_params = frozen.trained(spec.outer_params(stage))
-    outer = _count_elements(outer_params, coordinate)
+    outer = _count_elements(frozen.trained(spec.outer_params(stage)), coordinate)
     (dense, experts), largest = outer[:2], 0
     for (layer, names, _), number in frozen.count_layers(spec, stage).items():
         in_layer = _count_elements(without_names(layer.params(), names), coordinate)
         dense, experts = dense + number * in_layer[0], experts + number * in_layer[1]
         largest = max(largest, sum(in_layer))
     last = PipelineStage((), has_embedding=False, has_loss=True)
-    head = _count_elements(frozen.trained(spec.outer_params(last)), coordinate) if stage.has_loss else (0, 0, 0)
-    gemms = {name: param for name, param in outer_params.items() if param.is_gemm}
+    of_head = frozen.trained(spec.outer_params(last)) if stage.has_loss else {}
+    head = _count_elements(of_head, coordinate)
+    gemms = {name: param for name, param in of_head.items() if param.is_gemm}
     row_gradients = _count_elements(gemms, coordinate)[2]
     return ElementCounts(dense, experts, largest, sum(outer[:2]), sum(head[:2]), outer[2], row_gradients)
 

@@ -71,7 +71,7 @@ class RecommenderSpec(DecoderSpec):
         tied = not self.config.untie_embeddings_and_output_weights
         full = self.config.item_loss == "full_softmax"
         if stage.has_embedding:
-            params["embedding.weight"] = replace(table, is_gemm=tied and full)
+            params["embedding.weight"] = table
         if stage.has_loss and not (tied and stage.has_embedding):
             params["output_embedding.weight"] = replace(table, is_gemm=full)
         return params
