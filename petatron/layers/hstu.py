@@ -99,10 +99,12 @@ class HstuSpec(BranchSpec):
         return 3.0 * 2.0 * seq_length * tokens_seen * self.num_heads * (self.head_dim + self.value_dim)
 
     def _core_saved_bytes(self, shape: ActivationShape) -> int:
-        """Scores before and after silu, and a bucket for each pair."""
+        """Scores before and after silu, copies of q, k and v by heads, a bucket for each pair, the distance and the mask."""
         pairs = shape.batch * shape.whole_sequence * shape.sequence
         buckets = 8 * pairs if self.time_buckets else 0
-        return 2 * shape.activation_bytes(pairs, self.num_heads // shape.tp) + buckets
+        heads = self.num_heads // shape.tp
+        copies = shape.activation_bytes(shape.gathered_tokens, heads * (2 * self.head_dim + self.value_dim))
+        return 2 * shape.activation_bytes(pairs, heads) + copies + buckets + 9 * shape.whole_sequence * shape.sequence
 
     def saved_bytes(self, shape: ActivationShape, recomputed: Collection[str]) -> int:
         if self.region in recomputed:
@@ -110,7 +112,7 @@ class HstuSpec(BranchSpec):
         rows, inner = shape.gathered_tokens, self.inner_size // shape.tp
         in_proj = sum(self.sections.values()) // shape.tp
         # The first GEMM's output and its silu, the output of attention, its norm, the product with the gates.
-        saved = shape.activation_bytes(rows, 2 * in_proj + 3 * inner) + rows * shape.compute_bytes
+        saved = shape.activation_bytes(rows, 2 * in_proj + 3 * inner) + 2 * rows * shape.compute_bytes
         if self.dropout:
             saved += rows * inner * (1 if shape.byte_dropout_masks else shape.element_bytes)
         saved += shape.fp8_column_input_bytes(self.hidden_size) + shape.fp8_requantized_bytes(inner)

@@ -11,7 +11,7 @@ from tests.longform import diagonal, later
 from tests.parity.harness import check_layout, check_part_of_model
 from tests.parity.state.resharding import check_resume
 
-# Seven layouts share 131 items; five of 4 ranks have 33 and the last 32.
+# 131 items: of four ranks three have 33 and the last one 32.
 _PLAIN = (
     "--model-type recommender --normalization LayerNorm --activation relu --position-embedding-type learned_absolute"
 )

@@ -12,15 +12,19 @@ from torch import Tensor
 
 import petatron
 from petatron.config import RunConfig
+from petatron.config.schema.memory import MemoryConfig
 from petatron.data.recommendation.history_file import ItemHistories, write_histories
 from petatron.estimate.state_bytes import state_bytes
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.next_item import hits_and_gains
+from petatron.models.recommender import mark_last_items
 from petatron.train.build_run import build_loaders, build_model
 from petatron.validate import load_config
 from tests.dist import RankPool
+from tests.unit.models.kept import kept_bytes
+from tests.unit.models.test_activations import build, recompute
 
 FLAGS = (
     "--model-type recommender --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 23 --train-iters 3 "
@@ -105,6 +109,35 @@ def test_a_step_touches_the_rows_of_its_items_and_no_others(path: Path):
     used |= set(batch.labels[batch.loss_mask > 0].tolist())
     changed = (model.module.embedding.weight != before).any(dim=1).nonzero().flatten().tolist()
     assert set(changed) == used - {-1} and len(changed) < 23
+
+
+class Sink:
+    """Takes the gradient of the table, as its group does."""
+
+    defers = False
+
+    def submit(self, weight, write, *, now=False, start_comm=None) -> None:
+        write(torch.empty_like(weight), False)
+
+
+@pytest.mark.parametrize("recomputed", [(), ("core_attn",), ("attention", "core_attn")])
+@pytest.mark.parametrize("flags", ["", "--recommender-layers hstu", "--recommender-layers hstu --hstu-time-buckets 0"])
+def test_bytes_saved_for_backward_are_those_that_are_forecast(flags: str, recomputed: tuple[str, ...]):
+    argv = f"{FLAGS} {flags} --mock-data --hidden-dropout 0 --attention-dropout 0 --no-fp64 --global-batch-size 4 --seq-length 24"
+    run, memory = load_config(argv.split()).config, MemoryConfig()
+    if recomputed:
+        memory = MemoryConfig(recompute_granularity="selective", recompute_modules=recomputed)
+    model, streams = build(run)
+    model.head.weight_grad_target = Sink()
+    plan = recompute(run, model, memory, streams)
+    [batch] = build_loaders(run, ParallelMesh.single()).train.next_step(4, 0)
+    batch = mark_last_items(batch)
+    weights = {"full softmax loss": batch.loss_mask.t()}
+    saved, _ = kept_bytes(
+        lambda: model(batch, loss_weights=weights).losses["full softmax loss"].sum(),
+        without=[*model.parameters(), *batch.arrays.values()],
+    )
+    assert plan.saved_bytes == pytest.approx(saved, rel=0.02)
 
 
 def test_memory_of_the_table_is_divided_by_the_ranks():
