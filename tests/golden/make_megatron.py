@@ -26,6 +26,10 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-torch_dist-tp2-pp2": {"kind": "llama", "tp": 2, "pp": 2},
     "gpt-legacy-tp2-pp2": {"kind": "gpt", "format": "legacy", "tp": 2, "pp": 2},
 }
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert-torch_dist": {"kind": "bert"},
+    "bert-legacy-tp2-pp2": {"kind": "bert", "format": "legacy", "tp": 2, "pp": 2},
+}
 RUNS: dict[str, dict[str, Any]] = {
     "run-torch_dist-distributed-bf16": {"kind": "llama", "optimizer": "distributed", "bf16": True},
     "run-legacy-plain-bf16": {"kind": "llama", "format": "legacy", "bf16": True},
@@ -37,7 +41,8 @@ SAVED_AT, NUM_LOSSES = 3, 20
 def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
-    jobs = [{"task": "save", "out": name, "layers": 2, "width": 16, **options} for name, options in CASES.items()]
+    cases = {**CASES, **ENCODERS}
+    jobs = [{"task": "save", "out": name, "layers": 2, "width": 16, **options} for name, options in cases.items()]
     for tp in (1, 2):  # one run for each layout
         run_core(*(job for job in jobs if job.get("tp", 1) == tp), folder=FOLDER)
     make_runs()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.megatron_core.models import POSITIONS, VOCAB, arguments, layer_settings, model_settings
+from tests.megatron_core.models import BERTS, POSITIONS, VOCAB, arguments, layer_settings, model_settings
 
 
 class Job(argparse.Namespace):
@@ -130,14 +130,17 @@ def build(job: Job, seed: int) -> Any:
         spec.submodules.self_attention.submodules.core_attention = sparse_attention() if sparse else LatentCoreAttention
     stage = parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed + stage)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        pre_process=stage == 0,
-        post_process=stage == job.pp - 1,
-        parallel_output=job.task in ("train", "resume"),  # the loss is computed of shards of the vocabulary
-        **model_settings(job.kind),
-    )
+    part: dict[str, Any] = {"pre_process": stage == 0, "post_process": stage == job.pp - 1}
+    if job.kind in BERTS:
+        model = masked_language_model(config, BERTS[job.kind], part, model_settings(job.kind))
+    else:
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            parallel_output=job.task in ("train", "resume"),  # the loss is computed of shards of the vocabulary
+            **part,
+            **model_settings(job.kind),
+        )
     torch.manual_seed(seed + 10 + stage)  # what every tensor-parallel rank has must be the same on all of them
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -147,6 +150,23 @@ def build(job: Job, seed: int) -> Any:
             else:
                 weight.mul_(5)  # initial weights are so small that hardly a layer matters
     return model.eval()
+
+
+def masked_language_model(config: Any, with_order: bool, part: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """Returns this rank's part of Megatron's BERT, with segments and their order or without."""
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    taken = {name: value for name, value in settings.items() if name != "rotary_base"}
+    return BertModel(
+        config=config,
+        num_tokentypes=2 if with_order else 0,
+        transformer_layer_spec=bert_layer_local_spec,
+        add_binary_head=with_order,
+        parallel_output=False,
+        **part,
+        **taken,
+    )
 
 
 def sparse_attention() -> Any:
@@ -227,7 +247,12 @@ def logits(model: Any, tokens: Tensor) -> Tensor | None:
         hidden = torch.empty(length, batch, model.config.hidden_size)
         dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)
-    out = model(tokens, positions, mask)
+    if hasattr(model, "add_binary_head"):
+        types = torch.zeros_like(tokens) if model.add_binary_head else None
+        out = model(tokens, torch.ones(batch, length), tokentype_ids=types)
+        out = out[0] if isinstance(out, tuple) else out
+    else:
+        out = model(tokens, positions, mask)
     if not parallel_state.is_pipeline_last_stage():
         dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
         return None

@@ -55,8 +55,12 @@ _INDEXER = {
     "dsa_indexer_topk": 5,
     "dsa_indexer_loss_coeff": 0.3,
 }
+BERTS = {"bert": True, "bert alone": False}
+"""Whether they have segments, and a head for their order."""
 KINDS: dict[str, dict[str, Any]] = {
     "gpt": {"normalization": "LayerNorm", "add_bias_linear": True},
+    "bert": {"normalization": "LayerNorm", "add_bias_linear": True},
+    "bert alone": {"normalization": "LayerNorm", "add_bias_linear": True},
     "llama": _LLAMA,
     "qk-norm": {**_LLAMA, "qk_layernorm": True},
     "moe": {**_LLAMA, **_EXPERTS},
@@ -85,7 +89,7 @@ def layer_settings(kind: str, *, layers: int = 4, width: int = 32) -> dict[str, 
 
 def model_settings(kind: str) -> dict[str, Any]:
     """Returns the values of GPTModel."""
-    learned = kind == "gpt"
+    learned = kind in ("gpt", *BERTS)
     return {
         "vocab_size": PADDED,
         "max_sequence_length": POSITIONS,

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import pytest
 
+from petatron.base.errors import ConfigError
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
 from petatron.pretrained.model_reader import open_model_reader
 from tests.megatron_core.compare import logit_difference
+from tests.megatron_core.models import BERTS
 from tests.megatron_core.run_core import WHEEL, run_core
 
 pytestmark = [
@@ -28,6 +30,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "yarn": {},
     "dsa": {},
 }
+ENCODERS: dict[str, dict[str, Any]] = {"bert": {}, "bert alone": {"format": "legacy"}}
 LAYOUTS = {"one rank": (1, 1, tuple(SAVED)), "tp 2 pp 2": (2, 2, ("gpt", "llama", "moe", "mla", "dsa"))}
 
 
@@ -62,3 +65,17 @@ def test_megatron_core_loads_what_is_written(saved: tuple[Path, int, int], tmp_p
             jobs.append({"task": "load", "kind": kind, "out": target.name, "format": form, "tp": tp, "pp": pp})
     results = run_core(*jobs, folder=tmp_path)
     assert [result["difference"] for result in results] == [0.0] * len(jobs)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_encoders_have_the_logits_of_megatron_core(tmp_path: Path, tp: int, pp: int):
+    """Megatron's BERT in both formats; it is read, and not written."""
+    jobs = [{"task": "save", "kind": kind, "out": kind, "tp": tp, "pp": pp, **more} for kind, more in ENCODERS.items()]
+    run_core(*jobs, folder=tmp_path)
+    for kind, has_order in BERTS.items():
+        assert logit_difference(tmp_path / kind, tmp_path / f"ours {kind}") < 2e-6, kind
+        model = open_model_reader(tmp_path / kind).spec.config
+        assert (model.model_type, model.bert_binary_head, model.num_token_types) == ("bert", has_order, 2 * has_order)
+        layout = ConversionOptions(target_format="megatron", megatron=MegatronLayout(format="torch_dist"))
+        with pytest.raises(ConfigError, match=r"--model-type bert is read from Megatron's files"):
+            convert(open_model_reader(tmp_path / kind), tmp_path / "written", layout)

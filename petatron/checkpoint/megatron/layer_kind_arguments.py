@@ -1,4 +1,4 @@
-"""Megatron's arguments of latent attention, multi-token prediction and hybrids, to our settings and back.
+"""Megatron's arguments of latent attention, multi-token prediction and hybrids, to our settings and back; those of BERT to ours.
 
 Latent attention rotates by `rope_type`, whatever `position_embedding_type` says, and uses YaRN if neither is set; YaRN with a
 factor of 1 is plain rope. Arguments that a checkpoint lacks have the defaults of Megatron's own config.
@@ -6,11 +6,17 @@ factor of 1 is plain rope. Arguments that a checkpoint lacks have the defaults o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from petatron.base.errors import Problem
 from petatron.base.untrusted_files import is_count
+from petatron.checkpoint.megatron.weight_names import (
+    MASKED_HEAD_WEIGHT,
+    ORDER_HEAD_WEIGHT,
+    OUTPUT_BIAS,
+    SEGMENTS_WEIGHT,
+)
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.hybrid_mtp_pattern import depth_problems, split_depths
 from petatron.config.schema.model import ModelConfig
@@ -24,6 +30,7 @@ from petatron.config.schema.sections.hybrid import (
     all_symbols,
     allocate_layers,
 )
+from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.config.schema.sections.sparse_attention import (
     SPARSE_ATTENTION,
     SPARSE_ATTENTION_FIELDS,
@@ -193,6 +200,9 @@ def unnamed_layers(pattern: str | None) -> list[Problem]:
 def unsupported_kinds(model: ModelConfig) -> list[Problem]:
     """Returns the settings of these kinds that Megatron has no argument for."""
     problems = unnamed_layers(all_symbols(model))
+    if model.model_type != "decoder":
+        rule = "is read from Megatron's files, if at all, and not written to them"
+        problems.append(Problem("--model-type", model.model_type, rule, "Save it as a Hugging Face folder."))
     if model.multi_latent_attention and model.position_embedding_type not in ("rope", "yarn"):
         rule = "has no argument in Megatron, where latent attention is always rotary"
         problems.append(Problem("--position-embedding-type", model.position_embedding_type, rule, _FIX))
@@ -203,6 +213,22 @@ def unsupported_kinds(model: ModelConfig) -> list[Problem]:
         rule = f"is not --mamba-num-groups {model.mamba_num_groups}, as always in Megatron"
         problems.append(Problem("--mamba-norm-groups", str(model.mamba_norm_groups), rule, _FIX))
     return problems
+
+
+def masked_language_values(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ModelConfig values that tell a BERT, whose weights have these names; empty for a decoder.
+
+    Arguments do not tell it: those of BERT have their defaults in every run. The activation before its output head is the exact GELU.
+    """
+    if MASKED_HEAD_WEIGHT not in names:
+        return {}
+    return {
+        "model_type": MASKED_LANGUAGE_MODEL,
+        "bert_binary_head": ORDER_HEAD_WEIGHT in names,
+        "num_token_types": 2 if SEGMENTS_WEIGHT in names else 0,
+        "prediction_activation": "gelu_tanh" if arguments.get("openai_gelu") else "gelu",
+        "prediction_bias": OUTPUT_BIAS in names,
+    }
 
 
 def has_attention(model: ModelConfig) -> bool:

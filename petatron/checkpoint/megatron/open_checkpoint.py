@@ -17,7 +17,7 @@ from petatron.base.format_text import abbreviate_names
 from petatron.base.model_folder_file_names import TRACKER_FILE
 from petatron.base.untrusted_files import is_count, read_limited_bytes, reading_untrusted
 from petatron.checkpoint.megatron.arguments import config_from_arguments, tokenizer_values
-from petatron.checkpoint.megatron.layer_kind_arguments import moe_layer_freq
+from petatron.checkpoint.megatron.layer_kind_arguments import masked_language_values, moe_layer_freq
 from petatron.checkpoint.megatron.lazy_weight import (
     STATE_KINDS,
     LazyWeight,
@@ -100,7 +100,9 @@ def open_megatron(folder: Path, *, vocab_size: int | None = None) -> MegatronChe
 
 def _open(step: Path, vocab_size: int | None) -> MegatronCheckpoint:
     contents = read_torch_dist(step) if (step / ".metadata").is_file() else read_legacy(step)
+    names = contents.lazy_weights({}).keys()
     values, experts, problems = config_from_arguments(contents.arguments, vocab_size)
+    values |= masked_language_values(names, contents.arguments)
     if problems:
         raise ConfigError(problems)
     model, moe = ModelConfig(**values), MoEConfig(**experts) if experts else None
@@ -215,7 +217,7 @@ def _check_weights(step: Path, weights: tuple[MegatronWeight, ...], stored: Mapp
         lines = "\n".join(f"  {problem}" for problem in _first_problems(problems))
         raise CheckpointError(
             f"The weights in {step} are not those of the model that its arguments describe:\n{lines}\n"
-            "Convert only checkpoints of decoder language models, with the arguments they were trained with."
+            "Convert only checkpoints of decoder language models and of BERT, with the arguments they were trained with."
         )
 
 
@@ -226,7 +228,7 @@ def _first_problems(problems: list[str], max_lines: int = 12) -> list[str]:
 
 def _shape_matches(weight: MegatronWeight, shape: Shape) -> bool:
     if weight.layout == "vocabulary":
-        return len(shape) == 2 and shape[0] >= weight.shape[0] and shape[1:] == weight.shape[1:]
+        return len(shape) == len(weight.shape) and shape[0] >= weight.shape[0] and shape[1:] == weight.shape[1:]
     return shape == weight.shape
 
 

@@ -61,7 +61,7 @@ _KINDS: Mapping[str, StateKind] = {
     "param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq",
 }  # fmt: skip
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
-_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_LAYER = re.compile(r"(?:decoder|encoder)\.layers\.(?:(\d+)\.)?(.+)")
 _DEPTH = re.compile(r"(mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer(?:\.layers\.\d+)?))\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")

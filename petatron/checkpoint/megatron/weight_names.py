@@ -5,7 +5,7 @@ as a module of its own or as a part of the linear that follows it, with one modu
 all of it differently before Megatron-Core existed. Readers translate into these names first:
 
     decoder.layers.3.self_attention.linear_qkv.weight     layers counted over the whole model
-    decoder.layers.3.input_layernorm.weight               norms are always modules of their own
+    decoder.layers.3.input_layernorm.weight               norms are always modules of their own; BERT's encoder is called so too
     decoder.layers.3.mlp.experts.5.linear_fc1.weight      experts counted over the whole layer, [out, in]
     mtp.layers.0.transformer_layer.mlp.linear_fc2.weight  depths of multi-token prediction, which are layers after the last in ours
     mtp.layers.0.mtp_model_layer.layers.1.mixer.D         those of a hybrid have several layers each
@@ -73,6 +73,7 @@ _INDEXER = f"{_LAYER}.self_attention.core_attention.indexer"
 _MODULE_MAPPINGS = (
     _ModuleMapping("embedding.word_embeddings", ("embedding",), "vocabulary"),
     _ModuleMapping("embedding.position_embeddings", ("position",), "whole"),
+    _ModuleMapping("embedding.tokentype_embeddings", ("token_type",), "whole"),
     _ModuleMapping(f"{_LAYER}.input_layernorm", ("layers.*.attention_norm",), "whole"),
     _ModuleMapping(
         f"{_LAYER}.self_attention.linear_qkv",
@@ -138,8 +139,15 @@ _MODULE_MAPPINGS = (
     _ModuleMapping(f"{_DEPTH}.eh_proj", ("layers.*.projection",), "column"),
     _ModuleMapping(f"{_DEPTH}.final_layernorm", ("layers.*.norm",), "whole"),
     _ModuleMapping("decoder.final_layernorm", ("norm",), "whole"),
+    _ModuleMapping("lm_head.dense", ("transform.dense",), "whole"),
+    _ModuleMapping("lm_head.layer_norm", ("transform.norm",), "whole"),
     _ModuleMapping("output_layer", ("head",), "vocabulary"),
+    _ModuleMapping("pooler.dense", ("order_head.pooler",), "whole"),
+    _ModuleMapping("binary_head", ("order_head.out",), "whole"),
 )
+MASKED_HEAD_WEIGHT, ORDER_HEAD_WEIGHT = "lm_head.dense.weight", "binary_head.weight"
+"""What tells an encoder of masked tokens, and one that is trained on the order of segments."""
+SEGMENTS_WEIGHT, OUTPUT_BIAS = "embedding.tokentype_embeddings.weight", "output_layer.bias"
 
 
 def logical_shapes_with_router_bias(spec: ModelSpec) -> dict[str, Shape]:
@@ -227,7 +235,13 @@ _LEGACY_MODULES = {
 }
 _LEGACY_LAYER = re.compile(r"(?:language_model\.)?(?:encoder|transformer)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _LEGACY_NON_LAYER = (
-    (re.compile(r"language_model\.embedding\.(word|position)_embeddings\.weight"), r"embedding.\1_embeddings.weight"),
+    (
+        re.compile(r"language_model\.embedding\.(word|position|tokentype)_embeddings\.weight"),
+        r"embedding.\1_embeddings.weight",
+    ),
+    (re.compile(r"language_model\.pooler\."), "pooler."),
+    (re.compile(r"^lm_head\.(?:layernorm|norm)\."), "lm_head.layer_norm."),
+    (re.compile(r"^lm_head\.bias$"), "output_layer.bias"),
     (re.compile(r"language_model\.(?:encoder|transformer)\.final_(?:layer)?norm\."), "decoder.final_layernorm."),
     (re.compile(r"language_model\.output_layer\.weight"), "output_layer.weight"),
     (re.compile(r"word_embeddings_for_head\.weight"), "output_layer.weight"),
@@ -245,6 +259,7 @@ _TE_ALIASES = (
 # What some versions call otherwise.
 _OTHER_NAMES = (
     (re.compile(r"mixer\.conv1d_(weight|bias)$"), r"mixer.conv1d.\1"),
+    (re.compile(r"^encoder\."), "decoder."),  # of BERT; an encoder-decoder is none of the models here
     (re.compile(r"^decoder\.final_norm\."), "decoder.final_layernorm."),
     (re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\.(?!layers\.\d)"), r"\1.transformer_layer."),
 )

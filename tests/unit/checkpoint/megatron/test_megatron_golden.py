@@ -20,12 +20,12 @@ from petatron.config.schema.model import ModelConfig
 from petatron.models.registry import spec_from_config
 from petatron.pretrained.convert_model import ConversionOptions, MegatronLayout, convert
 from petatron.pretrained.model_reader import open_model_reader
-from tests.golden.make_megatron import CASES, FOLDER
+from tests.golden.make_megatron import CASES, ENCODERS, FOLDER
 from tests.megatron_core.compare import logit_difference
 from tests.megatron_core.models import VOCAB, arguments
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ENCODERS])
 def test_logits_are_those_of_megatron_core(tmp_path: Path, name: str):
     assert logit_difference(FOLDER / name, tmp_path / "converted") < 2e-6
 
@@ -131,3 +131,58 @@ def test_what_is_written_for_the_local_layers_is_what_megatron_core_wrote(tmp_pa
             assert torch.equal(ours[key][:rows], value[:rows]), key
         else:
             assert torch.equal(ours[key], value), key
+
+
+def test_a_bert_from_before_megatron_core_has_the_same_weights(tmp_path: Path):
+    """The names of `megatron.model.BertModel`, of which NVIDIA's 345M files are."""
+    source = FOLDER / "bert-torch_dist"
+    tensors = {name: lazy.load() for name, lazy in open_megatron(source).tensors.items()}
+    content = load_torch_file(source / "iter_0000010" / "common.pt")
+    old = {"q": "query_key_value", "out": "dense", "up": "dense_h_to_4h", "down": "dense_4h_to_h"}
+    layers: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith("layers."):
+            continue
+        layer, module, leaf = name.split(".")[1], ".".join(name.split(".")[2:-1]), name.split(".")[-1]
+        place, _, last = module.partition(".")
+        if last == "q":
+            heads = [tensors[name.replace(".q.", f".{part}.")].unflatten(0, (4, -1)) for part in "qkv"]
+            tensor = torch.cat(heads, dim=1).flatten(0, 1)
+        elif last in ("k", "v"):
+            continue
+        norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        module = norms.get(module) or f"{'self_attention' if place == 'attention' else place}.{old[last]}"
+        layers[f"layers.{layer}.{module}.{leaf}"] = tensor
+    layers |= {f"final_layernorm.{leaf}": tensors[f"norm.{leaf}"] for leaf in ("weight", "bias")}
+    words = torch.cat((tensors["embedding.weight"], torch.ones(4, 16)))
+    tables = {"word": words, "position": tensors["position.weight"], "tokentype": tensors["token_type.weight"]}
+    embedding = {f"{kind}_embeddings": {"weight": table} for kind, table in tables.items()}
+    head = {
+        f"{part}.{leaf}": tensors[f"transform.{part}.{leaf}"]
+        for part in ("dense", "norm")
+        for leaf in ("weight", "bias")
+    }
+    head = {name.replace("norm.", "layernorm."): tensor for name, tensor in head.items()}
+    pooler, order = (
+        {leaf: tensors[f"order_head.{part}.{leaf}"] for leaf in ("weight", "bias")} for part in ("pooler", "out")
+    )
+    model = {
+        "language_model": {"embedding": embedding, "encoder": layers, "pooler": {"dense": pooler}},
+        "lm_head": {**head, "bias": torch.cat((tensors["head.bias"], torch.zeros(4)))},
+        "binary_head": order,
+    }
+    (folder := tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+    kept = Namespace(**arguments("bert", 1, 1, 1, layers=2, width=16))
+    saved = {"iteration": 10, "args": kept, "model": model, "checkpoint_version": content["checkpoint_version"]}
+    torch.save(saved, folder / "model_optim_rng.pt")
+    opened = open_megatron(tmp_path / "old")
+    assert opened.model == open_megatron(source).model and opened.tensors.keys() == tensors.keys()
+    assert all(torch.equal(opened.tensors[name].load(), tensor) for name, tensor in tensors.items())
+
+
+def test_an_encoder_is_not_written_as_megatrons(tmp_path: Path):
+    options = ConversionOptions(target_format="megatron", megatron=MegatronLayout(format="torch_dist"))
+    with pytest.raises(
+        ConfigError, match=r"--model-type bert is read from Megatron's files, if at all, and not written"
+    ):
+        convert(open_model_reader(FOLDER / "bert-torch_dist"), tmp_path / "back", options)
