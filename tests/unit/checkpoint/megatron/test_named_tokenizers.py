@@ -44,7 +44,7 @@ def test_arguments_are_settings_of_a_tokenizer():
     assert tokenizer_values({**named, **odd}).keys() == {"tokenizer_type", "tokenizer_model", "vocab_extra_ids"}
     for without in ("tokenizer_model", "tokenizer_type"):
         assert tokenizer_values({**named, without: None}) == {}
-    assert tokenizer_values({**named, "tokenizer_type": "MultimodalTokenizer"}) == {}
+    assert tokenizer_values({**named, "tokenizer_type": "NullMultimodalTokenizer"}) == {}
 
 
 def test_a_tokenizer_of_tiktoken_has_a_size_of_its_own():
