@@ -26,7 +26,7 @@ from petatron.bench.measure.hardware_and_versions import choice_row, device_name
 from petatron.bench.measure.timing import large_copy, median_ms
 from petatron.bench.ops import attention, moe
 from petatron.bench.ops.kernel_case import SHAPES, SMALL_SHAPES, BenchContext, KernelCase
-from petatron.bench.ops.peer_kernels import peer_path_problems
+from petatron.bench.ops.peer_recurrences import peer_path_problems
 from petatron.bench.ops.training_kernel_cases import CASES
 from petatron.kernels.cpu_matmul import matmul
 from petatron.kernels.registry import choose_all_kernels

@@ -183,7 +183,8 @@ class ProvenanceWriter(FinishOrAbort):
     ) -> None:
         """Appends all documents of another dataset.
 
-        file_numbers: which of our files its files are. lines_before: one of its files, and how many lines come before those that it counts.
+        file_numbers: for each file of the other table, its number among the files of this one. lines_before: the number of a file of the
+        other table, and how many lines to add to its line numbers: those of the file that come before the part that the table is of.
         """
         numbers = np.array(file_numbers, np.uint32)
         for start in range(0, len(sources), _COPIED_DOCUMENTS):

@@ -1,10 +1,11 @@
 """Swaps offloaded optimizer state, stored in host memory or on disk, to the device for each update, one segment after another.
 
-Offloaded state could also be updated by the CPU: gradients are copied to the host (4 bytes per parameter) and weights back (2). Swapping
-copies the state itself (12 bytes each way with float32 moments, 8 with bfloat16 ones), and the device updates it. The CPU update moves less
-over PCIe, but reads and writes 30 bytes per parameter in host memory, which takes 16 cores as long as PCIe takes for 12; the ranks of a
-machine share those cores; the host must wait for the gradient norm; and another kernel rounds differently. Swapping takes 0.24 s per
-billion parameters (12 bytes at 50 GB/s, both directions at once), and the result equals that without offload, bit for bit.
+Swapping copies the state to the device and back (12 bytes per parameter each way with float32 moments, 8 with bfloat16 ones), which takes
+0.24 s per billion parameters (12 bytes at 50 GB/s, both directions at once). The result equals that without offload, bit for bit.
+
+The alternative is an update by the CPU: gradients are copied to the host (4 bytes per parameter) and weights back (2). It moves less over
+PCIe, and is not used here: it reads and writes 30 bytes per parameter in host memory, for which 16 cores need as long as PCIe for 12 bytes;
+the ranks of a machine share those cores; the host must wait for the gradient norm; and a kernel for the CPU rounds differently.
 
 Three device buffers rotate. While the update works on one, the next is filled and the last is written back:
 
@@ -68,14 +69,14 @@ class SwapStreams:
 
 @dataclass(frozen=True, slots=True)
 class SwapTask:
-    """Stored state of a segment, and the update that gets the state on the device."""
+    """The stored state of a segment, and the update to run on its copy on the device."""
 
     state: tuple[Tensor, ...]
     update: Callable[[tuple[Tensor, ...]], None]
 
 
 class PinnedStaging:
-    """Copies state directly from and to the page-locked host memory that stores it."""
+    """Stages nothing: state that is stored in page-locked memory is copied to the device from there, and back to there."""
 
     def __init__(self) -> None:
         self._tasks: Sequence[SwapTask] = ()
@@ -84,11 +85,11 @@ class PinnedStaging:
         self._tasks = tasks
 
     def fetch(self, index: int) -> tuple[Tensor, ...]:
-        """Returns the state of a task in page-locked memory, which is overwritten with the new state."""
+        """Returns the state of a task in page-locked memory, into which the new state is copied after the update."""
         return self._tasks[index].state
 
     def swapped_out(self, index: int, event: torch.cuda.Event) -> None:
-        """Is called once per task: after the event, the fetched memory holds the new state."""
+        """Is called once per task; when the event has occurred, the memory that `fetch` returned holds the new state."""
 
     def synchronize(self) -> None:
         """Waits until all new state is in its storage."""

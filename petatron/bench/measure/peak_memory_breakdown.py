@@ -1,8 +1,8 @@
 """Breaks down the memory of a training step at its peak, by layer and purpose.
 
 State (weights, gradients, master weights, moments) is known by its addresses, which the parameter groups and the optimizer have.
-Activations are known from autograd's hook (`saved_tensors.py`). On CUDA the allocator's record (`memory_trace.py`) says what else is
-allocated at the peak, and which function allocated it: quantized weights, the logits of a chunk of the loss, a kernel's workspace.
+Activations are known from autograd's hook (`saved_tensors.py`). On CUDA the allocator's record (`allocated_blocks_at_peak.py`) says what
+else is allocated at the peak, and which function allocated it: quantized weights, the logits of a chunk of the loss, a kernel's workspace.
 On a CPU there is no such record, and the snapshot is state and saved tensors.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petatron.bench.measure.memory_trace import MemoryBlock, StackFrame, blocks_at_peak, record_step
+from petatron.bench.measure.allocated_blocks_at_peak import MemoryBlock, StackFrame, blocks_at_peak, record_step
 from petatron.bench.measure.saved_tensors import SavedTensor, SavedTensorLog
 from petatron.bench.peers.petatron_step import PetatronContender
 from petatron.models.batch import Batch

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from petatron.bench.ops.kernel_case import CHECKED_ROWS, BenchContext, KernelCase, MicroBatchShape
-from petatron.bench.ops.peer_kernels import peer_kernels
+from petatron.bench.ops.peer_recurrences import peer_recurrences
 from petatron.kernels.ssm import causal_conv, chunk_channel_delta_rule, chunk_delta_rule, chunk_scan
 
 _TAPS = 4
@@ -123,7 +123,7 @@ def _forward_and_backward(
     start = [tensor[:CHECKED_ROWS] if tensor.dim() > 1 else tensor for tensor in inputs]
     exact, start_grad = [tensor.double() for tensor in start], grad[:CHECKED_ROWS]
     moved, outer = sum(tensor.numel() * tensor.itemsize for tensor in inputs), grad.numel() * grad.itemsize
-    shared = {"implementations": ways, "peers": peer_kernels(name, context.peer_paths)}
+    shared = {"implementations": ways, "peers": peer_recurrences(name, context.peer_paths)}
 
     def forward(kernels: Any, inputs: Sequence[Tensor]) -> Any:
         return getattr(kernels, function)(*inputs, **options)

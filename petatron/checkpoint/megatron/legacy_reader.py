@@ -40,14 +40,14 @@ from petatron.config.schema.sections.vocabulary import padded_rows
 _FILE = "model_optim_rng.pt"
 _INTERLEAVED_VERSION = 2.0
 _MAX_RANKS_PER_FOLDER = 64  # per folder on disk: beyond it the names are not listed
-_EXPERTS = (
+_EXPERTS_MODULE = (
     r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer\.layers\.\d+))\.mlp\.experts)"
 )
-_TE_GROUPED_MLP = re.compile(_EXPERTS + r"\.(linear_fc[12])\.(weight|bias)(\d+)$")
-_SEQUENTIAL_MLP = re.compile(_EXPERTS + r"\.local_experts\.(\d+)\.(.+)$")
-_GROUPED_MLP = re.compile(_EXPERTS + r"\.weight([12])$")
+_TE_GROUPED_MLP = re.compile(_EXPERTS_MODULE + r"\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_SEQUENTIAL_MLP = re.compile(_EXPERTS_MODULE + r"\.local_experts\.(\d+)\.(.+)$")
+_GROUPED_MLP = re.compile(_EXPERTS_MODULE + r"\.weight([12])$")
 _OLD_HEAD_DIM, _GPT2_VOCAB = 64, 50257
-_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(.+)$")
+_ONE_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +292,12 @@ def _per_expert_names(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]
 def _unsharded_weights(
     rank_files: _RankFiles, expected: Mapping[str, MegatronWeight]
 ) -> Iterator[tuple[str, LazyWeight]]:
-    depths = {len(chunks) for chunks in rank_files.files.values()}
-    if len(depths) > 1:
-        counts = abbreviate_names([str(depth) for depth in sorted(depths)])
+    virtual_stages = {len(chunks) for chunks in rank_files.files.values()}
+    if len(virtual_stages) > 1:
+        counts = abbreviate_names([str(count) for count in sorted(virtual_stages)])
         raise CheckpointError(f"{rank_files.step} mixes ranks of {counts} virtual stages. Copy the folders of one run.")
     first_layer = 0
-    for virtual in range(depths.pop()):
+    for virtual in range(virtual_stages.pop()):
         for pp in range(rank_files.sizes.pp):
             layers = 0
             for name, placed, shards, where in _stage_weights(rank_files, virtual, pp, first_layer):
@@ -321,7 +321,7 @@ def _stage_weights(
         for name in shards[0]:
             layer = layer_index(name)
             placed = name if layer is None else with_layer(name, first_layer + layer)
-            expert = _EXPERT.match(placed)
+            expert = _ONE_EXPERT.match(placed)
             if expert is not None:
                 placed = f"{expert[1]}.{ep * rank_files.experts_per_rank + int(expert[2])}.{expert[3]}"
             elif ep > 0:

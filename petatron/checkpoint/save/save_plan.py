@@ -1,4 +1,4 @@
-"""Plans one rank's part of a save of this layout with messages; no rank knows everything.
+"""Plans what one rank writes, sends and checks in every save of a layout, from messages of the other ranks; no rank has the whole plan.
 
     1. The dtype of every tensor of the model folder: one max-reduce over all ranks (`encoded_dtypes`, `set_agreed_dtypes`).
     2. From that, the files of the folder and their writers, the same on every rank (`assign_files_to_ranks.py`).
@@ -7,8 +7,9 @@
     4. The plan (`SavePlanner.plan`): writers know where their entries come from and that nothing is missing; checkers know that the
        boxes of each tensor cover the whole tensor, once.
 
-A rank's work grows with its own boxes, with the entries of the model, and with the boxes of the tensors that it writes or checks.
-All of this is pure: `SavePlanner` needs no process group. The layout does not change in a run, so it happens at the first save.
+The time and memory of planning on a rank depend on the number of its own boxes, of the entries of the model, and of the boxes of the
+tensors that it writes or checks, not on those of all ranks. `SavePlanner` does not communicate: its caller exchanges the messages. A run
+plans at its first save and reuses the plan, since its layout does not change.
 """
 
 from __future__ import annotations

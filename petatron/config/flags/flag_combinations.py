@@ -28,18 +28,20 @@ def apply_combined_rules(parsed: ParsedFlags) -> None:
     _drop_replaced_norm(parsed)
     _split_hybrid_pattern(parsed)
     _keep_offloaded_attention(parsed)
-    _add_gradients_up_in_fp32(parsed)
+    _accumulate_fsdp_gradients_in_fp32(parsed)
 
 
 def _drop_overridden_shorthands(parsed: ParsedFlags) -> None:
     """`--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp`: the field's own flag wins in either order."""
 
-    def yields(setting: Setting) -> bool:
+    def is_overridable(setting: Setting) -> bool:
         shorthand = spellings.SHORTHANDS.get(setting.origin.detail.replace("_", "-"))
         return shorthand is not None and shorthand.is_overridable
 
-    named = {setting.path for setting in parsed.settings if not yields(setting)}
-    parsed.settings = [setting for setting in parsed.settings if not (yields(setting) and setting.path in named)]
+    named = {setting.path for setting in parsed.settings if not is_overridable(setting)}
+    parsed.settings = [
+        setting for setting in parsed.settings if not (is_overridable(setting) and setting.path in named)
+    ]
 
 
 def _apply_latent_rotation(parsed: ParsedFlags) -> None:
@@ -81,7 +83,10 @@ def _add_latent_table(parsed: ParsedFlags, latent: Setting, positions: Setting |
 
 
 def _drop_unusable_overlap(parsed: ParsedFlags) -> None:
-    """Megatron overlaps all-to-alls of experts with its FSDP and with offload by module too; its scripts go on without that."""
+    """Drops the overlap of expert all-to-alls beside Megatron's FSDP and beside offload by module: it is not implemented with these here.
+
+    Megatron overlaps there too, and its scripts should run; no number depends on the overlap.
+    """
     path, offload = (
         fields_by_name()[name].path
         for name in ("overlap_moe_expert_parallel_comm", "fine_grained_activation_offloading")
@@ -103,7 +108,7 @@ def _drop_unusable_overlap(parsed: ParsedFlags) -> None:
 
 
 def _keep_offloaded_attention(parsed: ParsedFlags) -> None:
-    """`--recompute-modules mla_up_proj --offload-modules core_attn`: what is recomputed is what core attention saves and offloads."""
+    """Drops recompute of `mla_up_proj` beside `--offload-modules core_attn`: it would recompute the tensors that are offloaded."""
     name, typed = "recompute_modules", "mla_up_proj"
     last = {setting.path: index for index, setting in enumerate(parsed.settings)}
     asked, offloaded = (last.get(fields_by_name()[field].path) for field in (name, "offload_modules"))
@@ -121,8 +126,8 @@ def _keep_offloaded_attention(parsed: ParsedFlags) -> None:
     )
 
 
-def _add_gradients_up_in_fp32(parsed: ParsedFlags) -> None:
-    """Megatron's FSDP may add gradients up in bfloat16, and fully_shard does in the format of the master weights."""
+def _accumulate_fsdp_gradients_in_fp32(parsed: ParsedFlags) -> None:
+    """Replaces bfloat16 by fp32 for the main gradients of FSDP: fully_shard accumulates gradients in the dtype of the master weights."""
     path, strategy = (fields_by_name()[name].path for name in ("main_grads_dtype", "data_parallel_sharding_strategy"))
     last = {setting.path: index for index, setting in enumerate(parsed.settings)}
     if path not in last or strategy not in last or parsed.settings[last[strategy]].value not in FSDP_STRATEGIES:
@@ -137,7 +142,7 @@ def _add_gradients_up_in_fp32(parsed: ParsedFlags) -> None:
 
 
 def _drop_replaced_norm(parsed: ParsedFlags) -> None:
-    """Megatron's scripts ask for both norms of queries and keys, and that without weights takes the place of the other."""
+    """Drops `--qk-layernorm` beside `--qk-l2-norm`: Megatron's scripts set both, and the L2 norm (without weights) replaces the other."""
     last = {setting.path: setting for setting in parsed.settings}
     plain, l2 = (last.get(fields_by_name()[name].path) for name in ("qk_layernorm", "qk_l2_norm"))
     if plain is None or l2 is None or not plain.value or not l2.value:

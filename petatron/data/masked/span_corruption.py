@@ -24,13 +24,13 @@ from petatron.data.masked.masking_vocabulary import MaskingVocabulary
 
 Ids = NDArray[np.int64]
 _SPARE_SPANS = 1.25
-"""How many spans a text has room for, to those that it has on average."""
+"""For how many spans a text has room, as a multiple of the mean number of its spans."""
 Spans = list[list[int]]
 """The positions of the tokens of each span, in the order of the text."""
 
 
 class SpanCounts(NamedTuple):
-    """How many tokens of a text are in spans, and how many spans there are, which a few texts in a hundred exceed."""
+    """How many tokens of a text are in spans, and for how many spans it has room: a few texts in a hundred have more."""
 
     corrupted: int
     spans: int

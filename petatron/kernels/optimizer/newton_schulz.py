@@ -21,8 +21,9 @@ from petatron.kernels.cpu_matmul import matmul
 
 Coefficients = tuple[float, float, float]
 
-# simple: Jordan et al. quintic: a set for each of five steps (Cesista 2025). polar_express: the best polynomials for singular values
-# from 1e-3 on, made smaller by a safety factor of 1.01 (Amsel et al. 2025).
+# simple: one triple for all steps (Jordan et al. 2024). quintic: a triple for each of five steps (Cesista 2025).
+# polar_express: the polynomials p that are optimal for singular values in [1e-3, 1], as p(x / 1.01) except in the last, convergent step,
+# so that rounding cannot push a singular value beyond 1 (Amsel et al. 2025).
 COEFFICIENT_SETS: dict[str, tuple[Coefficients, ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
     "quintic": (
@@ -47,7 +48,7 @@ _SMALLEST_NORM = 1e-7
 
 
 def step_coefficients(name: str, num_steps: int) -> tuple[Coefficients, ...]:
-    """Returns the coefficients of every step; a shorter set repeats, and of polar_express, whose last step converges, only that.
+    """Returns the coefficients of every step. With more steps than triples the set repeats; polar_express repeats its last triple only.
 
     >>> step_coefficients("simple", 2)
     ((3.4445, -4.775, 2.0315), (3.4445, -4.775, 2.0315))

@@ -56,7 +56,7 @@ class RecurrentBranchSpec(BranchSpec):
 
     @abstractmethod
     def sections(self) -> dict[str, tuple[int, int]]:
-        """Returns the rows of each part of the first GEMM, and between how many units they may be cut."""
+        """Returns (rows, units) of each part of the first GEMM's output: tensor parallelism cuts rows only between units, such as heads."""
 
     def in_proj_params(self) -> dict[str, ParamSpec]:
         inputs = tuple(Section(f"in_{name}", *rows) for name, rows in self.sections().items())

@@ -75,7 +75,7 @@ class _StageBoundaries:
 
     @classmethod
     def of(cls, io: ModelIO, stage: int, module: StageModule) -> _StageBoundaries:
-        takes, gives = io.boundaries[stage], (*io.boundaries[stage + 1 : stage + 2], ())[0]
+        takes, gives = io.boundaries[stage], io.boundaries[stage + 1] if stage + 1 < len(io.boundaries) else ()
         takes_grad, gives_grad = (tuple(x for x in side if x.requires_grad) for side in (takes, gives))
         trains = any(parameter.requires_grad for parameter in module.parameters())
         return cls(takes, takes_grad, gives, gives_grad, bool(takes_grad) or trains)
@@ -148,11 +148,15 @@ class PipelineExecutor:
 
 
 class _BackwardInput(NamedTuple):
-    """Where the backward of a stage starts: at losses (no name), at outputs, and at inputs that were forwarded."""
+    """Where the backward of a stage starts.
+
+    edges: of its losses and outputs. names: of the same outputs, None for a loss. passed_through: names of the inputs that the stage has
+    passed to the next one unchanged, whose gradients come from there too.
+    """
 
     edges: list[GradientEdge]
     names: list[str | None]
-    forwarded: list[str]
+    passed_through: list[str]
 
 
 class _ScheduleExecution:
@@ -284,7 +288,7 @@ class _ScheduleExecution:
             name, y = tensor.name, output.tensors.get(tensor.name)
             if y is None:
                 y = inputs.get(name)
-                backward_input.forwarded.append(name)
+                backward_input.passed_through.append(name)
             elif self._scales is not None and tensor.requires_grad and y.requires_grad:
                 backward_input.edges.append(get_gradient_edge(y))
                 backward_input.names.append(name)
@@ -304,7 +308,7 @@ class _ScheduleExecution:
 
     def _backward(self, key: StageMicroBatch) -> None:
         stage, _ = key
-        edges, names, forwarded = self._backward_inputs.pop(key)
+        edges, names, passed_through = self._backward_inputs.pop(key)
         output_grads = self._output_grads.pop(key, {})
         if edges:
             torch.autograd.backward(edges, [None if name is None else output_grads[name] for name in names])
@@ -314,7 +318,7 @@ class _ScheduleExecution:
         input_grads: Bundle = {}
         for tensor in self._pipeline.boundaries[stage].takes_with_grad:
             x = inputs[tensor.name]
-            grad, later = x.grad, output_grads.get(tensor.name) if tensor.name in forwarded else None
+            grad, later = x.grad, output_grads.get(tensor.name) if tensor.name in passed_through else None
             if grad is None:
                 grad = torch.zeros_like(x) if later is None else later
             elif later is not None:

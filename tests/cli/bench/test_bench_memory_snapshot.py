@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from petatron.bench.measure.memory_trace import MemoryBlock, StackFrame, blocks_at_peak
+from petatron.bench.measure.allocated_blocks_at_peak import MemoryBlock, StackFrame, blocks_at_peak
 from petatron.bench.measure.peak_memory_breakdown import (
     OUTSIDE_LAYERS,
     MemoryPart,

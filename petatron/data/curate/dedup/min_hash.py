@@ -48,7 +48,9 @@ class MinHashOptions:
         return self.bands * self.rows
 
     def lowest_estimate(self, *, lenient: bool = False) -> float:
-        """Returns the estimate from which on a pair counts: some standard errors below the threshold, more where it is compared again.
+        """Returns the lowest estimate with which a pair counts as similar: the threshold less two standard errors of an estimate.
+
+        lenient: less 3.5 standard errors, for pairs whose exact similarity is computed afterwards.
 
         >>> round(MinHashOptions().lowest_estimate(), 3), round(MinHashOptions().lowest_estimate(lenient=True), 3)
         (0.755, 0.722)

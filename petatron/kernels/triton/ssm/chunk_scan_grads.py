@@ -9,9 +9,11 @@ of dt_j x_j.
     _x_dt_B_grads   g_j = sum over i >= j of L_ij (C_i . B_j) dy_i + exp(s_Q - s_j) dh B_j;  of x, dt, A, D
                     dB_j += sum over heads of dt_j exp(s_Q - s_j) dh^T x_j
 
-Every product holds exp(s_i - s_j), exp(s_i) or exp(s_Q - s_j), so its gradient times itself is added to ddA_cs at i and subtracted at j;
-at Q it also has exp(s_Q) <dh, h>. ddA of a token is the sum of ddA_cs over it and all after it in the chunk. No atomic adds: sums over
-parts of heads, and those of A and D over chunks, are taken afterwards in a fixed order.
+Gradients of the decays: every term of y and of the next state has one factor exp(e), with e = s_i - s_j, s_i or s_Q - s_j. The gradient
+of e is the term times the term's gradient; it is added to ddA_cs at i (or Q) and subtracted at j. The factor exp(s_Q) of h adds
+exp(s_Q) <dh, h> at Q. Then ddA_j = sum over i >= j of ddA_cs_i, inside the chunk.
+
+No atomic adds: sums over parts of heads, and for A and D over chunks, are taken afterwards in a fixed order.
 """
 
 from __future__ import annotations

@@ -5,12 +5,14 @@ are, stay in registers. `scan_tiles.py` has the notation.
 
     _intra_chunk_grads      dCB_ij = sum over heads of L_ij dt_j (dy_i . x_j);  dC = dCB B,  dB = dCB^T C;  of D
     _inter_chunk_grads      dC_i += sum over heads of exp(s_i) h^T dy_i;  dB_j += sum over heads of dt_j exp(s_Q - s_j) dh^T x_j;  <dh, h>
-    _dt_A_grads             of dt and A, from sums over the rows and columns of all these products
+    _dt_A_grads             of dt and A, from the row and column sums that the other two store (`CumsumGrads`)
 
-Every product holds exp(s_i - s_j), exp(s_i) or exp(s_Q - s_j), so its gradient times itself is added to ddA_cs at i and subtracted at j;
-at Q it also has exp(s_Q) <dh, h>. ddA of a token is the sum of ddA_cs over it and all after it in the chunk. The sums at j, without dt_j,
-are also <g_j, x_j>, with g the gradient of dt x: what dt gets besides. No atomic adds: sums over parts of heads or states, and those of A
-and D over chunks, are taken afterwards in a fixed order.
+Gradients of the decays: every term of y and of the next state has one factor exp(e), with e = s_i - s_j, s_i or s_Q - s_j. The gradient
+of e is the term times the term's gradient; it is added to ddA_cs at i (or Q) and subtracted at j. The factor exp(s_Q) of h adds
+exp(s_Q) <dh, h> at Q. Then ddA_j = sum over i >= j of ddA_cs_i, inside the chunk. What is subtracted at j is dt_j <g_j, x_j>, with g the
+gradient of dt x. As ddt_j = A ddA_j + <g_j, x_j> needs the same inner products, they are stored without dt_j.
+
+No atomic adds: sums over parts of heads or of state rows, and for A and D over chunks, are taken afterwards in a fixed order.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ _HEADS = 16
 
 
 class CumsumGrads(NamedTuple):
-    """What ddA_cs is the sum of, in float32.
+    """Parts of ddA_cs, in float32: r_i = sum over j of dM_ij M_ij, and the inner product u_j = <g_j, x_j>; `_dt_A_grads` adds them up.
 
-    intra_chunk: sums over the rows of dM * M, at i, and over its columns, at j and without dt_j [2, B, H, padded length].
-    inter_chunk: the same of the products with states, for each part of the state's rows [2 N parts, B, H, padded length].
+    intra_chunk: r, then u, of the terms inside the chunk [2, B, H, padded length].
+    inter_chunk: r of the term that reads the state, then u of the term that writes it, for each part of the state's rows
+        [2 N parts, B, H, padded length].
     dh_dot_h: <dh, h> of each part of the state's rows [N parts, c, B, H].
     """
 
@@ -281,9 +284,13 @@ def _dt_A_grads(
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """ddA = reverse cumsum of ddA_cs;  ddt = A ddA + <g, x>;  the gradient of A = <dt, ddA>.
+    """Adds up the parts in `CumsumGrads`, r and u, to the gradients of dt and A.
 
-    ddA_cs = sums at i less dt times sums at j; at Q, plus dt times the inter-chunk sums at j, and chunk_decay <dh, h>.
+    u_j       = u_intra_j + u_inter_j  =  <g_j, x_j>
+    ddA_cs_i  = r_intra_i + r_inter_i - dt_i u_i
+    ddA_cs_Q += sum over j of dt_j u_inter_j + chunk_decay <dh, h>
+    ddA_j     = sum over i >= j of ddA_cs_i
+    ddt_j     = A ddA_j + u_j;    the gradient of A = sum over j of dt_j ddA_j
     """
     chunk, b, num_chunks, batch = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
     dt, dA_cumsum, documents = by_token

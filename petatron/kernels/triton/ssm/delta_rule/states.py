@@ -6,8 +6,8 @@ With T the UT transform of a chunk, S the state before it, S' the one after it, 
     forward     v_new = T beta (v - from_start (k S))              S' = chunk_decay S + k^T (to_end v_new)
     backward    d_rhs = T^T (d_v_new + to_end (k dS'))             dS = chunk_decay dS' + q^T (from_start do) - k^T (from_start beta d_rhs)
 
-d_v_new is the gradient of v_new by the outputs of the same chunk, and d_rhs that of rhs = beta (v - from_start (k S)), the right-hand side
-of the chunk's triangular system (I + L) v_new = rhs. A program has some columns of one head's state in registers, in float32, for all
+d_v_new is the gradient of v_new through the outputs of the same chunk, and d_rhs that of rhs = beta (v - from_start (k S)), the right-hand
+side of the chunk's triangular system (I + L) v_new = rhs. A program has some columns of one head's state in registers, in float32, for all
 chunks: columns do not mix.
 
 With decays of channels these are inside the products. Queries and keys then have them as factors (`channel_decays.py`), keys once from the
@@ -88,7 +88,8 @@ def chunk_state_grads(
     """Returns the gradients dS' of the states after the chunks [B, c, H, N, P] and d_rhs [S, B, H, P], and that of the initial state,
     in float32.
 
-    grad_v_new_SBHP: contiguous, by the outputs of the same chunk alone; d_rhs takes its place in memory. grad_final_state: None: zero.
+    grad_v_new_SBHP: contiguous, the gradient through the outputs of the same chunk alone; d_rhs overwrites it.
+    grad_final_state: None: zero.
     decayed: see `chunk_states`.
     """
     grad_states, grad_initial_state = _new_states(grad_o_SBHP, chunks)

@@ -24,8 +24,8 @@ from petatron.models.hf.decoder_config_json import SILU_ALONE, latent_attention,
 from petatron.models.hf.families.deepseek import EXPERT_BIAS_MAPPING, LATENT_MAPPINGS, SHARED_EXPERTS
 from petatron.models.hf.families.mistral import MIXTRAL_EXPERTS
 from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.linear_layers_config_json import linear_attention, read_linear_layers, write_linear_layers
 from petatron.models.hf.shared_tensor_names import FUSED_EXPERTS, leaf_mappings, module_mappings
-from petatron.models.hf.window_config_json import linear_attention, read_linear_layers, write_linear_layers
 from petatron.models.model_spec import ModelSpec
 
 _TABLE = "linear_attn_config"

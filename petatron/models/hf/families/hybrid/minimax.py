@@ -16,16 +16,16 @@ from petatron.models.hf.config_translation import OTHER_MODEL_FIX, Keys, Setting
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama, no_biases
 from petatron.models.hf.families.mistral import MIXTRAL, mixtral_experts
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tensor_names import FUSED_EXPERT_MAPPINGS, module_mappings
-from petatron.models.hf.window_config_json import (
-    FULL,
+from petatron.models.hf.linear_layers_config_json import (
     LINEAR,
     linear_attention,
     linear_settings,
     read_linear_layers,
     write_linear_layers,
 )
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tensor_names import FUSED_EXPERT_MAPPINGS, module_mappings
+from petatron.models.hf.window_config_json import FULL
 from petatron.models.model_spec import ModelSpec
 
 _OURS, _THEIRS = "layers.*.lightning", "model.layers.*.self_attn"

@@ -15,14 +15,14 @@ from petatron.models.hf.config_translation import Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import SILU_ALONE, llama
 from petatron.models.hf.families.qwen import QWEN2_MOE, head_norms, qwen_experts, shared_expert
 from petatron.models.hf.family import Family, ModuleMapping
-from petatron.models.hf.rope_config_json import rope
-from petatron.models.hf.shared_tensor_names import leaf_mappings, module_mappings
-from petatron.models.hf.window_config_json import (
+from petatron.models.hf.linear_layers_config_json import (
     linear_attention,
     linear_settings,
     read_linear_layers,
     write_linear_layers,
 )
+from petatron.models.hf.rope_config_json import rope
+from petatron.models.hf.shared_tensor_names import leaf_mappings, module_mappings
 
 _NET, _HF_NET = "layers.*.delta", "model.layers.*.linear_attn"
 _NET_MAPPINGS = (

@@ -26,7 +26,7 @@ from petatron.bench.peers.peer_source import PeerSource, folder_problems, peer_s
 _Grads = tuple[Tensor | None, ...]
 
 
-def peer_kernels(operation: str, paths: Sequence[Path]) -> dict[str, Any]:
+def peer_recurrences(operation: str, paths: Sequence[Path]) -> dict[str, Any]:
     """Returns the implementations of an operation that are in the folders, by name and version."""
     package, build = _PEERS[operation]
     return {str(source): build(source) for source in peer_sources(package, paths)[:1]}

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from petatron.base.errors import ConfigError
 from petatron.bench.kernels import DeviceSpeed, measure_case
 from petatron.bench.ops.kernel_case import SMALL_SHAPES, BenchContext
-from petatron.bench.ops.peer_kernels import peer_path_problems
+from petatron.bench.ops.peer_recurrences import peer_path_problems
 from petatron.bench.ops.recurrences import channel_delta_cases, delta_cases, scan_cases
 from petatron.cli.bench import main
 
