@@ -163,7 +163,7 @@ def _job_request(options: PreprocessOptions) -> JobRequest:
         files=tuple(files),
         settings=_output_settings(options, tokenizer),
         part_bytes=min(options.part_bytes, -(-total // options.partitions)) if options.max_documents is None else None,
-        write=_write_options(options, tokenizer),
+        write=_write_options(options, tokenizer, RecordedTokenizer.of(tokenizer)),
         overwrite=options.overwrite,
     )
 
@@ -178,14 +178,17 @@ def _engine(options: PreprocessOptions, on_progress: OnProgress | None) -> Engin
     return partial(_tokenize_parts, options, on_progress=on_progress)
 
 
-def _write_options(options: PreprocessOptions, tokenizer: Tokenizer) -> WriteOptions:
+def _write_options(
+    options: PreprocessOptions, tokenizer: Tokenizer, recorded: RecordedTokenizer | None = None
+) -> WriteOptions:
+    """`recorded` is written beside the joined dataset, and not beside its parts."""
     return WriteOptions(
         outputs=options.outputs,
         dtype=optimal_dtype(tokenizer.vocab_size),
         skips=options.on_error == "skip",
         max_line_bytes=options.max_line_bytes,
         with_sources=options.document_sources,
-        tokenizer=RecordedTokenizer.of(tokenizer),
+        tokenizer=recorded,
     )
 
 

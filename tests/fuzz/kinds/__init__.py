@@ -43,6 +43,7 @@ KINDS = {
     "csv": "inputs",
     "webdataset": "inputs",
     "sources": "sources",
+    "recorded-tokenizer": "recorded_tokenizer",
     "parts": "parts",
     "tokenizer": "tokenizer",
     "settings": "settings",
