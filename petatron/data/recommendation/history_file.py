@@ -25,6 +25,8 @@ from petatron.data.index_cache import fingerprint
 from petatron.data.recommendation.item_names_file import names_path
 
 FORMAT = "petatron item histories 1"
+MAX_ITEMS = 1 << 28
+"""As many as a vocabulary may have."""
 _HINT = "Write it with petatron.data.recommendation.history_file.write_histories"
 
 
@@ -79,6 +81,8 @@ class ItemHistories:
     def problem(self) -> str | None:
         """Returns what is wrong with them, as a predicate; None if nothing is."""
         offsets, items = self.offsets, self.items
+        if not 0 <= self.num_items <= MAX_ITEMS:
+            return f"has {self.num_items:,} items, and such a file at most {MAX_ITEMS:,}"
         if offsets.ndim != 1 or items.ndim != 1 or len(offsets) < 1 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
             return "has offsets that are not increasing from 0"
         if offsets[-1] != len(items) or (self.times is not None and self.times.shape != items.shape):

@@ -142,6 +142,8 @@ def test_files_of_other_kinds_and_names_that_do_not_fit_are_refused(tmp_path: Pa
         read_histories(tmp_path / "text")
     with pytest.raises(DataError, match="2 names were given for 9 items"):
         write_histories(path, HISTORIES, ["a", "b"])
+    with pytest.raises(DataError, match="and such a file at most"):
+        write_histories(path, ItemHistories.of_users([[1]], None, num_items=1 << 40))
     with pytest.raises(DataError, match="has the item 9"):
         write_histories(path, ItemHistories.of_users([[9]], None, num_items=9))
     (tmp_path / "names").write_text("a\na\n")
