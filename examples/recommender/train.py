@@ -37,6 +37,7 @@ def train(path: Path, histories: ItemHistories, iterations: int, flags: list[str
         "--vocab-size": histories.num_items,
         "--train-iters": iterations,
         "--global-batch-size": BATCH,
+        "--micro-batch-size": BATCH,
         "--eval-iters": -(-users // BATCH),
     }
     data = {f"--{split}-data-path": path for split in ("train", "valid", "test")}
