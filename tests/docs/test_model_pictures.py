@@ -19,6 +19,7 @@ _RECOMMENDER = (
     "--vocab-size 1000000"
 )
 PICTURES = {
+    "modernbert.svg": ("modernbert-base", "--preset modernbert-base"),
     "sasrec.svg": ("SASRec: attention over a history, scores by the table of items", _RECOMMENDER),
     "hstu.svg": (
         "HSTU with two tables and sampled items",
