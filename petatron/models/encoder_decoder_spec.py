@@ -116,7 +116,7 @@ class EncoderDecoderSpec(DecoderSpec):
             if self.first_layers[name] in stage.layer_indices:
                 params |= with_prefix(name, bias.params())
         if self.num_encoder_layers - 1 in stage.layer_indices:
-            params |= with_prefix("encoder_norm", self.final_norm.params())
+            params = with_prefix("encoder_norm", self.final_norm.params()) | params
         return params
 
     def outer_saved_bytes(self, shape: ActivationShape, stage: PipelineStage) -> int:

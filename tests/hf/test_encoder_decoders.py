@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from transformers import T5ForConditionalGeneration
 
 import petatron
 from petatron.base.errors import ConfigError
+from petatron.data.masked.packed_rows import packed_documents
+from petatron.kernels.attention.document_layout import KeySpans
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
@@ -74,6 +77,34 @@ def test_an_encoder_decoder_equals_that_of_transformers(ranks: RankPool, name: s
     for key, value in wanted.items():
         bound = 1e-6 + 2e-5 * value.abs().max().item()
         torch.testing.assert_close(grads[key], value, rtol=1e-4, atol=bound, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", ["t5-odd", "flan-t5"])
+def test_packed_texts_are_computed_like_texts_by_themselves(name: str, tmp_path: Path):
+    true = encoder_decoder_truth(name)
+    assert true.batch.source_documents is not None
+    lengths = [(row == 0).sum().item() for row in true.batch.source_documents.starts_BS], true.is_token.sum(1).tolist()
+    rows = []
+    for tokens_BS, counts in zip((true.batch["encoder_tokens"], true.batch.tokens), lengths, strict=True):
+        texts = [row[:count] for row, count in zip(tokens_BS, counts, strict=True)]
+        begins = np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+        padding = np.full((3,), -1)
+        rows.append(
+            (torch.cat([*texts, torch.zeros(3, dtype=torch.int64)])[None], np.concatenate((begins, padding))[None])
+        )
+    (source, source_begins), (tokens, begins) = rows
+    (source_documents, source_positions), (documents, positions) = map(packed_documents, (source_begins, begins))
+    batch = Batch(
+        tokens,
+        positions=positions,
+        documents=documents,
+        arrays={"encoder_tokens": source, "encoder_positions": source_positions},
+        source_documents=source_documents,
+        key_spans=KeySpans.of_documents(documents, source_documents),
+    )
+    model = petatron.from_pretrained(saved(name, tmp_path), dtype="float32", gradients=False)
+    [outputs] = model.forward([batch], collect=["logits"])
+    torch.testing.assert_close(outputs["logits"][0, :-3], true.logits[true.is_token], rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
