@@ -92,7 +92,7 @@ def padded(rows: list[list[int]], pad: int) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("encoder_decoder")
     parser.add_argument("decoder")
     parser.add_argument("texts", type=Path)

@@ -39,7 +39,7 @@ def walk(random: Random) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--walks", type=int, default=6000)
     parser.add_argument("--held-out", type=int, default=200)

@@ -339,7 +339,7 @@ def test_a_damaged_tokenizer_of_a_checkpoint_is_not_the_default(folder: Path, tm
 
 def test_forcing_has_no_effect_without_a_model():
     assert (
-        "--force-tokenizer has no effect: there is no model to start from"
+        "--force-tokenizer has no effect: there is neither a model to start from nor data that was tokenized"
         in read(*LLAMA.split(), "--force-tokenizer").notices
     )
 

@@ -17,7 +17,7 @@ import pytest
 from petatron.config.schema.data import TokenizerConfig
 from petatron.data.preprocess import PreprocessOptions, preprocess
 
-ENDINGS = ("bin", "idx", "sources")
+ENDINGS = ("bin", "idx", "sources", "tokenizer")
 WATCHED = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 """Between two of these events nothing happens to the names in a folder."""
 

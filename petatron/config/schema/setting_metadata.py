@@ -56,7 +56,9 @@ def used_with(*settings: str, value: Any = None, reason: str = "") -> UsedWhen:
 
     def is_used(run: RunSettings) -> bool:
         values = [getter(run) for getter in getters]
-        return value in values if value is not None else any(item is not None and item is not False for item in values)
+        if value is not None:
+            return value in values
+        return any(item is not None and item is not False and item != () for item in values)
 
     return UsedWhen(is_used, reason or f"it is for {flags}{'' if value is None else f' {value}'}")
 

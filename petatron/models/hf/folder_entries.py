@@ -147,10 +147,12 @@ def _mapping_entries(
     """Returns the entries of one layer, by its index here and there."""
     layer, hf_layer = map(str, layers)
     names = [f"{module.replace('*', layer)}.{leaf}" for module in mapping.logical_modules]
-    has = {
-        name: f"{name.replace('*', layer)}.weight" in shapes for name in (mapping.beside, mapping.not_beside) if name
-    }
-    if names[0] not in shapes or not has.get(mapping.beside, True) or has.get(mapping.not_beside, False):
+
+    def has(module: str) -> bool:
+        return f"{module.replace('*', layer)}.weight" in shapes
+
+    lacks = mapping.beside is not None and not has(mapping.beside)
+    if names[0] not in shapes or lacks or (mapping.not_beside is not None and has(mapping.not_beside)):
         return []
     hf = mapping.hf_module.replace("*", hf_layer) + ("" if mapping.no_weight_suffix else f".{leaf}")
     parts = {name: shapes[name] for name in names}

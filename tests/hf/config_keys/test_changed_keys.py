@@ -99,7 +99,7 @@ def _our_logits(config: Config, model: PreTrainedModel, folder: Path) -> Tensor 
 
 
 def _has_encoder(model: PreTrainedModel) -> bool:
-    return model.config.is_encoder_decoder
+    return hasattr(model, "encoder")  # the key may be what was changed
 
 
 class Comparison:

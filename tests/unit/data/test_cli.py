@@ -79,9 +79,9 @@ def test_malformed_lines(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("flags", "code", "message"),
     [
         (
-            ("--tokenizer-type", "MultimodalTokenizer"),
+            ("--tokenizer-type", "SFTTokenizer"),
             2,
-            "--tokenizer-type MultimodalTokenizer is not in this version",
+            "--tokenizer-type SFTTokenizer is not in this version",
         ),
         (("--log-interval", "0"), 2, "--log-interval 0 must be at least 1"),
         (("--tokenizer-model", "/nowhere/tokenizer.json"), 1, "/nowhere/tokenizer.json does not exist"),

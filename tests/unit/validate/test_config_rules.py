@@ -421,6 +421,7 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
         "wandb_entity",
         "step_batch_size_schedule",
         "tokenizer_special_tokens",
+        "special_tokens",
         *(f"fim_{name}_token" for name in ("prefix", "middle", "suffix", "pad", "eod")),
         *("fim_split_sample", "fim_no_prefix"),
     }
