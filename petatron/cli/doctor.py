@@ -41,6 +41,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("sentencepiece",),
         "SentencePiece models of the unigram kind, or that normalize text; those of BPE as Llama 2 has it need nothing",
     ),
+    "images": (("pillow",), "images beside text: files of images, and requests with images"),
     "fetch": (("huggingface-hub", "pyarrow"), "downloading public datasets (petatron data fetch)"),
     "triton": (
         ("triton",),
