@@ -58,11 +58,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return _widened(a, b)
 
 
-def linear(x_RD: Tensor, weight_OD: Tensor) -> Tensor:
-    """x W^T in the dtype of both; PyTorch transposes at less cost to the host than a view of Python's."""
+def linear(x_RD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x W^T + b, rounded once, without autograd; PyTorch transposes at less cost to the host than a view of Python's."""
     if x_RD.is_cuda or not is_widened(x_RD, weight_OD):
-        return F.linear(x_RD, weight_OD)
-    return matmul(x_RD, weight_OD.t())
+        return F.linear(x_RD, weight_OD, bias_O)
+    if bias_O is None:
+        return _widened(x_RD, weight_OD.t())
+    wide = torch.addmm(to_compute_dtype(bias_O), to_compute_dtype(x_RD), to_compute_dtype(weight_OD).t())
+    return wide.to(x_RD.dtype)
 
 
 def _widened(a: Tensor, b: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The three GEMMs of a linear layer (forward, input gradient, weight gradient), in one of several implementations.
 
+A bias is added by the forward GEMM. Its gradient, the sum of the output gradient's rows, is no part of the other two.
+
 A weight's gradient is not returned but written: its GEMM accumulates into the wider buffer that sums a step's micro-batches. So no
 gradient exists in the weight's precision, and none is added in a second pass.
 
@@ -35,7 +37,7 @@ class WeightGrad(Protocol):
 class Gemm(Protocol):
     """An implementation of a linear's GEMMs."""
 
-    def forward(self, x_RD: Tensor, weight: Tensor, /) -> tuple[Tensor, Tensors]:
+    def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> tuple[Tensor, Tensors]:
         """Returns the output, and tensors to save for backward; none means that the input itself is saved or recomputed."""
         ...
 
@@ -63,10 +65,10 @@ class PlainWeightGrad:
 
 
 class PlainGemm:
-    """x W^T in the precision of both."""
+    """x W^T + b in the precision of both; cuBLAS adds the bias before it rounds, in the same kernel."""
 
-    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        return linear(x_RD, weight), ()
+    def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensors]:
+        return linear(x_RD, weight, bias), ()
 
     def forward_into(self, x_NRD: Tensor, weight: Tensor, out_NRO: Tensor) -> None:
         if is_widened(x_NRD, weight):

@@ -45,16 +45,20 @@ def split_qkv_rope_backward(
 
     `out` has qkv's memory layout: [S, B, (H + 2K) E], or rows of it, in the order of `batch_first`.
     """
+    return join_qkv_grads(apply_rope(dq, cos, -sin), apply_rope(dk, cos, -sin), dv, out=out, batch_first=batch_first)
+
+
+def join_qkv_grads(dq: Tensor, dk: Tensor, dv: Tensor, *, out: Tensor, batch_first: bool = False) -> Tensor:
+    """Writes the gradients of what `split_qkv` returns to the slices of `out`, and returns it; `out` is as above."""
     out_SBF = out if out.dim() == 3 else tokens_of_rows(out, batch=dq.shape[1], batch_first=batch_first)
-    to_q, to_k, to_v = split_qkv(out_SBF, num_heads=dq.shape[2], num_kv_heads=dk.shape[2])
-    to_q.copy_(apply_rope(dq, cos, -sin))
-    to_k.copy_(apply_rope(dk, cos, -sin))
-    to_v.copy_(dv)
+    parts = split_qkv(out_SBF, num_heads=dq.shape[2], num_kv_heads=dk.shape[2])
+    for part, grad in zip(parts, (dq, dk, dv), strict=True):
+        part.copy_(grad)
     return out
 
 
 def split_qkv(qkv: Tensor, *, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views q [S, B, H, E], k and v [S, B, K, E] of [S, B, (H + 2K) E]."""
+    """Returns views q [S, B, H, E], k and v [S, B, K, E] of [S, B, (H + 2K) E]; H may be 0."""
     heads = _heads(qkv, num_heads=num_heads, num_kv_heads=num_kv_heads)
     q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), dim=2)
     return q, k, v

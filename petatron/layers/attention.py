@@ -16,7 +16,7 @@ from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import paged_attention
 from petatron.kernels.attention.paged_attention import KeyValue, PagedAttentionKernels
 from petatron.kernels.attention.score_modifiers import NO_RULES, ScoreRules
-from petatron.kernels.rope import apply_rope, split_qkv
+from petatron.kernels.rope import apply_rope
 from petatron.layers.alibi_and_temperature import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
 from petatron.layers.core_attention import AttentionSinks, CoreAttention
 from petatron.layers.forward_context import ForwardContext
@@ -30,6 +30,7 @@ from petatron.layers.ops.split_qkv_norm_rope import (
     merge_heads,
     split_qkv_norm_rope,
     split_qkv_rope,
+    split_qkv_without_rope,
 )
 from petatron.layers.relative_position_bias import RELATIVE_BIAS
 from petatron.layers.rope import pairs_apart
@@ -370,11 +371,11 @@ class Attention(BranchModule):
             return split_qkv_rope(
                 qkv, cos_sin, num_heads=heads, num_kv_heads=groups, kernels=self.kernels, rows=context.token_rows
             )
-        qkv = qkv if context.token_rows is None else context.token_rows.unflatten(qkv)
+        sizes = {"num_heads": heads, "num_kv_heads": groups}
         if cos_sin is not None and self.qk_rms_norms is not None and fused:
-            sizes = {"num_heads": heads, "num_kv_heads": groups}
+            qkv = qkv if context.token_rows is None else context.token_rows.unflatten(qkv)
             return split_qkv_norm_rope(qkv, cos_sin, self.qk_rms_norms, **sizes, kernels=self.qk_norm_rope_kernels)
-        q, k, v = split_qkv(qkv, num_heads=heads, num_kv_heads=groups)
+        q, k, v = split_qkv_without_rope(qkv, **sizes, kernels=self.kernels, rows=context.token_rows)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if cos_sin is not None and self.spec.rope_interleaved:

@@ -17,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from petatron.kernels import rope
 from petatron.kernels.attention.visibility import Visibility
 from petatron.layers.core_attention import CoreAttention
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.linear import Linear
 from petatron.layers.norm import NormSpec
 from petatron.layers.ops.recompute_output import RecomputableOutput
+from petatron.layers.ops.split_qkv_norm_rope import RopeKernels, split_qkv_without_rope
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch_spec import BranchModule, SoftmaxAttentionSpec
 from petatron.layers.spec.generation_state import GenerationStep, RecurrentState, StateSlots, StateTensor
@@ -154,7 +156,11 @@ class CrossAttention(BranchModule):
         scale = spec.softmax_scale
         self.query_factor = None if scale is None else scale * math.sqrt(spec.head_dim)
         self.core = CoreAttention(dropout=spec.dropout)
+        self.kernels: RopeKernels = rope
         self.out = Linear(q_width, (spec.hidden_size,), bias=spec.out_bias)
+
+    def kernel_slots(self) -> Mapping[str, str]:
+        return {"kernels": "rotary embedding"}
 
     def recompute_regions(self) -> Mapping[str, nn.Module]:
         return {"core_attn": self.core, "attention": self}
@@ -197,6 +203,6 @@ class CrossAttention(BranchModule):
         return q if self.query_factor is None else q * self.query_factor
 
     def _keys_values(self, encoded_TBD: Tensor) -> tuple[Tensor, Tensor]:
-        parts = self.kv(encoded_TBD).split(self.kv.sections, dim=-1)
-        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        kv, heads = self.kv(encoded_TBD), self.kv.sections[0] // self.head_dim
+        _, k, v = split_qkv_without_rope(kv, num_heads=0, num_kv_heads=heads, kernels=self.kernels)
         return (k if self.k_norm is None else self.k_norm(k)), v

@@ -15,8 +15,8 @@ from petatron.layers.ops.linear_op import local_linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.parallel_slots import TensorSlot
 
-LinearOp = Callable[[Tensor | RecomputableOutput, Tensor], Tensor]
-"""(x, weight) to x W^T: the slot for tensor parallelism, FP8 and the weight-gradient target."""
+LinearOp = Callable[[Tensor | RecomputableOutput, Tensor, Tensor | None], Tensor]
+"""(x, weight, bias or None) to x W^T + b: the slot for tensor parallelism, FP8 and the weight-gradient target."""
 
 
 class Linear(nn.Module):
@@ -35,5 +35,8 @@ class Linear(nn.Module):
         params = self._parameters  # nn.Module would look for each of them in Python
         weight, bias = params["weight"], params.get("bias")
         assert weight is not None
-        y = self.linear_op(x, weight)
-        return y if bias is None else y + bias
+        return self.linear_op(x, weight, bias)
+
+    def weights(self) -> tuple[nn.Parameter | None, ...]:
+        """Returns the parameters whose gradients a weight-gradient target gets."""
+        return self.weight, self.bias

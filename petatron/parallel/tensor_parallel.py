@@ -145,7 +145,7 @@ class _ChunkOverlap:
 class AllGatherOverlap(_ChunkOverlap):
     """All-gathers the sequence in chunks, each overlapped with the GEMM of rows received before."""
 
-    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm) -> GemmResult:
         ranks, rank, part = self.axis.size, self.axis.rank, x.contiguous()
         slices = self.slices(part.shape[0])
         gathered = [x.new_empty((ranks, stop - start, *x.shape[1:])) for start, stop in slices]
@@ -160,6 +160,7 @@ class AllGatherOverlap(_ChunkOverlap):
             handle.wait()
             for block in others:
                 self.multiply(gemm, chunk[block], weight, y[block, start:stop])
+        y = y if bias is None else y.add_(bias)
         return GemmResult(y.flatten(0, 1), tuple(gathered))
 
     def input_rows(self, gemm_input: Tensors) -> Tensor:
@@ -172,7 +173,7 @@ class AllGatherOverlap(_ChunkOverlap):
 class ReduceScatterOverlap(_ChunkOverlap):
     """Reduce-scatters the output in chunks, each overlapped with the GEMM of the next."""
 
-    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm) -> GemmResult:
         ranks, width = self.axis.size, weight.shape[0]
         parts = x.unflatten(0, (ranks, -1))
         y = x.new_empty((*parts.shape[1:-1], width))
@@ -183,6 +184,7 @@ class ReduceScatterOverlap(_ChunkOverlap):
             started.append((collectives.start_reduce_scatter(y[start:stop], sent.flatten(0, 1), self.axis), sent))
         for handle, _ in started:
             handle.wait()
+        y = y if bias is None else y.add_(bias)
         batch_first = is_batch_first(x)
         return GemmResult(y, (to_rows(x, batch_first=batch_first),), batch_first=batch_first)
 
@@ -219,21 +221,21 @@ class ColumnParallelOp:
     overlap: AllGatherOverlap | None = None
     save_first: bool = False
 
-    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.axis.size == 1:
-            return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
+            return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight, bias)
         if not self.sequence_parallel:
-            return self.gemm_op(as_recomputable(x), weight, input_comm=ReplicatedInput(self.axis))
+            return self.gemm_op(as_recomputable(x), weight, bias, input_comm=ReplicatedInput(self.axis))
         if self.regather:
             x = as_recomputable(x)
         else:
             x = RecomputableOutput(x.value if isinstance(x, RecomputableOutput) else x, None)
-        return self.gemm_op(x, weight, input_comm=AllGatherInput(self.axis), gemm_forward=self.overlap)
+        return self.gemm_op(x, weight, bias, input_comm=AllGatherInput(self.axis), gemm_forward=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
 class RowParallelOp:
-    """A linear with its weight sharded along the input: the ranks' outputs are partial sums."""
+    """A linear with its weight sharded along the input: the ranks' outputs are partial sums, to whose total the bias is added."""
 
     axis: Axis
     sequence_parallel: bool
@@ -241,13 +243,13 @@ class RowParallelOp:
     overlap: ReduceScatterOverlap | None = None
     save_first: bool = False
 
-    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x = _gemm_input(x, save_first=self.save_first)
         if self.axis.size == 1:
-            return self.gemm_op(x, weight)
+            return self.gemm_op(x, weight, bias)
         if self.overlap is not None:
-            return self.gemm_op(x, weight, gemm_forward=self.overlap)
-        return self.reduce_output(self.gemm_op(x, weight))
+            return self.gemm_op(x, weight, bias, gemm_forward=self.overlap)
+        return self.gemm_op.add_bias(self.reduce_output(self.gemm_op(x, weight)), bias)
 
     def reduce_output(self, partial_sum: Tensor) -> Tensor:
         reduce = collectives.reduce_scatter_to_region if self.sequence_parallel else collectives.reduce_from_region
@@ -261,8 +263,8 @@ class ReplicatedOp:
     gemm_op: GemmOp = DEFAULT_GEMM_OP
     save_first: bool = False
 
-    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
-        return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight)
+    def __call__(self, x: Tensor | RecomputableOutput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.gemm_op(_gemm_input(x, save_first=self.save_first), weight, bias)
 
 
 def apply_tensor_parallel(

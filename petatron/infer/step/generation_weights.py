@@ -66,8 +66,9 @@ class GenerationGemm:
     counters: Tensor
     fp8_weight: Fp8Weight | None = None
 
-    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        return self.product(x_RD, weight), ()
+    def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensors]:
+        y_RO = self.product(x_RD, weight)
+        return (y_RO if bias is None else y_RO.add_(bias)), ()
 
     def product(self, x_RD: Tensor, weight: Tensor) -> Tensor:
         """x W^T; with an FP8 weight the other is not read."""
@@ -223,8 +224,9 @@ class HostGemm:
     _packed: Tensor | None = None
     _few_rows_calls: int = 0
 
-    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        return self.product(x_RD, weight), ()
+    def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensors]:
+        y_RO = self.product(x_RD, weight)
+        return (y_RO if bias is None else y_RO.add_(bias)), ()
 
     def product(self, x_RD: Tensor, weight: Tensor) -> Tensor:
         """x W^T in the precision of both."""

@@ -113,8 +113,11 @@ class GroupedGemm:
     write_grad: WriteGrad = write_grad
     looped: bool = False
 
-    def forward(self, x_RD: Tensor, weight_EOD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x_RD: Tensor, weight_EOD: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns the output, and the tensors to save for `backward`: none."""
+        assert bias is None, "the biases of experts are added by `GroupedLinear`"
         return self._matmul(x_RD, weight_EOD), ()
 
     def backward(

@@ -8,7 +8,7 @@ The gradient is rotated by the opposite angle. Cosines and sines are n wide, bot
 
 Both directions copy three tensors [S, B, heads, E] to three others, of which three are slices of one. So there is one kernel, which
 takes the strides of all six and does not care which side the slices are on. Values are only copied: attention kernels read
-contiguous heads faster than the slices.
+contiguous heads faster than the slices. Without rope they read the slices, and only the gradients are joined, as copies.
 
 A program handles one token, so that its cosines and sines are read once for all heads.
 
@@ -79,10 +79,12 @@ def _split_qkv_rope(
     v += s * v_s + b * v_b
     fused_k, fused_v = qkv + NUM_HEADS * WIDTH, qkv + (NUM_HEADS + NUM_KV_HEADS) * WIDTH
     if BACKWARD:
-        _rope_heads(q, q_h, qkv, WIDTH, cos, sin, NUM_HEADS, ROTARY_DIM, TILE, True)
-        _rope_heads(k, k_h, fused_k, WIDTH, cos, sin, NUM_KV_HEADS, ROTARY_DIM, TILE, True)
+        if ROTARY_DIM > 0:
+            _rope_heads(q, q_h, qkv, WIDTH, cos, sin, NUM_HEADS, ROTARY_DIM, TILE, True)
+            _rope_heads(k, k_h, fused_k, WIDTH, cos, sin, NUM_KV_HEADS, ROTARY_DIM, TILE, True)
         if ROTARY_DIM < WIDTH:
-            _copy_heads(q, q_h, qkv, WIDTH, NUM_HEADS, ROTARY_DIM, WIDTH, TILE)
+            if NUM_HEADS > 0:
+                _copy_heads(q, q_h, qkv, WIDTH, NUM_HEADS, ROTARY_DIM, WIDTH, TILE)
             _copy_heads(k, k_h, fused_k, WIDTH, NUM_KV_HEADS, ROTARY_DIM, WIDTH, TILE)
         _copy_heads(v, v_h, fused_v, WIDTH, NUM_KV_HEADS, 0, WIDTH, TILE)
     else:
@@ -180,19 +182,20 @@ def _launch(
     cos: Tensor,
     sin: Tensor,
     *,
+    rotary_dim: int,
     batch_first: bool,
     rows_batch_first: bool,
     backward: bool,
 ) -> None:
-    """Launches for qkv [S, B, (H + 2K) E] or its rows, and q, k and v, [S, B, heads, E].
+    """Launches for qkv [S, B, (H + 2K) E] or its rows, and q, k and v, [S, B, heads, E]; nothing is rotated if `rotary_dim` is 0.
 
     `batch_first`: the order of the programs, which should be that of q, k and v in memory; `rows_batch_first`: that of rows.
     """
     length, batch, heads, width = q.shape
-    cos, sin, cos_s, cos_b = align_cos_sin(cos, sin)
+    cos, sin, cos_s, cos_b = align_cos_sin(cos, sin) if rotary_dim else (v, v, 0, 0)
     strides = token_strides(qkv, length=length, batch=batch, batch_first=rows_batch_first)
     tokens = length * batch
-    launch = _launcher(heads, k.shape[2], width, cos.shape[-1], batch_first, backward, uses_pdl(tokens, q))
+    launch = _launcher(heads, k.shape[2], width, rotary_dim, batch_first, backward, uses_pdl(tokens, v))
     launch(
         tokens,
         (qkv, q, k, v, cos, sin),
@@ -218,7 +221,8 @@ def split_qkv_rope(
         empty_heads(source, length, batch, heads, width, batch_first=batch_first)
         for heads in (num_heads, num_kv_heads, num_kv_heads)
     )
-    _launch(source, q, k, v, cos, sin, batch_first=batch_first, rows_batch_first=batch_first, backward=False)
+    order = {"batch_first": batch_first, "rows_batch_first": batch_first}
+    _launch(source, q, k, v, cos, sin, rotary_dim=cos.shape[-1], **order, backward=False)
     return q, k, v
 
 
@@ -226,8 +230,27 @@ def split_qkv_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, batch_first: bool = False
 ) -> Tensor:
     """See the reference."""
+    return _join(dq, dk, dv, cos, sin, out=out, rotary_dim=cos.shape[-1], batch_first=batch_first)
+
+
+def join_qkv_grads(dq: Tensor, dk: Tensor, dv: Tensor, *, out: Tensor, batch_first: bool = False) -> Tensor:
+    """See the reference."""
+    return _join(dq, dk, dv, dv, dv, out=out, rotary_dim=0, batch_first=batch_first)
+
+
+def _join(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    out: Tensor,
+    rotary_dim: int,
+    batch_first: bool,
+) -> Tensor:
     assert out.stride(-1) == 1, "the heads of a token must be adjacent"
     dq, dk, dv = contiguous_rows(dq), contiguous_rows(dk), contiguous_rows(dv)
-    in_memory = dq.stride(1) > dq.stride(0)
-    _launch(out, dq, dk, dv, cos, sin, batch_first=in_memory, rows_batch_first=batch_first, backward=True)
+    order = {"batch_first": dv.stride(1) > dv.stride(0), "rows_batch_first": batch_first}
+    _launch(out, dq, dk, dv, cos, sin, rotary_dim=rotary_dim, **order, backward=True)
     return out

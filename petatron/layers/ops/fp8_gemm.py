@@ -164,14 +164,17 @@ class Fp8Gemm:
         self._grad_quantizer = recipe.quantizer(kernels, recipe.grad_dtype)
         self._weight_cache = recipe.weight_cache(kernels, keep=cache_weights)
 
-    def forward(self, x_RD: Tensor, weight: Tensor, *, requantizes: bool = False) -> tuple[Tensor, Tensors]:
+    def forward(
+        self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None, *, requantizes: bool = False
+    ) -> tuple[Tensor, Tensors]:
         """Multiplies, and saves the quantized input. If it `requantizes`, only the scale of a second cast, if it needs one."""
         if not self._supports(x_RD.shape[0], weight):
             self._report(fallback_message(x_RD.shape[0], weight.shape, self._recipe.size_multiple))
-            return self._fallback.forward(x_RD, weight)
+            return self._fallback.forward(x_RD, weight, bias)
         x = self._input_quantizer(x_RD, orientation="rows" if requantizes else "both")
         w = self._weight_cache.get(weight, "rows", num_rows=x_RD.shape[0])
         y = self._kernels.gemm(x.rows, w.rows, dtype=x_RD.dtype, fast=True)
+        y = y if bias is None else y.add_(bias)
         if requantizes:
             return y, (x.rows.scale,) if x.rows.scaling == "tensorwise" else ()
         return y, (x.columns.values, x.columns.scale)
@@ -237,8 +240,8 @@ class _RequantizingGemm:
 
     gemm: Fp8Gemm
 
-    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
-        return self.gemm.forward(x_RD, weight, requantizes=True)
+    def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensors]:
+        return self.gemm.forward(x_RD, weight, bias, requantizes=True)
 
     def backward(self, grad_RO: Tensor, weight: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         return self.gemm.backward(grad_RO, weight, saved, requantizes=True)
@@ -304,7 +307,8 @@ class _Fp8GroupedGemm:
     counts: ExpertCounts
     write_grad: WriteGrad
 
-    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+    def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensors]:
+        assert bias is None, "the biases of experts are added by `GroupedLinear`"
         if not self._supports(x_RD, weight):
             return GroupedGemm(self.counts).forward(x_RD, weight)
         return self.experts.grouped_gemm(x_RD, weight, self.counts, transposed=False), ()

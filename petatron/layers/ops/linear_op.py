@@ -5,6 +5,9 @@ sums a step's micro-batches. Here the weight-gradient GEMM writes or adds to tha
 here, FP8 in `fp8_gemm.py`, experts in `kernels/moe/grouped_gemm.py`); `recompute_output.py` recomputes its input in backward; the
 weight-gradient target is a slot. Without a target autograd gets the gradients.
 
+A bias is added by the GEMM, or once the outputs of tensor-parallel ranks are summed; its gradient, the sum of the rows of the output's
+gradient, goes to the same target, at once.
+
 A GEMM may have an `InputComm`: its input is all-gathered along the sequence, or is the same on all ranks. Then backward
 recomputes only the rank's shard of the input and gathers it again. The gradient of that shard is needed at once by the layer
 before, the weight's is not; so with m the function that computes the input, communication overlaps both GEMMs of backward:
@@ -36,6 +39,7 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad
+from petatron.kernels.row_sums import sum_rows
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
     RecomputableFunction,
@@ -43,7 +47,7 @@ from petatron.layers.ops.recompute_output import (
     RecomputeHandle,
     as_recomputable,
 )
-from petatron.layers.token_rows import from_rows, rows_in_memory_order, to_rows
+from petatron.layers.token_rows import from_rows, is_batch_first, rows_in_memory_order, to_rows
 
 WriteWeightGrad = Callable[[Tensor, bool], None]
 """(out, accumulate): writes a gradient to a tensor, or adds to it."""
@@ -100,8 +104,8 @@ class GemmResult(NamedTuple):
 class GemmForward(Protocol):
     """The forward pass of a GEMM with its communication."""
 
-    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
-        """Multiplies; `x` is the input before communication, the result is after communication."""
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm) -> GemmResult:
+        """Multiplies; `x` is the input before communication, the result, with the bias, is after communication."""
         ...
 
     def input_rows(self, gemm_input: Tensors) -> Tensor:
@@ -119,14 +123,14 @@ class GatherThenGemm:
 
     input_comm: InputComm | None = None
 
-    def forward(self, x: Tensor, weight: Tensor, gemm: Gemm) -> GemmResult:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm) -> GemmResult:
         x = x if self.input_comm is None else self.input_comm.gather_input(x)
         if x.dim() == 2:
             rows = x.contiguous()
-            y, saved = gemm.forward(rows, weight)
+            y, saved = gemm.forward(rows, weight, bias)
             return GemmResult(y, (rows,), saved)
         rows, batch_first = rows_in_memory_order(x)
-        y, saved = gemm.forward(rows, weight)
+        y, saved = gemm.forward(rows, weight, bias)
         return GemmResult(from_rows(y, x, batch_first=batch_first), (rows,), saved, batch_first)
 
     def input_rows(self, gemm_input: Tensors) -> Tensor:
@@ -155,30 +159,39 @@ class GemmOp:
         self,
         x: RecomputableOutput,
         weight: Tensor,
+        bias: Tensor | None = None,
         *,
         input_comm: InputComm | None = None,
         gemm_forward: GemmForward | None = None,
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
         if isinstance(x, DeferredOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
-            *others, y = _FusedFunctionGemm.apply((x.function, weight, self.gemm, self.weight_grad_target), *x.inputs)
+            call = x.function, weight, bias, self.gemm, self.weight_grad_target
+            *others, y = _FusedFunctionGemm.apply(call, *x.inputs)
             x.mark_applied(tuple(others))
             return y
         if gemm_forward is None:
             gemm_forward = LOCAL_GEMM if input_comm is None else GatherThenGemm(input_comm)
         value, handle = x.value, x.handle
         if not torch.is_grad_enabled():  # a node costs more than a small GEMM
-            return gemm_forward.forward(value, weight, self.gemm).y
+            return gemm_forward.forward(value, weight, bias, self.gemm).y
         gemm = self.gemm
         if self.requantizing_gemm is not None and input_comm is None and handle is not None:
             gemm = self.requantizing_gemm if handle.function.requantized_in_backward else gemm
         # Autograd visits every parameter that is an input, also where its gradient goes to a target: then it is none, unless it alone
         # makes the output require a gradient.
         target = self.weight_grad_target
-        node_weight = weight if target is None or not value.requires_grad else None
-        return _GemmFunction.apply(
-            value, node_weight, _GemmCall(weight, gemm, target, handle, input_comm, gemm_forward)
-        )
+        in_node = target is None or not value.requires_grad
+        call = _GemmCall(weight, bias, gemm, target, handle, input_comm, gemm_forward)
+        return _GemmFunction.apply(value, weight if in_node else None, bias if in_node else None, call)
+
+    def add_bias(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        """Adds a bias that the GEMM did not add; its gradient goes where that of a weight does."""
+        if bias is None or not torch.is_grad_enabled():
+            return y if bias is None else y + bias
+        target = self.weight_grad_target
+        in_node = target is None or not y.requires_grad
+        return _AddBias.apply(y, bias if in_node else None, bias, target)
 
     def _fuses(self, x: DeferredOutput) -> bool:
         """Whether a function and the GEMM of its output are one node: it has no weight for autograd, and there is a node.
@@ -198,6 +211,7 @@ class _GemmCall(NamedTuple):
     """One GEMM of a forward pass, as its backward needs it."""
 
     weight: Tensor
+    bias: Tensor | None
     gemm: Gemm
     target: WeightGradTarget | None
     handle: RecomputeHandle | None
@@ -205,13 +219,13 @@ class _GemmCall(NamedTuple):
     gemm_forward: GemmForward
 
 
-_FusedCall = tuple[RecomputableFunction, Tensor, Gemm, WeightGradTarget]
+_FusedCall = tuple[RecomputableFunction, Tensor, Tensor | None, Gemm, WeightGradTarget]
 
 
 class _GemmFunction(AutogradOp):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, node_weight: Tensor | None, call: _GemmCall) -> Tensor:
-        y, gemm_input, saved, ctx.batch_first = call.gemm_forward.forward(x, call.weight, call.gemm)
+    def forward(ctx: Any, x: Tensor, node_weight: Tensor | None, node_bias: Tensor | None, call: _GemmCall) -> Tensor:
+        y, gemm_input, saved, ctx.batch_first = call.gemm_forward.forward(x, call.weight, call.bias, call.gemm)
         ctx.call, ctx.saves_input = call, call.handle is None and not saved
         ctx.save_for_backward(*(gemm_input if ctx.saves_input else saved))
         return y
@@ -219,7 +233,7 @@ class _GemmFunction(AutogradOp):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, gemm, target, handle, input_comm, gemm_forward = ctx.call
+        weight, bias, gemm, target, handle, input_comm, gemm_forward = ctx.call
         batch_first, saved, rows = ctx.batch_first, ctx.saved_tensors, None
         grad = gemm_forward.output_grad(grads[0])
         if ctx.saves_input:
@@ -227,6 +241,7 @@ class _GemmFunction(AutogradOp):
         gemm_input = _GemmInput(rows, handle, input_comm, batch_first)
         if input_comm is not None and weight.requires_grad and not saved:
             gemm_input.start_gather(target)
+        bias_grad = None if bias is None else _submit_bias_grad(bias, grads[0], target, batch_first=batch_first)
         if grad.dim() == 2:
             x_grad, job = gemm.backward(grad.contiguous(), weight, saved)
         else:
@@ -236,7 +251,7 @@ class _GemmFunction(AutogradOp):
         if input_comm is not None and ctx.needs_input_grad[0]:
             pending_grad = input_comm.start_reduce_input_grad(x_grad)
         weight_grad = _submit_weight_grad(job, weight, target, gemm_input) if weight.requires_grad else None
-        return x_grad if pending_grad is None else pending_grad(), weight_grad, None
+        return x_grad if pending_grad is None else pending_grad(), weight_grad, bias_grad, None
 
 
 class _FusedFunctionGemm(AutogradOp):
@@ -244,9 +259,9 @@ class _FusedFunctionGemm(AutogradOp):
 
     @staticmethod
     def forward(ctx: Any, call: _FusedCall, *inputs: Tensor) -> Tensors:
-        function, weight, gemm, _ = call
+        function, weight, bias, gemm, _ = call
         (*others, value), saved = function.forward(*inputs)
-        y, _, gemm_saved, ctx.batch_first = LOCAL_GEMM.forward(value, weight, gemm)
+        y, _, gemm_saved, ctx.batch_first = LOCAL_GEMM.forward(value, weight, bias, gemm)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved, *gemm_saved)
         ctx.call, ctx.num_saved, ctx.num_inputs = call, len(saved), len(inputs)
@@ -257,12 +272,14 @@ class _FusedFunctionGemm(AutogradOp):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[-1] is None and all(grad is None for grad in grads):  # what comes after has no gradient either
             return (None,) * (1 + ctx.num_inputs)
-        function, weight, gemm, target = ctx.call
+        function, weight, bias, gemm, target = ctx.call
         *other_grads, grad = grads
         saved, count, batch_first = ctx.saved_tensors, ctx.num_saved, ctx.batch_first
         weight_grad, output = None, None
         if grad is not None:
             grad_rows = grad.contiguous() if grad.dim() == 2 else to_rows(grad, batch_first=batch_first)
+            if bias is not None:
+                _submit_bias_grad(bias, grad_rows, target, batch_first=batch_first)
             x_grad, weight_grad = gemm.backward(grad_rows, weight, saved[count:])
             grad = x_grad if grad.dim() == 2 else from_rows(x_grad, grad, batch_first=batch_first)
         recompute = weight_grad is not None and weight.requires_grad and weight_grad.needs_input
@@ -271,6 +288,21 @@ class _FusedFunctionGemm(AutogradOp):
             rows = output if output is None or output.dim() == 2 else to_rows(output, batch_first=batch_first)
             _submit(weight_grad, weight, target, rows)
         return None, *input_grads[: ctx.num_inputs]
+
+
+class _AddBias(AutogradOp):
+    """y + b, by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, node_bias: Tensor | None, bias: Tensor, target: WeightGradTarget | None) -> Tensor:
+        ctx.bias, ctx.target = bias, target
+        return y + bias
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        return grad, _submit_bias_grad(ctx.bias, grad, ctx.target, batch_first=is_batch_first(grad)), None, None
 
 
 class _InputGather:
@@ -358,9 +390,24 @@ def _submit(
     target.submit(weight, write, start_comm=rows.start)
 
 
-def local_linear(x: Tensor | RecomputableOutput, weight: Tensor) -> Tensor:
-    """x W^T on one device: the default of `linear_op` slots."""
-    return DEFAULT_GEMM_OP(as_recomputable(x), weight)
+def _submit_bias_grad(
+    bias: Tensor, grad: Tensor, target: WeightGradTarget | None, *, batch_first: bool
+) -> Tensor | None:
+    """Submits a bias's gradient to its target, from that of the output; without a target, returns it to autograd."""
+    if not bias.requires_grad:
+        return None
+    rows = grad if grad.dim() == 2 else to_rows(grad, batch_first=batch_first)
+    if target is None:
+        out = torch.empty_like(bias)
+        sum_rows(rows, out, False)
+        return out
+    target.submit(bias, partial(sum_rows, rows), now=True)
+    return None
+
+
+def local_linear(x: Tensor | RecomputableOutput, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b on one device: the default of `linear_op` slots."""
+    return DEFAULT_GEMM_OP(as_recomputable(x), weight, bias)
 
 
 DEFAULT_GEMM_OP = GemmOp()

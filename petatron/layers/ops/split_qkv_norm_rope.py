@@ -11,6 +11,7 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.qk_norm_rope import QKNormSpec, TensorPair, TensorTriple
+from petatron.kernels.rope import split_qkv
 from petatron.layers.forward_context import RopeCosSin
 from petatron.layers.norm import RMSNorm, submit_norm_grad
 from petatron.layers.ops.recompute_output import DeferredOutput, MaybeTensors, SavedViewFunction, Tensors
@@ -25,6 +26,7 @@ class RopeKernels(Protocol):
 
     split_qkv_rope: Callable[..., TensorTriple]
     split_qkv_rope_backward: Callable[..., Tensor]
+    join_qkv_grads: Callable[..., Tensor]
 
 
 class QKNormRopeKernels(Protocol):
@@ -32,6 +34,44 @@ class QKNormRopeKernels(Protocol):
 
     split_qkv_norm_rope: Callable[..., TensorTriple]
     split_qkv_norm_rope_backward: Callable[..., TensorPair]
+
+
+class _SplitQKV(AutogradOp):
+    """Returns views. Their gradients are joined in the memory order of the whole: autograd would concatenate and copy them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, rows: TokenRows | None, heads: tuple[int, int], kernels: RopeKernels
+    ) -> TensorTriple:
+        ctx.shape, ctx.stride, ctx.kernels = qkv.shape, qkv.stride(), kernels
+        ctx.batch_first = rows is not None and rows.batch_first
+        return _views(qkv, rows, heads)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out = grads[-1].new_empty_strided(ctx.shape, ctx.stride)
+        return ctx.kernels.join_qkv_grads(*grads, out=out, batch_first=ctx.batch_first), None, None, None
+
+
+def _views(qkv: Tensor, rows: TokenRows | None, heads: tuple[int, int]) -> TensorTriple:
+    num_heads, num_kv_heads = heads
+    qkv_SBF = qkv if rows is None else rows.unflatten(qkv)
+    q, k, v = split_qkv(qkv_SBF, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    return q, k, v
+
+
+def split_qkv_without_rope(
+    qkv: Tensor, *, num_heads: int, num_kv_heads: int, kernels: RopeKernels, rows: TokenRows | None = None
+) -> TensorTriple:
+    """Returns views q [S, B, H, E], k and v [S, B, K, E] of `qkv`; `rows` says how it is flattened, if it is.
+
+    Keys and values alone are those of no query head.
+    """
+    heads = num_heads, num_kv_heads
+    if not torch.is_grad_enabled():
+        return _views(qkv, rows, heads)
+    return _SplitQKV.apply(qkv, rows, heads, kernels)  # pyright: ignore[reportReturnType]
 
 
 class _SplitQKVRope(AutogradOp):

@@ -172,3 +172,23 @@ def test_refuses_a_gradient_with_columns_apart():
     q, k, v = rope.split_qkv_rope(out, cos, sin, num_heads=2, num_kv_heads=1, batch_first=False)
     with pytest.raises(AssertionError, match="must be adjacent"):
         rope.split_qkv_rope_backward(q, k, v, cos, sin, out=out)
+
+
+@diagonal(4)
+@pytest.mark.parametrize(("heads", "groups", "width"), [(4, 2, 8), (5, 1, 10), (0, 3, 16), (16, 16, 64)], ids=str)
+@pytest.mark.parametrize("from_batch_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_gradients_without_rotation_are_joined(
+    heads: int, groups: int, width: int, from_batch_first: bool, batch_first: bool
+):
+    """Also of keys and values alone, into rows, and from the memory order that attention kernels leave."""
+    shapes = [(3, 2, count, width) for count in (heads, groups, groups)]
+    grads = [ordered(torch.randn(shape, device=DEVICE), batch_first=from_batch_first) for shape in shapes]
+    columns = (heads + 2 * groups) * width
+    whole = ordered(torch.randn(3, 2, columns, device=DEVICE), batch_first=batch_first)
+    wanted = torch.cat(grads, dim=2).flatten(2)
+    assert torch.equal(rope.join_qkv_grads(*grads, out=whole), wanted)
+    assert torch.equal(plain.join_qkv_grads(*grads, out=torch.empty_like(whole)), wanted)
+    rows = torch.empty(6, columns, device=DEVICE)
+    ours = rope.join_qkv_grads(*grads, out=rows, batch_first=batch_first)
+    assert torch.equal(ours, (wanted.transpose(0, 1) if batch_first else wanted).flatten(0, 1))

@@ -16,7 +16,7 @@ class Logged:
     log: list[str]
     keeps: bool = False
 
-    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         return x_RD @ weight.t(), (x_RD.clone(),) if self.keeps else ()
 
     def backward(self, grad_RO: Tensor, weight: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, WeightGrad]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from petatron.kernels.row_sums import sum_rows
 from petatron.kernels.weight_grad_gemm import matmul_into
 from petatron.layers.linear import Linear
 from petatron.layers.mlp import Activation
@@ -89,6 +90,65 @@ def test_a_product_and_its_gradients(case: str, takes: bool):
         for mine, theirs in zip(ours, true, strict=True):
             torch.testing.assert_close(mine, theirs)
         assert is_batch_first(ours[0]) == is_batch_first(x)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("takes", [False, True])
+@pytest.mark.parametrize("in_gemm", [False, True])
+def test_a_bias_and_its_gradient(case: str, takes: bool, in_gemm: bool):
+    """Added by the GEMM, or by itself; the first gradient overwrites, the second adds."""
+    shape, batch_first = SHAPES[case]
+    x, weight, bias = leaf(*shape, batch_first=batch_first), leaf(OUT, D), leaf(OUT)
+    buffers = Buffers(weight, bias)
+    multiply = GemmOp(weight_grad_target=buffers.queue() if takes else None)
+    wanted = F.linear(x, weight, bias)
+    grad = torch.randn_like(wanted)
+    true = grads_of((wanted * grad).sum(), x, weight, bias)
+    for uses in (1, 2):
+        found = multiply(as_recomputable(x), weight, bias if in_gemm else None)
+        found = found if in_gemm else multiply.add_bias(found, bias)
+        torch.testing.assert_close(found, wanted)
+        loss = (found * grad).sum()
+        ours = (*grads_of(loss, x), *map(buffers.out.get, (weight, bias))) if takes else grads_of(loss, x, weight, bias)
+        for mine, theirs in zip(ours, (true[0], *(uses * g if takes else g for g in true[1:])), strict=True):
+            torch.testing.assert_close(mine, theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(multiply.add_bias(multiply(as_recomputable(x), weight), bias), wanted)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@pytest.mark.parametrize("needs_input_grad", [False, True])
+def test_a_bias_is_trained_without_its_weight_and_the_reverse(frozen: str, needs_input_grad: bool):
+    x, params = leaf(S, B, D).detach(), {"weight": leaf(OUT, D), "bias": leaf(OUT)}
+    params[frozen].requires_grad_(False)
+    x.requires_grad_(needs_input_grad)
+    [trained] = params.keys() - {frozen}
+    buffers = Buffers(*params.values())
+    multiply = GemmOp(weight_grad_target=buffers.queue())
+    found = multiply(as_recomputable(x), *params.values())
+    found.square().sum().backward()
+    torch.testing.assert_close(
+        buffers.out[params[trained]], grads_of(F.linear(x, *params.values()).square().sum(), params[trained])[0]
+    )
+    assert buffers.order == [params[trained]] and (x.grad is not None) == needs_input_grad
+
+
+def test_a_bias_of_half_precision_is_added_and_summed_in_float32():
+    x, weight, bias = (leaf(*shape, dtype=torch.bfloat16) for shape in ((300, D), (OUT, D), (OUT,)))
+    buffers, grad = Buffers(weight, bias), torch.randn(300, OUT).bfloat16()
+    found = GemmOp(weight_grad_target=buffers.queue())(as_recomputable(x), weight, bias)
+    torch.testing.assert_close(found, F.linear(x.double(), weight.double(), bias.double()).bfloat16())
+    found.backward(grad)
+    torch.testing.assert_close(buffers.out[bias], grad.float().sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_are_summed_over_what_is_there_or_added(dtype: torch.dtype):
+    rows, before = torch.randn(700, OUT).bfloat16(), torch.randn(OUT).to(dtype)
+    for accumulate in (False, True):
+        out, exact = before.clone(), rows.double().sum(0) + (before.double() if accumulate else 0.0)
+        sum_rows(rows, out, accumulate)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -337,7 +397,7 @@ def test_an_input_that_needs_no_gradient_is_kept_for_the_weight(taken: bool):
 
     if taken:
         how = GemmOp(weight_grad_target=Taker())
-        linear.linear_op = lambda x, weight: how(as_recomputable(x), weight)
+        linear.linear_op = lambda x, weight, bias: how(as_recomputable(x), weight, bias)
     x = torch.randn(4, 2, 5, dtype=torch.float64)
     linear(x).square().sum().backward()
     wanted = 2 * torch.einsum("sbo,sbd->od", linear(x).detach(), x)

@@ -315,7 +315,7 @@ def test_a_tensor_as_a_value_is_kept_before_it_is_multiplied():
     order: list[str] = []
 
     class Watched:
-        def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, Tensors]:
+        def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensors]:
             order.append("multiplied")
             return x_RD @ weight.t(), ()
 

@@ -47,7 +47,7 @@ class LoggedGemm:
     log: list[str]
     name: str
 
-    def forward(self, x_RD: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         self.log.append(self.name)
         return PLAIN_GEMM.forward(x_RD, weight)
 
@@ -93,7 +93,7 @@ def build_layer(mesh: ParallelMesh, moe: MoEConfig, log: list[str]) -> MoELayer:
     for name, linear in (("first", layer.shared.get_submodule("gate_up")), ("second", layer.shared.down)):
         assert isinstance(linear, Linear)
         multiply = GemmOp(LoggedGemm(log, name))  # pyright: ignore[reportArgumentType]
-        linear.linear_op = lambda x, weight, multiply=multiply: multiply(as_recomputable(x), weight)
+        linear.linear_op = lambda x, weight, bias, multiply=multiply: multiply(as_recomputable(x), weight, bias)
     layer.experts.register_forward_hook(lambda *_: log.append("experts"))
     layer.experts.register_full_backward_hook(lambda *_: log.append("experts grad"))
     return layer

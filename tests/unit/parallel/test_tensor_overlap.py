@@ -73,47 +73,56 @@ class Case:
     batch_first: bool = False
     saves: bool = False
 
-    def run(self) -> tuple[list[str], Tensor, Tensor, Tensor]:
-        """On one rank: the log of the forward pass, output, and gradients of input and weight."""
+    def run(self) -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
+        """On one rank: the log of the forward pass, output, and gradients of input, weight and bias."""
         log: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             for name in ("start_all_gather", "start_reduce_scatter"):
                 patch.setattr(collectives, name, _logged(name, log))
             axis = ParallelMesh(Layout(tp=dist.get_world_size()), dist.get_rank()).tp
-            x, weight, grad = (self.parts(axis.size)[name][axis.rank] for name in ("x", "weight", "grad"))
+            mine = {name: parts[axis.rank] for name, parts in self.parts(axis.size).items()}
+            x, weight, grad, bias = (mine[name] for name in ("x", "weight", "grad", "bias"))
+            bias = bias.clone().requires_grad_()
             x, weight = laid_out(x, batch_first=self.batch_first).requires_grad_(), weight.contiguous().requires_grad_()
-            y = self.linear(axis, GemmOp(LoggedGemm(log)))(x.view_as(x), weight)
+            y = self.linear(axis, GemmOp(LoggedGemm(log)))(x.view_as(x), weight, bias)
             forward = list(log)
             y.backward(grad)
-        assert x.grad is not None and weight.grad is not None
-        return forward, y.detach(), x.grad, weight.grad
+        assert x.grad is not None and weight.grad is not None and bias.grad is not None
+        return forward, y.detach(), x.grad, weight.grad, bias.grad
 
-    def linear(self, axis: Axis, multiply: GemmOp) -> ColumnParallelOp | Callable[[Tensor, Tensor], Tensor]:
+    def linear(self, axis: Axis, multiply: GemmOp) -> ColumnParallelOp | Callable[[Tensor, Tensor, Tensor], Tensor]:
         if self.kind == "column":
             overlap = AllGatherOverlap(axis, self.chunks)
             return ColumnParallelOp(axis, True, multiply, regather=not self.saves, overlap=overlap)
         product = RowParallelOp(axis, True, multiply, overlap=ReduceScatterOverlap(axis, self.chunks))
-        return (lambda x, weight: product(RecomputableOutput(x, None), weight)) if self.saves else product
+        return (lambda x, *weights: product(RecomputableOutput(x, None), *weights)) if self.saves else product
 
     def whole(self) -> dict[str, Tensor]:
         mid = () if self.batch is None else (self.batch,)
-        return {"x": normal(S, *mid, D, seed=1), "weight": normal(OUT, D, seed=2), "grad": normal(S, *mid, OUT, seed=3)}
+        shapes = {"x": (S, *mid, D), "weight": (OUT, D), "grad": (S, *mid, OUT), "bias": (OUT,)}
+        return {name: normal(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
 
     def parts(self, ranks: int) -> dict[str, tuple[Tensor, ...]]:
-        """What each rank has of input, weight and the output's gradient."""
-        dims = {"x": 0, "weight": 0, "grad": -1} if self.kind == "column" else {"x": -1, "weight": 1, "grad": 0}
-        return {name: whole.chunk(ranks, dims[name]) for name, whole in self.whole().items()}
+        """What each rank has of input, weight, bias and the output's gradient."""
+        column = {"x": 0, "weight": 0, "grad": -1, "bias": 0}
+        dims = column if self.kind == "column" else {"x": -1, "weight": 1, "grad": 0}
+        parts = {name: (whole,) * ranks for name, whole in self.whole().items()}
+        return parts | {name: parts[name][0].chunk(ranks, dim) for name, dim in dims.items()}
 
-    def check(self, found: list[tuple[list[str], Tensor, Tensor, Tensor]]) -> None:
+    def check(self, found: list[tuple[list[str], Tensor, Tensor, Tensor, Tensor]]) -> None:
         """The ranks' results are parts of those of one process."""
         whole = self.whole()
-        x, weight = whole["x"].requires_grad_(), whole["weight"].requires_grad_()
-        y = F.linear(x, weight)
+        x, weight, bias = (whole[name].requires_grad_() for name in ("x", "weight", "bias"))
+        y = F.linear(x, weight, bias)
         y.backward(whole["grad"])
-        assert x.grad is not None and weight.grad is not None
+        assert x.grad is not None and weight.grad is not None and bias.grad is not None
         dims = (-1, 0, 0) if self.kind == "column" else (0, -1, 1)
-        for dim, true, parts in zip(dims, (y, x.grad, weight.grad), list(zip(*found, strict=True))[1:], strict=True):
-            torch.testing.assert_close(torch.cat(parts, dim), true, rtol=1e-12, atol=1e-12)
+        _, *parts, bias_grads = zip(*found, strict=True)
+        for dim, true, of_ranks in zip(dims, (y, x.grad, weight.grad), parts, strict=True):
+            torch.testing.assert_close(torch.cat(of_ranks, dim), true, rtol=1e-12, atol=1e-12)
+        # Each rank has the rows of its part of the sequence, or all rows of its outputs.
+        total = torch.cat(bias_grads) if self.kind == "column" else sum(bias_grads)
+        torch.testing.assert_close(total, bias.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_all_gathers_start_before_the_gemms_that_need_none_of_them(ranks: RankPool):
