@@ -27,7 +27,7 @@ from petatron.data.images.image_policies import (
 from petatron.data.images.patch_grid import PatchGrid
 from tests.unit.data.images.image_files import noise
 
-SIZES = [(37, 53), (53, 37), (64, 64), (9, 210), (211, 10), (20, 20), (4, 5), (130, 97), (333, 334)]
+SIZES = [(37, 53), (53, 37), (64, 64), (9, 210), (211, 10), (20, 20), (6, 7), (130, 97), (333, 334)]
 RAW = {"do_rescale": False, "do_normalize": False}
 
 
