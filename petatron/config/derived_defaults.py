@@ -24,7 +24,13 @@ from petatron.config.schema.data_blend import BlendError, default_cache_folder, 
 from petatron.config.schema.fields import FieldValue, fields_by_name, flag_name, flatten_config, unflatten_config
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
-from petatron.config.schema.objective_and_dataset_names import BERT_DATASET, ITEM_DATASET, NEXT_ITEM, T5_DATASET
+from petatron.config.schema.objective_and_dataset_names import (
+    BERT_DATASET,
+    IMAGE_TEXT_DATASET,
+    ITEM_DATASET,
+    NEXT_ITEM,
+    T5_DATASET,
+)
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
@@ -41,6 +47,7 @@ from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
 from petatron.config.schema.sections.mup import mup_multipliers, relative_width
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 from petatron.config.schema.sections.tokenizer_options import infer_tokenizer_type
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL, num_vision_layers
 from petatron.config.schema.training import TrainConfig
 from petatron.config.value_origins import ValueOrigin
 
@@ -57,6 +64,7 @@ def derive_defaults(
     state = _DerivedValues(flatten_config(config), chosen_paths)
     _derive_world(state, world_size)
     _derive_encoder_decoder(state)
+    _derive_vision(state)
     _derive_hybrid(state)
     _derive_model(state)
     _derive_mup(state)
@@ -192,6 +200,21 @@ def _derive_encoder_decoder(values: _DerivedValues) -> None:
         values.fill("dataset_type", T5_DATASET, f"--model-type {ENCODER_DECODER_MODEL}")
 
 
+def _derive_vision(values: _DerivedValues) -> None:
+    if values["model_type"] != VISION_LANGUAGE_MODEL:
+        return
+    width, patch = values["vision_hidden_size"], values["vision_patch_size"]
+    values.fill("vision_ffn_hidden_size", None if width is None else 4 * width, "4 x the vision encoder's hidden size")
+    values.fill("projector_hidden_size", values["hidden_size"] or None, "--hidden-size")
+    if patch > 0 and values["vision_position_embedding_type"] == "learned":
+        count = (values["vision_image_size"] // patch) ** 2 + values["vision_class_token"]
+        values.fill("max_patches", count, "one image of --vision-image-size")
+    elif patch > 0:
+        values.fill("max_patches", (1024 // patch) ** 2, "one image of 1,024 x 1,024 pixels")
+    if values["objective"] is None:
+        values.fill("dataset_type", IMAGE_TEXT_DATASET, f"--model-type {VISION_LANGUAGE_MODEL}")
+
+
 def _derive_model(values: _DerivedValues) -> None:
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden > 0 and values["activation"] in GATED_ACTIVATIONS and values["activation"] != "quick_geglu":
@@ -269,7 +292,8 @@ def _derive_pipeline(values: _DerivedValues) -> None:
         values.fill(name, virtual, "stages of the layout / pp")
     elif chunk is not None:
         counted = values["account_for_embedding_in_pipeline_split"] + values["account_for_loss_in_pipeline_split"]
-        virtual = _exact_quotient(_exact_quotient(values["num_layers"] + counted, pp), chunk)
+        layers = values["num_layers"] + num_vision_layers(unflatten_config(values.values).model) + counted
+        virtual = _exact_quotient(_exact_quotient(layers, pp), chunk)
         values.fill(name, virtual, "layers per rank / layers per virtual stage")
     elif values["pipeline_schedule"] == "zb-v":
         values.fill(name, 2, "zb-v passes every rank twice")

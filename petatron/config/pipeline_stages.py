@@ -32,6 +32,7 @@ from petatron.config.schema.parallel import RawParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.multi_token_prediction import num_prediction_layers
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL, num_vision_layers
 from petatron.config.setting_bounds_and_conflicts import at_least, divisors, multiples_near
 
 EMBEDDING, LAYER, PREDICTION, LOSS, STAGE_END = "E", "t", "m", "L", "|"
@@ -147,6 +148,17 @@ def _has_sizes(config: RawRunConfig) -> bool:
     return min(config.model.num_layers, pp, virtual) >= 1
 
 
+def _num_layers(config: RawRunConfig) -> int:
+    """Returns the layers that stages share, those of a vision encoder among them."""
+    return config.model.num_layers + num_vision_layers(config.model)
+
+
+def _counted_layers(config: RawRunConfig) -> str:
+    """Returns the layers that stages share, as problems name them."""
+    vision = num_vision_layers(config.model)
+    return f"--num-layers {config.model.num_layers}" + (f" + --vision-num-layers {vision}" if vision else "")
+
+
 def _num_virtual_stages(parallel: RawParallelConfig) -> int:
     """1 where derivation found no number, because then something else is reported."""
     return 1 if (virtual := getattr(parallel, _VIRTUAL)) is None else virtual
@@ -163,7 +175,7 @@ def _layers_and_predictions_per_stage(config: RawRunConfig) -> Sequence[int]:
 
 def _layers_per_stage(config: RawRunConfig) -> Sequence[int]:
     """Returns layers per stage in model order, of a config without stage problems."""
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel, layers = config.parallel, _num_layers(config)
     pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
     if parallel.pipeline_model_parallel_layout is not None:
         return [stage.count(LAYER) for stage in parse_pipeline_layout(parallel.pipeline_model_parallel_layout)]
@@ -184,14 +196,15 @@ def _layers_per_stage(config: RawRunConfig) -> Sequence[int]:
 def _has_encoder_stages(config: RawRunConfig) -> bool:
     parallel, model = config.parallel, config.model
     of_encoder = parallel.pipeline_model_parallel_size > 1 and parallel.encoder_pipeline_model_parallel_size > 0
-    return of_encoder and model.model_type == ENCODER_DECODER_MODEL
+    return of_encoder and model.model_type in (ENCODER_DECODER_MODEL, VISION_LANGUAGE_MODEL)
 
 
 def _encoder_shares(config: RawRunConfig) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the layers of encoder and of decoder, each with the number of its stages."""
-    stages, encoder = config.parallel.encoder_pipeline_model_parallel_size, config.model.encoder_num_layers or 0
+    stages = config.parallel.encoder_pipeline_model_parallel_size
+    encoder = num_vision_layers(config.model) or config.model.encoder_num_layers or 0
     others = config.parallel.pipeline_model_parallel_size - stages
-    return (encoder, stages), (config.model.num_layers - encoder, others)
+    return (encoder, stages), (_num_layers(config) - encoder, others)
 
 
 def _encoder_problems(config: RawRunConfig) -> Iterator[Problem]:
@@ -221,7 +234,7 @@ def _first_last_layers(config: RawRunConfig) -> tuple[int | None, int | None, in
 
 
 def _even_problems(config: RawRunConfig) -> Iterator[Problem]:
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel, layers = config.parallel, _num_layers(config)
     pp, virtual, chunk = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel), getattr(parallel, _CHUNK)
     extra = [word for word, name in zip(("embedding", "loss"), _ACCOUNT) if getattr(parallel, name)]
     units = layers + len(extra)
@@ -230,7 +243,7 @@ def _even_problems(config: RawRunConfig) -> Iterator[Problem]:
         sizes = _usable_sizes(units, virtual) or "another number of layers"
         uneven = _LAYOUT if parallel.pipeline_schedule == "zb-v" else flag_name(_LAST)
         fix = f"Use {sizes}, or cut unevenly, for instance with {uneven}."
-        yield Problem(_PIPELINE, str(pp), f"does not divide --num-layers {layers}{counted}", fix)
+        yield Problem(_PIPELINE, str(pp), f"does not divide {_counted_layers(config)}{counted}", fix)
         return
     share = units // pp
     if chunk is not None and chunk > 0 and share % chunk:
@@ -260,7 +273,7 @@ def _usable_sizes(units: int, virtual: int) -> str:
 
 
 def _uneven_problems(config: RawRunConfig) -> Iterator[Problem]:
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel, layers = config.parallel, _num_layers(config)
     pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
     first, last, others = _first_last_layers(config)
     where = flag_name(_FIRST if first is not None else _LAST)
@@ -311,7 +324,7 @@ def _middle_rank_problems(
 
 
 def _layout_problems(config: RawRunConfig, text: str) -> Iterator[Problem]:
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel, layers = config.parallel, _num_layers(config)
     pp, virtual = parallel.pipeline_model_parallel_size, _num_virtual_stages(parallel)
     names = (_FIRST, _LAST, _CHUNK, *_ACCOUNT, _ENCODER)
     rivals = [flag_name(name) for name in names if getattr(parallel, name)]
@@ -329,7 +342,7 @@ def _layout_problems(config: RawRunConfig, text: str) -> Iterator[Problem]:
     if symbols.count(LOSS) != 1 or not cut[-1].endswith(LOSS):
         yield Problem(_LAYOUT, text, "does not end with the one L of the loss", "Write L once, at the end.")
     if symbols.count(LAYER) != layers:
-        rule = f"has {symbols.count(LAYER)} layers (t), but --num-layers is {layers}"
+        rule = f"has {symbols.count(LAYER)} layers (t), but there are {_counted_layers(config)}"
         yield Problem(_LAYOUT, text, rule, "Write one t per layer.")
     predictions, depths = symbols.count(PREDICTION), config.model.mtp_num_layers or 0
     if predictions and predictions != depths:

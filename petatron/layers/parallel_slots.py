@@ -20,6 +20,7 @@ TensorSlot = Literal[
     "sections",
     "whole sequence",
     "sequence shard",
+    "gathered sequence shards",
     "summed output",
     "sum of sequence shards",
     "tensor rank",
@@ -33,6 +34,8 @@ linear: the linear op that follows from the shard of the module's `weight`. colu
 sections: the rows of each section of `weight` on this rank, where it is sharded along them.
 whole sequence: a `CommSlot` from this rank's part of a sequence, or from what all ranks have, to a tensor that all ranks use.
 sequence shard: a `CommSlot` from a whole sequence to this rank's part of it, where sequences are sharded.
+gathered sequence shards: a `CommSlot` from this rank's part of a sequence to the whole of it, of which every rank uses a part, where
+sequences are sharded.
 summed output: a `CommSlot` that adds what the ranks have, and returns this rank's part of the sequence where sequences are sharded.
 sum of sequence shards: a `CommSlot` that adds what ranks computed of their parts of a sequence, where sequences are sharded, to a tensor
 that all ranks use alike.

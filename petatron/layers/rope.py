@@ -12,6 +12,9 @@ keep the high ones:
   and one for longer ones, and scales cos and sin by sqrt(1 + ln(factor) / ln(original)). The length of a sequence so far decides which
   list all its tokens have, so one that grows beyond the original context while text is generated is computed anew.
 
+A token may have several coordinates, such as the row and the column of a patch: each rotates some of the pairs. Their frequencies are those
+that these pairs have anyway, or every coordinate has all of them.
+
 Halves are rotated, not neighbors: pair i is (x_i, x_{i + n/2}), the convention of Hugging Face checkpoints.
 """
 
@@ -33,6 +36,8 @@ class RopeSpec:
     round_ramp: whether YaRN's ramp begins and ends at a pair.
     divisors, long_divisors: what LongRoPE divides each frequency by, in sequences up to the original context and in longer ones.
     attention_factor: its factor on cos and sin.
+    axes: how many pairs each coordinate of a token rotates; empty: there is one coordinate, its position.
+    frequencies_per_axis: every coordinate has frequencies from the highest on.
     """
 
     rotary_dim: int
@@ -50,10 +55,14 @@ class RopeSpec:
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
     attention_factor: float | None = None
+    axes: tuple[int, ...] = ()
+    frequencies_per_axis: bool = False
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
     """Returns f_i of all pairs, scaled as the spec says; float32 on the CPU."""
+    if spec.frequencies_per_axis:
+        return torch.cat([inverse_frequencies(_of_one_axis(spec, pairs)) for pairs in spec.axes])
     pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu")
     plain = spec.base ** -(pairs / spec.rotary_dim)
     if spec.scaling == "yarn":
@@ -63,6 +72,10 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
     if spec.scaling == "longrope":
         return plain / torch.tensor(spec.divisors, dtype=torch.float32, device="cpu")
     return _llama3(plain, spec) if spec.scaling == "llama3" else plain
+
+
+def _of_one_axis(spec: RopeSpec, pairs: int) -> RopeSpec:
+    return replace(spec, rotary_dim=2 * pairs, axes=(), frequencies_per_axis=False)
 
 
 def _llama3(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
@@ -132,6 +145,8 @@ def split_long_marks(positions: Tensor) -> tuple[Tensor, Tensor]:
 class RotaryEmbedding(nn.Module):
     """Computes cos and sin of the angles of positions: [S] or [B, S] to two of [S, 1 or B, 1, rotary_dim].
 
+    With several coordinates positions are [B, axes, S]; a token of text, whose coordinates are equal, may have one.
+
     `is_long`: whether sequences are beyond the original context, which LongRoPE asks: all, or by [S or 1, B or 1].
     """
 
@@ -153,7 +168,17 @@ class RotaryEmbedding(nn.Module):
             inv_freq = torch.where(is_long.unsqueeze(-1), self.long_inv_freq, self.inv_freq)
         else:
             inv_freq = self.long_inv_freq if is_long is True else self.inv_freq
-        rows = positions.unsqueeze(1) if positions.dim() == 1 else positions.t()
-        angles = rows.to(torch.promote_types(dtype, torch.float32)).unsqueeze(-1) * inv_freq
+        angles = self._of_pairs(positions).to(torch.promote_types(dtype, torch.float32)) * inv_freq
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
         return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
+
+    def _of_pairs(self, positions: Tensor) -> Tensor:
+        """Returns the coordinate that rotates each pair, [S, 1 or B, pairs], or one for all pairs."""
+        if positions.dim() == 1:
+            return positions.view(-1, 1, 1)
+        if positions.dim() == 2:
+            return positions.t().unsqueeze(-1)
+        axis_of_pair = torch.arange(len(self.spec.axes), device=positions.device).repeat_interleave(
+            torch.tensor(self.spec.axes, device=positions.device), output_size=self.spec.rotary_dim // 2
+        )
+        return positions.permute(2, 0, 1).index_select(2, axis_of_pair)

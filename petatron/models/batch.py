@@ -36,6 +36,9 @@ class Batch:
     Of an encoder-decoder, tokens and documents are the decoder's; source_documents are those of the encoder's sequence, and key_spans say
     what each token of the decoder sees of it. Both are of whole sequences, and None where all of it is one document.
 
+    Of a model that reads images, source_documents are the images among the patches of a micro-batch, and window_documents the windows that
+    some of its layers have of them.
+
     >>> text = torch.tensor([[5, 6, 7, 8]])
     >>> Batch(text[:, :-1], text[:, 1:], torch.ones(1, 3)).labels
     tensor([[6, 7, 8]])
@@ -50,6 +53,7 @@ class Batch:
     rows_per_sample: int
     sequence_part: SequencePart | None
     source_documents: Documents | None
+    window_documents: Documents | None
     key_spans: KeySpans | None
 
     def __init__(
@@ -65,6 +69,7 @@ class Batch:
         rows_per_sample: int = 1,
         sequence_part: SequencePart | None = None,
         source_documents: Documents | None = None,
+        window_documents: Documents | None = None,
         key_spans: KeySpans | None = None,
     ) -> None:
         """Arrays of text that are given by name replace those of `arrays`: so `dataclasses.replace` works with either."""
@@ -76,6 +81,7 @@ class Batch:
         object.__setattr__(self, "rows_per_sample", rows_per_sample)
         object.__setattr__(self, "sequence_part", sequence_part)
         object.__setattr__(self, "source_documents", source_documents)
+        object.__setattr__(self, "window_documents", window_documents)
         object.__setattr__(self, "key_spans", key_spans)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -155,7 +161,7 @@ class Batch:
         arrays = {name: function(x) for name, x in self.arrays.items()}
         described = {
             name: None if value is None else of_described(value)
-            for name in ("documents", "source_documents", "key_spans")
+            for name in ("documents", "source_documents", "window_documents", "key_spans")
             for value in (getattr(self, name),)
         }
         return replace(self, arrays=arrays, **described)

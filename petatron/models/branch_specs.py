@@ -278,7 +278,8 @@ def rope_spec(config: ModelConfig, head_dim: int) -> RopeSpec:
     """Returns the rope of heads of a width, scaled as the settings say."""
     yarn = config.position_embedding_type == "yarn"
     short, long = config.longrope_short_factor, config.longrope_long_factor
-    plain = RopeSpec(rotary_dim=int(head_dim * config.rotary_percent), base=config.rotary_base)
+    width, base = int(head_dim * config.rotary_percent), config.rotary_base
+    plain = RopeSpec(rotary_dim=width, base=base, axes=config.mrope_section)
     interpolation = config.rotary_seq_len_interpolation_factor
     if interpolation is not None and not yarn:
         return replace(plain, scaling="linear", scaling_factor=interpolation)

@@ -53,6 +53,8 @@ class DecoderParts(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def first_depth_layer(self) -> int: ...
+    @property
     def has_position_table(self) -> bool: ...
     @property
     def token_scale(self) -> float | None: ...
@@ -88,7 +90,7 @@ class Decoder(StageModule):
         self._layers_need_positions = spec.layers_need_positions
         self._original_context = spec.original_context
         self.layers = nn.ModuleDict({str(index): spec.layers[index].build(index) for index in stage.layer_indices})
-        self._num_depth_layers = len([index for index in stage.layer_indices if index >= config.num_layers])
+        self._num_depth_layers = len([index for index in stage.layer_indices if index >= spec.first_depth_layer])
         self.num_depths = (config.mtp_num_layers or 0) if self._num_depth_layers else 0
         self.run_layers = run_layers_sequentially
         self.norm = spec.final_norm.build() if stage.has_loss else None

@@ -105,6 +105,11 @@ class DecoderSpec(ModelSpec):
         return 1 + (self.config.mtp_num_layers or 0)
 
     @property
+    def first_depth_layer(self) -> int:
+        """The index of the first layer of multi-token prediction, after all others."""
+        return self.config.num_layers
+
+    @property
     def has_position_table(self) -> bool:
         return self.config.position_embedding_type == "learned_absolute" or self.config.learned_position_table
 

@@ -110,6 +110,10 @@ class EncoderDecoderSpec(DecoderSpec):
     def modules_before_layers(self) -> tuple[str, ...]:
         return ("embedding", "position", "embedding_norm", *self.biases)
 
+    def layer_after(self, module: str) -> int:
+        after = {"encoder_norm": self.num_encoder_layers, DECODER_BIAS: self.num_encoder_layers}
+        return after.get(module, super(EncoderDecoderSpec, self).layer_after(module))
+
     def outer_params(self, stage: PipelineStage, *, tied_across_ranks: bool = False) -> Mapping[str, ParamSpec]:
         params = dict(super(EncoderDecoderSpec, self).outer_params(stage, tied_across_ranks=tied_across_ranks))
         for name, bias in self.biases.items():

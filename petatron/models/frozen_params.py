@@ -83,10 +83,12 @@ class FrozenParams:
         """Returns what the model takes and gives, without gradients into stages that have nothing trainable before them."""
         if not self.names:
             return io
-        boundaries, trains = [], False
+        boundaries, trained = [], list[str]()
         for stage, boundary in zip(stages, io.boundaries, strict=True):
-            boundaries.append(boundary if trains else tuple(replace(x, requires_grad=False) for x in boundary))
-            trains = trains or any(param.trainable for param in self.apply(spec.params(stage)).values())
+            boundaries.append(
+                tuple(x if any(map(x.is_computed_by, trained)) else replace(x, requires_grad=False) for x in boundary)
+            )
+            trained += [name for name, param in self.apply(spec.params(stage)).items() if param.trainable]
         return replace(io, boundaries=tuple(boundaries))
 
 
@@ -182,8 +184,8 @@ def _assemble(spec: ModelSpec, names: set[str], trained: set[str], notices: Sequ
         (index for index, layer in enumerate(spec.layers) if len(layer_names[index]) < len(layer.params())),
         len(spec.layers),
     )
-    if any(name.partition(".")[0] in spec.modules_before_layers for name in trained):
-        first = 0
+    outside = {name.partition(".")[0] for name in trained if not name.startswith("layers.")}
+    first = min([first, *map(spec.layer_after, outside)])
     return FrozenParams(frozenset(names), layer_names, first, tuple(notices))
 
 

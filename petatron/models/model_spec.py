@@ -127,6 +127,10 @@ class ModelSpec(ABC):
         """The modules of the first stage that run before its layers."""
         return ("embedding", "position", "embedding_norm")
 
+    def layer_after(self, module: str) -> int:
+        """Returns the index of the first layer that takes what a module outside of layers computes; their number if none does."""
+        return 0 if module in self.modules_before_layers else len(self.layers)
+
     @property
     def whole_model(self) -> PipelineStage:
         """The one stage that is the whole model."""

@@ -28,11 +28,13 @@ from petatron.config.schema.run import RunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.encoder_decoder_spec import encoder_decoder_spec
 from petatron.models.masked_language_spec import masked_language_spec
 from petatron.models.model_spec import ModelSpec
 from petatron.models.recommender_spec import recommender_spec
+from petatron.models.vision_language_spec import vision_language_spec
 
 ModelBuilder = Callable[[ModelConfig, MoEConfig], ModelSpec]
 """Makes a spec from the derived settings of a model; a dense one has no `num_experts`."""
@@ -42,6 +44,7 @@ _BUILDERS: dict[str, ModelBuilder] = {
     MASKED_LANGUAGE_MODEL: masked_language_spec,
     ENCODER_DECODER_MODEL: encoder_decoder_spec,
     RECOMMENDER_MODEL: recommender_spec,
+    VISION_LANGUAGE_MODEL: vision_language_spec,
 }
 
 

@@ -32,7 +32,8 @@ class BoundaryTensor:
 
     B and S are the sizes of the batch's array `like` [B, S]. With sequence parallelism a `sequence_sharded` tensor has S / tp rows.
     A dtype of None is the run's compute dtype. Without `requires_grad` no gradient is computed for it, and none is sent back. With `rows`
-    it is one tensor [rows, 1, width] of the model, whatever the batch.
+    it is one tensor [rows, 1, width] of the model, whatever the batch. `computed_by` are the modules of earlier stages that it
+    depends on, layers by their index; None: all of them. Where these are frozen, it needs no gradient.
     """
 
     name: str
@@ -42,6 +43,7 @@ class BoundaryTensor:
     requires_grad: bool = True
     sequence_sharded: bool = True
     rows: int | None = None
+    computed_by: frozenset[str] | None = None
 
     def shape(self, batch: Batch, *, sequence_shards: int = 1) -> tuple[int, int, int]:
         """Returns the local shape, with the sequence in `sequence_shards` shards.
@@ -54,6 +56,17 @@ class BoundaryTensor:
             return self.rows, 1, self.width
         size, length = batch[self.like].shape[:2]
         return length // sequence_shards if self.sequence_sharded else length, size, self.width
+
+    def is_computed_by(self, param: str) -> bool:
+        """Whether a parameter of an earlier stage is one of those that the tensor is computed by.
+
+        >>> BoundaryTensor("patches", 8, computed_by=frozenset(["vision", "layers.0"])).is_computed_by("layers.0.mlp.up.weight")
+        True
+        """
+        if self.computed_by is None:
+            return True
+        module, index, *_ = param.split(".")
+        return (f"{module}.{index}" if module == "layers" else module) in self.computed_by
 
 
 def _mask_tokens(spec: LossSpec | MetricSpec) -> None:

@@ -299,6 +299,7 @@ def apply_tensor_parallel(
     }
     if sequence_parallel:
         values["sequence shard"] = partial(collectives.local_slice, axis=axis)
+        values["gathered sequence shards"] = partial(collectives.gather_from_region, axis=axis)
         values["sum of sequence shards"] = partial(collectives.reduce_from_region, axis=axis)
     elif axis.size > 1:
         values["shared generator"] = shared_generator

@@ -20,6 +20,7 @@ from petatron.config.schema.parallel import FSDP_STRATEGIES, MODEL_PARALLEL_SIZE
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.kernels.size_limits import (
     FLASH_HEAD_MULTIPLE,
     FLASH_MAX_HEAD_DIM,
@@ -55,6 +56,9 @@ def _host_code(config: RawRunConfig) -> Iterator[CaptureProblem]:
     if config.model.model_type == ENCODER_DECODER_MODEL:
         why = "the host must know where the texts of both sequences end"
         yield f"--model-type {ENCODER_DECODER_MODEL}", why, "Leave --cuda-graphs out."
+    if config.model.model_type == VISION_LANGUAGE_MODEL:
+        why = "batches have more or fewer patches"
+        yield f"--model-type {VISION_LANGUAGE_MODEL}", why, "Leave --cuda-graphs out."
     if config.log.pipeline_timeline is not None:
         why = "its parts are timed one by one, by the host"
         yield f"--pipeline-timeline {config.log.pipeline_timeline}", why, "Leave one of them out."

@@ -8,7 +8,13 @@ from petatron.base.errors import Problem
 from petatron.config.saved_config import path_fields
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, parse_split
 from petatron.config.schema.fields import fields_by_name, flag_name
-from petatron.config.schema.objective_and_dataset_names import EXTERNAL, GPT_DATASET, ITEM_DATASET, MASKED_DATASETS
+from petatron.config.schema.objective_and_dataset_names import (
+    EXTERNAL,
+    GPT_DATASET,
+    IMAGE_TEXT_DATASET,
+    ITEM_DATASET,
+    MASKED_DATASETS,
+)
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.setting_bounds_and_conflicts import or_default
 from petatron.config.settings_from_checkpoint import CHECKPOINT_ARGS_FLAG
@@ -221,7 +227,7 @@ def _fill_in_middle(config: RawRunConfig) -> Iterator[Problem]:
 def _masked_text(config: RawRunConfig) -> Iterator[Problem]:
     """Yields settings of packed documents for samples that are none."""
     data = config.data
-    if data.dataset_type not in (*MASKED_DATASETS, ITEM_DATASET):
+    if data.dataset_type not in (*MASKED_DATASETS, ITEM_DATASET, IMAGE_TEXT_DATASET):
         return
     does = "has histories of items" if data.dataset_type == ITEM_DATASET else "masks tokens"
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):

@@ -40,6 +40,7 @@ from petatron.validate.recommender import check_recommender
 from petatron.validate.recompute import check_recompute
 from petatron.validate.run_length import check_run_length
 from petatron.validate.sparse_attention import check_sparse_attention
+from petatron.validate.vision_language import check_vision_language
 
 
 def load_config(
@@ -99,6 +100,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         conflict_problems(config),
         check_model(config),
         check_encoder_decoder(config),
+        check_vision_language(config),
         check_hybrid(config),
         check_sparse_attention(config),
         check_recurrent_layers(config),

@@ -25,6 +25,7 @@ from petatron.config.schema.sections.norm import NormSettings
 from petatron.config.schema.sections.recommender import HstuSettings, RecommenderSettings
 from petatron.config.schema.sections.rope import RopeScalingSettings, RopeSettings, RopeVariants, YarnSettings
 from petatron.config.schema.sections.sparse_attention import SparseAttentionSettings
+from petatron.config.schema.sections.vision_language import PatchLimitSettings, ProjectorSettings, VisionEncoderSettings
 from petatron.config.schema.sections.vocabulary import VocabularySettings
 from petatron.config.schema.setting_metadata import Feature, NotWith, ToySize
 
@@ -55,6 +56,9 @@ class RawModelConfig(
     DecoderSequenceSettings,
     RecommenderSettings,
     HstuSettings,
+    VisionEncoderSettings,
+    ProjectorSettings,
+    PatchLimitSettings,
     MupSettings,
 ):
     """The shape of a model."""
@@ -62,7 +66,8 @@ class RawModelConfig(
     feature: ClassVar = Feature("decoder")
     model_type: Annotated[str, "selects"] = "decoder"
     """Which registered model is built: `decoder` is that of the GPT and LLaMA families, dense or with experts; `bert` an encoder that
-    predicts masked tokens; `t5` an encoder, and a decoder that reads its output; `recommender` predicts the next item of a history."""
+    predicts masked tokens; `t5` an encoder, and a decoder that reads its output; `recommender` predicts the next item of a history;
+    `vlm` is a decoder that reads images beside text."""
     num_layers: Annotated[LayerCount, NotWith("hybrid_layer_pattern")] = 0
     """Number of transformer layers."""
     hidden_size: Annotated[Width, ToySize(128)] = 0

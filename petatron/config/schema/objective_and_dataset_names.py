@@ -16,6 +16,8 @@ T5_DATASET = "t5"
 """The kind of dataset whose spans are replaced by sentinels, for an encoder and a decoder."""
 ITEM_DATASET = "item-histories"
 """The kind of dataset with the items that users had, one after the other."""
+IMAGE_TEXT_DATASET = "image-text"
+"""The kind of dataset with images and text, for models that read both."""
 NEXT_ITEM = "next-item"
 """The objective of recommenders: their own losses, and how far up the held-out items are."""
 MASKED_DATASETS = (BERT_DATASET, T5_DATASET)

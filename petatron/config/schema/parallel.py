@@ -16,6 +16,7 @@ from petatron.config.schema.numeric_bounds import (
 from petatron.config.schema.pipeline_schedules import PipelineScheduleName
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.moe import HAS_EXPERTS
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.config.schema.setting_metadata import RunSettings, UsedWhen, used_with
 from petatron.config.schema.setting_types import FilePath
 
@@ -62,7 +63,8 @@ _OVERLAPS = UsedWhen(
     lambda run: run.parallel.tp_comm_overlap and _TENSOR_PARALLEL.holds(run), "it is for --tp-comm-overlap"
 )
 _ENCODER_STAGES = UsedWhen(
-    lambda run: run.model.model_type == ENCODER_DECODER_MODEL, f"it is for --model-type {ENCODER_DECODER_MODEL}"
+    lambda run: run.model.model_type in (ENCODER_DECODER_MODEL, VISION_LANGUAGE_MODEL),
+    f"it is for --model-type {ENCODER_DECODER_MODEL} and {VISION_LANGUAGE_MODEL}",
 )
 _SCHEDULE, _STRATEGY = "parallel.pipeline_schedule", "parallel.data_parallel_sharding_strategy"
 _INTERLEAVED = used_with(_SCHEDULE, value="interleaved", reason="it is for the interleaved schedule")

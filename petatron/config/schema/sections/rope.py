@@ -16,6 +16,7 @@ from petatron.config.schema.numeric_bounds import (
     RotaryBase,
     SequenceLength,
     SignedFactor,
+    Width,
 )
 from petatron.config.schema.sections.latent_attention import LATENT_HEADS, NOT_LATENT
 from petatron.config.schema.setting_metadata import (
@@ -92,6 +93,9 @@ class RopeVariants:
     """Base of the rotary frequencies in layers with a window, which are then not scaled (Gemma 3). Unset means that of all layers."""
     rotary_seq_len_interpolation_factor: Annotated[Factor, "at least 1", ROTARY_ONLY] | None = None
     """Linear interpolation: positions are divided by this. Unset means not at all."""
+    mrope_section: tuple[Annotated[Width, ROTARY_ONLY, NOT_LATENT], ...] = ()
+    """Pairs of channels that are rotated by a token's place in time, by its row and by its column, for images beside text (Qwen2-VL). Unset
+    means by its position alone."""
     learned_position_table: Annotated[bool, ROTARY_ONLY] = False
     """Adds a learned table of positions to the embedding as well, as Megatron's latent attention does unless other positions are named."""
     longrope_short_factor: Annotated[str, ROTARY_ONLY] | None = None
