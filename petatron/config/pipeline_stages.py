@@ -153,10 +153,9 @@ def _num_layers(config: RawRunConfig) -> int:
     return config.model.num_layers + num_vision_layers(config.model)
 
 
-def _counted_layers(config: RawRunConfig) -> str:
-    """Returns the layers that stages share, as problems name them."""
-    vision = num_vision_layers(config.model)
-    return f"--num-layers {config.model.num_layers}" + (f" + --vision-num-layers {vision}" if vision else "")
+def _layers_flag(config: RawRunConfig) -> str:
+    """Returns the flags whose sum is the number of layers that stages share."""
+    return "--num-layers + --vision-num-layers" if num_vision_layers(config.model) else "--num-layers"
 
 
 def _num_virtual_stages(parallel: RawParallelConfig) -> int:
@@ -243,7 +242,7 @@ def _even_problems(config: RawRunConfig) -> Iterator[Problem]:
         sizes = _usable_sizes(units, virtual) or "another number of layers"
         uneven = _LAYOUT if parallel.pipeline_schedule == "zb-v" else flag_name(_LAST)
         fix = f"Use {sizes}, or cut unevenly, for instance with {uneven}."
-        yield Problem(_PIPELINE, str(pp), f"does not divide {_counted_layers(config)}{counted}", fix)
+        yield Problem(_PIPELINE, str(pp), f"does not divide {_layers_flag(config)} {layers}{counted}", fix)
         return
     share = units // pp
     if chunk is not None and chunk > 0 and share % chunk:
@@ -342,7 +341,7 @@ def _layout_problems(config: RawRunConfig, text: str) -> Iterator[Problem]:
     if symbols.count(LOSS) != 1 or not cut[-1].endswith(LOSS):
         yield Problem(_LAYOUT, text, "does not end with the one L of the loss", "Write L once, at the end.")
     if symbols.count(LAYER) != layers:
-        rule = f"has {symbols.count(LAYER)} layers (t), but there are {_counted_layers(config)}"
+        rule = f"has {symbols.count(LAYER)} layers (t), but {_layers_flag(config)} is {layers}"
         yield Problem(_LAYOUT, text, rule, "Write one t per layer.")
     predictions, depths = symbols.count(PREDICTION), config.model.mtp_num_layers or 0
     if predictions and predictions != depths:

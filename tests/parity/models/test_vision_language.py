@@ -122,7 +122,7 @@ REFUSED = {
     f"{_PLAIN} {_QWEN} --mrope-section 1 1 1": "adds up to 3 pairs, and rotary positions rotate 4",
     "--model-type decoder --mrope-section 1 1 2": "is about the rows and columns of images",
     f"{_PLAIN} --mtp-num-layers 1": "there is no --mtp-num-layers beside them",
-    f"{_PLAIN} --pp 4 --pipeline-model-parallel-layout E|tt|L": "--vision-num-layers 2",
+    f"{_PLAIN} --pp 4 --pipeline-model-parallel-layout E|tt|L": "has 2 layers .t., but --num-layers . --vision-num-layers is 4",
     "--model-type decoder --dataset-type image-text": "which --model-type decoder does not read",
     f"{_PLAIN} --device cuda --cuda-graphs on": "more or fewer patches",
 }
