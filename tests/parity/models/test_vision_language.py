@@ -130,8 +130,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_a_model_of_images_cannot_be_is_refused_before_it_trains(flags: str):
-    argv = "--model-type vlm --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 131 --mock-data --lr 1e-3 "
-    argv += f"--position-embedding-type rope --train-iters 1 {flags}"
+    argv = "--model-type vlm --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 131 --mock-data "
+    argv += f"--lr 1e-3 --position-embedding-type rope --train-iters 1 {flags}"
     world_size = 12 if "--tp 12" in flags else 4
     with pytest.raises(ConfigError, match=REFUSED[flags]):
         load_config(argv.split(), world_size=world_size)
