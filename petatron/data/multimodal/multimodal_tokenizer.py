@@ -122,6 +122,10 @@ class MultimodalTokenizer:
         encoded = self._encode_spans(tagged, self._text_pattern)
         return EncodedText(encoded.ids, [(places[start], places[stop]) for start, stop in encoded.spans])
 
+    def encode_written(self, text: str) -> EncodedText:
+        """Encodes a text whose image tags, and the marks of a prompt format, are written in it already."""
+        return self._encode_spans(text, self._text_pattern if self._format is None else self._chat_pattern)
+
     def encode_conversation(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> EncodedConversation:
