@@ -26,10 +26,13 @@ from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.moe_layer_freq import MAX_PATTERN_LAYERS
 from petatron.config.schema.objective_and_dataset_names import (
     BERT_DATASET,
+    CONTRASTIVE,
     IMAGE_TEXT_DATASET,
     ITEM_DATASET,
     NEXT_ITEM,
+    REGRESSION,
     T5_DATASET,
+    TASK_OBJECTIVES,
 )
 from petatron.config.schema.parallel import MIN_BUCKET_SIZE, ParallelConfig
 from petatron.config.schema.run import RawRunConfig, RunConfig
@@ -67,6 +70,7 @@ def derive_defaults(
     _derive_vision(state)
     _derive_hybrid(state)
     _derive_model(state)
+    _derive_task_head(state)
     _derive_mup(state)
     _derive_pipeline(state)
     _derive_sequence(state)
@@ -257,6 +261,22 @@ def _derive_model(values: _DerivedValues) -> None:
         values.fill("dataset_type", ITEM_DATASET, f"--model-type {RECOMMENDER_MODEL}")
     if values["num_experts"] is not None:
         values.fill("moe_ffn_hidden_size", values["ffn_hidden_size"], "the MLP width")
+
+
+def _derive_task_head(values: _DerivedValues) -> None:
+    objective, is_encoder = values["objective"], values["model_type"] == MASKED_LANGUAGE_MODEL
+    if objective in TASK_OBJECTIVES:
+        pooling = "last" if not is_encoder else "mean" if objective == CONTRASTIVE else "first"
+        kind = "an encoder" if is_encoder else "a decoder"
+        values.fill("pooling", pooling, f"--objective {objective} of {kind}")
+    if values["label_names"]:
+        values.fill("num_labels", len(values["label_names"]), "--label-names")
+    if objective == REGRESSION:
+        values.fill("num_labels", 1, f"--objective {objective}")
+    values.fill("num_labels", 0, "no labels")
+    if values["pooling"] is not None and is_encoder and values["num_labels"]:
+        values.choose("pooler", True, "the head of an encoder")
+        values.choose("label_bias", True, "the head of an encoder")
 
 
 def _derive_mup(values: _DerivedValues) -> None:

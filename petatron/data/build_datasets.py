@@ -40,6 +40,7 @@ from petatron.data.dataset_kinds import (
 from petatron.data.fill_in_middle import FillInMiddleDataset, fill_in_middle_rule
 from petatron.data.image_text import image_text_kind  # noqa: F401  it registers its kind
 from petatron.data.index_cache import IndexLog
+from petatron.data.labelled import labelled_text_dataset  # noqa: F401  so does this
 from petatron.data.masked import masked_language_dataset, span_corruption_dataset  # noqa: F401  they register theirs
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.recommendation import item_history_dataset  # noqa: F401  so does this

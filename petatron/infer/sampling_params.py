@@ -17,6 +17,7 @@ from typing import Any, Literal
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
 from petatron.base.model_companion_files import read_companion_file
+from petatron.config.schema.sections.task_head import PoolingName
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _log = get_logger(__name__)
@@ -36,10 +37,6 @@ class Constraint:
     kind: Literal["json_schema", "regex", "json", "grammar"]
     grammar: str = ""
     whitespace: str | None = None
-
-
-PoolingName = Literal["mean", "first", "last"]
-"""Which hidden states of a text are its vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

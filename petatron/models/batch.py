@@ -20,6 +20,16 @@ class SequencePart:
     all_reduce: Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class SamplePart:
+    """The samples of a micro-batch that a rank has under data parallelism: its index, and the all-gather of what all ranks have of theirs,
+    along the first dimension. Gradients of all its uses, on all ranks, are summed.
+    """
+
+    index: int
+    all_gather: Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True, slots=True, init=False, eq=False)
 class Batch:
     """One micro-batch on one rank, passed from the loader to the model: named arrays, batch dimension first.
@@ -31,7 +41,7 @@ class Batch:
 
     Other models have arrays of other names in `arrays`. `sequence_dims` has the dimension along the sequence of those where it is
     not 1, and None for those without one. A sample may have several rows (`rows_per_sample`: a pair has two, one after the other).
-    sequence_part is None where a rank has whole sequences.
+    sequence_part is None where a rank has whole sequences; sample_part, where it has all samples, or the objective reads its own alone.
 
     Of an encoder-decoder, tokens and documents are the decoder's; source_documents are those of the encoder's sequence, and key_spans say
     what each token of the decoder sees of it. Both are of whole sequences, and None where all of it is one document.
@@ -55,6 +65,7 @@ class Batch:
     source_documents: Documents | None
     window_documents: Documents | None
     key_spans: KeySpans | None
+    sample_part: SamplePart | None
 
     def __init__(
         self,
@@ -71,6 +82,7 @@ class Batch:
         source_documents: Documents | None = None,
         window_documents: Documents | None = None,
         key_spans: KeySpans | None = None,
+        sample_part: SamplePart | None = None,
     ) -> None:
         """Arrays of text that are given by name replace those of `arrays`: so `dataclasses.replace` works with either."""
         text = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
@@ -83,6 +95,7 @@ class Batch:
         object.__setattr__(self, "source_documents", source_documents)
         object.__setattr__(self, "window_documents", window_documents)
         object.__setattr__(self, "key_spans", key_spans)
+        object.__setattr__(self, "sample_part", sample_part)
 
     def __getitem__(self, name: str) -> Tensor:
         try:
@@ -127,6 +140,15 @@ class Batch:
         """
         total = x_BS.sum(dim=1)
         return total if self.sequence_part is None else self.sequence_part.all_reduce(total)
+
+    def all_samples(self, x_B: Tensor) -> tuple[Tensor, int]:
+        """Returns what all data-parallel ranks have of their samples of this micro-batch, and where this rank's begin; gradients flow back.
+
+        >>> Batch(torch.zeros(2, 3)).all_samples(torch.ones(2))
+        (tensor([1., 1.]), 0)
+        """
+        part = self.sample_part
+        return (x_B, 0) if part is None else (part.all_gather(x_B), part.index * x_B.shape[0])
 
     def with_arrays(self, **arrays: Tensor) -> Batch:
         """Returns the batch with further arrays, or others in place of its own.

@@ -19,6 +19,7 @@ from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext, StatisticsKey
 from petatron.layers.mtp import EMBEDDING_AHEAD, embedding_name
 from petatron.layers.norm import NormSpec
+from petatron.layers.pooled_head import PooledHeadSpec
 from petatron.layers.rope import RopeSpec, RotaryEmbedding, split_long_marks
 from petatron.layers.spec.generation_state import GenerationStep, Pages
 from petatron.layers.transformer_layer import LayerSpec
@@ -31,6 +32,11 @@ from petatron.models.stage_interface import StageModule, run_layers_sequentially
 
 HIDDEN = "hidden"
 """The name of the tensor between two pipeline stages."""
+
+LABEL_LOGITS, POOLED_STATES = "label_logits", "pooled_states"
+"""Outputs of models with a task head: [B, labels], and what the labels are computed from, [B, hidden]."""
+POOLING_WEIGHTS = "pooling_weights"
+"""The array [B, S] of the weights of tokens in the sum that stands for a sequence."""
 
 TOKEN_LOSSES, GREEDY_TARGETS = "token_losses", "greedy_targets"
 """Names of outputs for evaluation; the batch needs labels."""
@@ -70,6 +76,8 @@ class DecoderParts(Protocol):
     def original_context(self) -> int | None: ...
     @property
     def tied_params(self) -> Mapping[str, str]: ...
+    @property
+    def task_head(self) -> PooledHeadSpec | None: ...
 
 
 class Decoder(StageModule):
@@ -97,13 +105,15 @@ class Decoder(StageModule):
         # A tied head uses the embedding's weight if it is on the same stage, and else has a replica of it.
         tied = bool(spec.tied_params) and self.embedding is not None
         self.head = None
-        if stage.has_loss:
+        task_head = spec.task_head if stage.has_loss else None
+        self.task_head = None if task_head is None else task_head.build()
+        if stage.has_loss and task_head is None:
             scale = None if config.logits_scaling == 1.0 else 1.0 / config.logits_scaling
             sizes, softcap = (spec.vocab_size, config.hidden_size), config.final_logit_softcapping
             self.head = OutputHead(*sizes, tied=tied, input_scale=scale, softcap=softcap)
 
     def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
-        groups = ([self.embedding], [self.position], [self.embedding_norm], [self.norm, self.head])
+        groups = ([self.embedding], [self.position], [self.embedding_norm], [self.norm, self.head, self.task_head])
         return [modules for group in groups if (modules := [module for module in group if module is not None])]
 
     def reused_params(self) -> Iterator[nn.Parameter]:
@@ -135,8 +145,10 @@ class Decoder(StageModule):
         x_SBD, ahead = self._stage_input(batch, inputs)
         context = self._context(batch, x_SBD, ahead, aux_loss_scale, statistics)
         x_SBD = self.run_layers(self._main_layers(), x_SBD, context)
-        if self.head is None or self.norm is None:
+        if not self.stage.has_loss or self.norm is None:
             return StageOutput({HIDDEN: x_SBD, **(ahead if self.embedding is not None else {})}, {}, {})
+        if self.task_head is not None:
+            return self._task_output(batch, self.norm(x_SBD), collect)
         return self._head_output(batch, x_SBD, context, loss_weights, collect)
 
     def _head_output(
@@ -163,6 +175,19 @@ class Decoder(StageModule):
         if TOKEN_LOSSES in collect:
             collected[TOKEN_LOSSES] = losses[LM_LOSS].t()
         return StageOutput({}, losses, collected)
+
+    def _task_output(self, batch: Batch, x_SBD: Tensor, collect: Collection[str]) -> StageOutput:
+        """Returns what the task head computes of the final hidden states, whatever part of the sequences this rank has."""
+        assert self.task_head is not None
+        outputs: dict[str, Tensor] = {}
+        if "hidden_states" in collect:
+            outputs["hidden_states"] = self.task_head.gather(x_SBD).transpose(0, 1)
+        if POOLED_STATES in collect or LABEL_LOGITS in collect:
+            summed_BD = self.task_head.weighted_sum(x_SBD, batch[POOLING_WEIGHTS])
+            part = batch.sequence_part
+            outputs[POOLED_STATES], logits = self.task_head(summed_BD if part is None else part.all_reduce(summed_BD))
+            outputs |= {} if logits is None else {LABEL_LOGITS: logits}
+        return StageOutput({}, {}, {name: outputs[name] for name in collect})
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
         """Returns logits [B, S, vocabulary], gathered on every rank; needs a model on one stage."""

@@ -29,6 +29,7 @@ from petatron.layers.attention import AttentionSpec
 from petatron.layers.mla import MlaSpec
 from petatron.layers.mtp import depth_layers, embedding_name
 from petatron.layers.norm import NormSpec
+from petatron.layers.pooled_head import PooledHeadSpec
 from petatron.layers.rope import RopeSpec
 from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.branch_spec import BranchSpec
@@ -36,7 +37,15 @@ from petatron.layers.spec.param_spec import REPLICATED, ParamSpec, with_prefix
 from petatron.layers.transformer_layer import LayerSpec
 from petatron.models import branch_specs
 from petatron.models.batch import Batch
-from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, TOKEN_LOSSES, Decoder, mtp_loss
+from petatron.models.decoder import (
+    GREEDY_TARGETS,
+    HIDDEN,
+    LABEL_LOGITS,
+    POOLED_STATES,
+    TOKEN_LOSSES,
+    Decoder,
+    mtp_loss,
+)
 from petatron.models.model_spec import ModelSpec
 from petatron.models.mtp_and_longrope_arrays import (
     LOSS_WEIGHTS,
@@ -114,14 +123,36 @@ class DecoderSpec(ModelSpec):
         return self.config.position_embedding_type == "learned_absolute" or self.config.learned_position_table
 
     @property
+    def task_head(self) -> PooledHeadSpec | None:
+        """The head on whole texts, which a model has in place of its output head; None: it predicts tokens."""
+        config = self.config
+        if config.pooling is None:
+            return None
+        return PooledHeadSpec(
+            hidden_size=config.hidden_size,
+            num_outputs=config.num_labels,
+            std=config.init_method_std,
+            pooler=config.pooler,
+            out_bias=config.label_bias,
+        )
+
+    @property
     def tied_params(self) -> Mapping[str, str]:
-        untied = self.config.untie_embeddings_and_output_weights
+        untied = self.config.untie_embeddings_and_output_weights or self.task_head is not None
         return {} if untied else {"head.weight": "embedding.weight"}
 
     def io(self, stages: Sequence[PipelineStage]) -> ModelIO:
         hidden = (BoundaryTensor(HIDDEN, self.config.hidden_size),)
         depths, weight = range(1, self.num_predictions), self.config.mtp_loss_scaling_factor
         ahead = [BoundaryTensor(embedding_name(depth), self.config.hidden_size) for depth in depths]
+        if (head := self.task_head) is not None:
+            return ModelIO(
+                boundaries=((), *(hidden,) * (len(stages) - 1)),
+                losses=(),
+                outputs=("hidden_states", POOLED_STATES, *((LABEL_LOGITS,) if head.num_outputs else ())),
+                sequence_order="contiguous" if self.sequence_sharding == "contiguous" else "zigzag",
+                extend_batch=self._extend_batch if self.original_context is not None else None,
+            )
         return ModelIO(
             boundaries=((), *((*hidden, *ahead),) * (len(stages) - 1)),
             losses=(
@@ -165,6 +196,9 @@ class DecoderSpec(ModelSpec):
             params |= with_prefix("embedding_norm", self.embedding_norm.params())
         if stage.has_loss:
             params |= with_prefix("norm", self.final_norm.params())
+        if stage.has_loss and self.task_head is not None:
+            fresh = {name: replace(param, fresh_if_missing=True) for name, param in self.task_head.params().items()}
+            return params | with_prefix("task_head", fresh)
         if stage.has_loss and not (self.tied_params and stage.has_embedding):
             shard = replace(shard, replica_of="embedding.weight") if replicated else shard
             like_table = bool(self.tied_params) or config.use_mup
@@ -186,6 +220,8 @@ class DecoderSpec(ModelSpec):
             saved += 8 * self.num_predictions * shape.gathered_tokens if own_indices else 0
         if stage.has_loss:
             saved += self.final_norm.saved_bytes(shape, shape.tokens)
+            if self.task_head is not None:
+                return saved
             # The gradient of the output GEMM's input.
             saved += self.num_predictions * shape.activation_bytes(shape.gathered_tokens, config.hidden_size)
             if shape.fully_sharded:
@@ -196,6 +232,8 @@ class DecoderSpec(ModelSpec):
     def loss_workspace_bytes(self, shape: ActivationShape) -> int:
         """Returns the bytes of a chunk's logits and of its input's gradient, and of the output of the last norm."""
         width, config = self.config.hidden_size, self.config
+        if self.task_head is not None:
+            return shape.activation_bytes(shape.tokens, width)
         rows = padded_rows(self.vocab_size, config.make_vocab_size_divisible_by, shape.tp) // shape.tp
         tokens = chunk_tokens(shape.gathered_tokens, rows, shape.element_bytes)
         # In FP8, the gradient in both orientations, and the weight.

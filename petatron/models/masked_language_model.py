@@ -22,11 +22,11 @@ from petatron.layers.selected_tokens import place_tokens, select_tokens
 from petatron.layers.vocabulary.embedding import PositionEmbedding
 from petatron.layers.vocabulary.output_head import OutputHead
 from petatron.models.batch import Batch
-from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, TOKEN_LOSSES, Decoder, DecoderParts
+from petatron.models.decoder import GREEDY_TARGETS, HIDDEN, POOLING_WEIGHTS, TOKEN_LOSSES, Decoder, DecoderParts
 from petatron.models.stage_inputs_outputs import StageOutput
 
 ORDER_LOSS, ORDER_LOGITS = "sop loss", "order_logits"
-TOKEN_TYPES, ORDER_LABELS, POOLING_WEIGHTS = "token_types", "sentence_order", "pooling_weights"
+TOKEN_TYPES, ORDER_LABELS = "token_types", "sentence_order"
 PREDICTED_POSITIONS = "predicted_positions"
 """Positions [B, P], different ones in each row, among which are all that the loss counts: the head need not compute others."""
 
@@ -51,7 +51,8 @@ class MaskedLanguageModel(Decoder):
         has_types = bool(config.num_token_types) and stage.has_embedding
         self.token_type = PositionEmbedding(config.num_token_types, config.hidden_size) if has_types else None
         self.norm = self.norm if spec.has_final_norm else None
-        self.transform = spec.transform.build() if stage.has_loss else None
+        predicts_tokens = stage.has_loss and self.task_head is None
+        self.transform = spec.transform.build() if predicts_tokens else None
         if self.head is not None and config.prediction_bias:
             self.head = OutputHead(
                 spec.vocab_size,
@@ -60,11 +61,11 @@ class MaskedLanguageModel(Decoder):
                 input_scale=self.head.input_scale,
                 bias=True,
             )
-        order_head = spec.order_head if stage.has_loss else None
+        order_head = spec.order_head if predicts_tokens else None
         self.order_head = None if order_head is None else order_head.build()
 
     def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
-        ends = [self.norm, self.transform, self.head]
+        ends = [self.norm, self.transform, self.head, self.task_head]
         groups = ([self.embedding], [self.position], [self.token_type], [self.embedding_norm], ends, [self.order_head])
         return [modules for group in groups if (modules := [module for module in group if module is not None])]
 
@@ -88,9 +89,12 @@ class MaskedLanguageModel(Decoder):
             batch, x_SBD, {}, aux_loss_scale, {} if router_statistics is None else router_statistics
         )
         x_SBD = self.run_layers(self._main_layers(), x_SBD, context)
-        if self.head is None or self.transform is None:
+        if not self.stage.has_loss:
             return StageOutput({HIDDEN: x_SBD}, {}, {})
         x_SBD = x_SBD if self.norm is None else self.norm(x_SBD)
+        if self.task_head is not None:
+            return self._task_output(batch, x_SBD, collect)
+        assert self.head is not None
         losses: dict[str, Tensor] = {}
         collected: dict[str, Tensor] = {}
         with_losses = "labels" in batch and not collect
@@ -105,7 +109,10 @@ class MaskedLanguageModel(Decoder):
         of_transform = {"logits", TOKEN_LOSSES, GREEDY_TARGETS} & set(collect)
         positions = None if collect else self._predicted_positions(batch, x_SBD)
         read = x_SBD if positions is None else select_tokens(x_SBD, positions)
-        predicted = self.transform(read) if with_losses or of_transform else None
+        predicted = None
+        if with_losses or of_transform:
+            assert self.transform is not None
+            predicted = self.transform(read)
         if predicted is not None and "logits" in collect:
             collected["logits"] = self._logits(predicted)
         if predicted is not None and GREEDY_TARGETS in collect:
@@ -148,5 +155,6 @@ class MaskedLanguageModel(Decoder):
         assert self.order_head is not None, "a model without the head has no such output"
         first_BD = self.order_head.weighted_sum(x_SBD, batch[POOLING_WEIGHTS])
         part = batch.sequence_part
-        logits = self.order_head(first_BD if part is None else part.all_reduce(first_BD))
+        _, logits = self.order_head(first_BD if part is None else part.all_reduce(first_BD))
+        assert logits is not None
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -39,7 +39,17 @@ from petatron.models.stage_inputs_outputs import LossSpec, ModelIO
 from petatron.sharding.initial_values import NormalValues
 from petatron.sharding.shard_spec import Shard
 
-MODULES = ("embedding", "position", "token_type", "embedding_norm", "norm", "transform", "head", "order_head")
+MODULES = (
+    "embedding",
+    "position",
+    "token_type",
+    "embedding_norm",
+    "norm",
+    "transform",
+    "head",
+    "order_head",
+    "task_head",
+)
 """Those outside of the layers, in their order."""
 
 
@@ -65,7 +75,7 @@ class MaskedLanguageSpec(DecoderSpec):
     def order_head(self) -> PooledHeadSpec | None:
         """The head that tells whether the second segment belongs after the first; None: it is not asked."""
         config = self.config
-        if not config.bert_binary_head:
+        if not config.bert_binary_head or self.task_head is not None:
             return None
         return PooledHeadSpec(hidden_size=config.hidden_size, num_outputs=2, std=config.init_method_std)
 
@@ -78,6 +88,8 @@ class MaskedLanguageSpec(DecoderSpec):
         return MODULES[:4]
 
     def io(self, stages: Sequence[PipelineStage]) -> ModelIO:
+        if self.task_head is not None:
+            return super(MaskedLanguageSpec, self).io(stages)
         order = (LossSpec(ORDER_LOSS, per="sample"),) if self.config.bert_binary_head else ()
         return replace(
             super(MaskedLanguageSpec, self).io(stages),
@@ -106,6 +118,8 @@ class MaskedLanguageSpec(DecoderSpec):
         return {"token_type.weight": table} if count else {}
 
     def _last_params(self) -> dict[str, ParamSpec]:
+        if self.task_head is not None:
+            return {}
         config, params = self.config, with_prefix("transform", self.transform.params())
         if config.prediction_bias:
             shard = Shard(tp=0, pad_to=config.make_vocab_size_divisible_by)
@@ -120,7 +134,7 @@ class MaskedLanguageSpec(DecoderSpec):
             return saved
         if not self.has_final_norm:
             saved -= self.final_norm.saved_bytes(shape, shape.tokens)
-        return saved + self.transform.saved_bytes(shape)
+        return saved if self.task_head is not None else saved + self.transform.saved_bytes(shape)
 
 
 def masked_language_spec(config: ModelConfig, moe: MoEConfig) -> MaskedLanguageSpec:

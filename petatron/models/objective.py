@@ -6,7 +6,8 @@ An objective says which outputs of the model it needs, and returns named losses 
 - pipelines: `prepare`, `loss` and `metrics` run where the last stage is;
 - context parallelism: arrays and outputs are this rank's part of each sequence. A loss may use each token by itself, and sums over
   whole sequences by `batch.sequence_sum`, which adds up all parts, gradients included;
-- data parallelism: means are over the global batch, and the samples of a micro-batch are never split over ranks.
+- data parallelism: means are over the global batch. A loss that compares samples has those of its rank, or with `reads_all_samples` those
+  of the micro-batches of all ranks, by `batch.all_samples`.
 
 It may read other models (`models`): frozen ones in folders (a teacher, a reference), or the model that is trained itself, without
 gradients. They run first, on the same mesh, and what is wanted of them becomes arrays of the batch, which `prepare` may turn into
@@ -25,7 +26,7 @@ from torch import Tensor
 from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.config.parse_name_value import NOT_A_SETTING
-from petatron.config.schema.objective_and_dataset_names import LM_LOSS, NEXT_TOKEN
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS, NEXT_TOKEN, TASK_OBJECTIVES
 from petatron.config.schema.run import RunConfig
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec, ModelIO
@@ -75,6 +76,9 @@ class Objective(ABC):
     """Whether the model computes the losses, and `loss` is not called."""
     measures_training: ClassVar[bool] = True
     """Whether metrics are computed in training steps too, or in evaluations alone."""
+
+    reads_all_samples: ClassVar[bool] = False
+    """Whether `loss` or `metrics` read samples of other data-parallel ranks, by `batch.all_samples`."""
 
     @property
     @abstractmethod
@@ -187,10 +191,13 @@ def parse_objective(name: str, settings: Sequence[str]) -> Objective:
 
 def model_objective(run: RunConfig, io: ModelIO) -> Objective:
     """Returns the objective of a run for its model; raises `ConfigError` if the model lacks an output that it needs."""
-    objective, name = build_objective(run), str(run.train.objective)
+    objective, name = build_objective(run), str(run.train.objective or NEXT_TOKEN)
     problems: list[Problem] = []
+    if objective.uses_model_losses and not io.losses:
+        rule = "trains the losses of the model, and one with --pooling has none"
+        problems.append(Problem(_FLAG, name, rule, f"Use one of {', '.join(TASK_OBJECTIVES)}."))
     missing = [output for output in (*objective.outputs, *objective.measured_outputs) if output not in io.outputs]
-    if isinstance(objective, NextToken) and not missing:
+    if isinstance(objective, NextToken) and not missing and not problems:
         return replace(objective, losses=io.losses)
     if missing:
         rule = f"needs {', '.join(missing)} of the model, and --model-type {run.model.model_type} has {', '.join(io.outputs) or 'none'}"

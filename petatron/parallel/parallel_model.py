@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from petatron.base.errors import TrainError
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
-from petatron.models.batch import Batch
+from petatron.models.batch import Batch, SamplePart
 from petatron.models.model_spec import ModelSpec
 from petatron.models.objective import NextToken, Objective
 from petatron.models.stage_inputs_outputs import ModelIO
@@ -309,6 +310,9 @@ class ParallelModel:
     def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
         """Splits whole batches, and adds what the objective reads: outputs of its models, and what it prepares of them."""
         local, objective = self._split(batches), self.objective
+        if objective.reads_all_samples and self.mesh.dp.size > 1:
+            part = SamplePart(self.mesh.dp.rank, partial(collectives.gather_from_region, axis=self.mesh.dp))
+            local = [replace(batch, sample_part=part) for batch in local]
         for role, wanted in objective.models.items():
             model = self if wanted.folder is None else self.role_models[role]
             for index, outputs in enumerate(model.forward(batches, collect=wanted.outputs)):

@@ -22,7 +22,7 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.mesh.rng import RandomStreams
 from petatron.models.frozen_params import everything_frozen, frozen_logical_names, frozen_params
-from petatron.models.objective import model_objective
+from petatron.models.objective import Objective, model_objective
 from petatron.models.optimizer_groups import OptimizerGroupRule, optimizer_group
 from petatron.models.registry import model_spec
 from petatron.models.uses_random_numbers import uses_random_numbers
@@ -117,7 +117,7 @@ def build_initial_model(
         tied_across_ranks=plan.rank_of(0) != plan.rank_of(len(stages) - 1),
         init_weights=init_weights,
     )
-    mesh.create_groups(used_axes(run, parts.placements))
+    mesh.create_groups(used_axes(run, parts.placements, objective))
     model = Model(
         modules,
         parts,
@@ -137,7 +137,7 @@ def build_initial_model(
     return model
 
 
-def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
+def used_axes(run: RunConfig, placements: Mapping[str, Placement], objective: Objective | None = None) -> list[str]:
     """Returns the mesh axes that a run communicates over; their process groups are created before the first step.
 
     The order is the same on all ranks, since creating a group is a rendezvous of its members.
@@ -157,5 +157,7 @@ def used_axes(run: RunConfig, placements: Mapping[str, Placement]) -> list[str]:
             axes.append("etp")
         if parallel.data_parallel_sharding_strategy != "no_shard":
             axes.append("edp_shard")
+    if objective is not None and objective.reads_all_samples:
+        axes.append("dp")
     reduced = {shard.grad_reduce_axis for placement in placements.values() for shard in placement.tensor_shards}
     return [*axes, *sorted(name for name in reduced if name is not None and name not in axes), "world"]

@@ -40,6 +40,7 @@ from petatron.validate.recommender import check_recommender
 from petatron.validate.recompute import check_recompute
 from petatron.validate.run_length import check_run_length
 from petatron.validate.sparse_attention import check_sparse_attention
+from petatron.validate.task_head import check_task_head
 from petatron.validate.vision_language import check_vision_language
 
 
@@ -105,6 +106,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_sparse_attention(config),
         check_recurrent_layers(config),
         check_recommender(config),
+        check_task_head(config),
         check_mup(config),
         check_moe(config, require_training=require_training),
         check_layout(config, require_training=require_training),

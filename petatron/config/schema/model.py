@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from petatron.config.schema.numeric_bounds import Factor, LayerCount, PositiveFactor, SequenceLength, Width
+from petatron.config.schema.numeric_bounds import Factor, LayerCount, PositiveFactor, SequenceLength, SmallCount, Width
 from petatron.config.schema.sections.attention import AttentionSettings, AttentionVariants
 from petatron.config.schema.sections.encoder_decoder import DecoderSequenceSettings, EncoderDecoderSettings
 from petatron.config.schema.sections.hybrid import HybridSettings
@@ -25,6 +25,7 @@ from petatron.config.schema.sections.norm import NormSettings
 from petatron.config.schema.sections.recommender import HstuSettings, RecommenderSettings
 from petatron.config.schema.sections.rope import RopeScalingSettings, RopeSettings, RopeVariants, YarnSettings
 from petatron.config.schema.sections.sparse_attention import SparseAttentionSettings
+from petatron.config.schema.sections.task_head import TaskHeadSettings
 from petatron.config.schema.sections.vision_language import PatchLimitSettings, ProjectorSettings, VisionEncoderSettings
 from petatron.config.schema.sections.vocabulary import VocabularySettings
 from petatron.config.schema.setting_metadata import Feature, NotWith, ToySize
@@ -59,6 +60,7 @@ class RawModelConfig(
     VisionEncoderSettings,
     ProjectorSettings,
     PatchLimitSettings,
+    TaskHeadSettings,
     MupSettings,
 ):
     """The shape of a model."""
@@ -95,6 +97,7 @@ class ModelConfig(RawModelConfig):
     mamba_norm_groups: Width = 0
     num_token_types: Width = 0
     hstu_value_dim: Width = 0
+    num_labels: SmallCount = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,11 @@ ITEM_DATASET = "item-histories"
 """The kind of dataset with the items that users had, one after the other."""
 IMAGE_TEXT_DATASET = "image-text"
 """The kind of dataset with images and text, for models that read both."""
+LABELLED_DATASET = "labelled-text"
+"""The kind of dataset with texts and their labels, in files of lines of JSON."""
+CLASSIFICATION, REGRESSION, CONTRASTIVE = "classification", "regression", "contrastive"
+TASK_OBJECTIVES = (CLASSIFICATION, REGRESSION, CONTRASTIVE)
+"""The objectives of models with a task head: a class, numbers, or a place among others, for each text."""
 NEXT_ITEM = "next-item"
 """The objective of recommenders: their own losses, and how far up the held-out items are."""
 MASKED_DATASETS = (BERT_DATASET, T5_DATASET)

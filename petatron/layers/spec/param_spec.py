@@ -25,6 +25,7 @@ class ParamSpec:
     weight_decay: whether weight decay applies to it.
     is_gemm: whether it is the weight of a GEMM over tokens, so that it costs FLOPs and may run in FP8.
     active: the share of it that one token uses: less than 1 for experts.
+    fresh_if_missing: whether a run that starts from a model without it draws its initial values: the head of a new task.
     trainable: whether training changes it; a frozen one has no gradient and no optimizer state (`models/frozen_params.py`).
     fan_in_ratio, fan_out_ratio: by how much more inputs an output sums up, and by how much more outputs an input reaches, than in muP's
     base model; 1 without muP. Initial values have the first in them already; learning rates depend on both (`optimizer_groups.py`).
@@ -38,6 +39,7 @@ class ParamSpec:
     is_gemm: bool = False
     active: Fraction = Fraction(1)
     trainable: bool = True
+    fresh_if_missing: bool = False
     fan_in_ratio: float = 1.0
     fan_out_ratio: float = 1.0
 
