@@ -416,6 +416,7 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
     }
     others |= {
         "high_priority_stream_groups",
+        "label_names",
         "wandb_project",
         "wandb_exp_name",
         "wandb_entity",
