@@ -19,6 +19,7 @@ from torch import Tensor
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.base.device import cpu_instructions
 from petatron.kernels.compute_dtype import to_compute_dtype
+from petatron.kernels.strides import is_aligned
 
 # Instruction sets, by dtype, for which PyTorch has a GEMM. Not those that only convert or only work on vectors.
 _GEMM_INSTRUCTIONS: dict[torch.dtype, tuple[str, ...]] = {
@@ -60,7 +61,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def linear(x_RD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x W^T + b, rounded once, without autograd; PyTorch transposes at less cost to the host than a view of Python's."""
-    if x_RD.is_cuda or not is_widened(x_RD, weight_OD):
+    if x_RD.is_cuda:
+        # In a flat buffer a bias may begin anywhere, and one that is not aligned keeps cuBLAS from its fast kernels: a copy costs less.
+        return F.linear(x_RD, weight_OD, bias_O if bias_O is None or is_aligned(bias_O) else bias_O.clone())
+    if not is_widened(x_RD, weight_OD):
         return F.linear(x_RD, weight_OD, bias_O)
     if bias_O is None:
         return _widened(x_RD, weight_OD.t())
