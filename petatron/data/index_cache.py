@@ -85,8 +85,12 @@ def load_or_build(
     *,
     build: Callable[[], Arrays],
     log: IndexLog | None = None,
+    is_slow: bool = False,
 ) -> Arrays:
-    """Returns arrays `names` for `key`: memory-mapped from the folder if they exist, else built and stored there."""
+    """Returns arrays `names` for `key`: memory-mapped from the folder if they exist, else built and stored there.
+
+    is_slow: small ones take long to build too, and are not built at every start to be compared.
+    """
     if folder is None:
         return build()
     log = IndexLog() if log is None else log
@@ -104,7 +108,7 @@ def load_or_build(
             log.compared.add(stem)
             newest = max(time_ns for identity in identities for time_ns in identity[-2:])
             if time.time_ns() - newest > _MIN_FILE_AGE_NS and _file_identities(paths) == identities:
-                _write_trust_record(paths, identities, any_size=log.records_all)
+                _write_trust_record(paths, identities, any_size=log.records_all or is_slow)
             return mapped
         _warn_mismatch(paths, " and ".join(different) + (" differ" if len(different) > 1 else " differs"))
     try:
@@ -112,7 +116,7 @@ def load_or_build(
         kept = {name: _save_and_map(path, arrays[name]) for name, path in paths.items()}
         # For people who wonder what a file is; never read by us.
         write_atomic(Path(folder) / f"{stem}.json", _description(key) + "\n")
-        _write_trust_record(paths, _file_identities(paths), any_size=log.records_all)
+        _write_trust_record(paths, _file_identities(paths), any_size=log.records_all or is_slow)
         log.built.add(stem)
     except OSError as error:
         get_logger(__name__).warning(

@@ -19,13 +19,20 @@ from petatron.data.inputs.input_file import InputFile
 from petatron.data.inputs.json_record import parse_record, repeated_keys
 from petatron.data.inputs.line_blocks import RefusedLine
 from petatron.data.inputs.row_blocks import RefusedRow, SourceRow
+from petatron.data.inputs.tar_headers import (
+    BARE_TAR_TYPES,
+    MAX_TAR_NAME_BYTES,
+    TAR_BLOCK,
+    TAR_FILE_TYPES,
+    DamagedTar,
+    check_tar_header,
+    pax_path,
+    split_member_name,
+    tar_header_name,
+    tar_number,
+)
 
-_BLOCK = 512
-_MAX_HEADER_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 18
-_FILE_TYPES = (b"0", b"\x00", b"7")
-_BARE_TYPES = (b"1", b"2", b"3", b"4", b"5", b"6")
-"""Links, devices, folders and FIFOs, which have a header alone, whatever size it says."""
 _READ_ENDINGS = ("txt", "json")
 
 
@@ -35,10 +42,6 @@ class _Member:
 
     name: str
     content: bytes | None
-
-
-class _Damaged(Exception):
-    """What is wrong with the tar."""
 
 
 class _Stream:
@@ -64,7 +67,7 @@ class _Stream:
         while size:
             skipped = len(self.read(min(size, _CHUNK_BYTES)))
             if not skipped:
-                raise _Damaged("it ends too early")
+                raise DamagedTar("it ends too early")
             size -= skipped
 
 
@@ -80,24 +83,18 @@ def tar_samples(
                 stream.buffered(), file.path, chunk_bytes=_CHUNK_BYTES, max_window_bytes=max_line_bytes
             )
             for member in _members(_Stream(chunks), max_line_bytes):
-                key, _, ending = _split_name(member.name)
+                key, _, ending = split_member_name(member.name)
                 if key != sample.key:
                     if sample.has_content:
                         number += 1
                         yield sample.row(number, keys, id_key, stream.position)
                     sample = _Sample(key)
                 sample.add(ending, member.content)
-        except (*READ_ERRORS, _Damaged) as error:
+        except (*READ_ERRORS, DamagedTar) as error:
             where = f"{file.path} cannot be read beyond sample {number + 1}"
             raise DataError(f"{where}: {error}. Check the file, or copy it again.") from error
         if sample.has_content:
             yield sample.row(number + 1, keys, id_key, stream.position)
-
-
-def _split_name(name: str) -> tuple[str, str, str]:
-    folder, slash, base = name.rpartition("/")
-    stem, dot, ending = base.partition(".")
-    return f"{folder}{slash}{stem}", dot, ending.lower()
 
 
 class _Sample:
@@ -137,76 +134,33 @@ def _members(stream: _Stream, max_bytes: int) -> Iterator[_Member]:
     """Yields the files whose ending is read, and others without content."""
     long_name: str | None = None
     while True:
-        header = stream.read(_BLOCK)
+        header = stream.read(TAR_BLOCK)
         if header and not header.strip(b"\x00"):
             return
-        _check_header(header)
-        size, kind = _number(header[124:136]), header[156:157]
-        padding = -size % _BLOCK
+        check_tar_header(header)
+        size, kind = tar_number(header[124:136]), header[156:157]
+        padding = -size % TAR_BLOCK
         if kind in (b"L", b"x"):
-            if size > _MAX_HEADER_BYTES:
-                raise _Damaged(f"the name of a file has {size:,} bytes")
+            if size > MAX_TAR_NAME_BYTES:
+                raise DamagedTar(f"the name of a file has {size:,} bytes")
             content = _exactly(stream, size)
-            named = content.rstrip(b"\x00") if kind == b"L" else _pax_path(content)
+            named = content.rstrip(b"\x00") if kind == b"L" else pax_path(content)
             long_name = long_name if named is None else named.decode(errors="replace")
             stream.skip(padding)
             continue
-        name, long_name = long_name or _header_name(header), None
-        is_read = kind in _FILE_TYPES and _split_name(name)[2] in _READ_ENDINGS
+        name, long_name = long_name or tar_header_name(header), None
+        is_read = kind in TAR_FILE_TYPES and split_member_name(name)[2] in _READ_ENDINGS
         if is_read and size <= max_bytes:
             yield _Member(name, _exactly(stream, size))
             stream.skip(padding)
         else:
-            stream.skip(0 if kind in _BARE_TYPES else size + padding)
-            if kind in _FILE_TYPES:
+            stream.skip(0 if kind in BARE_TAR_TYPES else size + padding)
+            if kind in TAR_FILE_TYPES:
                 yield _Member(name, None)
 
 
 def _exactly(stream: _Stream, size: int) -> bytes:
     content = stream.read(size)
     if len(content) < size:
-        raise _Damaged("it ends too early")
+        raise DamagedTar("it ends too early")
     return content
-
-
-def _check_header(header: bytes) -> None:
-    if len(header) < _BLOCK:
-        raise _Damaged("it ends too early")
-    checksum = sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
-    if checksum != _number(header[148:156]):
-        raise _Damaged("it is no tar, or damaged")
-
-
-def _number(field: bytes) -> int:
-    """Returns a number in octal digits, or in binary where its first bit says so."""
-    if field[0] & 0x80:
-        number = int.from_bytes(bytes((field[0] & 0x7F,)) + field[1:], "big")
-    else:
-        digits = field.strip(b" \x00")
-        if not all(digit in b"01234567" for digit in digits):
-            raise _Damaged("it is no tar, or damaged")
-        number = int(digits or b"0", 8)
-    if number >= 1 << 62:
-        raise _Damaged("it is no tar, or damaged")
-    return number
-
-
-def _header_name(header: bytes) -> str:
-    name = header[:100].partition(b"\x00")[0]
-    prefix = header[345:500].partition(b"\x00")[0] if header[257:263] == b"ustar\x00" else b""
-    return (prefix + b"/" + name if prefix else name).decode(errors="replace")
-
-
-def _pax_path(content: bytes) -> bytes | None:
-    """Returns the name in an extended header: lines of a length, a key and a value."""
-    while content:
-        digits, _, rest = content.partition(b" ")
-        length = int(digits) if digits.isdigit() and len(digits) < 9 else 0
-        line = content[:length]
-        key, _, value = line[len(digits) + 1 :].partition(b"=")
-        if not length or not rest:
-            raise _Damaged("an extended header is damaged")
-        if key == b"path":
-            return value.removesuffix(b"\n")
-        content = content[length:]
-    return None
