@@ -215,6 +215,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
         KernelImplementation("torch fused", _load_torch_fused_adam, _always_supported),
     ),
     "expert permutation": _triton_and_reference("moe.permute", as_record=True),
+    "attention of key intervals": _triton_and_reference("attention.key_interval_attention"),
     "packed documents": _triton_and_reference("attention.gather_scatter_rows"),
     "heads of latent attention": _triton_and_reference("attention.latent_heads"),
     "paged attention": _triton_and_reference("attention.paged_attention"),

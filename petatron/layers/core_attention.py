@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from petatron.kernels.attention import attention, gather_scatter_rows
+from petatron.kernels.attention import attention, gather_scatter_rows, key_interval_attention
+from petatron.kernels.attention.key_interval_attention import KeyIntervalKernels
 from petatron.kernels.attention.packed_document_attention import PackingKernels
 from petatron.kernels.attention.score_modifiers import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
@@ -30,10 +31,11 @@ class CoreAttention(nn.Module):
         self.dropout = dropout
         self.softcap = softcap
         self.packing_kernels: PackingKernels = gather_scatter_rows
+        self.interval_kernels: KeyIntervalKernels = key_interval_attention
         self.attend: AttentionOp = attention
 
     def kernel_slots(self) -> Mapping[str, str]:
-        return {"packing_kernels": "packed documents"}
+        return {"packing_kernels": "packed documents", "interval_kernels": "attention of key intervals"}
 
     def forward(
         self,
@@ -53,6 +55,7 @@ class CoreAttention(nn.Module):
             visibility,
             dropout=self.dropout if self.training else 0.0,
             packing_kernels=self.packing_kernels,
+            interval_kernels=self.interval_kernels,
             rules=ScoreRules(self.softcap, sinks_H, bias_HD) if ruled else None,
         )
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.layers.parallel_slots import TensorRank, TensorSlot
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.sharding.initial_values import NormalValues
@@ -77,10 +78,10 @@ class LocalHeadBias(nn.Module):
         self.tensor_rank: TensorRank = (0, 1)
 
     def forward(self, bias_D1H: Tensor) -> Tensor:
-        """Returns biases [H, D] of the heads of this rank."""
+        """Returns biases [H, D] of the heads of this rank, in at least float32: the gradients of all layers are added in it."""
         rank, num_ranks = self.tensor_rank
         count = self.num_heads // num_ranks
-        return bias_D1H[:, 0, rank * count : (rank + 1) * count].t().contiguous()
+        return to_compute_dtype(bias_D1H[:, 0, rank * count : (rank + 1) * count]).t().contiguous()
 
 
 @lru_cache(maxsize=8)

@@ -181,7 +181,7 @@ CALLED: dict[str, set[str]] = {
     "gated activation": {"gated_activation", "gated_activation_backward"},
     "gated activation variant": {"gated_activation", "gated_activation_backward"},
     "plain activation": {"activation", "activation_backward"},
-    "rotary embedding": {"split_qkv_rope", "split_qkv_rope_backward"},
+    "rotary embedding": {"split_qkv_rope", "split_qkv_rope_backward", "join_qkv_grads"},
     "qk-norm and rotary embedding": {"split_qkv_norm_rope", "split_qkv_norm_rope_backward"},
     "softmax and loss": {"statistics", "gradient_", "losses_and_gradient_"},
     "embedding gradient": {"embedding_grad"},
@@ -202,6 +202,7 @@ CALLED: dict[str, set[str]] = {
     "norm, then gate": {"norm_then_gate", "norm_then_gate_backward"},
     "adamw": {"adamw", "sum_of_squares"},
     "expert permutation": {field.name for field in dataclasses.fields(permute.MoEKernels)},
+    "attention of key intervals": {"unsupported_tensors_reason", "forward", "backward"},
     "packed documents": {"gather_rows", "scatter_rows"},
     "heads of latent attention": {
         "interleaved_rope",
@@ -275,7 +276,13 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
     parts = {f"{folder.__name__}.ssm.{step}" for step in steps}
     parts |= {
         f"{folder.__name__}.{part}"
-        for part in ("attention.split_kv", "attention.paged_prompt_chunks", "fp8.cast_tiles")
+        for part in (
+            "attention.split_kv",
+            "attention.paged_prompt_chunks",
+            "attention.key_interval_tiles",
+            "attention.key_interval_attention_grads",
+            "fp8.cast_tiles",
+        )
     }
     helpers = {f"{folder.__name__}.{each}" for each in ("amax", "pdl", "kernel_launch")}
     shared = helpers | parts  # what kernels of all operations use, and the steps of operations

@@ -6,11 +6,13 @@ fastest first:
     neither window nor documents       cuDNN on Hopper, else PyTorch's choice; FlashAttention where values are narrower than keys
     documents                          cuDNN on Hopper for long ones (`document_layout.py`), else FlashAttention on NVIDIA GPUs
     windows, with or without them      FlashAttention on NVIDIA GPUs
+    biases by distance, prefixes,      Triton's kernel of key intervals (`key_interval_attention.py`), in half precision without dropout
+    key spans
     everything else                    the sequence is cut into rectangles (`visible_key_intervals.py`), so that masked-out parts cost
-                                       neither time nor memory: prefixes, first tokens, key spans, modified scores (`score_modifiers.py`,
-                                       soft cap and bias in tiles only), any precision and device
+                                       neither time nor memory: first tokens, sinks, modified scores (`score_modifiers.py`, soft cap and
+                                       bias in tiles only), any precision and device
 
-The first three are for half precision. None of them synchronizes with the device: what the host needs to know of the documents
+All but the last are for half precision. None of them synchronizes with the device: what the host needs to know of the documents
 was computed with the batch.
 
 S sequence, B batch, H query heads, K kv heads, E head dim.
@@ -30,10 +32,12 @@ from petatron.kernels.attention import (
     dense_attention,
     flash,
     gather_scatter_rows,
+    key_interval_attention,
     packed_document_attention,
 )
 from petatron.kernels.attention.blockwise_attention import block_attention
 from petatron.kernels.attention.document_layout import cut_into_chunks
+from petatron.kernels.attention.key_interval_attention import KeyIntervalKernels
 from petatron.kernels.attention.packed_document_attention import PackingKernels, PaddedKernels, padded_attention
 from petatron.kernels.attention.score_modifiers import ScoreRules
 from petatron.kernels.attention.visibility import CAUSAL, Visibility, VisibilitySupport
@@ -56,6 +60,7 @@ class AttentionCall(NamedTuple):
     packing_kernels: PackingKernels = gather_scatter_rows
     lengths_vary: bool = False
     rules: ScoreRules | None = None
+    interval_kernels: KeyIntervalKernels = key_interval_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +86,20 @@ def attention(
     packing_kernels: PackingKernels = gather_scatter_rows,
     lengths_vary: bool = False,
     rules: ScoreRules | None = None,
+    interval_kernels: KeyIntervalKernels = key_interval_attention,
 ) -> Tensor:
     """Softmax attention of each token to what it sees; in cross attention keys and values are those of another sequence.
 
     `packing_kernels` gathers tokens into padded rows and scatters them back: `gather_scatter_rows` or a faster implementation.
+    `interval_kernels`: `key_interval_attention` or a faster implementation, which is used where no other fused kernel is.
     `lengths_vary`: hardly a length comes again. cuDNN builds a plan for each, so few of them are computed by it.
     """
     if not q_SBHE.numel() or not k_SBKE.numel():
         return _no_attention(q_SBHE, k_SBKE, v_SBKE)
     if visibility.window is not None or visibility.chunk is not None or visibility.first_k:
         visibility = _without_chunks(visibility.within(q_SBHE.shape[0]), q_SBHE)
-    call = AttentionCall(q_SBHE, k_SBKE, v_SBKE, visibility, dropout, packing_kernels, lengths_vary, rules)
+    options = dropout, packing_kernels, lengths_vary, rules, interval_kernels
+    call = AttentionCall(q_SBHE, k_SBKE, v_SBKE, visibility, *options)
     return chosen_kernel(call).run(call)
 
 
@@ -172,6 +180,21 @@ def _run_long_documents(call: AttentionCall) -> Tensor:
     return padded_attention(call.q_SBHE, call.k_SBKE, call.v_SBKE, documents.padded_rows, kernels)
 
 
+def _intervals_take(call: AttentionCall) -> bool:
+    """Whether there is a fast kernel of key intervals for the tensors, and nothing but biases modifies scores."""
+    rules = call.rules
+    if call.dropout > 0.0 or (rules is not None and (rules.softcap is not None or rules.sinks_H is not None)):
+        return False
+    return call.interval_kernels.unsupported_tensors_reason(call.q_SBHE, call.v_SBKE) is None
+
+
+def _run_intervals(call: AttentionCall) -> Tensor:
+    bias = None if call.rules is None else call.rules.bias_HD
+    return key_interval_attention.key_interval_attention(
+        call.q_SBHE, call.k_SBKE, call.v_SBKE, call.visibility, bias, call.interval_kernels
+    )
+
+
 def _run_blocks(call: AttentionCall) -> Tensor:
     length, bias = call.q_SBHE.shape[0], None if call.rules is None else call.rules.bias_HD
     visible = VisibleKeys.of(call.visibility, length, call.q_SBHE.device)
@@ -188,6 +211,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
         "dense, of padded documents", packed_document_attention.VISIBILITY, _has_long_documents, _run_long_documents
     ),
     AttentionKernel("FlashAttention of unequal lengths", flash.VARLEN_VISIBILITY, _varlen_takes, _run_varlen),
+    AttentionKernel("of key intervals", key_interval_attention.VISIBILITY, _intervals_take, _run_intervals),
     AttentionKernel("blocks and tiles", blockwise_attention.VISIBILITY, None, _run_blocks),
 )
 """The kernels, the fastest first; the first that computes a visibility and takes the tensors is used."""

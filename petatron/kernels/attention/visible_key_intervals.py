@@ -87,27 +87,47 @@ class VisibleKeys:
 
 def _visible_keys(visibility: Visibility, length: int, device: torch.device) -> VisibleKeys:
     visibility = visibility.within(length)
-    documents, window = visibility.documents, visibility.window
-    if visibility.kind == "cross":
-        return _spans_of_keys(visibility, length, device)
-    unbounded = window is None and visibility.chunk is None and documents is None
-    if unbounded and visibility.kind != "prefix":
+    where = device if visibility.documents is not None or visibility.key_spans is not None else torch.device("cpu")
+    bounds = interval_tensors(visibility, length, where)
+    if bounds is None:
         return VisibleKeys(visibility.is_causal)
-    where = torch.device("cpu") if documents is None else device
-    positions = torch.arange(length, device=where).unsqueeze(0)
-    starts = torch.zeros_like(positions)
+    first, stop = bounds
+    interval = KeyInterval(KeyBounds.of(first, device), None if visibility.is_causal else KeyBounds.of(stop, device))
+    first_tokens = None
+    if visibility.first_k:
+        starts = _starts(visibility, length, where)
+        last = torch.minimum(starts + visibility.first_k, first)
+        first_tokens = KeyInterval(KeyBounds.of(starts, device), KeyBounds.of(last, device))
+    return VisibleKeys(visibility.is_causal, interval, first_tokens)
+
+
+def interval_tensors(visibility: Visibility, length: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Returns first(i) and stop(i) [1 or B, S] of `length` queries on a device, without first tokens; None: all, but for causality."""
+    visibility = visibility.within(length)
+    spans = visibility.key_spans
+    if visibility.kind == "cross":
+        if spans is None:
+            return None
+        assert spans.first_BS.shape[1] == length, "spans of keys are those of the whole sequence"
+        return spans.first_BS.to(device), spans.stop_BS.to(device)
+    unbounded = visibility.window is None and visibility.chunk is None and visibility.documents is None
+    if unbounded and visibility.kind != "prefix":
+        return None
+    starts, positions = _starts(visibility, length, device), torch.arange(length, device=device).unsqueeze(0)
+    first = starts if visibility.window is None else torch.maximum(starts, positions + 1 - visibility.window)
+    if visibility.is_causal:
+        return first, (positions + 1).expand_as(first)
+    return first, _stops(visibility, positions, starts)
+
+
+def _starts(visibility: Visibility, length: int, device: torch.device) -> Tensor:
+    """Returns the first position of each token's document, or of its chunk."""
+    documents = visibility.documents
+    starts = torch.zeros((1, length), dtype=torch.int64, device=device)
     if documents is not None:
         assert documents.starts_BS.shape[1] == length, "document starts are those of the whole sequence"
         starts = documents.starts_BS.to(device)
-    if visibility.chunk is not None:
-        starts = chunk_starts(length, visibility.chunk, starts, where)
-    first = starts if window is None else torch.maximum(starts, positions + 1 - window)
-    stop = None if visibility.is_causal else KeyBounds.of(_stops(visibility, positions, starts), device)
-    first_tokens = None
-    if visibility.first_k:
-        last = torch.minimum(starts + visibility.first_k, first)
-        first_tokens = KeyInterval(KeyBounds.of(starts, device), KeyBounds.of(last, device))
-    return VisibleKeys(visibility.is_causal, KeyInterval(KeyBounds.of(first, device), stop), first_tokens)
+    return starts if visibility.chunk is None else chunk_starts(length, visibility.chunk, starts, device)
 
 
 def _stops(visibility: Visibility, positions: Tensor, starts_BS: Tensor) -> Tensor:
@@ -119,15 +139,6 @@ def _stops(visibility: Visibility, positions: Tensor, starts_BS: Tensor) -> Tens
         stops = torch.minimum(stops, documents.prefix_ends_BS.to(stops.device))
         stops = torch.maximum(stops, positions + 1)
     return stops if visibility.window is None else torch.minimum(stops, positions + visibility.window)
-
-
-def _spans_of_keys(visibility: Visibility, length: int, device: torch.device) -> VisibleKeys:
-    spans = visibility.key_spans
-    if spans is None:
-        return VisibleKeys(causal=False)
-    assert spans.first_BS.shape[1] == length, "spans of keys are those of the whole sequence"
-    interval = KeyInterval(*(KeyBounds.of(x.to(device), device) for x in (spans.first_BS, spans.stop_BS)))
-    return VisibleKeys(causal=False, interval=interval)
 
 
 CAUSAL_KEYS = VisibleKeys()

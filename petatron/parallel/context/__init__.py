@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.attention import attention
+from petatron.kernels.attention.key_interval_attention import KeyIntervalKernels
 from petatron.kernels.attention.packed_document_attention import PackingKernels
 from petatron.kernels.attention.score_modifiers import ScoreRules
 from petatron.kernels.attention.visibility import Visibility
@@ -96,12 +97,14 @@ class ContextParallelAttention:
         *,
         dropout: float,
         packing_kernels: PackingKernels,
+        interval_kernels: KeyIntervalKernels,
         rules: ScoreRules | None,
     ) -> Tensor:
         q, k, v = self.ulysses.scatter_heads_gather_sequence(q_SBHE, k_SBKE, v_SBKE)
         rules = self.ulysses.local_rules(rules)
         if self.kv_axis.size == 1:
-            out = attention(q, k, v, visibility, dropout=dropout, packing_kernels=packing_kernels, rules=rules)
+            kernels = {"packing_kernels": packing_kernels, "interval_kernels": interval_kernels}
+            out = attention(q, k, v, visibility, dropout=dropout, **kernels, rules=rules)
         else:
             scheme = {"kv_exchange": self.kv_exchange, "order": self.order, "visibility": visibility}
             out = context_parallel_attention(q, k, v, self.kv_axis, **scheme, dropout=dropout, rules=rules)
