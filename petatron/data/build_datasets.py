@@ -15,7 +15,7 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.config.schema.data import DataConfig
-from petatron.config.schema.data_blend import BlendError, default_cache_folder, named_sets, read_blend_file
+from petatron.config.schema.data_blend import BlendError, named_sets, read_blend_file
 from petatron.config.schema.objective_and_dataset_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.data import best_fit_dataset, gpt_dataset  # noqa: F401  they register their kinds
@@ -45,6 +45,7 @@ from petatron.data.masked import masked_language_dataset, span_corruption_datase
 from petatron.data.object_storage.storage_cache import ObjectStorageCache
 from petatron.data.recommendation import item_history_dataset  # noqa: F401  so does this
 from petatron.data.recorded_tokenizer import check_recorded_tokenizer
+from petatron.data.sample_index_folder import sample_index_folder
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
 from petatron.models.objective import build_objective
@@ -274,7 +275,7 @@ def _build_set(
     """Builds one set from its sources, and appends to `warnings` if they are too small for the run."""
     if not sources:
         return None
-    cache = _cache_folder(config.data, sources[0].source.name)
+    cache = sample_index_folder(config.data, sources[0].source.name)
     request, count = replace(wanted.request, cache_dir=cache), wanted.request.num_samples
     sizes = [part.size for part in sources]
     per_epoch = [part.source.samples_per_epoch(part.units, request) for part in sources]
@@ -337,23 +338,6 @@ def _object_storage(data: DataConfig) -> ObjectStorageCache | None:
     return ObjectStorageCache(
         data.object_storage_cache_path, data.object_storage_chunk_bytes, data.object_storage_cache_bytes
     )
-
-
-def _cache_folder(data: DataConfig, prefix: str) -> Path | None:
-    """Returns the cache folder of sample indices: the user's, else `cache` next to the data.
-
-    None if the default folder is a link: whoever made the data could choose where files are written.
-    """
-    default_folder = Path(default_cache_folder(prefix, data.object_storage_cache_path))
-    folder = Path(data.data_cache_path) if data.data_cache_path else default_folder
-    if folder != default_folder or not default_folder.is_symlink():
-        return folder
-    get_logger(__name__).warning(
-        "%s is a symbolic link, and may have come with the data: sample indices stay in memory and are built again on the next start. "
-        "Give --data-cache-path the folder itself if you want them there.",
-        default_folder,
-    )
-    return None
 
 
 def _log_summary(wanted: _WantedSet, request: DatasetRequest, sources: list[_SplitSource], taken: list[int]) -> None:

@@ -16,25 +16,33 @@ SETTINGS_FLAG = "--dataset-settings"
 OnError = Literal["fail", "skip"]
 ImageCheck = Literal["none", "header", "decode"]
 LongSamples = Literal["truncate", "skip", "fail"]
-FROM_POLICY = "policy"
+FROM_POLICY, FROM_MODEL, NO_CHAT = "policy", "model", "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTextSettings:
     """What a user may choose.
 
-    image_folder: in which a JSON Lines file's images are; empty for its own folder. on_error: whether a record without a usable image or
-    text ends the run, or is counted and left out. check_images: what is read of each image before training. long_samples: what becomes
-    of a record of more tokens than a sample; an image is never cut. images: a policy. resample: a filter, or `policy` for the policy's.
-    min_pixels, max_pixels: of an image in its own size. longest_side: of an image that is cut into tiles. image_markup: how an image is
-    written. chat_format: how a conversation is. max_image_pixels, max_image_bytes: beyond which an image is refused.
+    image_folder      in which a JSON Lines file's images are; empty for its own folder
+    on_error          whether a record without a usable image or text ends the run, or is counted and left out
+    check_images      what is read of each image before training
+    long_samples      what becomes of a record of more tokens, or patches, than a sample has; an image is never cut
+    images            a policy, or `model` for the one that its positions allow
+    resample          a filter, or `policy` for the policy's own
+    min_pixels, max_pixels     of an image that is shown in its own size
+    longest_side, max_tiles, use_thumbnail     of images that are cut into tiles
+    image_markup      how an image is written
+    chat_format       how a conversation is; `none` where records are texts
+    max_frames        of a video
+    animations_are_videos      an animated file is shown as frames where an image is named too
+    max_image_pixels, max_image_bytes          beyond which an image is refused
     """
 
     image_folder: str = ""
     on_error: OnError = "fail"
     check_images: ImageCheck = "header"
     long_samples: LongSamples = "truncate"
-    images: str = "crop"
+    images: str = FROM_MODEL
     resample: str = FROM_POLICY
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
@@ -42,7 +50,7 @@ class ImageTextSettings:
     max_tiles: int = 12
     use_thumbnail: bool = True
     image_markup: str = "plain"
-    chat_format: str = ""
+    chat_format: str = NO_CHAT
     max_frames: int = 16
     animations_are_videos: bool = False
     max_image_pixels: int = 1 << 26
@@ -54,7 +62,7 @@ class ImageTextSettings:
 
     @property
     def policy(self) -> PolicySettings:
-        chosen: dict[str, Any] = {"policy": self.images}
+        chosen: dict[str, Any] = {} if self.images == FROM_MODEL else {"policy": self.images}
         if self.resample != FROM_POLICY:
             chosen["resample"] = self.resample
         return PolicySettings(
@@ -72,10 +80,10 @@ class ImageTextSettings:
             "on_error": get_args(OnError),
             "check_images": get_args(ImageCheck),
             "long_samples": get_args(LongSamples),
-            "images": POLICY_NAMES,
+            "images": (FROM_MODEL, *POLICY_NAMES),
             "resample": (FROM_POLICY, *RESAMPLE_NAMES),
             "image_markup": IMAGE_MARKUPS,
-            "chat_format": ("", *CHAT_FORMATS),
+            "chat_format": (NO_CHAT, *CHAT_FORMATS),
         }
         return [*self._wrong_choices(choices), *self._wrong_numbers()]
 
@@ -83,7 +91,7 @@ class ImageTextSettings:
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
-                known = ", ".join(filter(None, allowed))
+                known = ", ".join(allowed)
                 yield Problem(SETTINGS_FLAG, f"{name}={value}", "is no choice", f"Use one of {known}.")
 
     def _wrong_numbers(self) -> Iterator[Problem]:

@@ -29,7 +29,7 @@ from petatron.data.check_token_ids import TokenPlace
 from petatron.data.dataset_kinds import DatasetRequest, DataSource
 from petatron.data.documents_of_sample import SampleTrace, TracedDocument
 from petatron.data.image_text.image_text_record import ImageTextRecord
-from petatron.data.image_text.image_text_settings import SETTINGS_FLAG, ImageTextSettings
+from petatron.data.image_text.image_text_settings import NO_CHAT, SETTINGS_FLAG, ImageTextSettings
 from petatron.data.image_text.jsonl_records import JsonlRecords
 from petatron.data.image_text.record_encoder import EncodedRecord, RecordEncoder
 from petatron.data.image_text.record_error import RecordError
@@ -47,6 +47,7 @@ _CHECKED_AT_ONCE = 4096
 _MAX_TRIES = 1000
 _TAR = ".tar"
 _USABLE, _USABLE_WITH_ADDED_TAGS, _LEFT_OUT = range(3)
+_NOT_OF_SAMPLES = ("image_folder", "on_error", "check_images")
 _OF_LENGTH = ("too long", "too many patches")
 _TO_SKIP = f"Repair or remove such records, or count and leave them out with {SETTINGS_FLAG} on_error=skip"
 
@@ -88,13 +89,13 @@ class SampleBuilder:
             )
         tokenizer = request.tokenizer
         self._store, self._reader, self._settings, self._grid = store, options.reader, settings, grid
-        self._encoder = RecordEncoder(
-            tokenizer, grid, markup=settings.image_markup, chat_format=settings.chat_format or None
-        )
+        chat_format = None if settings.chat_format == NO_CHAT else settings.chat_format
+        self._encoder = RecordEncoder(tokenizer, grid, markup=settings.image_markup, chat_format=chat_format)
         self._length = request.seq_length
         pad = tokenizer.special_ids.get("pad", tokenizer.eod)
         self._pad = 0 if pad is None or pad == grid.image_token_id else pad
-        key: dict[str, Any] = {"settings": asdict(settings), "grid": asdict(grid), "mean": list(options.mean)}
+        shown = {name: value for name, value in asdict(settings).items() if name not in _NOT_OF_SAMPLES}
+        key: dict[str, Any] = {"settings": shown, "grid": asdict(grid), "mean": list(options.mean)}
         self.fingerprint = fingerprint(
             {**key, "tokenizer": asdict(tokenizer.fingerprint), "seq_length": request.seq_length}
         )

@@ -79,7 +79,9 @@ class RecordReport:
             self.num_truncated += 1
             count = self.num_truncated
         if _is_power_of_ten(count):
-            get_logger(__name__).info("%s: samples that were too long and have been cut: %d so far", self._name, count)
+            get_logger(__name__).info(
+                "%s: samples of too many tokens or patches, which have been cut: %d so far", self._name, count
+            )
 
 
 def _is_power_of_ten(count: int) -> bool:
