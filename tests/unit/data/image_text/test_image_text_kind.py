@@ -61,7 +61,7 @@ def test_batches(data: Path, num_workers: int):
 
 
 def test_it_trains(data: Path):
-    run = petatron.load(f"{MODEL} --data-path {data} --device cpu --log-interval 1".split())
+    run = petatron.load(None, f"{MODEL} --data-path {data} --device cpu --log-interval 1".split())
     losses = [metrics["lm_loss"] for metrics in run.train()]
     assert len(losses) == 3 and np.isfinite(losses).all() and losses[-1] < losses[0]
 
