@@ -280,6 +280,7 @@ class CheckpointManager:
         same_layout_key: str | None = None,
         strict: bool = True,
         may_ignore_key: Callable[[str], bool] | None = None,
+        may_lack_key: Callable[[str], bool] | None = None,
         check_all_files: bool = True,
         fallback: bool = False,
     ) -> LoadedCheckpoint:
@@ -287,10 +288,10 @@ class CheckpointManager:
 
         chunks: or what selects them, given the checkpoint's metadata; it may raise. read_manifest: of a step, or of the folder itself if it
         has no steps: another program's model. strict: every key must be in the checkpoint, and no key of the same kind may be left over;
-        otherwise missing keys keep their values and are named in the result. may_ignore_key: which keys may be left unread; by
-        default, those of kinds that no rank requests. check_all_files: whether files that are not read must be there too. fallback: if
-        the step is damaged, warn and load the newest sound one before it. Nothing is changed unless the whole checkpoint fits; after
-        an error about a damaged file, the content of the chunks is undefined.
+        otherwise missing keys keep their values and are named in the result, as those of `may_lack_key` are in any case. may_ignore_key:
+        which keys may be left unread; by default, those of kinds that no rank requests. check_all_files: whether files that are not read
+        must be there too. fallback: if the step is damaged, warn and load the newest sound one before it. Nothing is changed unless the
+        whole checkpoint fits; after an error about a damaged file, the content of the chunks is undefined.
         """
         self.drain()
 
@@ -300,7 +301,11 @@ class CheckpointManager:
             head = reader.read_manifest(partial(read_manifest, source))
             selected = self._ranks.run(lambda: chunks(head.metadata) if callable(chunks) else chunks)
             plan = reader.plan_reads(
-                selected, strict=strict, may_ignore_key=may_ignore_key, check_all_files=check_all_files
+                selected,
+                strict=strict,
+                may_ignore_key=may_ignore_key,
+                may_lack_key=may_lack_key,
+                check_all_files=check_all_files,
             )
             self._ranks.run(lambda: reshard_reads.execute_reads(source, plan, reader.files))
             local = self._ranks.run(lambda: reader.read_local() if head.layout == same_layout_key else None)

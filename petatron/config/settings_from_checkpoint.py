@@ -23,7 +23,7 @@ from petatron.base.errors import Problem
 from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.config.flags.parse_command_line import FROM_FLAG
 from petatron.config.schema.checkpoint import CheckpointConfig
-from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path
+from petatron.config.schema.fields import FieldInfo, FieldValue, all_fields, fields_by_path, unflatten_config
 from petatron.config.schema.model import REQUIRED_FIELDS
 from petatron.config.schema.model_identity import MODEL_SECTIONS, identity_differences, is_identity_field
 from petatron.config.schema.run import RawRunConfig
@@ -139,7 +139,9 @@ def unchosen_values(
     origins: Mapping[str, ValueOrigin],
 ) -> dict[str, FieldValue]:
     """Returns the checkpoint's settings of model and tokenizer that nobody chose otherwise; a tokenizer is chosen as a whole."""
+    added = _addable_paths(stored_values)
     fills = [f"{section}.{name}" for section in MODEL_SECTIONS for name in stored.sections.get(section, {})]
+    fills = [path for path in fills if path not in added]
     tokenizer = tokenizer_paths()
     chosen = any(origins[path].is_explicit for path in tokenizer)
     has_tokenizer = stored_values["tokenizer.tokenizer_type"] is not None
@@ -155,10 +157,22 @@ def tokenizer_paths() -> list[str]:
 
 def identity_paths(stored_values: Mapping[str, FieldValue]) -> tuple[str, ...]:
     """Returns the settings that must match the weights. Learned positions are weights, one for each position."""
+    added = _addable_paths(stored_values)
     paths = [info.path for info in all_fields() if info.section in MODEL_SECTIONS and is_identity_field(info.name)]
+    paths = [path for path in paths if path not in added]
     learned = stored_values["model.position_embedding_type"] == "learned_absolute"
     learned = learned or bool(stored_values.get("model.learned_position_table"))
     return (*paths, *["model.max_position_embeddings"] * learned)
+
+
+def _addable_paths(stored_values: Mapping[str, FieldValue]) -> frozenset[str]:
+    """Returns the settings of features that a model does not have, and that a run which starts from it may add."""
+    run = unflatten_config(stored_values)
+    return frozenset(
+        info.path
+        for info in all_fields()
+        if info.section in MODEL_SECTIONS and info.feature.may_be_added and info.feature.unused_reason(run) is not None
+    )
 
 
 def all_values(stored: CheckpointSettings) -> dict[str, FieldValue]:

@@ -109,6 +109,7 @@ class MaskedLanguageSpec(DecoderSpec):
         }
         if not self.has_final_norm:
             params = {name: param for name, param in params.items() if not name.startswith("norm.")}
+        params = {name: _with_former_name(name, param) for name, param in params.items()}
         order = {name: number for number, name in enumerate(MODULES)}
         return dict(sorted(params.items(), key=lambda item: order[item[0].partition(".")[0]]))
 
@@ -135,6 +136,16 @@ class MaskedLanguageSpec(DecoderSpec):
         if not self.has_final_norm:
             saved -= self.final_norm.saved_bytes(shape, shape.tokens)
         return saved if self.task_head is not None else saved + self.transform.saved_bytes(shape)
+
+
+def _with_former_name(name: str, param: ParamSpec) -> ParamSpec:
+    """Lets the pooler of a task head begin with that of the head for the order of segments."""
+    pooler = "task_head.pooler."
+    return (
+        replace(param, former_name=f"order_head.pooler.{name.removeprefix(pooler)}")
+        if name.startswith(pooler)
+        else param
+    )
 
 
 def masked_language_spec(config: ModelConfig, moe: MoEConfig) -> MaskedLanguageSpec:

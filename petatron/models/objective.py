@@ -26,7 +26,7 @@ from torch import Tensor
 from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.config.build_plugin import build_plugin, find_plugin
 from petatron.config.parse_name_value import NOT_A_SETTING
-from petatron.config.schema.objective_and_dataset_names import LM_LOSS, NEXT_TOKEN, TASK_OBJECTIVES
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS, NEXT_TOKEN
 from petatron.config.schema.run import RunConfig
 from petatron.models.batch import Batch
 from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec, ModelIO
@@ -191,13 +191,10 @@ def parse_objective(name: str, settings: Sequence[str]) -> Objective:
 
 def model_objective(run: RunConfig, io: ModelIO) -> Objective:
     """Returns the objective of a run for its model; raises `ConfigError` if the model lacks an output that it needs."""
-    objective, name = build_objective(run), str(run.train.objective or NEXT_TOKEN)
+    objective, name = build_objective(run), str(run.train.objective)
     problems: list[Problem] = []
-    if objective.uses_model_losses and not io.losses:
-        rule = "trains the losses of the model, and one with --pooling has none"
-        problems.append(Problem(_FLAG, name, rule, f"Use one of {', '.join(TASK_OBJECTIVES)}."))
     missing = [output for output in (*objective.outputs, *objective.measured_outputs) if output not in io.outputs]
-    if isinstance(objective, NextToken) and not missing and not problems:
+    if isinstance(objective, NextToken) and not missing:
         return replace(objective, losses=io.losses)
     if missing:
         rule = f"needs {', '.join(missing)} of the model, and --model-type {run.model.model_type} has {', '.join(io.outputs) or 'none'}"

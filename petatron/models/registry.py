@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from petatron.base.errors import ConfigError, Problem
@@ -87,6 +88,18 @@ def spec_from_config(config: ModelConfig, moe: MoEConfig | None = None) -> Model
     if not is_registered(config.model_type):
         raise ConfigError([_unknown_model(config.model_type)])
     return _BUILDERS[config.model_type](config, moe or MoEConfig())
+
+
+def without_task_head(spec: ModelSpec) -> ModelSpec:
+    """Returns the description of the same layers in a model that predicts tokens: the one that a new head is trained on.
+
+    >>> from petatron.validate import load_config
+    >>> run = load_config(["--vocab-size", "256", "--pooling", "last"], preset="tiny-llama", require_training=False).config
+    >>> sorted(without_task_head(model_spec(run)).params().keys() - model_spec(run).params().keys())
+    ['head.weight']
+    """
+    plain = replace(spec.config, pooling=None, num_labels=0, label_names=(), pooler=False, label_bias=False)
+    return spec_from_config(plain, spec.moe)
 
 
 def _unknown_model(name: str) -> Problem:

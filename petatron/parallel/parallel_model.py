@@ -182,6 +182,11 @@ class ParallelModel:
             raise TrainError(
                 "The model was opened with gradients=False: it is frozen as a whole. Open it without that."
             )
+        if not self.objective.losses:
+            raise TrainError(
+                "The model has no loss of its own: it ends with a head on whole texts. Open it with the objective that trains it, such as "
+                'flags=["--objective", "classification"].'
+            )
         batches = self._prepare(batches)
         self._set_mode(training=True)
         self._start_step(len(batches))

@@ -146,6 +146,8 @@ def parallelize(
         groups, gradient_reducer = _build_flat_groups(stages, param_plan, mesh, run, weights)
         weight_grad_queue.accumulate = gradient_reducer.write_grad
     groups = [*groups, *_build_row_groups(stages, param_plan, mesh, run.train.seed)]
+    if not init_weights:
+        _init_new_heads(groups, params, placements, dtype, run.train.seed)
     updated = (group for group in groups if group.spec.trainable)
     length = sum(flat_shard.length for group in updated for flat_shard in group.flat_shards)
     text = "rank %d updates %s elements of parameters, padding included, %s"
@@ -403,6 +405,27 @@ def _param_tensor_shards(
                 seen.add(parameter)
                 for shard in placements[name].tensor_shards:
                     yield shard, parameter[shard.local_slices()]
+
+
+@torch.no_grad()
+def _init_new_heads(
+    groups: Sequence[ParameterGroup],
+    params: Mapping[str, ParamSpec],
+    placements: Mapping[str, Placement],
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Draws the weights that the model which is loaded next may lack."""
+    fresh = {
+        shard.name: params[name].init
+        for name, placement in placements.items()
+        if params[name].fresh_if_missing
+        for shard in placement.tensor_shards
+    }
+    for group in groups if fresh else ():
+        for shard, view in group_tensor_shards(group, group.weights(), wanted=lambda shard: shard.name in fresh):
+            fresh[shard.name].fill(view, shard, seed=seed)
+            view.copy_(view.to(dtype))
 
 
 @torch.no_grad()

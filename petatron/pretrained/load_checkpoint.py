@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.format_text import abbreviate_names
+from petatron.base.log import get_logger
 from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
@@ -22,13 +23,16 @@ from petatron.checkpoint.manager import CheckpointManager
 from petatron.checkpoint.run_on_all_ranks import AllRanks
 from petatron.checkpoint.stateful_components import EMPTY_DOCUMENT, ComponentLoad, Stateful
 from petatron.checkpoint.tensor_chunk import Chunk, folder_tensor_name
+from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.pretrained.checkpoint_components import model_components
 from petatron.pretrained.detect_model_format import has_steps, is_megatron_folder, weights_kind_problems
 from petatron.pretrained.model_reader import open_model_reader
+from petatron.pretrained.new_head import NewHead
 
+_log = get_logger(__name__)
 LOOP_METADATA = "loop"
 """In the metadata of a run: what a custom loop gave to `save_checkpoint`."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -95,16 +99,18 @@ def load_state(
     skipped: Mapping[str, str] = _NOTHING,
     check_metadata: Callable[[Mapping[str, Any]], None] | None = None,
     weights: str | None = None,
+    starts_run: bool = False,
 ) -> LoadedState | None:
     """Restores components from a folder's checkpoint; returns None if it contains none.
 
     strict: raises if the checkpoint has state that no component uses, unless it is optional. skipped: components that a flag excludes, by
     name, with the flag. check_metadata: is called before anything is changed, and may raise. weights: the kind of state to load in place
-    of the weights.
+    of the weights. starts_run: a new run takes the weights, and its model may have a head that they lack.
     """
     path, mesh = Path(folder), model.mesh
     manager = CheckpointManager(path, mesh.control, world_axis=mesh.world, device=mesh.device)
     load = ComponentLoad(components, skipped, strict, model.frozen_tensors)
+    head = NewHead.of(model.spec) if starts_run else None
     held = manager.broadcast_from_rank0(lambda: _loadable_kind(path))
     if held is None:
         if step is None:
@@ -117,9 +123,11 @@ def load_state(
     if problems := weights_kind_problems(weights, kind):
         raise ConfigError(problems)
     if held == "megatron":
-        return _load_megatron(path, load, mesh)
+        return _load_megatron(path, load, mesh, head)
 
     def read_manifest(source: Path) -> Manifest:
+        if is_model and head is not None:
+            return head.folder_manifest(source)
         if is_model:
             return folder_manifest(HuggingFaceFolder(source), model.spec)
         if weights is not None:
@@ -134,32 +142,55 @@ def load_state(
                 raise ValueError("it does not say what saved it")
             if check_metadata is not None:
                 check_metadata(metadata)
-            return chunks
+            return chunks if head is None else head.with_former_tensors(chunks)
 
+    may_ignore = None if is_model else load.may_ignore_key
+    if head is not None:
+        may_ignore = partial(_any_holds, (load.may_ignore_key, head.may_ignore))
     loaded = manager.load(
         step,
         select,
         read_manifest=read_manifest,
         has_steps=not is_model,
         same_layout_key=model.layout_key if load.reads_local and not is_model else None,
-        may_ignore_key=None if is_model else load.may_ignore_key,
+        may_ignore_key=may_ignore,
+        may_lack_key=None if head is None else head.may_lack,
         check_all_files=strict,
         fallback=fallback,
     )
+    _log_new_head(head, loaded.missing_keys, mesh)
     document = EMPTY_DOCUMENT if is_model else loaded.metadata
     parsing = partial(reading_untrusted, path, step_folder.damaged_error)
     notes = load.restore(document, loaded.local, None if is_model else loaded.source, parsing)
     return LoadedState(document, tuple(notes), loaded.is_signed)
 
 
-def _load_megatron(path: Path, load: ComponentLoad, mesh: ParallelMesh) -> LoadedState:
+def _any_holds(conditions: Sequence[Callable[[str], bool]], key: str) -> bool:
+    return any(condition(key) for condition in conditions)
+
+
+def _log_new_head(head: NewHead | None, missing_keys: Sequence[str], mesh: ParallelMesh) -> None:
+    """Says what a source lacked on any rank."""
+    if head is None:
+        return
+    missing = {key for of_rank in all_gather_json(list(missing_keys), mesh.control) for key in of_rank}
+    for note in head.notes(missing) if mesh.rank == 0 else ():
+        _log.info("%s", note)
+
+
+def _load_megatron(path: Path, load: ComponentLoad, mesh: ParallelMesh, head: NewHead | None) -> LoadedState:
     """Fills the weights from a Megatron checkpoint; every rank reads tensor by tensor, and copies its shards."""
     ranks = AllRanks(mesh.control, default_failure=f"the Megatron checkpoint in {path} could not be read")
+    missing: list[str] = []
 
     def fill() -> None:
         source = open_model_reader(path, model_format="megatron")
         chunks = load.select(EMPTY_DOCUMENT, str(path))
         shapes = {folder_tensor_name(key): shape for key, shape in source.shapes.items()}
+        if head is not None:
+            chunks = head.with_former_tensors(chunks)
+            missing.extend(chunk.key for chunk in chunks if chunk.name not in shapes and head.may_lack(chunk.key))
+            chunks = [chunk for chunk in chunks if chunk.key not in missing]
         if unlike := sorted(chunk.name for chunk in chunks if shapes.get(chunk.name) != chunk.logical_shape):
             raise CheckpointError(
                 f"{path} is of another model: it has no {abbreviate_names(unlike)} of the shape that this run's model has. Leave the "
@@ -168,6 +199,7 @@ def _load_megatron(path: Path, load: ComponentLoad, mesh: ParallelMesh) -> Loade
         source.fill(chunks)
 
     ranks.run(fill)
+    _log_new_head(head, missing, mesh)
     notes = load.restore(EMPTY_DOCUMENT, None, None, partial(reading_untrusted, path, step_folder.damaged_error))
     return LoadedState(EMPTY_DOCUMENT, tuple(notes), is_signed=False)
 

@@ -106,7 +106,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_sparse_attention(config),
         check_recurrent_layers(config),
         check_recommender(config),
-        check_task_head(config),
+        check_task_head(config, require_training=require_training),
         check_mup(config),
         check_moe(config, require_training=require_training),
         check_layout(config, require_training=require_training),

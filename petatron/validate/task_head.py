@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from petatron.base.errors import Problem
-from petatron.config.schema.objective_and_dataset_names import CLASSIFICATION, CONTRASTIVE
+from petatron.config.schema.objective_and_dataset_names import CLASSIFICATION, CONTRASTIVE, NEXT_TOKEN, TASK_OBJECTIVES
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 
 
-def check_task_head(config: RawRunConfig) -> Iterator[Problem]:
+def check_task_head(config: RawRunConfig, *, require_training: bool) -> Iterator[Problem]:
     yield from _labels(config)
     model = config.model
     if model.pooling is None:
@@ -23,6 +23,9 @@ def check_task_head(config: RawRunConfig) -> Iterator[Problem]:
     if model.mtp_num_layers:
         rule = "predicts tokens, and a model with --pooling predicts none"
         yield Problem("--mtp-num-layers", str(model.mtp_num_layers), rule, "Leave one of them out.")
+    if require_training and config.train.objective in (None, NEXT_TOKEN):
+        rule = "trains a model to predict tokens, and one with --pooling predicts none"
+        yield Problem("--objective", NEXT_TOKEN, rule, f"Use one of {', '.join(TASK_OBJECTIVES)}.")
     yield from _compared_texts(config)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -143,8 +143,10 @@ def _with_keys(text: str, keys: Mapping[str, str]) -> str:
     return re.sub(r"--[a-z][a-z0-9-]*", lambda match: keys.get(match[0], match[0]), text)
 
 
-def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
-    """Locates every logical tensor of a model in a folder; everything that does not fit is one error."""
+def folder_manifest(
+    folder: HuggingFaceFolder, spec: ModelSpec, *, may_lack: Callable[[str], bool] | None = None
+) -> Manifest:
+    """Locates every logical tensor of a model in a folder, which may lack some; everything that does not fit is one error."""
     _check_same_model(folder, spec)
     shapes, slots = hf.folder_shapes(spec), folder.tensors
     entries = hf.folder_entries(spec, str(folder.config.get("model_type")))
@@ -156,7 +158,12 @@ def folder_manifest(folder: HuggingFaceFolder, spec: ModelSpec) -> Manifest:
     weights = {name: slot for name, slot in slots.items() if name not in apart}  # in order: errors name the first ones
     weights |= {name: (tensor.file, tensor.info) for name, tensor in packed.items()}
     stored = _stored_names(folder, weights, known)
-    problems = [f"{entry.name} is missing" for entry in entries if entry.name not in stored]
+    absent = [entry for entry in entries if entry.name not in stored]
+    problems = [
+        f"{entry.name} is missing"
+        for entry in absent
+        if may_lack is None or not all(may_lack(region.name) for region in entry.regions)
+    ]
     problems += [f"{name} is not a tensor of this model" for full, name in stored.items() if full not in known]
     tensors: dict[str, StoredTensor] = {}
     for entry in entries:

@@ -51,6 +51,7 @@ class RankReader:
         strict: bool,
         may_ignore_key: Callable[[str], bool] | None,
         check_all_files: bool,
+        may_lack_key: Callable[[str], bool] | None = None,
     ) -> reshard_reads.ReadPlan:
         """Plans every read of this rank; everything that does not fit is one error. All ranks call it."""
         sent = self._ranks.run(lambda: self._rows_and_requests(chunks, check_all_files=check_all_files))
@@ -66,7 +67,8 @@ class RankReader:
         surplus = (
             directory.unexpected_keys(may_ignore_key or self._ignore_unrequested_kinds(directory)) if strict else []
         )
-        return self._ranks.run(lambda: self._plan_from_answers(chunks, told, strict=strict, unexpected_keys=surplus))
+        checks = {"strict": strict, "unexpected_keys": surplus, "may_lack_key": may_lack_key}
+        return self._ranks.run(lambda: self._plan_from_answers(chunks, told, **checks))
 
     def _ignore_unrequested_kinds(self, directory: StoredBoxLookup) -> Callable[[str], bool]:
         """By default a load ignores the kinds of state that no rank requests."""
@@ -103,9 +105,7 @@ class RankReader:
         self,
         chunks: Sequence[Chunk],
         answers: Mapping[int, list[MessageRow]],
-        *,
-        strict: bool,
-        unexpected_keys: Sequence[str],
+        **checks: Any,
     ) -> reshard_reads.ReadPlan:
         lookups: list[tuple[str, StoredTensor | None]] = [("", None)] * len(chunks)
         for row in (row for rows in answers.values() for row in rows):
@@ -114,7 +114,7 @@ class RankReader:
             for table in tables:
                 if table >= 0:
                     self._table(table)  # for the digests of its files
-        plan = reshard_reads.plan_reads(self._source, chunks, lookups, strict=strict, unexpected_keys=unexpected_keys)
+        plan = reshard_reads.plan_reads(self._source, chunks, lookups, **checks)
         read = {box_read.stored.file for box_read in plan.reads}
         step_folder.check_sizes(self._source, {name: file for name, file in self.files.items() if name in read})
         return plan

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,17 +69,19 @@ def plan_reads(
     *,
     strict: bool,
     unexpected_keys: Sequence[str] = (),
+    may_lack_key: Callable[[str], bool] | None = None,
 ) -> ReadPlan:
     """Plans every read of this rank from what the checkpoint has for each chunk.
 
-    A strict load requires the same keys on both sides; `unexpected_keys` are those of the checkpoint that no rank requests.
+    A strict load requires the same keys on both sides, but for those of `may_lack_key`; `unexpected_keys` are those of the checkpoint that
+    no rank requests.
     """
     reads: list[BoxRead] = []
     problems: list[str] = []
     asked = [(chunk, *answer) for chunk, answer in zip(chunks, lookups, strict=True) if chunk.tensor.numel()]
     missing = sorted({key for _, key, stored in asked if stored is None})
     if strict:
-        problems += [f"{key} is not in the checkpoint" for key in missing]
+        problems += [f"{key} is not in the checkpoint" for key in missing if not (may_lack_key and may_lack_key(key))]
         problems += [f"{key} is in the checkpoint, but not in this run" for key in unexpected_keys]
     for chunk, _, stored in asked:
         if stored is None:

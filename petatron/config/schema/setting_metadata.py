@@ -69,6 +69,7 @@ class Feature:
 
     `used_when` holds for all of them but those that select the feature. `variants`: all defaults are the plain layer. `always_stored`:
     a model's identity has these settings also where it does not use them, since it had them before other features came.
+    `may_be_added`: a run that starts from a model without the feature may have it, and draws its weights.
     `recompute_modules` are those of `--recompute-modules` that only models with the feature have; `offload_modules` those of
     `--offload-modules`.
     """
@@ -78,6 +79,7 @@ class Feature:
     role: Role = "identity"
     variants: bool = False
     always_stored: bool = False
+    may_be_added: bool = False
     recompute_modules: tuple[str, ...] = ()
     offload_modules: tuple[str, ...] = ()
 

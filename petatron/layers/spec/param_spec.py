@@ -26,6 +26,7 @@ class ParamSpec:
     is_gemm: whether it is the weight of a GEMM over tokens, so that it costs FLOPs and may run in FP8.
     active: the share of it that one token uses: less than 1 for experts.
     fresh_if_missing: whether a run that starts from a model without it draws its initial values: the head of a new task.
+    former_name: the parameter of such a model that has the same values, if it has one: BERT's pooler reads for another head.
     trainable: whether training changes it; a frozen one has no gradient and no optimizer state (`models/frozen_params.py`).
     fan_in_ratio, fan_out_ratio: by how much more inputs an output sums up, and by how much more outputs an input reaches, than in muP's
     base model; 1 without muP. Initial values have the first in them already; learning rates depend on both (`optimizer_groups.py`).
@@ -40,6 +41,7 @@ class ParamSpec:
     active: Fraction = Fraction(1)
     trainable: bool = True
     fresh_if_missing: bool = False
+    former_name: str | None = None
     fan_in_ratio: float = 1.0
     fan_out_ratio: float = 1.0
 

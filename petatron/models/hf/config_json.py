@@ -24,7 +24,9 @@ from petatron.models.hf.config_translation import ConfigReader, ConfigWriter
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family
 from petatron.models.hf.find_family import FAMILIES, family_name_of_config, fp8_block_size, has_mxfp4_weights
 from petatron.models.hf.moe_config_json import format_moe_layer_freq
+from petatron.models.hf.task_head_config_json import read_task_head, task_head_keys, task_head_problem
 from petatron.models.model_spec import ModelSpec
+from petatron.models.registry import without_task_head
 
 
 def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -38,9 +40,11 @@ def from_hf_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     """
     family = FAMILIES[family_name_of_config(config)]
     reader, values = _read(family, config)
-    problems = reader.problems + _quantization_problems(config)
+    head, wrong_head = read_task_head(family, config)
+    values |= head
+    problems = reader.problems + wrong_head + _quantization_problems(config)
     if reader.wrong:
-        others = _read(family, config, stand_in=1)[0].problems + _quantization_problems(config)
+        others = _read(family, config, stand_in=1)[0].problems + wrong_head + _quantization_problems(config)
         # The problems that remain whichever value of its type a wrong key has.
         remaining = [problem for problem in problems if problem in others and problem.where not in reader.wrong]
         raise ConfigError([*reader.wrong.values(), *remaining])
@@ -85,19 +89,23 @@ def to_hf_config(spec: ModelSpec) -> dict[str, Any]:
     if writer.problems:
         raise ConfigError(writer.problems)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    return {"model_type": family.name, "architectures": [family.architecture], **ids, **writer.keys()}
+    content = {"model_type": family.name, "architectures": [family.architecture], **ids, **writer.keys()}
+    return content | task_head_keys(family, spec)
 
 
 def _closest_family(spec: ModelSpec) -> tuple[Family, ConfigWriter]:
     """Returns the first family that can express a model, or else the closest one, with what it has no key for."""
     closest: list[tuple[int, Family, ConfigWriter]] = []
+    layers = spec if spec.config.pooling is None else without_task_head(spec)
     alike = [family for family in FAMILIES.values() if family.model_type == spec.config.model_type]
     for family in alike or FAMILIES.values():
         if bool(family.branches) != (spec.config.hybrid_layer_pattern is not None):
             continue
-        writer = ConfigWriter(family.name, spec, model_type=family.model_type)
+        writer = ConfigWriter(family.name, layers, model_type=family.model_type)
         family.translate(writer)
         writer.finish()
+        if (problem := task_head_problem(family, spec)) is not None:
+            writer.problems.append(problem)
         if not writer.problems:
             return family, writer
         closest.append((len(writer.problems) + 10 * _structural_differences(spec, writer), family, writer))

@@ -8,9 +8,10 @@ model's spec knows (`ModelSpec.logical_shapes`). `config_translation.py` says ho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from petatron.config.schema.sections.task_head import PoolingName
 from petatron.models.hf.config_translation import Translation
 
 OWN_MODEL_TYPE = "petatron"
@@ -42,6 +43,19 @@ class ModuleMapping:
     not_beside: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TaskHeadForm:
+    """The head of a family's classifier: the name of its class, the token that it reads, whether it has a pooler, and biases of labels."""
+
+    architecture: str
+    pooling: PoolingName
+    pooler: bool = False
+    bias: bool = False
+
+    def has_shape_of(self, other: TaskHeadForm) -> bool:
+        return replace(self, architecture="") == replace(other, architecture="")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family.
@@ -54,6 +68,7 @@ class Family:
     ignored_tensors: patterns of tensors in old checkpoints that are no weights.
     tensor_aliases: parts of tensors' names in some folders, read but not written, and what stands for them in the names of `mappings`.
     model_type: the `--model-type` of its models.
+    task_head: the head of its class for sequence classification, if models with that head are read and written.
     branches: how many layers of `--hybrid-layer-pattern`, which have one branch each, make one layer there; 0: the family is no hybrid.
     """
 
@@ -69,4 +84,5 @@ class Family:
     tensor_aliases: Mapping[str, str] = field(default_factory=dict)
     other_names: tuple[str, ...] = ()
     model_type: str = "decoder"
+    task_head: TaskHeadForm | None = None
     branches: int = 0

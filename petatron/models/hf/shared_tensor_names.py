@@ -44,6 +44,7 @@ LLAMA_MAPPINGS = (
     *module_mappings("layers.*.mlp", "model.layers.*.mlp", GATED_MLP),
     ModuleMapping(("norm",), "model.norm"),
     ModuleMapping(("head",), "lm_head"),
+    ModuleMapping(("task_head.out",), "score"),
 )
 ROUTER_MAPPING = ModuleMapping(("layers.*.mlp.router",), "model.layers.*.mlp.gate")
 SEPARATE_EXPERTS = module_mappings(EXPERTS, "model.layers.*.mlp.experts.#", GATED_MLP)

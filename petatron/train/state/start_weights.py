@@ -90,6 +90,7 @@ def load_start_weights(
             fallback=of_load and config.load_fallback,
             strict=False,
             check_metadata=check,
+            starts_run=not resumes,
         )
     if loaded is None:
         raise CheckpointError(

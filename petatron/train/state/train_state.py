@@ -293,6 +293,7 @@ class TrainState:
                     strict=not (config.finetune or config.no_load_optim),
                     skipped=_skipped_components(config),
                     check_metadata=approve,
+                    starts_run=config.finetune,
                 )
         except CheckpointError as error:
             if not differing:
@@ -312,7 +313,9 @@ class TrainState:
 
     def load_pretrained_weights(self, folder: str) -> None:
         """Starts from the weights of a folder's newest checkpoint, or of a Hugging Face model, and nothing else of it."""
-        loaded = load_state(folder, self._weights_alone(), model=self.model, step=None, fallback=False, strict=False)
+        loaded = load_state(
+            folder, self._weights_alone(), model=self.model, step=None, fallback=False, strict=False, starts_run=True
+        )
         if loaded is None:
             raise CheckpointError(
                 f"--pretrained-checkpoint {folder} holds no checkpoint. Give a folder that --save wrote to, or the folder of a "

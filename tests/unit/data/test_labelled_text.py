@@ -158,6 +158,7 @@ PROBLEMS = {
     "--objective classification --label-names a b a": "--label-names a is there twice",
     "--objective classification --label-names a b --num-labels 3": "--num-labels 3 is not the number of --label-names, 2",
     "--objective contrastive --micro-batch-size 1": "leaves nothing to compare a text with",
+    "--pooling mean": "--objective next-token trains a model to predict tokens, and one with --pooling predicts none",
     "--pooling mean --mtp-num-layers 1": "--mtp-num-layers 1 predicts tokens",
     "--model-type recommender --pooling last": "--model-type recommender has no --pooling yet",
 }
@@ -172,7 +173,6 @@ def test_settings_that_do_not_fit(flags: str):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--pooling mean", "--objective next-token trains the losses of the model, and one with --pooling has none"),
         (
             "--objective contrastive --micro-batch-size 2 --objective-settings temperature=0",
             "temperature=0 is not above 0",

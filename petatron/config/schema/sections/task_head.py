@@ -19,14 +19,14 @@ _HAS_POOLING = UsedWhen(
 class TaskHeadSettings:
     """Heads on whole texts, in place of the head that predicts tokens."""
 
-    feature: ClassVar = Feature("task head", (_HAS_POOLING,))
+    feature: ClassVar = Feature("task head", (_HAS_POOLING,), may_be_added=True)
     pooling: Annotated[PoolingName, "selects"] | None = None
     """The hidden states that stand for a text: those of its first token, of its last one, or the mean of all. Such a model has no output
     head for tokens. Derived from `--objective`: first for encoders, last for decoders, and mean for contrastive encoders."""
     num_labels: SmallCount | None = None
     """Outputs of a linear head on the pooled states; 0: none, the pooled states are an embedding of the text. Derived: the number of
     `--label-names`, else 1 with `--objective regression`, else 0."""
-    label_names: tuple[str, ...] = ()
+    label_names: Annotated[tuple[str, ...], "training"] = ()
     """Names of the labels, in the order of the outputs: a file may have these strings in place of numbers."""
     pooler: bool = False
     """A linear layer and tanh between the pooled states and the head, as BERT has. Derived: on for encoders with labels."""

@@ -17,7 +17,7 @@ from petatron.kernels.activation import GATE_ACTIVATIONS
 from petatron.models.hf.config_json_types import OWN_FOLDER_FIX
 from petatron.models.hf.config_translation import OTHER_MODEL_FIX, Keys, Settings, Translation
 from petatron.models.hf.decoder_config_json import GATED, PLAIN, activation, heads, tied_embeddings
-from petatron.models.hf.family import Family, ModuleMapping
+from petatron.models.hf.family import Family, ModuleMapping, TaskHeadForm
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.shared_tensor_names import QKV
 from petatron.models.hf.window_config_json import FULL, SLIDING
@@ -62,6 +62,8 @@ _BERT_HEADS = (
     ),
     ModuleMapping(("order_head.pooler",), "bert.pooler.dense"),
     ModuleMapping(("order_head.out",), "cls.seq_relationship"),
+    ModuleMapping(("task_head.pooler",), "bert.pooler.dense"),
+    ModuleMapping(("task_head.out",), "classifier"),
 )
 _SUMS_NORMED = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
 _BERT_MAPPINGS = (*_layers("bert", **_SUMS_NORMED), _EMBEDDING_NORM, *_BERT_HEADS)
@@ -74,6 +76,8 @@ _ROBERTA_MAPPINGS = (
     *_layers("roberta", **_SUMS_NORMED),
     ModuleMapping(("embedding_norm",), "roberta.embeddings.LayerNorm"),
     *_prediction("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
+    ModuleMapping(("task_head.pooler",), "classifier.dense"),
+    ModuleMapping(("task_head.out",), "classifier.out_proj"),
 )
 _MODERN_LAYER = "model.layers.*"
 _MODERN_MAPPINGS = (
@@ -266,7 +270,7 @@ def _local_layers(config: Translation) -> None:
 
 def _family(
     name: str, architecture: str, translate: Callable[[Translation], None], mappings: tuple[ModuleMapping, ...],
-    *, models: str, what_differs: str, prefix: str = "bert.",
+    *, models: str, what_differs: str, prefix: str = "bert.", classifier: str | None = None,
 ) -> Family:  # fmt: skip
     return Family(
         name=name,
@@ -278,6 +282,7 @@ def _family(
         prefix=prefix,
         ignored_tensors=("*.position_ids", "*.token_type_ids", "*.predictions.decoder.*", "lm_head.decoder.*"),
         model_type=MASKED_LANGUAGE_MODEL,
+        task_head=None if classifier is None else TaskHeadForm(classifier, "first", pooler=True, bias=True),
     )
 
 
@@ -288,6 +293,7 @@ BERT = _family(
     _BERT_MAPPINGS,
     models="BERT",
     what_differs="an encoder: norms after sums, segments, a head for masked tokens and one for the order of segments",
+    classifier="BertForSequenceClassification",
 )
 MEGATRON_BERT = _family(
     "megatron-bert",
@@ -296,6 +302,7 @@ MEGATRON_BERT = _family(
     _MEGATRON_BERT_MAPPINGS,
     models="Megatron-BERT",
     what_differs="a BERT with norms before branches",
+    classifier="MegatronBertForSequenceClassification",
 )
 ROBERTA = _family(
     "roberta",
@@ -305,6 +312,7 @@ ROBERTA = _family(
     models="RoBERTa, XLM-RoBERTa",
     what_differs="a BERT without the head for the order of segments, whose positions begin at row 2",
     prefix="roberta.",
+    classifier="RobertaForSequenceClassification",
 )
 MODERNBERT = _family(
     "modernbert",

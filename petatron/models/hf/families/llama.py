@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from petatron.models.hf.config_translation import Translation
 from petatron.models.hf.decoder_config_json import biases, llama
-from petatron.models.hf.family import Family
+from petatron.models.hf.family import Family, TaskHeadForm
 from petatron.models.hf.rope_config_json import rope
 from petatron.models.hf.shared_tensor_names import LLAMA_MAPPINGS
 
@@ -22,4 +22,5 @@ LLAMA = Family(
     what_differs="rotary positions, RMSNorm, a gated MLP; linear, Llama 3 and YaRN scaling",
     mappings=LLAMA_MAPPINGS,
     translate=_llama,
+    task_head=TaskHeadForm("LlamaForSequenceClassification", "last"),
 )
