@@ -58,10 +58,10 @@ def test_a_decoder_gets_a_head(tmp_path: Path, form: str):
     assert torch.equal(started.pop("task_head.out.weight"), drawn["task_head.out.weight"])
     assert drawn["task_head.out.weight"].abs().max() > 0
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in started.items())
-    assert (
-        "drawn with the run's seed: task_head.out.weight; heads of it that this model does not have are not read: head.weight"
-        in lines[0]
-    )
+    assert lines == [
+        "the head is new: task_head.out.weight drawn with the run's seed",
+        "not read, since this model has no such heads: head.weight",
+    ]
 
 
 @pytest.mark.parametrize("form", ["run", "folder"])
