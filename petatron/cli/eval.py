@@ -28,8 +28,9 @@ def parser() -> argparse.ArgumentParser:
         "Measures models on tasks: {checkpoint}. Metrics have 95 % bootstrap intervals, and several checkpoints are compared side "
         "by side.",
         epilog="Tasks: wikitext103, lambada, hellaswag, arc_easy, arc_challenge, piqa, winogrande, mmlu, multiple_choice (any JSON "
-        "lines of context, choices, answer), text (any text, or JSON lines of text) and masked (the same, for encoders). All other "
-        "words are flags of `petatron train`, for example a layout: --tp 2 --bf16.",
+        "lines of context, choices, answer), text (any text, or JSON lines of text), masked (the same, for encoders) and labels (JSON "
+        "lines of texts with labels, for models with a head on whole texts). All other words are flags of `petatron train`, for example "
+        "a layout: --tp 2 --bf16.",
     )
     add = root.add_argument
     add("--task", metavar="NAME", help="one task, on the file --data")

@@ -1,4 +1,7 @@
-"""`EvalTask`: sequences to score, and metrics of their scores. A task is read and tokenized once, and run as often as one likes."""
+"""`EvalTask`: what a model is measured on. A task is read and tokenized once, and run as often as one likes.
+
+Most are a `ScoredTask`: sequences to score token by token, and metrics of their scores.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +58,32 @@ class TaskResult:
 
 @dataclass(slots=True)
 class EvalTask(ABC):
+    """What a model is asked, and how its answers become metrics."""
+
+    notes: list[str] = field(default_factory=list)
+
+    @abstractmethod
+    def measure(
+        self, model: ParallelModel, *, batch_tokens: int, on_progress: OnProgress | None
+    ) -> tuple[dict[str, Estimate], dict[str, int]]:
+        """Returns metrics and counts; every rank calls it, and all get the same result."""
+
+    def run(
+        self, model: ParallelModel, *, batch_tokens: int | None = None, on_progress: OnProgress | None = None
+    ) -> TaskResult:
+        """Returns what the model's answers are worth; every rank calls it."""
+        started = time.perf_counter()
+        tokens = BATCH_TOKENS if batch_tokens is None else batch_tokens
+        metrics, counts = self.measure(model, batch_tokens=tokens, on_progress=on_progress)
+        seconds = time.perf_counter() - started
+        return TaskResult(metrics=metrics, counts=counts, notes=tuple(self.notes), seconds=seconds)
+
+
+@dataclass(slots=True)
+class ScoredTask(EvalTask):
     """Sequences of token ids, and how their scores become metrics."""
 
     sequences: list[list[int]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @abstractmethod
     def metrics(self, scores: Sequence[SequenceScore]) -> tuple[dict[str, Estimate], dict[str, int]]:
@@ -79,15 +104,10 @@ class EvalTask(ABC):
             )
         return score_sequences(model, self.sequences, batch_tokens=batch_tokens, on_progress=on_progress)
 
-    def run(
-        self, model: ParallelModel, *, batch_tokens: int | None = None, on_progress: OnProgress | None = None
-    ) -> TaskResult:
-        """Scores the sequences; every rank calls it, and all get the same result."""
-        started = time.perf_counter()
-        tokens = BATCH_TOKENS if batch_tokens is None else batch_tokens
-        metrics, counts = self.metrics(self.score(model, batch_tokens=tokens, on_progress=on_progress))
-        seconds = time.perf_counter() - started
-        return TaskResult(metrics=metrics, counts=counts, notes=tuple(self.notes), seconds=seconds)
+    def measure(
+        self, model: ParallelModel, *, batch_tokens: int, on_progress: OnProgress | None
+    ) -> tuple[dict[str, Estimate], dict[str, int]]:
+        return self.metrics(self.score(model, batch_tokens=batch_tokens, on_progress=on_progress))
 
 
 def truncate_left(ids: list[int], max_tokens: int) -> tuple[list[int], bool]:

@@ -12,13 +12,13 @@ from petatron.base.format_text import count_with_noun
 from petatron.data.prompt.prompt_encoder import with_bos
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate, perplexity, ratio_estimate
-from petatron.evaluate.eval_task import ContextLimits, EvalTask, truncate_left
+from petatron.evaluate.eval_task import ContextLimits, ScoredTask, truncate_left
 from petatron.evaluate.examples_file import ExampleError, read_examples, text_field
 from petatron.evaluate.score_sequences import SequenceScore
 
 
 @dataclass(slots=True)
-class LambadaTask(EvalTask):
+class LambadaTask(ScoredTask):
     """An example is correct if each token of its last word is the most likely one."""
 
     num_targets: list[int] = field(default_factory=list)

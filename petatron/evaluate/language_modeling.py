@@ -16,7 +16,7 @@ from petatron.base.format_text import count_with_noun
 from petatron.data.prompt.prompt_encoder import document_start
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, perplexity, ratio_estimate
-from petatron.evaluate.eval_task import BITS_PER_NAT, ContextLimits, EvalTask
+from petatron.evaluate.eval_task import BITS_PER_NAT, ContextLimits, ScoredTask
 from petatron.evaluate.examples_file import is_json_lines, read_examples, read_text, text_field
 from petatron.evaluate.score_sequences import SequenceScore
 
@@ -78,7 +78,7 @@ def sliding_windows(num_tokens: int, *, length: int, stride: int, extend_last: b
 
 
 @dataclass(slots=True)
-class _WindowedTask(EvalTask):
+class _WindowedTask(ScoredTask):
     """Documents, each one or several windows."""
 
     windows: list[Window] = field(default_factory=list)

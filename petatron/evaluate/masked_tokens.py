@@ -19,7 +19,7 @@ from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODE
 from petatron.data.prompt.prompt_encoder import surrounding_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, perplexity, ratio_estimate
-from petatron.evaluate.eval_task import ContextLimits, EvalTask
+from petatron.evaluate.eval_task import ContextLimits, ScoredTask
 from petatron.evaluate.examples_file import is_json_lines, read_examples, read_text, text_field
 from petatron.evaluate.score_sequences import OnProgress, SequenceScore, score_targets
 from petatron.parallel.parallel_model import ParallelModel
@@ -28,7 +28,7 @@ _SHARE = 0.15
 
 
 @dataclass(slots=True)
-class MaskedTokensTask(EvalTask):
+class MaskedTokensTask(ScoredTask):
     """Windows of texts; in each, which places are masked."""
 
     places: list[list[int]] = field(default_factory=list)

@@ -22,7 +22,7 @@ from petatron.base.format_text import count_with_noun
 from petatron.data.prompt.prompt_encoder import document_start, with_bos
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate
-from petatron.evaluate.eval_task import ContextLimits, EvalTask, truncate_left
+from petatron.evaluate.eval_task import ContextLimits, ScoredTask, truncate_left
 from petatron.evaluate.examples_file import ExampleError, field_of, read_examples, text_field
 from petatron.evaluate.score_sequences import SequenceScore
 
@@ -158,7 +158,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ChoiceExample]] = {
 
 
 @dataclass(slots=True)
-class MultipleChoiceTask(EvalTask):
+class MultipleChoiceTask(ScoredTask):
     """One sequence for each choice of each example."""
 
     examples: list[ChoiceExample] = field(default_factory=list)

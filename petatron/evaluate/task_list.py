@@ -27,6 +27,7 @@ from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import Tokenizer
 from petatron.evaluate import multiple_choice
 from petatron.evaluate.eval_task import ContextLimits, EvalTask
+from petatron.evaluate.labelled_texts import LabelledTextsTask
 from petatron.evaluate.lambada import read_lambada
 from petatron.evaluate.language_modeling import read_text_task, read_wikitext103
 from petatron.evaluate.masked_tokens import read_masked_tokens
@@ -34,8 +35,8 @@ from petatron.evaluate.multiple_choice import FewShot
 from petatron.evaluate.score_sequences import max_scored_tokens
 from petatron.parallel.parallel_model import ParallelModel
 
-WIKITEXT103, LAMBADA, TEXT, MASKED = "wikitext103", "lambada", "text", "masked"
-TASK_NAMES = (WIKITEXT103, LAMBADA, *multiple_choice.FORMATS, TEXT, MASKED)
+WIKITEXT103, LAMBADA, TEXT, MASKED, LABELS = "wikitext103", "lambada", "text", "masked", "labels"
+TASK_NAMES = (WIKITEXT103, LAMBADA, *multiple_choice.FORMATS, TEXT, MASKED, LABELS)
 _MAX_TASKS = 100
 _KINDS = {"str": (str, "a text"), "Path": (str, "a path"), "int": (int, "a number"), "bool": (bool, "true or false")}
 # Which settings have an effect on which tasks; the others on all.
@@ -43,7 +44,7 @@ _SETTINGS_OF = {
     "stride": (WIKITEXT103, TEXT),
     "strict": (LAMBADA,),
     "limit": tuple(n for n in TASK_NAMES if n != WIKITEXT103),
-    "bos": tuple(n for n in TASK_NAMES if n not in (WIKITEXT103, MASKED)),
+    "bos": tuple(n for n in TASK_NAMES if n not in (WIKITEXT103, MASKED, LABELS)),
     "num_fewshot": tuple(multiple_choice.FORMATS),
     "fewshot_data": tuple(multiple_choice.FORMATS),
     "fewshot_seed": tuple(multiple_choice.FORMATS),
@@ -171,6 +172,8 @@ def _build_task(settings: TaskSettings, tokenizer: Tokenizer, limits: ContextLim
         return read_text_task(path, tokenizer, limits, stride=settings.stride, limit=limit, bos=bos)
     if settings.task == MASKED:
         return read_masked_tokens(path, tokenizer, limits, limit=limit)
+    if settings.task == LABELS:
+        return LabelledTextsTask(path=path, tokenizer=tokenizer, limits=limits, limit=limit)
     number, data, seed = settings.num_fewshot, settings.fewshot_data, settings.fewshot_seed
     shots = FewShot(number=number, data=data, seed=seed) if number else None
     return multiple_choice.read_multiple_choice(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import petatron
 from petatron.base.errors import DataError
-from petatron.evaluate.eval_task import EvalTask
+from petatron.evaluate.eval_task import ScoredTask
 from petatron.infer.beam.beam_search import BeamParams, beam_search
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
@@ -102,7 +102,7 @@ def test_beams_are_refused(engine: Engine):
         beam_search(engine, [[1, 2]], BeamParams(width=2, max_new_tokens=3))
 
 
-class _Task(EvalTask):
+class _Task(ScoredTask):
     def metrics(self, scores: Any) -> Any:
         raise AssertionError("nothing is scored")
 

@@ -17,7 +17,7 @@ from petatron.data.prompt.prompt_encoder import bos_ids
 from petatron.data.tokenizer import ByteTokenizer, NullTokenizer
 from petatron.evaluate.comparison_table import result_table
 from petatron.evaluate.confidence_interval import Estimate, accuracy_estimate, ratio_estimate
-from petatron.evaluate.eval_task import ContextLimits, EvalTask, TaskResult
+from petatron.evaluate.eval_task import ContextLimits, ScoredTask, TaskResult
 from petatron.evaluate.examples_file import read_examples
 from petatron.evaluate.lambada import read_lambada
 from petatron.evaluate.language_modeling import detokenize_wikitext, read_text_task, read_wikitext103
@@ -35,7 +35,7 @@ def write_lines(path: Path, *records: Any) -> Path:
     return path
 
 
-def scores(task: EvalTask, *logprobs: float | Sequence[float]) -> list[SequenceScore]:
+def scores(task: ScoredTask, *logprobs: float | Sequence[float]) -> list[SequenceScore]:
     """Scores in which every token of a sequence has the given log-probability; a token is greedy if it is likelier than 1 / 2."""
     found = []
     for ids, value in zip(task.sequences, logprobs, strict=True):
