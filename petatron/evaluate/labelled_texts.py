@@ -19,6 +19,7 @@ from torch import Tensor
 
 from petatron.base.errors import DataError
 from petatron.base.format_text import count_with_noun
+from petatron.config.required_settings import required
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.objective_and_dataset_names import CLASSIFICATION, CONTRASTIVE, REGRESSION
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
@@ -107,7 +108,7 @@ def label_outputs(
 ) -> NDArray[np.float64]:
     """Returns an output [texts, width] of a model with a task head; every rank calls it with the same texts, and all get the same."""
     config = model.spec.config
-    assert config.pooling is not None
+    pooling = required("pooling", config.pooling)
     width = config.num_labels if output == LABEL_LOGITS else config.hidden_size
     check_vocabulary(model, [row.ids for row in rows])
     plans = plan_micro_batches(
@@ -125,7 +126,7 @@ def label_outputs(
             row = rows[index]
             tokens[place, : len(row.ids)], lengths[place] = row.ids, len(row.ids)
             types[place, row.second : len(row.ids)] = 1
-        arrays = {"tokens": tokens, POOLING_WEIGHTS: pooling_weights(lengths, plan.length, config.pooling)}  # pyright: ignore[reportArgumentType]
+        arrays = {"tokens": tokens, POOLING_WEIGHTS: pooling_weights(lengths, plan.length, pooling)}
         if config.num_token_types:
             arrays[TOKEN_TYPES] = types
         padded = bool((lengths < plan.length).any())

@@ -65,6 +65,11 @@ def why_reading_only(spec: ModelSpec) -> str | None:
     """Returns why a model reads texts and continues none; None if it continues them."""
     if spec.config.model_type == RECOMMENDER_MODEL:
         return "This model continues no text: it recommends items after a history (/v1/recommend of petatron serve)."
+    if spec.config.pooling is not None:
+        return (
+            "This model does not continue text: it ends with a head on whole texts. It embeds them (/v1/embeddings of petatron serve, with "
+            f'"pooling": "{spec.config.pooling}"), and petatron eval --task labels measures it.'
+        )
     branches = {branch for layer in set(spec.generation_layers) for branch in layer.branches}
     mixed = sorted({branch.title or branch.name for branch in branches if not branch.can_generate})
     if not mixed:

@@ -108,6 +108,7 @@ _T5_FLAGS = (
     "--disable-bias-linear --position-embedding-type relative --relative-attention-num-buckets 8 --relative-attention-max-distance 6 "
     "--softmax-scale 1 --activation relu --logits-scaling 5.656854249492381"
 )
+_CONTRASTIVE_FLAGS = "--objective contrastive --objective-settings temperature=0.2 --dataset-settings negatives=1"
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
@@ -125,6 +126,8 @@ MODEL_FLAGS = {
     "hstu": f"{_RECOMMENDER_FLAGS} {_HSTU_FLAGS}",
     "t5": _T5_FLAGS,
     "t5moe": f"{_T5_FLAGS} {_MOE_FLAGS} --swiglu --group-query-attention --num-query-groups 2",
+    "classifier": f"{_BERT_FLAGS} --objective classification --num-labels 3",
+    "embedder": f"--num-layers 4 {_LLAMA_FLAGS} {_CONTRASTIVE_FLAGS}",
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
@@ -133,7 +136,8 @@ of Mamba-2, MLPs and attention over packed documents; a Falcon-H1 (attention and
 a Qwen3-Next (gated delta nets, gated attention, a gated shared expert); a MiniMax (lightning attention, norms on the residual stream,
 factors); a BERT (masked, padded pairs of segments, two losses, norms after sums, windows on both sides); a SASRec, with a table of
 items that is sharded by rows and a softmax over all of them; an HSTU with two tables and sampled items; and a T5 (an encoder whose
-output the decoder reads, relative positions, span-corrupted text), dense and with experts."""
+output the decoder reads, relative positions, span-corrupted text), dense and with experts; the BERT with a head that classifies texts; and
+a Llama that learns which texts belong together, with the texts of a micro-batch of all data-parallel ranks."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
 }
@@ -161,6 +165,8 @@ _AXIS_OPTIONS = {
         "zero2": "--data-parallel-sharding-strategy optim_grads",
         "fsdp": "--data-parallel-sharding-strategy optim_grads_params",
         "copies2": "--num-distributed-optimizer-instances 2",
+        # Two ranks have the micro-batch of one process together, where a loss compares its samples.
+        "micro1": "--micro-batch-size 1",
     },
     "ep": {
         "gather": "--moe-token-dispatcher-type allgather",
@@ -258,6 +264,9 @@ hstu:tp2 hstu:tp4-sp hstu:pp2 hstu:pp4 hstu:pp2-vpp2 hstu:pp2-zbh1 hstu:pp2-zbv 
 t5:tp2 t5:tp4-sp t5:tp2-sp-overlap t5:pp2 t5:pp2-encoder1 t5:pp4 t5:pp2-vpp2 t5:pp2-zbh1 t5:pp2-zbv t5:cp2 t5:cp4 t5:cp2-gather t5:cp2-a2a
 t5:cp4-both t5:dp2 t5:dp4-zero1 t5:dp2-zero2 t5:dp2-fsdp
 t5moe:dp2.ep2 t5moe:dp4.ep4 t5moe:tp2-sp t5moe:pp2-encoder1
+classifier:tp2 classifier:tp4-sp classifier:pp2 classifier:pp4 classifier:pp2-vpp2 classifier:pp2-zbh1 classifier:cp2 classifier:cp4
+classifier:dp2 classifier:dp4-zero1 classifier:dp2-fsdp
+embedder:tp2-sp embedder:pp2 embedder:cp2 embedder:dp2-micro1 embedder:dp2-zero1-micro1 embedder:dp2-fsdp-micro1
 """
 _AXIS_PAIRS = """
 dense:tp2-sp.pp2 dense:tp2-sp.pp2-vpp2 dense:tp2-sp.cp2 dense:tp2-sp.cp2-a2a dense:tp2-sp.dp2-zero1 dense:tp2-sp.dp2-fsdp
@@ -290,6 +299,8 @@ recommender:dp2.recompute-full
 hstu:tp2-sp.pp2 hstu:pp2.dp2-zero1 hstu:tp2-sp.dp2-fsdp hstu:pp2-vpp2.dp2 hstu:dp2.recompute-attention hstu:tp2-sp.dp2.recompute-selective
 t5:tp2-sp.pp2 t5:tp2-sp.cp2 t5:pp2-encoder1.cp2 t5:pp2-vpp2.dp2-zero1 t5:cp2.dp2-fsdp t5:tp2-sp.dp2-fsdp t5:tp2-sp.pp2.recompute-full
 t5:cp2.recompute-selective t5moe:tp2-sp.dp2.ep2 t5moe:cp2.ep2 t5moe:pp2.dp2.ep2
+classifier:tp2-sp.pp2 classifier:tp2-sp.cp2 classifier:cp2.dp2-fsdp classifier:pp2-vpp2.dp2-zero1 classifier:tp2-sp.pp2.recompute-full
+embedder:tp2-sp.dp2-fsdp-micro1 embedder:cp2.dp2-zero1-micro1 embedder:pp2.dp2-micro1 embedder:dp2-micro1.recompute-full
 """
 _MULTI_AXIS = """
 dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-sp.cp2.dp2-fsdp dense:tp2-sp.pp2.dp2-fsdp
@@ -304,6 +315,7 @@ hybrid:tp2-sp.pp2.cp2 parallel:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
 delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2 lightning:tp2-sp.pp2.cp2.ep2 lightning:pp2.cp2.dp2-zero1.ep2
 bert:tp2-sp.pp2.cp2 bert:pp2.cp2.dp2-zero1 recommender:tp2-sp.cp2.dp2-zero1 hstu:tp2-sp.pp2.dp2-zero1
 t5:tp2-sp.pp2-encoder1.cp2 t5:pp2.cp2.dp2-zero1 t5moe:tp2-sp.pp2.cp2.ep2
+classifier:pp2.cp2.dp2-zero1 embedder:tp2-sp.cp2.dp2-zero1-micro1 embedder:tp2-sp.pp2.dp2-fsdp-micro1
 mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """
 MATRIX = tuple(parse_entry(name) for names in (_SINGLE_AXIS, _AXIS_PAIRS, _MULTI_AXIS) for name in names.split())

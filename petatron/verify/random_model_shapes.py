@@ -13,6 +13,7 @@ from petatron.base.errors import ConfigError
 from petatron.config.schema.sections.linear_attention import DELTA_NETS, LinearAttentionName
 from petatron.config.schema.sections.norm import NormPlacementName
 from petatron.config.schema.sections.recommender import ItemLossName, ItemNegativesName
+from petatron.config.schema.sections.task_head import PoolingName
 from petatron.data.masked.masking_vocabulary import MIN_MOCK_VOCABULARY
 from petatron.validate import load_config
 from petatron.verify.proof_matrix import TRAINING_FLAGS, MatrixEntry
@@ -54,7 +55,8 @@ def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
     if "--model-type t5" in model:
         return _encoder_decoder_flags(random, entry)
     hybrid = "--hybrid-layer-pattern" in model
-    any_mixer = not hybrid and not encoder and not recommender
+    task = _task_flags(random, entry)
+    any_mixer = not hybrid and not encoder and not recommender and not task
     latent, linear = "--multi-latent-attention" in model, "--experimental-attention-variant" in model
     return [
         *_shape_flags(random),
@@ -71,7 +73,21 @@ def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
         *(_linear_attention_flags(random) if linear or (random.random() < 0.2 and any_mixer) else []),
         *(_moe_flags(random) if entry.has_experts else []),
         *_training_flags(random),
+        *task,
     ]
+
+
+def _task_flags(random: Random, entry: MatrixEntry) -> list[str]:
+    """Returns the head and the objective of models that read whole texts. What a loss compares is the micro-batch of the entry."""
+    if "--objective" not in entry.model_flags:
+        return []
+    flags = [f"--pooling {random.choice(get_args(PoolingName))}", *["--pooler"] * (random.random() < 0.5)]
+    if entry.model == "embedder":
+        settings = f"--objective-settings temperature=0.3 --dataset-settings negatives={random.randint(0, 2)}"
+        return [*flags, "--objective contrastive", settings, "--micro-batch-size 2 --global-batch-size 16"]
+    if random.random() < 0.5:
+        return [*flags, f"--objective regression --num-labels {random.randint(1, 3)}"]
+    return [*flags, f"--objective classification --num-labels {random.randint(2, 5)}"]
 
 
 def _training_flags(random: Random) -> list[str]:

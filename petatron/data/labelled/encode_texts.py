@@ -23,7 +23,7 @@ class TokenRow:
 
 
 class TextEncoder:
-    """Encodes texts for encoders, with the ids before and after a text, or for decoders, with those before it.
+    """Encodes texts with the ids that the tokenizer puts around one; of pairs, encoders get two texts, decoders one.
 
     >>> from petatron.data.tokenizer import ByteTokenizer
     >>> [row.ids for row in TextEncoder(ByteTokenizer(), is_encoder=False).encode([("hi",), ("a", "b")], 8)]
@@ -36,7 +36,7 @@ class TextEncoder:
         if is_encoder and not before and "cls" in special and "sep" in special:
             before, after = (special["cls"],), (special["sep"],)
         self._tokenizer, self._is_encoder = tokenizer, is_encoder
-        self._before, self._after = before, after if is_encoder else ()
+        self._before, self._after = before, after
         self.padding_id = special.get("pad", tokenizer.eod or 0)
 
     def encode(self, texts: Sequence[tuple[str, ...]], max_tokens: int) -> list[TokenRow]:

@@ -24,8 +24,11 @@ from petatron.evaluate.labelled_texts import (
     retrieval_metrics,
 )
 from petatron.evaluate.task_list import TaskSettings, setting_problems
+from petatron.infer.encoder.pooled_states import pooled_states
+from petatron.infer.sampling_params import PoolingName
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
+from petatron.validate.layer_capabilities import why_reading_only
 from tests.dist import RankPool
 from tests.parity.harness import tiny_run
 
@@ -71,6 +74,17 @@ def test_answers_are_those_of_the_text_alone(tmp_path: Path):
     together = label_outputs(model, rows, output="label_logits", batch_tokens=8192)
     alone = [label_outputs(model, [row], output="label_logits", batch_tokens=8192)[0] for row in rows]
     np.testing.assert_allclose(together, np.stack(alone), atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["first", "last", "mean"])
+def test_served_embeddings_are_the_pooled_states_of_training(pooling: PoolingName):
+    run = tiny_run(f"--objective contrastive --pooling {pooling} {_BYTES}")
+    model = petatron.build_model(run, ParallelMesh.single())
+    assert "ends with a head on whole texts" in str(why_reading_only(model.spec))
+    rows = TextEncoder(ByteTokenizer(), is_encoder=False).encode([("some text",), ("x",)], 32)
+    served = pooled_states(model, [row.ids for row in rows], pooling=pooling)
+    trained = label_outputs(model, rows, output="pooled_states", batch_tokens=8192)
+    np.testing.assert_allclose(served, trained, atol=1e-5)
 
 
 def test_numbers_and_embeddings(tmp_path: Path):
