@@ -193,6 +193,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "rotary embedding": _triton_and_reference("rope"),
     "qk-norm and rotary embedding": _triton_and_reference("qk_norm_rope"),
     "softmax and loss": _triton_and_reference("fused_linear_cross_entropy", as_record=True),
+    "sums of rows": _triton_and_reference("row_sums"),
     "embedding gradient": _triton_and_reference("embedding_grad"),
     "selective scan": _triton_and_reference("ssm.chunk_scan"),
     "gated delta rule": _triton_and_reference("ssm.chunk_delta_rule"),

@@ -5,10 +5,22 @@ R rows, D width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from petatron.kernels.compute_dtype import compute_dtype
+from petatron.kernels.registry import KernelContext, choose_kernel
+
+SumRows = Callable[[Tensor, Tensor, bool], None]
+
+
+@cache
+def fastest_sum_rows(device: torch.device, dtype: torch.dtype) -> SumRows:
+    """Returns the fastest `sum_rows` for rows of a dtype on a device."""
+    return choose_kernel("sums of rows", KernelContext.of(device, dtype, allow_compile=False)).functions.sum_rows
 
 
 def sum_rows(x_RD: Tensor, out_D: Tensor, accumulate: bool) -> None:

@@ -36,6 +36,15 @@ def flash_supports_heads(head_dim: int) -> bool:
     return head_dim % FLASH_HEAD_MULTIPLE == 0 and head_dim <= FLASH_MAX_HEAD_DIM
 
 
+def interval_kernel_supports_heads(head_dim: int) -> bool:
+    """Whether attention of key intervals has a kernel, in half precision, for heads of this width.
+
+    >>> [width for width in (8, 16, 64, 80, 128, 256) if interval_kernel_supports_heads(width)]
+    [16, 64, 128]
+    """
+    return 16 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0
+
+
 def fp8_size_multiple(scaling: Scaling) -> int:
     """Returns what all sizes of a GEMM with this scaling are multiples of."""
     return {"block_1x128": BLOCK, "block_1x32": MX_BLOCK}.get(scaling, FP8_SIZE_MULTIPLE)

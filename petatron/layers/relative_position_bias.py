@@ -63,8 +63,15 @@ class RelativePositionBias(nn.Module):
     def forward(self) -> Tensor:
         """Returns the biases [D, 1, H]."""
         spec = self.spec
-        buckets = distance_buckets(spec.num_buckets, spec.max_distance, both_sides=spec.both_sides)
-        return F.embedding(torch.tensor(buckets, device=self.weight.device), self.weight).unsqueeze(1)
+        buckets = _buckets_on(self.weight.device, spec.num_buckets, spec.max_distance, both_sides=spec.both_sides)
+        return F.embedding(buckets, self.weight).unsqueeze(1)
+
+
+@lru_cache(maxsize=8)
+def _buckets_on(device: torch.device, num_buckets: int, max_distance: int, *, both_sides: bool) -> Tensor:
+    """Copies the classes to a device, once: a copy in every step would wait for the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(distance_buckets(num_buckets, max_distance, both_sides=both_sides), device=device)
 
 
 class LocalHeadBias(nn.Module):

@@ -28,6 +28,7 @@ from petatron.kernels.size_limits import (
     MIN_PADDED_DOCUMENT,
     flash_supports_heads,
     grouped_gemm_supports,
+    interval_kernel_supports_heads,
 )
 from petatron.models.uses_random_numbers import uses_random_numbers
 from petatron.validate.activation_offload import offload_flag
@@ -53,9 +54,6 @@ def capture_problems(config: RawRunConfig) -> list[CaptureProblem]:
 
 
 def _host_code(config: RawRunConfig) -> Iterator[CaptureProblem]:
-    if config.model.model_type == ENCODER_DECODER_MODEL:
-        why = "the host must know where the texts of both sequences end"
-        yield f"--model-type {ENCODER_DECODER_MODEL}", why, "Leave --cuda-graphs out."
     if config.model.model_type == VISION_LANGUAGE_MODEL:
         why = "batches have more or fewer patches"
         yield f"--model-type {VISION_LANGUAGE_MODEL}", why, "Leave --cuda-graphs out."
@@ -154,6 +152,7 @@ def _memory(config: RawRunConfig) -> Iterator[CaptureProblem]:
 def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
     model, window = config.model, config.model.window_size
     yield from _documents(config)
+    yield from _key_intervals(config)
     why = "without FlashAttention the host makes the mask"
     if model.attn_logit_softcapping is not None:
         yield f"--attn-logit-softcapping {model.attn_logit_softcapping:g}", why, "Leave one of them out."
@@ -172,6 +171,21 @@ def _attention(config: RawRunConfig) -> Iterator[CaptureProblem]:
             f"Use heads of a multiple of {FLASH_HEAD_MULTIPLE} up to {FLASH_MAX_HEAD_DIM}, or leave --cuda-graphs out."
         )
         yield f"--window-size {window} and heads of width {model.kv_channels}", why, fix
+
+
+def _key_intervals(config: RawRunConfig) -> Iterator[CaptureProblem]:
+    """Yields problems of encoder-decoders, whose texts end where the device knows: only one kernel does not ask the host."""
+    model = config.model
+    if model.model_type != ENCODER_DECODER_MODEL:
+        return
+    if model.kv_channels is not None and not interval_kernel_supports_heads(model.kv_channels):
+        why = "without a kernel of key intervals the host makes the mask"
+        fix = "Use heads of 16, 32, 64 or 128 channels, or leave --cuda-graphs out."
+        yield f"--model-type {ENCODER_DECODER_MODEL} and heads of width {model.kv_channels}", why, fix
+    longest = model.decoder_seq_length
+    if longest is not None and longest >= MIN_PADDED_DOCUMENT > model.seq_length:
+        why = f"attention of texts of {MIN_PADDED_DOCUMENT} tokens or more is planned from their lengths, by the host"
+        yield f"--decoder-seq-length {longest}", why, "Leave one of them out."
 
 
 def _documents(config: RawRunConfig) -> Iterator[CaptureProblem]:

@@ -184,6 +184,7 @@ CALLED: dict[str, set[str]] = {
     "rotary embedding": {"split_qkv_rope", "split_qkv_rope_backward", "join_qkv_grads"},
     "qk-norm and rotary embedding": {"split_qkv_norm_rope", "split_qkv_norm_rope_backward"},
     "softmax and loss": {"statistics", "gradient_", "losses_and_gradient_"},
+    "sums of rows": {"sum_rows"},
     "embedding gradient": {"embedding_grad"},
     "selective scan": {"chunk_scan", "chunk_scan_backward"},
     "causal convolution": {"causal_conv", "causal_conv_backward"},
@@ -280,11 +281,12 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
             "attention.split_kv",
             "attention.paged_prompt_chunks",
             "attention.key_interval_tiles",
+            "attention.distance_bias_grad",
             "attention.key_interval_attention_grads",
             "fp8.cast_tiles",
         )
     }
-    helpers = {f"{folder.__name__}.{each}" for each in ("amax", "pdl", "kernel_launch")}
+    helpers = {f"{folder.__name__}.{each}" for each in ("amax", "pdl", "kernel_launch", "program_sums")}
     shared = helpers | parts  # what kernels of all operations use, and the steps of operations
     assert used == written - shared and shared < written
 

@@ -54,6 +54,11 @@ class SuiteEntry:
 _QWEN3_MOE = f"{_TINY_HEADS} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 _GEMMA3 = "--kv-channels 16 --softmax-scale 0.25 --window-size 8"
 _NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+_T5 = (
+    "--encoder-num-layers 1 --decoder-num-layers 1 --decoder-seq-length 16 --kv-channels 16 --relative-attention-num-buckets 8 "
+    "--relative-attention-max-distance 12 --logits-scaling 8"
+)
+"""The output of T5's tied head is divided by the root of the width."""
 _8B, _8B_SHAPE = "Llama-8B shape, 8 layers, 2 x 8192", ("llama-8b-8layer", 2, 8192)
 
 ENTRIES: Sequence[SuiteEntry] = (
@@ -86,6 +91,7 @@ ENTRIES: Sequence[SuiteEntry] = (
         has_torchtitan=True,
     ),
     SuiteEntry("bert-large", "BERT-large, 32 x 512, bf16", f"bert-large {_NO_DROPOUT}", 32, 512, 45, _NO_DROPOUT),
+    SuiteEntry("t5-large", "T5-large, 32 x 512 tokens to 128, bf16", "t5-large", 32, 512, 50, _T5),
     SuiteEntry("qwen3-4b", "Qwen3-4B, 12 layers, 2 x 4096, bf16", "qwen3-4b --num-layers 12", 2, 4096, 50, _TINY_HEADS),
 )
 """In the order in which a time budget is spent on them: ten minutes are enough for the first ten."""

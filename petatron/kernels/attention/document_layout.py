@@ -230,6 +230,16 @@ class KeySpans:
         """Its tensors, which `to` moves."""
         return self.first_BS, self.stop_BS
 
+    def clone(self) -> KeySpans:
+        """Returns a copy in memory of its own, which `copy_` writes to."""
+        return KeySpans(*(x.clone(memory_format=torch.contiguous_format) for x in self.tensors))
+
+    def copy_(self, other: KeySpans) -> None:
+        """Copies the spans of a batch of the same shape."""
+        for target, x in zip(self.tensors, other.tensors, strict=True):
+            target.copy_(x, non_blocking=True)
+        self.computed.clear()
+
     def pin_memory(self) -> KeySpans:
         """Pins its tensors, so that a copy to a device is asynchronous."""
         return KeySpans(*(x.contiguous().pin_memory() for x in self.tensors))

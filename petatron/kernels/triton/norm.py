@@ -43,6 +43,7 @@ from petatron.kernels.strides import rows_and_stride
 from petatron.kernels.triton.amax import amax_bits, atomic_max_amax, magnitude_bits
 from petatron.kernels.triton.kernel_launch import KernelLauncher
 from petatron.kernels.triton.pdl import pdl_options, pdl_wait_and_trigger, uses_pdl
+from petatron.kernels.triton.program_sums import add_up_programs
 
 MAX_ROW_WIDTH = 16384
 """The widest row that fits in registers; wider ones use the reference."""
@@ -308,46 +309,10 @@ def rms_norm_backward(
     weight_grad = None
     if submit_weight_grad is None:
         weight_grad = sums_PD.new_empty(width)
-        _sum_columns(sums_PD, weight_grad, False)
+        add_up_programs(sums_PD, weight_grad, False)
     else:
-        submit_weight_grad(partial(_sum_columns, sums_PD))
+        submit_weight_grad(partial(add_up_programs, sums_PD))
     return grad_x, weight_grad, normed if recompute_output else None
-
-
-@triton.jit
-def _column_sums(
-    sums_PD,
-    total_D,
-    programs,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    row = tl.arange(0, ROWS)
-    first = 0
-    while first < programs:
-        mask = (row < programs)[:, None] & (column < WIDTH)[None, :]
-        total += tl.load(sums_PD + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
-        row += ROWS
-        first += ROWS
-    total_B = tl.sum(total, axis=0)
-    if ACCUMULATE:
-        total_B += tl.load(total_D + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    tl.store(total_D + column, total_B.to(total_D.dtype.element_ty), mask=column < WIDTH)
-
-
-@cache
-def _column_sums_launcher(width: int, accumulate: bool) -> KernelLauncher:
-    return KernelLauncher(_column_sums, WIDTH=width, ROWS=64, BLOCK=32, ACCUMULATE=accumulate, num_warps=4)
-
-
-def _sum_columns(sums_PD: Tensor, out_D: Tensor, accumulate: bool) -> None:
-    """Writes the sum of the programs' sums, or adds it; torch's own sum takes three times as long for so few, so wide rows."""
-    programs, width = sums_PD.shape
-    _column_sums_launcher(width, accumulate)(-(-width // 32), (sums_PD, out_D), (programs,))
 
 
 @cache

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad
-from petatron.kernels.row_sums import sum_rows
+from petatron.kernels.row_sums import fastest_sum_rows
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
     RecomputableFunction,
@@ -399,9 +399,9 @@ def _submit_bias_grad(
     rows = grad if grad.dim() == 2 else to_rows(grad, batch_first=batch_first)
     if target is None:
         out = torch.empty_like(bias)
-        sum_rows(rows, out, False)
+        fastest_sum_rows(rows.device, rows.dtype)(rows, out, False)
         return out
-    target.submit(bias, partial(sum_rows, rows), now=True)
+    target.submit(bias, partial(fastest_sum_rows(rows.device, rows.dtype), rows), now=True)
     return None
 
 

@@ -15,7 +15,8 @@ A replay repeats kernels with the launch parameters and addresses of the capture
 - Random numbers are those of a run without graphs: a replay reads the generator's seed and offset from memory, and torch
   advances the offset. That holds for the default generator and those that are registered: the stream that tensor-parallel
   ranks share.
-- Packed documents are entries of one array. Its length is part of a capture, and entries beyond the documents are empty.
+- Packed documents are entries of one array, of each sequence of a batch. Its length is part of a capture, and entries beyond the
+  documents are empty.
 - Another number of micro-batches, or another shape, is another capture. All share one memory pool: its content is needed only
   until a replay ends, but for the result, which is read before the next begins.
 - Warm-up steps run on the capture stream: autograd remembers the stream on which a parameter was first used, and a captured
@@ -45,6 +46,7 @@ from torch import Tensor
 from petatron.base.cublas_workspaces import workspaces_in_graph_pool
 from petatron.base.errors import TrainError
 from petatron.base.log import get_logger
+from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.size_limits import MIN_PADDED_DOCUMENT
 from petatron.models.batch import Batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
@@ -202,7 +204,8 @@ class GraphedSteps:
             return self._replay((True, shapes), batches, scales)
         # From the second micro-batch on gradients are accumulated, by kernels that a step of one never calls. Room for more
         # documents is the same kind of step.
-        kind = (len(batches) > 1, frozenset(self._shapes([replace(batch, documents=None) for batch in batches])))
+        plain = [replace(batch, documents=None, source_documents=None) for batch in batches]
+        kind = (len(batches) > 1, frozenset(self._shapes(plain)))
         if clock is not None or self._num_warm_up_steps[kind] < self._num_warm_ups:
             if self._num_warm_up_steps[kind] == 0:
                 self.clear()
@@ -234,7 +237,8 @@ class GraphedSteps:
 
     def _shapes(self, batches: Sequence[Batch]) -> tuple[_BatchShape, ...]:
         """Returns what a capture of these micro-batches depends on: their shapes, and the room for documents, which only grows."""
-        most = max((batch.documents.num_documents for batch in batches if batch.documents is not None), default=1)
+        counts = [documents.num_documents for batch in batches for _, documents in _documents_of(batch)]
+        most = max(counts, default=1)
         self._documents_room = max(self._documents_room, 1 << (most - 1).bit_length())
         return tuple(_batch_shape(batch, self._documents_room) for batch in batches)
 
@@ -290,8 +294,10 @@ class GraphedSteps:
         for static, batch in zip(captured.batches, batches, strict=True):
             for name, target in static.arrays.items():
                 target.copy_(batch[name], non_blocking=True)
-            if static.documents is not None and batch.documents is not None:
-                static.documents.copy_(batch.documents)
+            for (_, target), (_, documents) in zip(_documents_of(static), _documents_of(batch), strict=True):
+                target.copy_(documents)
+            if static.key_spans is not None and batch.key_spans is not None:
+                static.key_spans.copy_(batch.key_spans)
         self._prepare(trains=scales is not None, captured=False)
         captured.replay()
         if scales is not None:
@@ -301,16 +307,28 @@ class GraphedSteps:
 
 def _is_planned_by_host(batch: Batch) -> bool:
     """Whether attention of a batch reads the lengths of its documents on the host."""
-    documents = batch.documents
-    return documents is not None and (documents.padded_rows is not None or documents.prefix_ends_BS is not None)
+    return any(
+        documents.padded_rows is not None or documents.prefix_ends_BS is not None
+        for _, documents in _documents_of(batch)
+    )
+
+
+def _documents_of(batch: Batch) -> list[tuple[str, Documents]]:
+    """Returns the documents of each sequence of a batch, by their names in it."""
+    named = (("documents", batch.documents), ("source_documents", batch.source_documents))
+    return [(name, documents) for name, documents in named if documents is not None]
 
 
 def _batch_shape(batch: Batch, most_documents: int) -> _BatchShape:
     """Returns the names, shapes and dtypes that a capture depends on."""
     shapes = tuple((name, x.shape, x.dtype) for name, x in batch.arrays.items())
-    documents = batch.documents
-    if documents is None:
-        return shapes
+    described = (_documents_shape(name, documents, most_documents) for name, documents in _documents_of(batch))
+    spans = () if batch.key_spans is None else (("key_spans", batch.key_spans.stop_BS.shape, torch.int64),)
+    return (*shapes, *spans, *described)
+
+
+def _documents_shape(name: str, documents: Documents, most_documents: int) -> tuple[str, torch.Size, torch.dtype]:
+    """Returns what a capture depends on of the documents of one sequence."""
     if documents.padded_rows is not None:
         raise CaptureError(
             "attention of long packed documents is planned from their lengths",
@@ -323,13 +341,12 @@ def _batch_shape(batch: Batch, most_documents: int) -> _BatchShape:
             "A step over samples with a prefix cannot be captured as a CUDA graph: attention is planned from the lengths of prefixes. "
             "Leave --cuda-graphs out.",
         )
-    room = torch.Size((documents.equal_length or 0, most_documents))
-    return (*shapes, ("documents", room, documents.cu_seqlens.dtype))
+    return name, torch.Size((documents.equal_length or 0, most_documents)), documents.cu_seqlens.dtype
 
 
 def _static_batch(batch: Batch, shape: _BatchShape) -> Batch:
     """Returns a copy that other batches of this shape can be copied into."""
-    if batch.documents is None:
-        return batch.clone()
-    _, (_, most_documents), _ = shape[-1]
-    return replace(batch.clone(), documents=batch.documents.bounded(most_documents))
+    static, rooms = batch.clone(), {name: size[-1] for name, size, _ in shape}
+    bounded = {name: documents.bounded(rooms[name]) for name, documents in _documents_of(batch)}
+    spans = None if batch.key_spans is None else batch.key_spans.clone()
+    return replace(static, **bounded, key_spans=spans)

@@ -73,6 +73,7 @@ FAMILIES = (
     "gemma3-1b",
     "gpt-125m",
     "bert-large",
+    "t5-large",
 )
 
 

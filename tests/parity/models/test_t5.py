@@ -129,7 +129,6 @@ REFUSED = {
         "is shorter than --decoder-seq-length 300",
     ),
     "--encoder-num-layers 2 --objective preference": ("t5", "is about text that a decoder continues"),
-    "--encoder-num-layers 2 --device cuda --cuda-graphs on": ("t5", "where the texts of both sequences end"),
 }
 
 

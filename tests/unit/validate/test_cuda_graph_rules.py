@@ -123,6 +123,29 @@ def test_what_cannot_be_recorded(flags: str, world_size: int, found: str):
     )
 
 
+T5 = "--preset t5-small --mock-data --lr 1e-3 --train-iters 9 --bf16 --cuda-graphs"
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("", None),
+        ("--position-embedding-type rope", None),
+        ("--kv-channels 80", "heads of width 80: without a kernel of key intervals the host makes the mask. Use heads of 16,"),
+        (
+            "--max-position-embeddings 1024 --decoder-seq-length 1024",
+            "--decoder-seq-length 1024: attention of texts of 1024 tokens or more is planned",
+        ),
+        ("--attention-dropout 0.1", "--attention-dropout 0.1: how many random numbers are drawn depends"),
+        ("--no-bf16", "in this precision: without FlashAttention the host makes the mask"),
+    ],
+)  # fmt: skip
+def test_encoder_decoders_in_half_precision_can_be_recorded(flags: str, found: str | None):
+    _, problems = resolve_config([*shlex.split(T5), *shlex.split(flags)], world_size=1)
+    messages = [str(problem) for problem in problems]
+    assert messages == [] if found is None else len(messages) == 1 and found in messages[0], messages
+
+
 def test_all_reasons_are_told_at_once():
     assert len(messages(f"--tp 2 --attn-logit-softcapping 5 --softmax-type learnable {GLOO}", world_size=2)) == 3
 

@@ -1,11 +1,11 @@
 """Attention of key intervals with biases by distance: in one pass over the keys (FlashAttention).
 
-A program has a tile of queries of one head and goes through the keys that they see. A bias is read from the table of its head, by the
-distance of each pair: the addresses of neighbors in a tile are neighbors, so the table's reads are few and come from the nearest cache.
-Distances beyond the table's have its first or last bias. So the keys are in three ranges, far before, near, and far after, and only the
-near one reads the table: with a table for 128 tokens, and long sequences, nearly none of the work.
+A program has a tile of queries of one head and goes through the keys that they see. Distances beyond the table's have its first or last
+bias. So the keys are in three ranges, far before, near, and far after, and only the near one reads the table (`key_interval_tiles.py` says
+how): with a table for 128 tokens, and long sequences, nearly none of the work.
 
-Scores are in units of log 2, for which the hardware has an exponential. Products of half-precision operands are summed in float32.
+Scores are in units of log 2, for which the hardware has an exponential. Products of half-precision operands are summed in float32; biases
+are read in the operands' precision, as those of a model in half precision are.
 
 S sequence of the queries, T of the keys, B batch, H query heads, K kv heads, E head dim, D distances.
 """
@@ -18,59 +18,72 @@ import triton.language as tl
 from torch import Tensor
 
 from petatron.kernels.attention.key_interval_attention import KeyIntervals
+from petatron.kernels.size_limits import interval_kernel_supports_heads
 from petatron.kernels.strides import contiguous_rows
 from petatron.kernels.triton.attention.key_interval_attention_grads import input_grads
 from petatron.kernels.triton.attention.key_interval_tiles import (
     LOG2_E,
-    biases,
+    BiasCopies,
     bounds_of_queries,
     empty_like_heads,
-    float_table,
+    far_bias,
     head_strides,
     load_tile,
     near_range,
     store_tile,
+    tile_biases,
     tile_constants,
 )
+from petatron.kernels.triton.kernel_launch import kernel_launcher
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-_WIDEST = 128
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def unsupported_tensors_reason(q: Tensor, v: Tensor) -> str | None:
     """See the reference."""
     width = q.shape[-1]
-    if width != v.shape[-1] or width > _WIDEST or width < 16 or width & (width - 1):
-        return f"heads of {width} and {v.shape[-1]} values; equal powers of two from 16 to {_WIDEST} are served"
-    return None if q.dtype in _HALF else f"{q.dtype} is not half precision"
+    if width != v.shape[-1] or not interval_kernel_supports_heads(width):
+        return f"heads of {width} and {v.shape[-1]} values; equal powers of two from 16 to 128 are served"
+    return None if q.dtype in _HALF_PRECISION else f"{q.dtype} is not half precision"
 
 
 @triton.jit
-def _attend(state, q, tensors, strides, place, lo, hi, NEAR: tl.constexpr, HALF: tl.constexpr, CONST: tl.constexpr):
-    """Goes through the keys lo ... hi - 1; `NEAR` 0: the biases are the same for all, that of the head's column `far`."""
+def _attend(
+    state,
+    q_tile,
+    tensors,
+    strides,
+    place,
+    lo,
+    hi,
+    SCALE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CENTER: tl.constexpr,
+    LENGTH: tl.constexpr,
+    NEAR: tl.constexpr,
+):
+    """Goes through the keys lo ... hi - 1. Without `NEAR` all have one bias, which is in `place`."""
     total, denominator, highest = state
-    k, v, bias = tensors
+    k, v, copies = tensors
+    k_strides, v_strides = strides
     query, first, stop, b, head, kv_head, key_length, far = place
-    KEYS: tl.constexpr = CONST[0]
-    WIDTH: tl.constexpr = CONST[1]
-    scale = CONST[2] * LOG2_E
     for start in range(lo, hi, KEYS):
         key = start + tl.arange(0, KEYS)
-        k_tile = load_tile(k, strides[1], key, b, kv_head, key_length, WIDTH)
-        scores = tl.dot(q, tl.trans(k_tile)) * scale
-        if bias is not None:
-            if NEAR:
-                scores += biases(bias, key[None, :] - query[:, None], head, HALF)
-            else:
-                scores += far
+        k_tile = load_tile(k, k_strides, key, b, kv_head, key_length, WIDTH)
+        scores = tl.dot(q_tile, tl.trans(k_tile)) * (SCALE * LOG2_E)
+        if NEAR:
+            scores += tile_biases(copies, head, query, start, KEYS, CENTER, LENGTH)
+        else:
+            scores += far
         visible = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
         scores = tl.where(visible, scores, -float("inf"))
         top = tl.maximum(highest, tl.max(scores, axis=1))
         finite = tl.where(top == -float("inf"), 0.0, top)
         weights = tl.exp2(scores - finite[:, None])
         faded = tl.exp2(highest - finite)
-        v_tile = load_tile(v, strides[2], key, b, kv_head, key_length, WIDTH)
+        v_tile = load_tile(v, v_strides, key, b, kv_head, key_length, WIDTH)
         denominator = denominator * faded + tl.sum(weights, axis=1)
         total = tl.dot(weights.to(v_tile.dtype), v_tile, total * faded[:, None])
         highest = top
@@ -79,49 +92,68 @@ def _attend(state, q, tensors, strides, place, lo, hi, NEAR: tl.constexpr, HALF:
 
 @triton.jit
 def _forward(
-    tensors,
-    intervals,
-    strides,
-    sizes,
+    q,
+    k,
+    v,
+    copies,
+    first,
+    stop,
+    out,
+    lse,
+    q_s,
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    k_h,
+    v_s,
+    v_b,
+    v_h,
+    out_s,
+    out_b,
+    out_h,
+    length,
+    key_length,
+    heads,
+    group,
     SCALE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
+    CENTER: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_INTERVALS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    q, k, v, bias, out, lse = tensors
-    length, key_length, heads, group = sizes
+    q0 = tl.program_id(0) * QUERIES
     b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    first, stop = bounds_of_queries(intervals, query, b, length, key_length, CAUSAL)
+    query = q0 + tl.arange(0, QUERIES)
+    first, stop = bounds_of_queries(first, stop, query, b, length, key_length, CAUSAL, HAS_INTERVALS)
     lo, hi = tl.min(first, axis=0) // KEYS * KEYS, tl.max(stop, axis=0)
-    q_tile = load_tile(q, strides[0], query, b, head, length, WIDTH)
-    state = (
-        tl.zeros((QUERIES, WIDTH), tl.float32),
-        tl.zeros((QUERIES,), tl.float32),
-        tl.full((QUERIES,), -float("inf"), tl.float32),
-    )
-    CONST: tl.constexpr = (KEYS, WIDTH, SCALE)
-    kvb = (k, v, bias)
-    place = (query, first, stop, b, head, head // group, key_length, 0.0)
-    if bias is None:
-        state = _attend(state, q_tile, kvb, strides, place, lo, hi, 0, HALF, CONST)
-    else:
-        q0 = tl.program_id(0) * QUERIES
+    q_tile = load_tile(q, (q_s, q_b, q_h), query, b, head, length, WIDTH)
+    total = tl.zeros((QUERIES, WIDTH), tl.float32)
+    denominator = tl.zeros((QUERIES,), tl.float32)
+    highest = tl.full((QUERIES,), -float("inf"), tl.float32)
+    state = total, denominator, highest
+    tensors, strides = (k, v, copies), ((k_s, k_b, k_h), (v_s, v_b, v_h))
+    kv_head = head // group
+    if HAS_BIAS:
         near, after = near_range(lo, hi, q0, q0 + QUERIES - 1, HALF, KEYS)
-        far = biases(bias, -HALF, head, HALF)
-        place = (query, first, stop, b, head, head // group, key_length, far)
-        state = _attend(state, q_tile, kvb, strides, place, lo, near, 0, HALF, CONST)
-        state = _attend(state, q_tile, kvb, strides, place, near, after, 1, HALF, CONST)
-        far = biases(bias, HALF, head, HALF)
-        place = (query, first, stop, b, head, head // group, key_length, far)
-        state = _attend(state, q_tile, kvb, strides, place, after, hi, 0, HALF, CONST)
+        place = query, first, stop, b, head, kv_head, key_length, far_bias(copies, head, False, LENGTH)
+        state = _attend(state, q_tile, tensors, strides, place, lo, near, SCALE, KEYS, WIDTH, CENTER, LENGTH, False)
+        state = _attend(state, q_tile, tensors, strides, place, near, after, SCALE, KEYS, WIDTH, CENTER, LENGTH, True)
+        place = query, first, stop, b, head, kv_head, key_length, far_bias(copies, head, True, LENGTH)
+        state = _attend(state, q_tile, tensors, strides, place, after, hi, SCALE, KEYS, WIDTH, CENTER, LENGTH, False)
+    else:
+        place = query, first, stop, b, head, kv_head, key_length, 0.0
+        state = _attend(state, q_tile, tensors, strides, place, lo, hi, SCALE, KEYS, WIDTH, CENTER, LENGTH, False)
     total, denominator, highest = state
     some = denominator > 0.0
-    y = total / tl.where(some, denominator, 1.0)[:, None]
-    store_tile(out, strides[3], query, b, head, length, y, WIDTH)
-    log_sum_exp = tl.where(some, (highest + tl.log2(denominator)) * _LN_2, -float("inf"))
+    divisor = tl.where(some, denominator, 1.0)
+    store_tile(out, (out_s, out_b, out_h), query, b, head, length, total / divisor[:, None], WIDTH)
+    log_sum_exp = tl.where(some, (highest + tl.log2(divisor)) * _LN_2, -float("inf"))
     tl.store(lse + tl.program_id(1).to(tl.int64) * length + query, log_sum_exp, mask=query < length)
 
 
@@ -138,17 +170,23 @@ def forward(
     q, k, v = map(contiguous_rows, (q_SBHE, k_TBKE, v_TBKE))
     length, batch, heads, _ = q.shape
     out, lse = empty_like_heads(q), q.new_empty((batch, heads, length), dtype=torch.float32)
+    biases = BiasCopies.of(bias_HD, q)
+    first, stop = (lse, lse) if intervals is None else intervals[:2]
     queries = 128 if length > 64 else 64
-    _forward[(triton.cdiv(length, queries), batch * heads)](
-        (q, k, v, float_table(bias_HD), out, lse),
-        None if intervals is None else tuple(intervals),
-        head_strides(q, k, v, out),
-        (length, k.shape[0], heads, heads // k.shape[2]),
+    launch = kernel_launcher(
+        _forward,
         QUERIES=queries,
         KEYS=64,
-        **tile_constants(q, bias_HD, intervals, causal=causal),
-        num_warps=queries // 16 if queries > 64 else 4,
+        **tile_constants(q, intervals, causal=causal),
+        **biases.constants,
+        num_warps=queries // 16,
         num_stages=3,
+    )
+    launch(
+        -(-length // queries),
+        (q, k, v, biases.copies, first, stop, out, lse),
+        (*head_strides(q, k, v, out), length, k.shape[0], heads, heads // k.shape[2]),
+        batch * heads,
     )
     return out, lse
 

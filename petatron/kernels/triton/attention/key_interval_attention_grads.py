@@ -5,10 +5,7 @@ With P the softmax, dO the output's gradient and delta its row sums with the out
     dV = P^T dO        dS = P (dO V^T - delta)        dQ = dS K / sqrt(E)        dK = dS^T Q / sqrt(E)
 
 A program has a tile of keys and goes through the queries that see them (dK and dV), another a tile of queries (dQ). The gradient of
-biases is dS summed over the batch and over all pairs of a distance. Square tiles whose queries and keys are equally far apart need the
-same sums: a program adds dS of all such tiles of a head in registers, and sums the diagonals of that tile once. So it computes scores a
-third time, two of eleven GEMMs, and nothing of the size of scores is in memory: a few sums for each block of distances, from which the
-columns of the table are collected in a fixed order.
+biases is in `distance_bias_grad.py`.
 
 S sequence of the queries, T of the keys, B batch, H query heads, K kv heads, E head dim, D distances.
 """
@@ -22,44 +19,54 @@ from torch import Tensor
 
 from petatron.kernels.attention.key_interval_attention import KeyIntervals
 from petatron.kernels.strides import contiguous_rows
+from petatron.kernels.triton.attention.distance_bias_grad import distance_bias_grad
 from petatron.kernels.triton.attention.key_interval_tiles import (
     LOG2_E,
-    biases,
+    BiasCopies,
     bounds_of_queries,
     empty_like_heads,
-    float_table,
+    far_bias,
     head_strides,
     load_tile,
     near_range,
     store_tile,
+    tile_biases,
     tile_constants,
 )
-
-_TILE = 64
-"""Queries and keys of a tile of the biases' gradient."""
-_PROGRAMS = 1024
-"""The wanted number of programs for it."""
+from petatron.kernels.triton.kernel_launch import kernel_launcher
 
 
 @triton.jit
-def _deltas(tensors, strides, sizes, QUERIES: tl.constexpr, WIDTH: tl.constexpr):
-    grad, out, delta = tensors
-    length, heads = sizes
+def _deltas(
+    grad,
+    out,
+    delta,
+    grad_s,
+    grad_b,
+    grad_h,
+    out_s,
+    out_b,
+    out_h,
+    length,
+    heads,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    grad_tile = load_tile(grad, strides[0], query, b, head, length, WIDTH).to(tl.float32)
-    out_tile = load_tile(out, strides[1], query, b, head, length, WIDTH).to(tl.float32)
+    grad_tile = load_tile(grad, (grad_s, grad_b, grad_h), query, b, head, length, WIDTH).to(tl.float32)
+    out_tile = load_tile(out, (out_s, out_b, out_h), query, b, head, length, WIDTH).to(tl.float32)
     sums = tl.sum(grad_tile * out_tile, axis=1)
     tl.store(delta + tl.program_id(1).to(tl.int64) * length + query, sums, mask=query < length)
 
 
 @triton.jit
-def _bounds_of_keys(intervals, key, b, length, key_length, CAUSAL: tl.constexpr):
+def _bounds_of_keys(first, stop, key, b, length, key_length, CAUSAL: tl.constexpr, HAS_INTERVALS: tl.constexpr):
     """Returns the first and one after the last query that sees each key; none beyond the length."""
     here = key < key_length
-    if intervals is not None:
-        first = tl.load(intervals[2] + b * key_length + key, mask=here, other=length)
-        stop = tl.load(intervals[3] + b * key_length + key, mask=here, other=0)
+    if HAS_INTERVALS:
+        first = tl.load(first + b * key_length + key, mask=here, other=length)
+        stop = tl.load(stop + b * key_length + key, mask=here, other=0)
     else:
         first = tl.where(here, key if CAUSAL else 0, length)
         stop = tl.where(here, length, 0)
@@ -68,28 +75,38 @@ def _bounds_of_keys(intervals, key, b, length, key_length, CAUSAL: tl.constexpr)
 
 @triton.jit
 def _from_queries(
-    grads, k_tile, v_tile, tensors, strides, place, lo, hi, NEAR: tl.constexpr, HALF: tl.constexpr, CONST: tl.constexpr
+    grads,
+    k_tile,
+    v_tile,
+    tensors,
+    strides,
+    place,
+    lo,
+    hi,
+    SCALE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CENTER: tl.constexpr,
+    LENGTH: tl.constexpr,
+    NEAR: tl.constexpr,
 ):
     """Adds what the queries lo ... hi - 1 give the keys of a tile."""
     dk, dv = grads
-    q, grad, bias, lse, delta = tensors
+    q, grad, copies, lse, delta = tensors
+    q_strides, grad_strides = strides
     key, first, stop, b, head, length, far = place
-    QUERIES: tl.constexpr = CONST[0]
-    WIDTH: tl.constexpr = CONST[1]
-    scale = CONST[2] * LOG2_E
     for start in range(lo, hi, QUERIES):
         query = start + tl.arange(0, QUERIES)
-        q_tile = load_tile(q, strides[0], query, b, head, length, WIDTH)
-        scores = tl.dot(k_tile, tl.trans(q_tile)) * scale
-        if bias is not None:
-            if NEAR:
-                scores += biases(bias, key[:, None] - query[None, :], head, HALF)
-            else:
-                scores += far
+        q_tile = load_tile(q, q_strides, query, b, head, length, WIDTH)
+        scores = tl.dot(k_tile, tl.trans(q_tile)) * (SCALE * LOG2_E)
+        if NEAR:
+            scores += tile_biases(copies, head, key, start, QUERIES, CENTER, LENGTH)
+        else:
+            scores += far
         log_sum_exp = tl.load(lse + query, mask=query < length, other=0.0) * LOG2_E
         visible = (query[None, :] >= first[:, None]) & (query[None, :] < stop[:, None])
         weights = tl.where(visible, tl.exp2(scores - log_sum_exp[None, :]), 0.0)
-        grad_tile = load_tile(grad, strides[3], query, b, head, length, WIDTH)
+        grad_tile = load_tile(grad, grad_strides, query, b, head, length, WIDTH)
         dv = tl.dot(weights.to(grad_tile.dtype), grad_tile, dv)
         of_weights = tl.dot(v_tile, tl.trans(grad_tile))
         of_scores = weights * (of_weights - tl.load(delta + query, mask=query < length, other=0.0)[None, :])
@@ -99,66 +116,118 @@ def _from_queries(
 
 @triton.jit
 def _key_value_grads(
-    tensors,
-    intervals,
-    strides,
-    sizes,
+    q,
+    k,
+    v,
+    grad,
+    lse,
+    delta,
+    copies,
+    first,
+    stop,
+    dk,
+    dv,
+    q_s,
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    k_h,
+    v_s,
+    v_b,
+    v_h,
+    grad_s,
+    grad_b,
+    grad_h,
+    dk_s,
+    dk_b,
+    dk_h,
+    dv_s,
+    dv_b,
+    dv_h,
+    length,
+    key_length,
+    heads,
+    group,
     SCALE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
+    CENTER: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_INTERVALS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    q, k, v, grad, bias, lse, delta, dk, dv = tensors
-    length, key_length, heads, group = sizes
-    b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     k0 = tl.program_id(0) * KEYS
+    b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     key = k0 + tl.arange(0, KEYS)
-    first, stop = _bounds_of_keys(intervals, key, b, length, key_length, CAUSAL)
+    first, stop = _bounds_of_keys(first, stop, key, b, length, key_length, CAUSAL, HAS_INTERVALS)
     lo, hi = tl.min(first, axis=0) // QUERIES * QUERIES, tl.max(stop, axis=0)
-    k_tile = load_tile(k, strides[1], key, b, head // group, key_length, WIDTH)
-    v_tile = load_tile(v, strides[2], key, b, head // group, key_length, WIDTH)
+    k_tile = load_tile(k, (k_s, k_b, k_h), key, b, head // group, key_length, WIDTH)
+    v_tile = load_tile(v, (v_s, v_b, v_h), key, b, head // group, key_length, WIDTH)
     row = tl.program_id(1).to(tl.int64) * length
-    grads = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
-    CONST: tl.constexpr = (QUERIES, WIDTH, SCALE)
-    read = (q, grad, bias, lse + row, delta + row)
-    place = (key, first, stop, b, head, length, 0.0)
-    if bias is None:
-        grads = _from_queries(grads, k_tile, v_tile, read, strides, place, lo, hi, 0, HALF, CONST)
-    else:
+    dk_tile, dv_tile = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
+    sums = dk_tile, dv_tile
+    strides = (q_s, q_b, q_h), (grad_s, grad_b, grad_h)
+    if HAS_BIAS:
+        copies += heads * 8 * LENGTH  # those in reverse
+        read = q, grad, copies, lse + row, delta + row
         near, after = near_range(lo, hi, k0, k0 + KEYS - 1, HALF, QUERIES)
-        place = (key, first, stop, b, head, length, biases(bias, HALF, head, HALF))
-        grads = _from_queries(grads, k_tile, v_tile, read, strides, place, lo, near, 0, HALF, CONST)
-        grads = _from_queries(grads, k_tile, v_tile, read, strides, place, near, after, 1, HALF, CONST)
-        place = (key, first, stop, b, head, length, biases(bias, -HALF, head, HALF))
-        grads = _from_queries(grads, k_tile, v_tile, read, strides, place, after, hi, 0, HALF, CONST)
-    store_tile(dk, strides[4], key, b, head, key_length, grads[0] * SCALE, WIDTH)
-    store_tile(dv, strides[5], key, b, head, key_length, grads[1], WIDTH)
+        place = key, first, stop, b, head, length, far_bias(copies, head, False, LENGTH)
+        sums = _from_queries(
+            sums, k_tile, v_tile, read, strides, place, lo, near, SCALE, QUERIES, WIDTH, CENTER, LENGTH, False
+        )
+        sums = _from_queries(
+            sums, k_tile, v_tile, read, strides, place, near, after, SCALE, QUERIES, WIDTH, CENTER, LENGTH, True
+        )
+        place = key, first, stop, b, head, length, far_bias(copies, head, True, LENGTH)
+        sums = _from_queries(
+            sums, k_tile, v_tile, read, strides, place, after, hi, SCALE, QUERIES, WIDTH, CENTER, LENGTH, False
+        )
+    else:
+        read = q, grad, copies, lse + row, delta + row
+        place = key, first, stop, b, head, length, 0.0
+        sums = _from_queries(
+            sums, k_tile, v_tile, read, strides, place, lo, hi, SCALE, QUERIES, WIDTH, CENTER, LENGTH, False
+        )
+    store_tile(dk, (dk_s, dk_b, dk_h), key, b, head, key_length, sums[0] * SCALE, WIDTH)
+    store_tile(dv, (dv_s, dv_b, dv_h), key, b, head, key_length, sums[1], WIDTH)
 
 
 @triton.jit
 def _from_keys(
-    dq, q_tile, grad_tile, tensors, strides, place, lo, hi, NEAR: tl.constexpr, HALF: tl.constexpr, CONST: tl.constexpr
+    dq,
+    q_tile,
+    grad_tile,
+    tensors,
+    strides,
+    place,
+    lo,
+    hi,
+    SCALE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CENTER: tl.constexpr,
+    LENGTH: tl.constexpr,
+    NEAR: tl.constexpr,
 ):
     """Adds what the keys lo ... hi - 1 give the queries of a tile."""
-    k, v, bias = tensors
+    k, v, copies = tensors
+    k_strides, v_strides = strides
     query, first, stop, log_sum_exp, delta, b, head, kv_head, key_length, far = place
-    KEYS: tl.constexpr = CONST[0]
-    WIDTH: tl.constexpr = CONST[1]
-    scale = CONST[2] * LOG2_E
     for start in range(lo, hi, KEYS):
         key = start + tl.arange(0, KEYS)
-        k_tile = load_tile(k, strides[1], key, b, kv_head, key_length, WIDTH)
-        scores = tl.dot(q_tile, tl.trans(k_tile)) * scale
-        if bias is not None:
-            if NEAR:
-                scores += biases(bias, key[None, :] - query[:, None], head, HALF)
-            else:
-                scores += far
+        k_tile = load_tile(k, k_strides, key, b, kv_head, key_length, WIDTH)
+        scores = tl.dot(q_tile, tl.trans(k_tile)) * (SCALE * LOG2_E)
+        if NEAR:
+            scores += tile_biases(copies, head, query, start, KEYS, CENTER, LENGTH)
+        else:
+            scores += far
         visible = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
         weights = tl.where(visible, tl.exp2(scores - log_sum_exp[:, None]), 0.0)
-        v_tile = load_tile(v, strides[2], key, b, kv_head, key_length, WIDTH)
+        v_tile = load_tile(v, v_strides, key, b, kv_head, key_length, WIDTH)
         of_scores = weights * (tl.dot(grad_tile, tl.trans(v_tile)) - delta[:, None])
         dq = tl.dot(of_scores.to(k_tile.dtype), k_tile, dq)
     return dq
@@ -166,109 +235,78 @@ def _from_keys(
 
 @triton.jit
 def _query_grads(
-    tensors,
-    intervals,
-    strides,
-    sizes,
+    q,
+    k,
+    v,
+    grad,
+    lse,
+    delta,
+    copies,
+    first,
+    stop,
+    dq_out,
+    q_s,
+    q_b,
+    q_h,
+    k_s,
+    k_b,
+    k_h,
+    v_s,
+    v_b,
+    v_h,
+    grad_s,
+    grad_b,
+    grad_h,
+    dq_s,
+    dq_b,
+    dq_h,
+    length,
+    key_length,
+    heads,
+    group,
     SCALE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
+    CENTER: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_INTERVALS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    q, k, v, grad, bias, lse, delta, dq_out = tensors
-    length, key_length, heads, group = sizes
-    b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q0 = tl.program_id(0) * QUERIES
+    b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     query = q0 + tl.arange(0, QUERIES)
-    first, stop = bounds_of_queries(intervals, query, b, length, key_length, CAUSAL)
+    first, stop = bounds_of_queries(first, stop, query, b, length, key_length, CAUSAL, HAS_INTERVALS)
     lo, hi = tl.min(first, axis=0) // KEYS * KEYS, tl.max(stop, axis=0)
-    q_tile = load_tile(q, strides[0], query, b, head, length, WIDTH)
-    grad_tile = load_tile(grad, strides[3], query, b, head, length, WIDTH)
+    q_tile = load_tile(q, (q_s, q_b, q_h), query, b, head, length, WIDTH)
+    grad_tile = load_tile(grad, (grad_s, grad_b, grad_h), query, b, head, length, WIDTH)
     row = tl.program_id(1).to(tl.int64) * length
     log_sum_exp = tl.load(lse + row + query, mask=query < length, other=0.0) * LOG2_E
-    delta_tile = tl.load(delta + row + query, mask=query < length, other=0.0)
+    deltas = tl.load(delta + row + query, mask=query < length, other=0.0)
     dq = tl.zeros((QUERIES, WIDTH), tl.float32)
-    CONST: tl.constexpr = (KEYS, WIDTH, SCALE)
-    kvb = (k, v, bias)
+    read, strides = (k, v, copies), ((k_s, k_b, k_h), (v_s, v_b, v_h))
     kv_head = head // group
-    place = (query, first, stop, log_sum_exp, delta_tile, b, head, kv_head, key_length, 0.0)
-    if bias is None:
-        dq = _from_keys(dq, q_tile, grad_tile, kvb, strides, place, lo, hi, 0, HALF, CONST)
-    else:
+    if HAS_BIAS:
         near, after = near_range(lo, hi, q0, q0 + QUERIES - 1, HALF, KEYS)
-        far = biases(bias, -HALF, head, HALF)
-        place = (query, first, stop, log_sum_exp, delta_tile, b, head, kv_head, key_length, far)
-        dq = _from_keys(dq, q_tile, grad_tile, kvb, strides, place, lo, near, 0, HALF, CONST)
-        dq = _from_keys(dq, q_tile, grad_tile, kvb, strides, place, near, after, 1, HALF, CONST)
-        far = biases(bias, HALF, head, HALF)
-        place = (query, first, stop, log_sum_exp, delta_tile, b, head, kv_head, key_length, far)
-        dq = _from_keys(dq, q_tile, grad_tile, kvb, strides, place, after, hi, 0, HALF, CONST)
-    store_tile(dq_out, strides[4], query, b, head, length, dq * SCALE, WIDTH)
-
-
-@triton.jit
-def _diagonal_sums(
-    tensors,
-    intervals,
-    strides,
-    sizes,
-    SCALE: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """Sums dS over the batch and over tiles that are equally far from the diagonal, then over the diagonals of a tile."""
-    q, k, v, grad, bias, lse, delta, sums = tensors
-    length, batch, heads, group, tiles, splits = sizes
-    apart, head = tl.program_id(0) // splits - (tiles - 1), tl.program_id(1)
-    count = tiles - tl.abs(apart)
-    row = tl.arange(0, TILE)
-    scale = SCALE * LOG2_E
-    # The same for all tiles of the program.
-    tile_bias = biases(bias, apart * TILE + row[None, :] - row[:, None], head, HALF)
-    total = tl.zeros((TILE, TILE), tl.float32)
-    for item in range(tl.program_id(0) % splits, count * batch, splits):
-        b, number = item // count, item % count
-        query = (number + tl.maximum(-apart, 0)) * TILE + row
-        key = (number + tl.maximum(apart, 0)) * TILE + row
-        first, stop = bounds_of_queries(intervals, query, b, length, length, CAUSAL)
-        q_tile = load_tile(q, strides[0], query, b, head, length, WIDTH)
-        k_tile = load_tile(k, strides[1], key, b, head // group, length, WIDTH)
-        v_tile = load_tile(v, strides[2], key, b, head // group, length, WIDTH)
-        grad_tile = load_tile(grad, strides[3], query, b, head, length, WIDTH)
-        at = (b * heads + head).to(tl.int64) * length + query
-        log_sum_exp = tl.load(lse + at, mask=query < length, other=0.0) * LOG2_E
-        scores = tl.dot(q_tile, tl.trans(k_tile)) * scale + tile_bias
-        visible = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
-        weights = tl.where(visible, tl.exp2(scores - log_sum_exp[:, None]), 0.0)
-        deltas = tl.load(delta + at, mask=query < length, other=0.0)
-        total += weights * (tl.dot(grad_tile, tl.trans(v_tile)) - deltas[:, None])
-    place = tl.arange(0, 2 * TILE)
-    column = place[None, :] - (TILE - 1) + row[:, None]
-    inside = (column >= 0) & (column < TILE)
-    sheared = tl.gather(total, tl.where(inside, column, 0), axis=1)
-    diagonals = tl.sum(tl.where(inside, sheared, 0.0), axis=0)
-    tl.store(sums + (head * tl.num_programs(0) + tl.program_id(0)) * 2 * TILE + place, diagonals)
-
-
-@triton.jit
-def _collect_columns(sums, out, sizes, TILE: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr):
-    """Adds the sums of diagonals up to the columns of the table."""
-    tiles, blocks, splits = sizes
-    column, head = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
-    place = tl.arange(0, 2 * TILE)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for block in range(blocks):
-        of_block = tl.zeros((2 * TILE,), tl.float32)
-        for split in range(splits):
-            of_block += tl.load(sums + ((head * blocks + block) * splits + split) * 2 * TILE + place)
-        distance = (block - (tiles - 1)) * TILE + place - (TILE - 1)
-        target = tl.minimum(tl.maximum(distance + HALF, 0), 2 * HALF)
-        total += tl.sum(tl.where(target[:, None] == column[None, :], of_block[:, None], 0.0), axis=0)
-    tl.store(out + head * (2 * HALF + 1) + column, total, mask=column < 2 * HALF + 1)
+        far = far_bias(copies, head, False, LENGTH)
+        place = query, first, stop, log_sum_exp, deltas, b, head, kv_head, key_length, far
+        dq = _from_keys(
+            dq, q_tile, grad_tile, read, strides, place, lo, near, SCALE, KEYS, WIDTH, CENTER, LENGTH, False
+        )
+        dq = _from_keys(
+            dq, q_tile, grad_tile, read, strides, place, near, after, SCALE, KEYS, WIDTH, CENTER, LENGTH, True
+        )
+        far = far_bias(copies, head, True, LENGTH)
+        place = query, first, stop, log_sum_exp, deltas, b, head, kv_head, key_length, far
+        dq = _from_keys(
+            dq, q_tile, grad_tile, read, strides, place, after, hi, SCALE, KEYS, WIDTH, CENTER, LENGTH, False
+        )
+    else:
+        place = query, first, stop, log_sum_exp, deltas, b, head, kv_head, key_length, 0.0
+        dq = _from_keys(dq, q_tile, grad_tile, read, strides, place, lo, hi, SCALE, KEYS, WIDTH, CENTER, LENGTH, False)
+    store_tile(dq_out, (dq_s, dq_b, dq_h), query, b, head, length, dq * SCALE, WIDTH)
 
 
 def input_grads(
@@ -285,62 +323,30 @@ def input_grads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns the gradients of queries, keys, values and biases."""
     q, k, v, grad = map(contiguous_rows, (q_SBHE, k_TBKE, v_TBKE, grad_SBHE))
-    bounds, table = None if intervals is None else tuple(intervals), float_table(bias_HD)
     (length, batch, heads, width), (key_length, groups) = q.shape, (k.shape[0], k.shape[2])
-    sizes, constants = (length, key_length, heads, heads // groups), tile_constants(q, table, intervals, causal=causal)
-    delta = torch.empty_like(lse_BHS)
-    programs = batch * heads
-    _deltas[(triton.cdiv(length, 128), programs)](
-        (grad, out_SBHE, delta), head_strides(grad, out_SBHE), (length, heads), QUERIES=128, WIDTH=width, num_warps=4
-    )
-    read = (q, k, v, grad, table, lse_BHS, delta)
+    biases, constants = BiasCopies.of(bias_HD, q), tile_constants(q, intervals, causal=causal)
+    constants |= biases.constants
+    first, stop, first_query, stop_query = (lse_BHS,) * 4 if intervals is None else intervals
+    delta, programs = torch.empty_like(lse_BHS), batch * heads
+    of_deltas = head_strides(grad, out_SBHE)
+    launch = kernel_launcher(_deltas, QUERIES=128, WIDTH=width, num_warps=4)
+    launch(-(-length // 128), (grad, out_SBHE, delta), (*of_deltas, length, heads), programs)
     dq, dk, dv = empty_like_heads(q), *(_empty_key_grads(x, heads) for x in (k, v))
-    _key_value_grads[(triton.cdiv(key_length, 64), programs)](
-        (*read, dk, dv),
-        bounds,
-        head_strides(q, k, v, grad, dk, dv),
-        sizes,
-        QUERIES=64,
-        KEYS=64,
-        **constants,
-        num_warps=4,
-        num_stages=3,
-    )
+    read, sizes = (q, k, v, grad, lse_BHS, delta, biases.copies), (length, key_length, heads, heads // groups)
+    launch = kernel_launcher(_key_value_grads, QUERIES=64, KEYS=64, **constants, num_warps=4, num_stages=3)
+    strides = head_strides(q, k, v, grad, dk, dv)
+    launch(-(-key_length // 64), (*read, first_query, stop_query, dk, dv), (*strides, *sizes), programs)
     queries = 128 if length > 64 else 64
-    _query_grads[(triton.cdiv(length, queries), programs)](
-        (*read, dq),
-        bounds,
-        head_strides(q, k, v, grad, dq),
-        sizes,
-        QUERIES=queries,
-        KEYS=64,
-        **constants,
-        num_warps=queries // 16 if queries > 64 else 4,
-        num_stages=3,
-    )
+    tile = {"QUERIES": queries, "KEYS": 64, "num_warps": queries // 16, "num_stages": 3}
+    launch = kernel_launcher(_query_grads, **tile, **constants)
+    strides = head_strides(q, k, v, grad, dq)
+    launch(-(-length // queries), (*read, first, stop, dq), (*strides, *sizes), programs)
     if groups < heads:
         dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
-    if table is None or bias_HD is None:
+    if bias_HD is None:
         return dq, dk, dv, None
-    tiles = triton.cdiv(length, _TILE)
-    blocks = tiles if causal else 2 * tiles - 1
-    splits = max(1, min(tiles * batch, _PROGRAMS // (blocks * heads)))
-    sums = lse_BHS.new_empty((heads, blocks, splits, 2 * _TILE))
-    _diagonal_sums[(blocks * splits, heads)](
-        (*read, sums),
-        bounds,
-        head_strides(q, k, v, grad),
-        (length, batch, heads, heads // groups, tiles, splits),
-        TILE=_TILE,
-        **constants,
-        num_warps=4,
-        num_stages=3,
-    )
-    bias_grad = torch.empty_like(table)
-    columns = 64
-    _collect_columns[(triton.cdiv(table.shape[1], columns), heads)](
-        sums, bias_grad, (tiles, blocks, splits), TILE=_TILE, HALF=constants["HALF"], COLUMNS=columns, num_warps=4
-    )
+    strides = head_strides(q, k, v, grad)
+    bias_grad = distance_bias_grad((*read, first, stop), strides, q.shape, heads // groups, constants, causal=causal)
     return dq, dk, dv, bias_grad.to(bias_HD.dtype)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petatron.base.errors import TrainError
+from petatron.data.masked.span_batch import make_span_batch
 from petatron.kernels.attention.document_layout import Documents
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import ParallelMesh
@@ -299,6 +300,32 @@ def test_packed_documents_are_copied_into_a_recording():
                 *fresh,
                 *again * 2,
             ]
+    assert found[0] == found[1] and len(set(found[0])) == len(found[0])
+
+
+def corrupted(step: int) -> Batch:
+    """Two texts and their spans, both padded, of other lengths in every step."""
+    generator = np.random.default_rng(step)
+
+    def sample() -> dict[str, Any]:
+        tokens = {name: generator.integers(0, 30, size) for name, size in (("encoder_tokens", 16), ("tokens", 12))}
+        count = int(generator.integers(1, 12))
+        more = {"num_encoder_tokens": np.int64(generator.integers(1, 16)), "num_tokens": np.int64(count)}
+        return tokens | more | {"labels": tokens["tokens"], "loss_mask": (np.arange(12) < count).astype(np.float32)}
+
+    return make_span_batch([sample(), sample()])
+
+
+def test_both_sequences_of_an_encoder_decoder_are_copied_into_a_recording():
+    flags = "--model-type t5 --encoder-num-layers 1 --decoder-num-layers 1 --decoder-seq-length 12 --position-embedding-type"
+    found: list[list[float]] = []
+    for recorded in (True, False):
+        model = build_model(tiny_run(f"{flags} relative"), ParallelMesh.single())
+        stand_in = StandIn(model)
+        if recorded:
+            model.use_cuda_graphs(stand_in)
+        found.append([float(model.train_step([corrupted(step)])) for step in range(WARM_UP_STEPS + 4)])
+        assert not recorded or stand_in.calls.count("replay") == 4
     assert found[0] == found[1] and len(set(found[0])) == len(found[0])
 
 
