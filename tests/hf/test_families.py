@@ -13,6 +13,7 @@ from tests.hf import test_equal, test_generate
 from tests.hf.encoder_decoder_zoo import ENCODER_DECODERS
 from tests.hf.encoder_zoo import ENCODERS
 from tests.hf.family_table import DENSE_LAYOUTS, EXPERT_LAYOUTS, family_table
+from tests.hf.images_and_text_zoo import MODELS as IMAGE_MODELS
 from tests.hf.zoo import BUILDERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
@@ -23,7 +24,7 @@ def test_the_table_of_families_is_up_to_date():
 
 
 def test_every_family_has_a_model_that_is_compared_and_a_row_that_says_something():
-    built = (*BUILDERS.values(), *ENCODERS.values(), *ENCODER_DECODERS.values())
+    built = (*BUILDERS.values(), *ENCODERS.values(), *ENCODER_DECODERS.values(), *IMAGE_MODELS.values())
     compared = {build().config.model_type for build in built}
     assert compared == set(FAMILIES)
     assert all(family.models and family.what_differs for family in FAMILIES.values())

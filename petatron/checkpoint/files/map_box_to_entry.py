@@ -1,11 +1,14 @@
 """Maps boxes of logical tensors to the layout of file entries: fewer leading dimensions, maybe transposed, maybe interleaved.
 
+An entry may have more trailing dimensions than the boxes refer to: these are one (the weights of a convolution, as a matrix).
+
 Where `count` tensors alternate along a dimension of an entry, `interleaved` is (dimension, count), and the entry is addressed as if that
 dimension were two, [size / count, count].
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from torch import Tensor
@@ -25,12 +28,18 @@ class EntryPlace(Protocol):
     def interleaved(self) -> Shape: ...
 
 
-def addressed_shape(shape: Shape, interleaved: Shape) -> Shape:
-    """Returns the dimensions that boxes of an entry refer to; its own if it cannot be interleaved so.
+def addressed_shape(shape: Shape, place: EntryPlace) -> Shape:
+    """Returns the dimensions that a box of an entry refers to; its own if it cannot be interleaved so.
 
-    >>> addressed_shape((4, 6), (1, 2)), addressed_shape((4, 6), ())
-    ((4, 3, 2), (4, 6))
+    >>> from petatron.models.hf.folder_entries import EntryRegion
+    >>> addressed_shape((4, 6), EntryRegion("w", (0, 0), (4, 3), (0, 0, 0), interleaved=(1, 2)))
+    (4, 3, 2)
+    >>> addressed_shape((4, 6, 2, 2), EntryRegion("w", (0, 0), (4, 24), (0, 0)))
+    (4, 24)
     """
+    interleaved, dims = place.interleaved, len(place.start_in_entry)
+    if not interleaved and len(shape) > dims > 0:
+        return (*shape[: dims - 1], math.prod(shape[dims - 1 :]))
     if not interleaved or len(shape) <= interleaved[0] or shape[interleaved[0]] % interleaved[1]:
         return shape
     dim, count = interleaved

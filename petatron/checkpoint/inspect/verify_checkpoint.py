@@ -294,7 +294,7 @@ def _entry_problem(stored: StoredBox, dtype: str, info: TensorInfo | None) -> st
     if info.dtype != dtype:
         return f"has {stored.entry_name} in {info.dtype} where {dtype} was saved"
     box = entry_box(stored.box, stored.box.start, stored)
-    entry_shape = addressed_shape(info.shape, stored.interleaved)
+    entry_shape = addressed_shape(info.shape, stored)
     if len(box.shape) != len(entry_shape) or any(end > size for end, size in zip(box.stop, entry_shape)):
         return f"has {stored.entry_name} in another shape, {list(info.shape)}"
     return None

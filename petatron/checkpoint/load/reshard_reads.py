@@ -201,7 +201,7 @@ def _target(path: Path, read: BoxRead, infos: Mapping[str, TensorInfo]) -> _BoxC
         raise damaged_error(path, f"lacks {stored.entry_name}")
     in_four_bits = stored.scale is not None and stored.scale.mxfp4
     shape = unpacked_shape(info.shape) if in_four_bits else info.shape
-    entry_shape = addressed_shape(shape, stored.interleaved)
+    entry_shape = addressed_shape(shape, stored)
     box = entry_box(read.box, stored.box.start, stored)
     if len(box.shape) != len(entry_shape) or any(stop > size for stop, size in zip(box.stop, entry_shape)):
         raise damaged_error(path, f"has {stored.entry_name} in another shape, {list(info.shape)}")
@@ -209,7 +209,11 @@ def _target(path: Path, read: BoxRead, infos: Mapping[str, TensorInfo]) -> _BoxC
     if info.dtype != PACKED_DTYPE if in_four_bits else _incompatible_dtypes(info.dtype, dtype):
         raise damaged_error(path, f"has {stored.entry_name} in {info.dtype}, which is not what was saved")
     part = read.chunk.tensor.detach()[read.box.slices_in(read.chunk.box)]
-    return _BoxCopy(replace(info, shape=entry_shape), box, to_entry_layout(part, len(shape), stored))
+    return _BoxCopy(
+        replace(info, shape=entry_shape),
+        box,
+        to_entry_layout(part, len(entry_shape) - bool(stored.interleaved), stored),
+    )
 
 
 def read_checked_header(path: Path, expected: StoredFile | None) -> dict[str, TensorInfo]:

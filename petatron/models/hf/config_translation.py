@@ -16,6 +16,7 @@ A function calls these, or helpers that call them, in order:
     only(key=value)                     the decoder can express this value of the key, transformers' default, and no other
     also(key=spelling)                  another spelling of a key that later calls read; it is not written
     expect(setting, allowed, holds)     the family has no key for a model of which `holds` is false
+    within(key, translate)              another function runs over a table inside (the text model of one that reads images)
     layer_pattern(patterns, read, write)    the layers are those of `--hybrid-layer-pattern`, which have one branch each
 
 `ConfigReader` runs the function over a config.json: it checks that keys are there, with their types, and collects all problems.
@@ -29,6 +30,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from petatron.base.errors import Problem
@@ -62,13 +64,15 @@ Names = Iterable[str] | Mapping[str, str]
 REQUIRED: Any = object()
 OTHER_MODEL_FIX = "Use another model; the decoder has no such part."
 _COUNTS = (
-    "num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim",
+    "num_layers", "encoder_num_layers", "vision_num_layers", "vision_hidden_size", "vision_num_attention_heads", "vision_patch_size",
+    "hidden_size", "num_attention_heads", "vocab_size", "kv_lora_rank", "qk_head_dim",
     "qk_pos_emb_head_dim", "v_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim",
 )  # fmt: skip
 _MAX_COUNTS = {
     "num_layers": MAX_LAYERS,
     "encoder_num_layers": MAX_LAYERS,
+    "vision_num_layers": MAX_LAYERS,
     "num_experts": MAX_EXPERTS,
     "linear_num_key_heads": MAX_HEADS,
 }
@@ -84,6 +88,19 @@ _OPTIONAL_PARTS: Mapping[str, Any] = {
     "moe_router_linear_bias": False,
     "moe_apply_probs_on_input": False,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """How a table inside of config.json is read and written.
+
+    read: returns the table from the content of config.json, with the defaults that transformers has for it. write: returns the table from
+    its keys and the model. spec: makes the model that the table describes of the one that config.json does.
+    """
+
+    read: Callable[[Keys], Keys]
+    write: Callable[[Keys, ModelSpec], Keys]
+    spec: Callable[[ModelSpec], ModelSpec] = lambda spec: spec
 
 
 class Translation(ABC):
@@ -125,6 +142,9 @@ class Translation(ABC):
 
     @abstractmethod
     def expect(self, setting: str, allowed: str, holds: Holds) -> None: ...
+
+    @abstractmethod
+    def within(self, key: str, translate: Callable[[Translation], None], table: Table) -> None: ...
 
     @abstractmethod
     def layer_pattern(self, patterns: str, read: ReadPattern, write: WritePattern, *, stand_in: str) -> str:
@@ -206,6 +226,20 @@ class ConfigReader(Translation):
     def expect(self, setting: str, allowed: str, holds: Holds) -> None:
         """Is about models that are written."""
 
+    def within(self, key: str, translate: Callable[[Translation], None], table: Table) -> None:
+        content = self._config.get(key)
+        if content is not None and not isinstance(content, Mapping):
+            rule = "is not a table of settings"
+            self.wrong[key] = Problem(key, f"{content!r:.40}", rule, OWN_FOLDER_FIX)
+        self._given[key] = content
+        reader = ConfigReader(self.family, table.read(self._config), stand_in=self._stand_in)
+        translate(reader)
+        self._values |= reader.values()
+        self.names |= {setting: f"{key}.{name}" if name else "" for setting, name in reader.names.items()}
+        inside = {name: replace(problem, where=f"{key}.{problem.where}") for name, problem in reader.wrong.items()}
+        self.wrong |= {f"{key}.{name}": problem for name, problem in inside.items()}
+        self.problems += [replace(problem, where=f"{key}.{problem.where}") for problem in reader.problems]
+
     def layer_pattern(self, patterns: str, read: ReadPattern, write: WritePattern, *, stand_in: str) -> str:
         pattern = read(self._config)
         if isinstance(pattern, Problem):
@@ -247,7 +281,7 @@ class ConfigWriter(Translation):
 
     def __init__(self, family: str, spec: ModelSpec, *, model_type: str = "decoder") -> None:
         super().__init__(family)
-        self._spec, self._model_type = spec, model_type
+        self.spec, self._model_type = spec, model_type
         self._moe = spec.moe or MoEConfig()
         self._writes: list[Callable[[], Keys]] = []
 
@@ -259,7 +293,7 @@ class ConfigWriter(Translation):
         return content
 
     def setting(self, name: str) -> Any:
-        return getattr(self._moe if model_settings()[name].section == "moe" else self._spec.config, name)
+        return getattr(self._moe if model_settings()[name].section == "moe" else self.spec.config, name)
 
     def copy(self, setting: str, key: str, default: Any = REQUIRED, *, needed: bool = False) -> None:
         value, is_moe = self.setting(setting), model_settings()[setting].section == "moe"
@@ -274,7 +308,7 @@ class ConfigWriter(Translation):
     def convert(self, settings: Names, read: Read | None = None, write: Write | None = None, **keys: Any) -> None:
         self._name(settings)
         if write is not None:
-            self._writes.append(lambda: write(self._spec))
+            self._writes.append(lambda: write(self.spec))
 
     def only(self, **keys: Any) -> None:
         self._writes.append(lambda: keys)
@@ -283,11 +317,19 @@ class ConfigWriter(Translation):
         """Is about files that are read."""
 
     def expect(self, setting: str, allowed: str, holds: Holds) -> None:
-        if not holds(self._spec):
+        if not holds(self.spec):
             self._unsupported(setting, allowed)
 
+    def within(self, key: str, translate: Callable[[Translation], None], table: Table) -> None:
+        writer = ConfigWriter(self.family, table.spec(self.spec))
+        translate(writer)
+        self.problems += writer.problems
+        self.names |= dict.fromkeys(writer.names, "")
+        self.fixed |= writer.fixed
+        self._writes.append(lambda: {key: table.write(writer.keys(), self.spec)})
+
     def layer_pattern(self, patterns: str, read: ReadPattern, write: WritePattern, *, stand_in: str) -> str:
-        pattern = self._spec.config.hybrid_layer_pattern or ""
+        pattern = self.spec.config.hybrid_layer_pattern or ""
         self._name(("hybrid_layer_pattern",))
         if not re.fullmatch(patterns, pattern):
             self._unsupported("hybrid_layer_pattern", "layers in another order")
@@ -306,15 +348,15 @@ class ConfigWriter(Translation):
         some_biases = self.setting("add_qkv_bias") and not self.setting("add_bias_linear")
         if some_biases and "add_qkv_bias" not in fixed and "add_qkv_bias" not in self.names:
             self._unsupported("add_qkv_bias", "biases everywhere or nowhere")
-        if self._spec.moe is not None and "num_experts" not in self.names:
+        if self.spec.moe is not None and "num_experts" not in self.names:
             self._unsupported("num_experts", "no experts")
-        if self._spec.config.model_type != self._model_type:
+        if self.spec.config.model_type != self._model_type:
             self._unsupported("model_type", f"only {self._model_type}")
 
     def _unsupported(self, setting: str, allowed: str) -> None:
         rule = f"cannot be written as a Hugging Face {self.family} model, which has {allowed}"
         fix = "Such a model is saved in Petatron's own names."
-        value = None if setting == "num_experts" and self._spec.moe is None else self.setting(setting)
+        value = None if setting == "num_experts" and self.spec.moe is None else self.setting(setting)
         self.problems.append(Problem(flag_name(setting), str(value), rule, fix))
 
 

@@ -105,7 +105,7 @@ def _entry_from_logical(entry: FolderEntry, logical: Mapping[str, Tensor]) -> Te
     if len(entry.regions) == 1:
         region = entry.regions[0]
         part = logical[region.name][region.logical_slices()]
-        return (part.transpose(-2, -1) if region.transposed else part).reshape(region.shape_in_entry).contiguous()
+        return (part.transpose(-2, -1) if region.transposed else part).reshape(entry.shape).contiguous()
     tensor = logical[entry.regions[0].name].new_empty(entry.shape)
     for region in entry.regions:
         region.view_in(tensor).copy_(logical[region.name][region.logical_slices()])
@@ -124,9 +124,13 @@ def _output_head_names(family: Family) -> list[str]:
 
 
 def stored_names_by_full_name(family: Family, names: Iterable[str], expected: Container[str]) -> dict[str, str]:
-    """Maps full names to stored names, without ignored tensors; a bare model's names lack the prefix."""
-    used = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored_tensors)]
-    return {_full_name(family, name, expected): name for name in used}
+    """Maps full names to stored names, without ignored tensors that are not expected; a bare model's names lack the prefix."""
+    full_names = {_full_name(family, name, expected): name for name in names}
+    return {
+        full: name
+        for full, name in full_names.items()
+        if full in expected or not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored_tensors)
+    }
 
 
 def _full_name(family: Family, name: str, expected: Container[str]) -> str:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.sections.task_head import PoolingName
 from petatron.models.hf.config_translation import Translation
+from petatron.sharding.shard_spec import Shape
 
 OWN_MODEL_TYPE = "petatron"
 """The `model_type` of a folder in our own names, for a model that no family can express."""
@@ -26,7 +28,8 @@ class ModuleMapping:
     stored [in, out] there; `no_weight_suffix`: the name is the tensor's own, without `.weight`; `leaf` is then its name in our module;
     `fused_by_head`: the rows of one head of each module are adjacent, and then those of the next head; `heads` is the ModelConfig field
     that counts them, of which a module may have several heads' rows each; `interleaved`: the rows of all modules alternate.
-    `stack`: of an encoder-decoder's layers, those that are numbered by themselves there. `beside`, `not_beside`: a module that the
+    `stack`: of an encoder's and a decoder's layers, those that are numbered by themselves there. `shape_there`: the shape that the weight
+    has there, of as many elements. `beside`, `not_beside`: a module that the
     layer has or does not have, where the name depends on it.
     """
 
@@ -41,6 +44,7 @@ class ModuleMapping:
     stack: Literal["encoder", "decoder"] | None = None
     beside: str | None = None
     not_beside: str | None = None
+    shape_there: Callable[[ModelConfig], Shape] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Family:
     translate: says how config.json and settings correspond.
     in_memory_mappings: the mappings of a transformers model in memory, where they differ from those of its files.
     prefix: the part of names that a checkpoint of the bare model, without its head, leaves out.
-    ignored_tensors: patterns of tensors in old checkpoints that are no weights.
+    ignored_tensors: patterns of tensors in files that are no weights, or that nothing is computed with; those that a model has are read.
     tensor_aliases: parts of tensors' names in some folders, read but not written, and what stands for them in the names of `mappings`.
     model_type: the `--model-type` of its models.
     task_head: the head of its class for sequence classification, if models with that head are read and written.

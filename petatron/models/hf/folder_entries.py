@@ -19,6 +19,8 @@ from torch import Tensor
 
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import abbreviate_names
+from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.vision_language import num_vision_layers
 from petatron.models.hf.config_json import matching_family
 from petatron.models.hf.family import OWN_MODEL_TYPE, Family, ModuleMapping
 from petatron.models.hf.find_family import get_family
@@ -31,8 +33,9 @@ class EntryRegion:
     """The region (`start`, `shape`) of the logical tensor `name`, at `start_in_entry` of an entry.
 
     `start_in_entry` is in the entry's own dimensions: leading dimensions of size 1 that the entry does not have are dropped (an
-    expert), and with `transposed` the last two dimensions are swapped in the entry. `interleaved` is (dimension, count) where `count`
-    tensors alternate along a dimension of the entry: it then counts as two, of which the second one tells them apart.
+    expert), trailing ones that it has besides are one with the last (a convolution), and with `transposed` the last two dimensions are
+    swapped in the entry. `interleaved` is (dimension, count) where `count` tensors alternate along a dimension of the entry: it then
+    counts as two, of which the second one tells them apart.
     """
 
     name: str
@@ -61,7 +64,7 @@ class EntryRegion:
     def view_in(self, entry: Tensor) -> Tensor:
         """Returns the region of an entry's tensor, in the dimensions of the logical tensor; it shares the entry's memory."""
         if not self.interleaved:
-            part = entry[self.entry_slices()]
+            part = entry.flatten(len(self.start_in_entry) - 1)[self.entry_slices()]
         else:
             dim, count = self.interleaved
             part = entry.unflatten(dim, (-1, count))[self.entry_slices()].squeeze(dim + 1)
@@ -118,8 +121,7 @@ def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: Mode
         for layer in _layers_of(mapping, spec, layers):
             for leaf in (mapping.leaf,) if mapping.no_weight_suffix else ("weight", "bias"):
                 hf_layer = layer // max(family.branches, 1) - _first_layer(mapping, spec)
-                num_heads = getattr(spec.config, mapping.heads)
-                entries += _mapping_entries(mapping, (layer, hf_layer), leaf, shapes, num_heads)
+                entries += _mapping_entries(mapping, (layer, hf_layer), leaf, shapes, spec.config)
     unnamed = shapes.keys() - {region.name for entry in entries for region in entry.regions}
     if unnamed:
         raise CheckpointError(
@@ -132,17 +134,20 @@ def family_entries(family: Family, mappings: Sequence[ModuleMapping], spec: Mode
 def _layers_of(mapping: ModuleMapping, spec: ModelSpec, layers: int) -> range:
     if "*" not in mapping.hf_module:
         return range(1)
-    return range(
-        _first_layer(mapping, spec), (spec.config.encoder_num_layers or 0) if mapping.stack == "encoder" else layers
-    )
+    return range(_first_layer(mapping, spec), _encoder_layers(spec.config) if mapping.stack == "encoder" else layers)
 
 
 def _first_layer(mapping: ModuleMapping, spec: ModelSpec) -> int:
-    return (spec.config.encoder_num_layers or 0) if mapping.stack == "decoder" else 0
+    return _encoder_layers(spec.config) if mapping.stack == "decoder" else 0
+
+
+def _encoder_layers(config: ModelConfig) -> int:
+    """Returns the layers of an encoder, of text or of images, before those of the decoder."""
+    return num_vision_layers(config) or config.encoder_num_layers or 0
 
 
 def _mapping_entries(
-    mapping: ModuleMapping, layers: tuple[int, int], leaf: str, shapes: Mapping[str, Shape], num_heads: int
+    mapping: ModuleMapping, layers: tuple[int, int], leaf: str, shapes: Mapping[str, Shape], config: ModelConfig
 ) -> list[FolderEntry]:
     """Returns the entries of one layer, by its index here and there."""
     layer, hf_layer = map(str, layers)
@@ -158,7 +163,9 @@ def _mapping_entries(
     parts = {name: shapes[name] for name in names}
     transposed = mapping.transposed and leaf == "weight"
     if mapping.fused_by_head:
-        return [_entry_fused_by_head(hf, parts, num_heads)]
+        return [_entry_fused_by_head(hf, parts, getattr(config, mapping.heads))]
+    if mapping.shape_there is not None and leaf == mapping.leaf:
+        return [_reshaped_entry(hf, names[0], shapes[names[0]], mapping.shape_there(config))]
     if mapping.interleaved:
         return [_interleaved_entry(hf, parts, fused_dim=int(".experts." in names[0]), transposed=transposed)]
     if "#" not in mapping.hf_module:
@@ -167,6 +174,12 @@ def _mapping_entries(
         _fused_entry(hf.replace("#", str(expert)), parts, fused_dim=1, expert=expert, transposed=transposed)
         for expert in range(shapes[names[0]][0])
     ]
+
+
+def _reshaped_entry(name: str, logical: str, shape: Shape, shape_there: Shape) -> FolderEntry:
+    """Returns an entry with a logical tensor that has another shape there: no leading dimension of 1, or more trailing ones."""
+    start = (0,) * min(len(shape), len(shape_there))
+    return FolderEntry(name, shape_there, (EntryRegion(logical, (0,) * len(shape), shape, start),))
 
 
 def _fused_entry(
