@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from petatron.models.hf.families.images_and_text import LLAVA, QWEN2_5_VL, SMOLVLM
+from petatron.models.hf.families.images.llava import LLAVA
+from petatron.models.hf.families.images.qwen_vl import QWEN2_5_VL
+from petatron.models.hf.families.images.smolvlm import SMOLVLM
 from tests.hf.images_and_text_zoo import IMAGE_TOKEN, VOCABULARY
 from tests.hf.random_configs.draw import NO_IDS, Config, Draw
 

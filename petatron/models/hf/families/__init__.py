@@ -20,7 +20,9 @@ from petatron.models.hf.families.hybrid.mamba2 import MAMBA2
 from petatron.models.hf.families.hybrid.minimax import MINIMAX
 from petatron.models.hf.families.hybrid.nemotron_h import NEMOTRON_H
 from petatron.models.hf.families.hybrid.qwen3_next import QWEN3_NEXT
-from petatron.models.hf.families.images_and_text import LLAVA, QWEN2_5_VL, SMOLVLM
+from petatron.models.hf.families.images.llava import LLAVA
+from petatron.models.hf.families.images.qwen_vl import QWEN2_5_VL
+from petatron.models.hf.families.images.smolvlm import SMOLVLM
 from petatron.models.hf.families.llama import LLAMA
 from petatron.models.hf.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from petatron.models.hf.families.nemotron import NEMOTRON
