@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.errors import Problem, raise_problems
@@ -18,9 +19,11 @@ from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import LoaderOptions, SampleDataset
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, register_dataset
 from petatron.data.image_text.image_text_settings import FROM_MODEL, SETTINGS_FLAG, ImageTextSettings
-from petatron.data.image_text.image_text_source import SampleSettings, open_image_text
+from petatron.data.image_text.image_text_source import open_image_text
 from petatron.data.image_text.mock_images import MockImages
+from petatron.data.image_text.sample_builder import BEGINS, SampleSettings
 from petatron.data.images.patch_grid import PatchGrid
+from petatron.data.masked.packed_rows import packed_documents
 from petatron.data.sample_index_folder import sample_index_folder
 from petatron.models.batch import Batch
 from petatron.models.image_text_batch import make_image_text_batch
@@ -63,7 +66,11 @@ class ImageTextKind(ImageTextSettings, DatasetKind):
 
     def collate(self, samples: Sequence[Mapping[str, NDArray[Any]]], options: LoaderOptions) -> Batch:
         assert self.model is not None, "of_run gives it"
-        return make_image_text_batch(samples, self.model)
+        batch = make_image_text_batch(samples, self.model)
+        if BEGINS not in samples[0]:
+            return batch
+        documents, _ = packed_documents(np.stack([sample[BEGINS] for sample in samples]))
+        return replace(batch, documents=documents)
 
 
 def patch_grid(model: ModelConfig) -> PatchGrid:

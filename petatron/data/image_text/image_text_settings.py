@@ -27,6 +27,7 @@ class ImageTextSettings:
     on_error          whether a record without a usable image or text ends the run, or is counted and left out
     check_images      what is read of each image before training
     long_samples      what becomes of a record of more tokens, or patches, than a sample has; an image is never cut
+    packed            a sample has as many records as fit, which do not see one another
     images            a policy, or `model` for the one that its positions allow
     resample          a filter, or `policy` for the policy's own
     min_pixels, max_pixels     of an image that is shown in its own size
@@ -42,6 +43,7 @@ class ImageTextSettings:
     on_error: OnError = "fail"
     check_images: ImageCheck = "header"
     long_samples: LongSamples = "truncate"
+    packed: bool = False
     images: str = FROM_MODEL
     resample: str = FROM_POLICY
     min_pixels: int = 56 * 56

@@ -11,184 +11,37 @@ counted by kind and named in the log; those of the first kind are listed in a fi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import write_atomic
-from petatron.data.batch_loader import SampleDataset, epoch_permutation
-from petatron.data.check_token_ids import TokenPlace
+from petatron.data.batch_loader import SampleDataset
 from petatron.data.dataset_kinds import DatasetRequest, DataSource
-from petatron.data.documents_of_sample import SampleTrace, TracedDocument
-from petatron.data.image_text.image_text_record import ImageTextRecord
-from petatron.data.image_text.image_text_settings import NO_CHAT, SETTINGS_FLAG, ImageTextSettings
+from petatron.data.image_text.image_text_dataset import ImageTextDataset, RecordRows
+from petatron.data.image_text.image_text_settings import SETTINGS_FLAG
 from petatron.data.image_text.jsonl_records import JsonlRecords
-from petatron.data.image_text.record_encoder import EncodedRecord, RecordEncoder
 from petatron.data.image_text.record_error import RecordError
 from petatron.data.image_text.record_report import LeftOutRecord, RecordReport, reason_of, summary
 from petatron.data.image_text.record_store import RecordStore
+from petatron.data.image_text.sample_builder import SampleBuilder, SampleSettings
 from petatron.data.image_text.tar_records import TarRecords, tar_paths
-from petatron.data.image_text.visual_reader import ReadVisual, VisualReader
 from petatron.data.images.image_error import ImageError
-from petatron.data.images.image_policies import ImagePolicy, image_policy
-from petatron.data.images.patch_grid import PatchGrid
 from petatron.data.index_cache import Arrays, IndexLog, fingerprint, load_or_build
 
 _CHECKING_THREADS = 16
 _CHECKED_AT_ONCE = 4096
-_MAX_TRIES = 1000
 _TAR = ".tar"
+Result = TypeVar("Result")
 _USABLE, _USABLE_WITH_ADDED_TAGS, _LEFT_OUT = range(3)
-_NOT_OF_SAMPLES = ("image_folder", "on_error", "check_images")
 _OF_LENGTH = ("too long", "too many patches")
 _TO_SKIP = f"Repair or remove such records, or count and leave them out with {SETTINGS_FLAG} on_error=skip"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSettings:
-    """What samples are made with, beside the records: the user's settings, the model's patches, and the mean of its pixels."""
-
-    settings: ImageTextSettings
-    grid: PatchGrid
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-
-    @property
-    def policy(self) -> ImagePolicy:
-        return image_policy(self.settings.policy, self.grid, self.mean)
-
-    @property
-    def reader(self) -> VisualReader:
-        settings = self.settings
-        return VisualReader(
-            policy=self.policy,
-            limits=settings.limits,
-            max_frames=settings.max_frames,
-            animations_are_videos=settings.animations_are_videos,
-        )
-
-
-class SampleBuilder:
-    """Makes the sample of a record."""
-
-    def __init__(self, store: RecordStore, options: SampleSettings, request: DatasetRequest) -> None:
-        if request.tokenizer is None:
-            raise DataError("Images and texts need a tokenizer. Give --tokenizer-model.")
-        settings, grid = options.settings, options.grid
-        if request.vocab_size is not None and not 0 <= grid.image_token_id < request.vocab_size:
-            raise DataError(
-                f"--image-token-id {grid.image_token_id} is no id of the vocabulary, which has {request.vocab_size}. Use one of them, or "
-                "a larger --vocab-size."
-            )
-        tokenizer = request.tokenizer
-        self._store, self._reader, self._settings, self._grid = store, options.reader, settings, grid
-        chat_format = None if settings.chat_format == NO_CHAT else settings.chat_format
-        self._encoder = RecordEncoder(tokenizer, grid, markup=settings.image_markup, chat_format=chat_format)
-        self._length = request.seq_length
-        pad = tokenizer.special_ids.get("pad", tokenizer.eod)
-        self._pad = 0 if pad is None or pad == grid.image_token_id else pad
-        shown = {name: value for name, value in asdict(settings).items() if name not in _NOT_OF_SAMPLES}
-        key: dict[str, Any] = {"settings": shown, "grid": asdict(grid), "mean": list(options.mean)}
-        self.fingerprint = fingerprint(
-            {**key, "tokenizer": asdict(tokenizer.fingerprint), "seq_length": request.seq_length}
-        )
-
-    def build(self, number: int, report: RecordReport) -> dict[str, NDArray[Any]]:
-        """Returns tokens and loss_mask [S + 1], patches and grids; raises `ImageError` or `RecordError`."""
-        record = self._store.read(number)
-        visuals = [self._reader.read(self._store, number, visual) for visual in record.visuals]
-        encoded = self._fitting(record, visuals, report)
-        grid, length = self._grid, self._length + 1
-        tokens, mask = np.full(length, self._pad, np.int64), np.zeros(length, np.float32)
-        tokens[: len(encoded.ids)] = encoded.ids
-        mask[: len(encoded.ids)] = encoded.is_target
-        parts = [part for visual in visuals[: len(encoded.visuals)] for part in visual.parts]
-        patches = [grid.patches_of(part) for part in parts]
-        grids = [grid.of_size((part[0].shape[0], part[0].shape[1]), len(part)) for part in parts]
-        return {
-            "tokens": tokens,
-            "loss_mask": mask,
-            "patches": np.concatenate([np.empty((0, grid.pixels_per_patch), np.uint8), *patches]),
-            "grids": np.array(grids, np.int64).reshape(-1, 3),
-        }
-
-    def _fitting(self, record: ImageTextRecord, visuals: Sequence[ReadVisual], report: RecordReport) -> EncodedRecord:
-        """Returns the ids of a record as far as they, and its patches, fit a sample."""
-        grid = self._grid
-        encoded = self._encoder.encode(
-            record, [visual.features(grid) for visual in visuals], [visual.layout for visual in visuals]
-        )
-        if not encoded.is_target[1:].any():
-            raise RecordError("no text", "has no text to learn")
-        total = np.cumsum([visual.num_patches(grid) for visual in visuals])
-        kept = len(visuals) if grid.max_patches is None else int((total <= grid.max_patches).sum())
-        cut = (encoded if kept == len(visuals) else encoded.without_visuals_from(kept)).cut(self._length)
-        if cut is encoded:
-            return encoded
-        if kept < len(visuals):
-            problem = RecordError(
-                "too many patches", f"has images of {total[-1]:,} patches, and a sample at most {grid.max_patches:,}"
-            )
-        else:
-            problem = RecordError("too long", f"has {len(encoded.ids):,} tokens, and a sample {self._length:,}")
-        if self._settings.long_samples != "truncate" or not cut.is_target[1:].any():
-            raise problem
-        report.count_truncated()
-        return cut
-
-
-class ImageTextDataset:
-    """The samples of some usable records, in another order in every epoch."""
-
-    def __init__(
-        self, source: ImageTextSource, builder: SampleBuilder, numbers: NDArray[np.int64], request: DatasetRequest
-    ) -> None:
-        self._source, self._builder, self._numbers, self._request = source, builder, numbers, request
-        key = {"kind": "image-text", "source": source.fingerprint, "samples": builder.fingerprint, "seed": request.seed}
-        self.fingerprint = fingerprint({**key, "records": [int(numbers[0]), int(numbers[-1]), len(numbers)]})
-        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_permutation(request.seed, epoch, len(numbers)))
-
-    @property
-    def report(self) -> RecordReport:
-        """What was left out while samples were made."""
-        return self._source.report
-
-    def __len__(self) -> int:
-        return self._request.num_samples
-
-    def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
-        return self._sample(index)[1]
-
-    def trace(self, index: int) -> SampleTrace:
-        """Returns the record of a sample: that which took its place, where it had failed."""
-        number, sample = self._sample(index)
-        length = int(np.flatnonzero(sample["loss_mask"])[-1]) + 1
-        document = TracedDocument(TokenPlace(number, None, 0), length, None)
-        return SampleTrace(self._source.name, index, (document,), "the tokens of images stand for their patches")
-
-    def _sample(self, index: int) -> tuple[int, dict[str, NDArray[Any]]]:
-        """Returns the record of a sample, and the sample."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        epoch, place = divmod(index, len(self._numbers))
-        tries = min(len(self._numbers), _MAX_TRIES)
-        for step in range(tries):
-            number = int(self._numbers[self._order(epoch)[(place + step) % len(self._numbers)]])
-            try:
-                return number, self._builder.build(number, self.report)
-            except (ImageError, RecordError) as error:
-                self._source.leave_out(number, error)
-        raise DataError(
-            f"{self._source.name}: {tries:,} records one after the other make no samples ({summary(self.report.left_out, named=1)}). "
-            "Check the files and the settings."
-        )
 
 
 class ImageTextSource(DataSource):
@@ -197,7 +50,8 @@ class ImageTextSource(DataSource):
     def __init__(
         self, name: str, store: RecordStore, options: SampleSettings, *, cache_folder: Path | None, log: IndexLog | None
     ) -> None:
-        self._store, self._options, self.report = store, options, RecordReport(name)
+        self._store, self._options, self._cache_folder = store, options, cache_folder
+        self.report = RecordReport(name)
         settings = options.settings
         checked = {"limits": asdict(settings.limits), "policy": asdict(settings.policy), "grid": asdict(options.grid)}
         checked |= {"frames": settings.max_frames, "check": settings.check_images}
@@ -225,8 +79,43 @@ class ImageTextSource(DataSource):
             self._report_left_out(cache_folder)
 
     def dataset(self, units: range, request: DatasetRequest) -> SampleDataset:
+        builder = self._builder(request)
+        rows = self._rows(builder, units, request)
+        return ImageTextDataset(self, builder, rows, request)
+
+    def samples_per_epoch(self, units: range, request: DatasetRequest) -> int:
+        return len(self._rows(self._builder(request), units, request)) if self._options.settings.packed else len(units)
+
+    def _builder(self, request: DatasetRequest) -> SampleBuilder:
+        return SampleBuilder(self._store, self._options, request)
+
+    def _rows(self, builder: SampleBuilder, units: range, request: DatasetRequest) -> RecordRows:
         numbers = self._usable[units.start : units.stop]
-        return ImageTextDataset(self, SampleBuilder(self._store, self._options, request), numbers, request)
+        if not self._options.settings.packed:
+            return RecordRows.single(numbers)
+        key = {"kind": "image-text sizes", "source": self.fingerprint, "samples": builder.fingerprint}
+        key |= {"units": [units.start, units.stop]}
+
+        def build() -> Arrays:
+            costs = self._in_threads(lambda number: self._cost(builder, number), numbers.tolist())
+            return {"costs": np.array(list(costs), np.int32)}
+
+        log = request.index_log
+        arrays = load_or_build(self._cache_folder, key, ("costs",), build=build, log=log, is_slow=True)
+        rows = RecordRows.packed(numbers, arrays["costs"], request.seq_length)
+        if not len(rows):
+            raise DataError(
+                f"{self.name}: no record of these makes a sample ({summary(self.report.left_out, named=1)})."
+            )
+        return rows
+
+    def _cost(self, builder: SampleBuilder, number: int) -> int:
+        """Returns the tokens of a record, or what its patches take of a sample if that is more; 0 for one that makes no sample."""
+        try:
+            return builder.measure(number, self.report)
+        except (ImageError, RecordError) as error:
+            self.leave_out(number, error)
+            return 0
 
     def leave_out(self, number: int, error: ImageError | RecordError) -> None:
         """Counts a record that has made no sample; raises `DataError` where such a record ends the run."""
@@ -245,10 +134,14 @@ class ImageTextSource(DataSource):
         return {"states": np.array([state for state, _ in self._check(range(self._store.num_records))], np.uint8)}
 
     def _check(self, numbers: Sequence[int]) -> Iterator[tuple[int, LeftOutRecord | None]]:
-        """Yields the state of each record, and why where it cannot be used; a bounded number waits at a time."""
+        """Yields the state of each record, and why where it cannot be used."""
+        return self._in_threads(self._checked, numbers)
+
+    def _in_threads(self, function: Callable[[int], Result], numbers: Sequence[int]) -> Iterator[Result]:
+        """Yields the results for records in their order; a bounded number waits at a time."""
         with ThreadPoolExecutor(_CHECKING_THREADS, "petatron-images") as pool:
             for begin in range(0, len(numbers), _CHECKED_AT_ONCE):
-                yield from pool.map(self._checked, numbers[begin : begin + _CHECKED_AT_ONCE])
+                yield from pool.map(function, numbers[begin : begin + _CHECKED_AT_ONCE])
 
     def _checked(self, number: int) -> tuple[int, LeftOutRecord | None]:
         check = self._options.settings.check_images
@@ -258,7 +151,7 @@ class ImageTextSource(DataSource):
                 if check == "decode":
                     self._options.reader.read(self._store, number, visual)
                 else:
-                    self._options.reader.check(self._store, number, visual)
+                    self._options.reader.measure(self._store, number, visual)
         except (ImageError, RecordError) as error:
             return _LEFT_OUT, LeftOutRecord(number, self._store.title(number), error.kind, reason_of(error))
         return (_USABLE_WITH_ADDED_TAGS if record.tags_added else _USABLE), None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from petatron.config.required_settings import required
 from petatron.config.schema.model import ModelConfig
 from petatron.data.dataset_kinds import DatasetRequest
+from petatron.data.index_cache import fingerprint
 
 _SPLITS = {"train": 0, "valid": 1, "test": 2}
 
@@ -22,6 +23,18 @@ class MockImages:
 
     model: ModelConfig
     request: DatasetRequest
+
+    @property
+    def fingerprint(self) -> str:
+        request, model = self.request, self.model
+        sizes = [
+            model.vision_image_size,
+            model.vision_patch_size,
+            model.vision_merge_size,
+            model.vision_temporal_patch_size,
+        ]
+        key = {"kind": "mock images", "split": request.split, "seed": request.seed, "seq_length": request.seq_length}
+        return fingerprint({**key, "vocab_size": request.vocab_size, "sizes": sizes, "max_patches": model.max_patches})
 
     def __len__(self) -> int:
         return self.request.num_samples

@@ -49,6 +49,12 @@ class EncodedRecord:
             kept.append((begin, stop))
         return EncodedRecord(self.ids[:end], self.is_target[:end], kept)
 
+    def first(self, length: int) -> EncodedRecord:
+        """Returns the first `length` ids; no image is among those after."""
+        return (
+            self if len(self.ids) <= length else EncodedRecord(self.ids[:length], self.is_target[:length], self.visuals)
+        )
+
     def without_visuals_from(self, number: int) -> EncodedRecord:
         """Returns what is before a visual."""
         begin = self.visuals[number][0]

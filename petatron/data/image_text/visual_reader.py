@@ -9,22 +9,34 @@ from petatron.data.image_text.record_store import RecordStore
 from petatron.data.images.decode_image import ImageLimits, Rgb, decode_frames, decode_image, even_frames
 from petatron.data.images.image_error import ImageError
 from petatron.data.images.image_policies import ImageLayout, ImagePolicy
-from petatron.data.images.patch_grid import PatchGrid, Size
+from petatron.data.images.patch_grid import Grid, PatchGrid, Size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadVisual:
-    """The parts of a visual, each with its frames, and how they are arranged."""
+@dataclass(frozen=True, slots=True)
+class VisualSize:
+    """How an image is arranged in parts, and the size and number of frames of each: what its tokens follow from."""
 
-    parts: list[list[Rgb]]
     layout: ImageLayout
+    num_frames: int = 1
 
     def features(self, grid: PatchGrid) -> list[int]:
         """Returns the features of each part."""
-        return [grid.num_features(grid.of_size(_size(frames[0]), len(frames))) for frames in self.parts]
+        return [grid.num_features(part) for part in self.grids(grid)]
 
     def num_patches(self, grid: PatchGrid) -> int:
-        return sum(grid.num_patches(grid.of_size(_size(frames[0]), len(frames))) for frames in self.parts)
+        """Returns the patches that it counts for."""
+        return sum(grid.num_patches(part) for part in self.grids(grid))
+
+    def grids(self, grid: PatchGrid) -> list[Grid]:
+        return [grid.of_size(size, self.num_frames) for size in self.layout.sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadVisual:
+    """The parts of a visual, each with its frames, and their size."""
+
+    parts: list[list[Rgb]]
+    size: VisualSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +53,32 @@ class VisualReader:
         frames = self._frames(store, number, visual)
         if len(frames) == 1 and visual.kind == "image":
             parts = self.policy.parts(frames[0], name=visual.title)
-            return ReadVisual(
-                parts=[[part] for part in parts], layout=self.policy.layout(_size(frames[0]), name=visual.title)
-            )
+            return ReadVisual([[part] for part in parts], self._size_of_image(_size(frames[0]), visual))
         scaled = self.policy.frames(frames, name=visual.title)
-        return ReadVisual(parts=[scaled], layout=ImageLayout((_size(scaled[0]),)))
+        return ReadVisual([scaled], VisualSize(ImageLayout((_size(scaled[0]),)), len(scaled)))
 
-    def check(self, store: RecordStore, number: int, visual: Visual) -> None:
-        """Reads headers alone; raises `ImageError` for a visual that is known to be of no use by them."""
-        for name in self._names(store, visual):
-            header = store.image_header(number, name, self.limits)
-            if visual.kind == "image":
-                self.policy.layout((header.height, header.width), name=name)
-            else:
-                self.policy.frame_size((header.height, header.width), 1, name=name)
+    def measure(self, store: RecordStore, number: int, visual: Visual) -> VisualSize:
+        """Returns the size that a visual is read with, by its headers; raises `ImageError` where they show that it is of no use."""
+        names = self._names(store, visual)
+        headers = [store.image_header(number, name, self.limits) for name in names]
+        size, num_frames = (headers[0].height, headers[0].width), len(headers)
+        if self._is_file(visual, names) and (visual.kind == "video" or self.animations_are_videos):
+            num_frames = len(even_frames(headers[0].num_frames, self.max_frames))
+        if num_frames == 1 and visual.kind == "image":
+            return self._size_of_image(size, visual)
+        return VisualSize(ImageLayout((self.policy.frame_size(size, num_frames, name=visual.title),)), num_frames)
+
+    def _size_of_image(self, size: Size, visual: Visual) -> VisualSize:
+        return VisualSize(self.policy.layout(size, name=visual.title))
+
+    @staticmethod
+    def _is_file(visual: Visual, names: list[str]) -> bool:
+        """Whether a visual is one file, and not a list or a folder of frames."""
+        return len(names) == 1 and names[0] == visual.names[0]
 
     def _frames(self, store: RecordStore, number: int, visual: Visual) -> list[Rgb]:
         names = self._names(store, visual)
-        if len(names) > 1 or (len(names) == 1 and names[0] != visual.names[0]):
+        if not self._is_file(visual, names):
             return [
                 decode_image(store.image_bytes(number, name, self.limits), self.limits, name=name) for name in names
             ]

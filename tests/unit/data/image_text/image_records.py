@@ -14,7 +14,8 @@ from PIL import Image
 
 from petatron.data.dataset_kinds import DatasetRequest
 from petatron.data.image_text.image_text_settings import ImageTextSettings
-from petatron.data.image_text.image_text_source import ImageTextSource, SampleSettings, open_image_text
+from petatron.data.image_text.image_text_source import ImageTextSource, open_image_text
+from petatron.data.image_text.sample_builder import SampleSettings
 from petatron.data.images.patch_grid import PatchGrid
 from petatron.data.tokenizer import ByteTokenizer
 from tests.unit.data.images.image_files import encoded
@@ -70,7 +71,7 @@ def samples_of(source: ImageTextSource, count: int | None = None, **changes: Any
 
 
 def text_of(sample: Mapping[str, np.ndarray]) -> str:
-    """What is learned of a sample, without the end."""
+    """What is learned of a sample, without the end: the first token is never predicted."""
     ids = sample["tokens"][sample["loss_mask"] > 0]
     return bytes(ids[ids < 256].tolist()).decode()
 

@@ -14,6 +14,7 @@ from petatron.data.batch_loader import BatchLoader, LoaderOptions
 from petatron.data.build_datasets import build_datasets, chosen_kind
 from petatron.data.image_text.image_text_kind import ImageTextKind
 from petatron.data.tokenizer import ByteTokenizer
+from petatron.models.decoder import TOKEN_LOSSES
 from petatron.validate import load_config
 from tests.unit.data.image_text.image_records import png, write_records
 
@@ -89,3 +90,32 @@ def test_images_follow_from_the_model(data: Path):
 def test_settings_that_cannot_be(data: Path, settings: str, problem: str):
     with pytest.raises(ConfigError, match=problem):
         chosen_kind(config_of(f"--data-path {data} --dataset-settings {settings}"))
+
+
+def test_packed_records_do_not_see_one_another(data: Path):
+    """The losses of each record are those that it has alone, in a sample of its own."""
+    flags = f"{MODEL} --data-path {data} --split 100,0,0 --device cpu --hidden-dropout 0 --attention-dropout 0"
+    run = petatron.load(None, flags.split())
+    model = petatron.build_model(run, petatron.launch(run))
+
+    def losses(settings: str, count: int) -> dict[bytes, list[float]]:
+        config = config_of(f"{flags.removeprefix(MODEL)} {settings}")
+        dataset, kind = build_datasets(config, ByteTokenizer(), (count, 0, 0)).train, chosen_kind(config)
+        assert dataset is not None
+        samples = [dataset[index] for index in range(count)]
+        [outputs] = model.forward(
+            [kind.collate(samples, LoaderOptions(micro_batch_size=count, seed=1))], collect=[TOKEN_LOSSES]
+        )
+        of_texts: dict[bytes, list[float]] = {}
+        for sample, row in zip(samples, outputs[TOKEN_LOSSES], strict=True):
+            ends = np.flatnonzero(sample["tokens"] == 256)
+            for begin, end in zip([0, *(ends[:-1] + 1)], ends, strict=True):
+                if sample["loss_mask"][end]:
+                    text = bytes(sample["tokens"][begin + 4 : end].tolist())
+                    of_texts[text] = row[begin + 3 : end].tolist()
+        return of_texts
+
+    alone, packed = losses("", 10), losses("--dataset-settings packed=true", 5)
+    assert len(alone) == 10 and alone.keys() == packed.keys()
+    for text, expected in alone.items():
+        assert np.allclose(packed[text], expected, rtol=1e-5), text

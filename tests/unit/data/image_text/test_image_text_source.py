@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from petatron.base.errors import DataError
-from petatron.data.image_text import image_text_source
+from petatron.data.image_text import image_text_dataset
 from petatron.data.image_text.image_text_settings import ImageTextSettings
 from petatron.data.image_text.image_text_source import ImageTextSource
 from petatron.data.image_text.tar_records import tar_paths
@@ -73,12 +73,12 @@ def with_bad_records(folder: Path, *, with_pixels: bool) -> Path:
 def test_a_sample(tmp_path: Path):
     records = [
         {"images": ["a.png", "b.png"], "text": "<image>one<image>two"},
-        {"text": "none"},
+        {"text": "text"},
         {"image": "a.png", "text": "front"},
     ]
     path = write_records(tmp_path, records, {"a.png": png(10), "b.png": png(20, (30, 11))})
     samples = {text_of(sample): sample for sample in samples_of(open_source(path))}
-    assert set(samples) == {"onetwo", "none", "front"}
+    assert set(samples) == {"onetwo", "ext", "front"}
     sample = samples["onetwo"]
     features = [IMAGE_TOKEN] * FEATURES
     ids = [*features, *b"one", *features, *b"two", 256]
@@ -91,7 +91,7 @@ def test_a_sample(tmp_path: Path):
         and sample["loss_mask"].dtype == np.float32
         and sample["grids"].dtype == np.int64
     )
-    assert samples["none"]["patches"].shape == (0, 48) and samples["none"]["grids"].shape == (0, 3)
+    assert samples["ext"]["patches"].shape == (0, 48) and samples["ext"]["grids"].shape == (0, 3)
     assert samples["front"]["tokens"][:4].tolist() == features
 
 
@@ -242,7 +242,7 @@ def test_too_many_patches(tmp_path: Path):
     path = write_records(tmp_path, records, {"a.png": png(1)})
     grid = PatchGrid(patch_size=4, image_size=8, image_token_id=IMAGE_TOKEN, max_patches=10, extra_patches=1)
     source = open_source(path, grid=grid)
-    assert {text_of(sample) for sample in samples_of(source)} == {"abc"}
+    assert {text_of(sample) for sample in samples_of(source)} == {"bc"}
     assert source.report.counts == {"too many patches": 1}
     with pytest.raises(DataError, match="has images of 15 patches, and a sample at most 10"):
         samples_of(open_source(path, grid=grid, long_samples="fail"))
@@ -307,7 +307,7 @@ def test_webdataset(tmp_path: Path):
     for name in ("a-{00..01}.tar", "a-*.tar", "a-0{0,1}.tar"):
         source = open_source(tmp_path / name, chat_format="chatml", cache_folder=tmp_path / "cache")
         samples = {text_of(sample): shades_of(sample) for sample in samples_of(source, seq_length=128)}
-        assert samples == {"zero": [1], "one": [2], "said<|im_end|>\n": [3, 0], "alone": [], "long": [4]}
+        assert samples == {"zero": [1], "one": [2], "said<|im_end|>\n": [3, 0], "lone": [], "long": [4]}
     assert source.fingerprint == open_source(tmp_path / "a-{00..01}.tar", chat_format="chatml").fingerprint
 
 
@@ -404,7 +404,7 @@ def test_what_samples_need(tmp_path: Path):
 
 
 def test_many_failures_in_a_row_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(image_text_source, "_MAX_TRIES", 3)
+    monkeypatch.setattr(image_text_dataset, "_MAX_TRIES", 3)
     bad = BAD_PIXELS[0][1]
     path = write_records(tmp_path, [{"image": "a.png", "text": str(number)} for number in range(6)], {"a.png": bad})
     with pytest.raises(DataError, match="3 records one after the other make no samples"):
@@ -445,3 +445,89 @@ def test_every_policy_makes_samples(tmp_path: Path, images: str):
 
 def test_grids_of_the_tests():
     assert GRID.num_features(GRID.of_size((8, 8))) == FEATURES
+
+
+def packed_texts(sample: dict[str, np.ndarray]) -> list[str]:
+    """The texts of a row, one for each record."""
+    begins = sample["begins"]
+    ids = [sample["tokens"][:-1][begins == begin] for begin in np.unique(begins[begins >= 0])]
+    return [bytes(of_record[of_record < 256].tolist()).decode() for of_record in ids]
+
+
+def test_packing(tmp_path: Path):
+    """Every record is in one row, whole; images follow in the order of the records; a record that fails leaves a gap and no more."""
+    random = np.random.default_rng(1)
+    images = {f"{number}.png": png(5 * number) for number in range(30)} | {"7.png": BAD_PIXELS[0][1]}
+    records = [
+        {"images": [name] * int(random.integers(0, 3)), "text": f"{number:02}" * int(random.integers(1, 9))}
+        for number, name in enumerate(images)
+    ]
+    records[7]["images"] = ["7.png"]
+    path = write_records(tmp_path / "data", records, images)
+    for _ in range(2):  # the second time from the cache
+        source = open_source(path, packed=True, on_error="skip", cache_folder=tmp_path / "cache")
+        epoch = source.samples_per_epoch(range(30), request())
+        assert epoch < 30
+        samples = samples_of(source, epoch, seq_length=32)
+        texts = [text for sample in samples for text in packed_texts(sample)]
+        assert sorted(texts) == sorted(record["text"] for number, record in enumerate(records) if number != 7)
+        assert source.report.counts == {"damaged": 1}
+    for sample in samples:
+        shown = [int(text[:2]) for text in packed_texts(sample)]
+        expected = [5 * number for number in shown for _ in records[number]["images"]]
+        assert shades_of(sample) == expected
+        begins = sample["begins"]
+        first = np.unique(begins[begins >= 0])
+        assert (sample["loss_mask"][first] == 0).all() and (sample["loss_mask"][:-1][begins < 0] == 0).all()
+        assert (sample["tokens"] == IMAGE_TOKEN).sum() == FEATURES * len(expected)
+    traced = source.dataset(range(30), request(count=epoch)).trace(0)
+    assert {document.place.document for document in traced.documents} == {
+        int(text[:2]) for text in packed_texts(samples[0])
+    }
+
+
+def test_packing_heeds_patches(tmp_path: Path):
+    """Records that would fit a row by their tokens, and not by their patches, are in several."""
+    path = write_records(tmp_path, [{"image": "a.png", "text": str(number)} for number in range(8)], {"a.png": png(1)})
+    grid = PatchGrid(patch_size=4, image_size=8, image_token_id=IMAGE_TOKEN, max_patches=9)
+    source = open_source(path, packed=True, grid=grid)
+    assert source.samples_per_epoch(range(8), request(seq_length=64)) == 4
+    assert all(len(sample["patches"]) == 8 for sample in samples_of(source, 4, seq_length=64))
+    assert open_source(path, packed=True).samples_per_epoch(range(8), request(seq_length=64)) == 1
+
+
+def test_packing_cuts_what_is_longer_than_a_row(tmp_path: Path):
+    records = [{"image": "a.png", "text": "x" * 50}, {"images": ["a.png"] * 9, "text": "none fits"}]
+    path = write_records(tmp_path, records, {"a.png": png(1)})
+    source = open_source(path, packed=True)
+    (sample,) = samples_of(source, 1, seq_length=32)
+    assert packed_texts(sample) == ["x" * 28] and source.report.counts == {"too long": 1}
+    with pytest.raises(DataError, match="no record of these makes a sample"):
+        open_source(path, packed=True).dataset(range(1, 2), request())
+
+
+def test_videos_are_measured_as_they_are_read(tmp_path: Path):
+    """By headers alone, so that packed rows are filled as planned."""
+    frames = {f"frames/{number}.png": png(10 * number, (20, 12)) for number in range(5)}
+    records = [
+        {"video": "frames", "text": "folder"},
+        {"video": list(frames)[:3], "text": "list"},
+        {"video": "film.gif", "text": "film"},
+        {"image": "film.gif", "text": "image"},
+        {"image": "frames/1.png", "text": "one"},
+    ]
+    path = write_records(tmp_path, records, {**frames, "film.gif": animation("GIF", 7, (20, 12))})
+    grid = PatchGrid(patch_size=4, temporal_patch_size=2, image_size=8, image_token_id=IMAGE_TOKEN)
+    for settings in (
+        {"images": "crop"},
+        {"images": "dynamic", "min_pixels": 64, "max_pixels": 256},
+        {"animations_are_videos": True},
+    ):
+        source = open_source(path, grid=grid, max_frames=4, **settings)
+        reader = source._options.reader
+        for number in range(len(records)):
+            (visual,) = source._store.read(number).visuals
+            read = reader.read(source._store, number, visual)
+            measured = reader.measure(source._store, number, visual)
+            assert read.size == measured
+            assert measured.grids(grid) == [grid.of_size(part[0].shape[:2], len(part)) for part in read.parts]
