@@ -24,7 +24,7 @@ from petatron.data.index_cache import fingerprint
 _MAX_TRIES = 1000
 
 
-class RecordSource(Protocol):
+class CheckedRecords(Protocol):
     """What a dataset needs of the source of its records."""
 
     name: str
@@ -69,7 +69,9 @@ class RecordRows:
 class ImageTextDataset:
     """Rows of records, in another order in every epoch; sample i is a function of the files, the seed and i."""
 
-    def __init__(self, source: RecordSource, builder: SampleBuilder, rows: RecordRows, request: DatasetRequest) -> None:
+    def __init__(
+        self, source: CheckedRecords, builder: SampleBuilder, rows: RecordRows, request: DatasetRequest
+    ) -> None:
         self._source, self._builder, self._rows, self._request = source, builder, rows, request
         key = {"kind": "image-text", "source": source.fingerprint, "samples": builder.fingerprint, "seed": request.seed}
         records = [int(rows.numbers.min()), int(rows.numbers.max()), len(rows.numbers), len(rows)]
