@@ -83,7 +83,7 @@ def _task_flags(random: Random, entry: MatrixEntry) -> list[str]:
         return []
     flags = [f"--pooling {random.choice(get_args(PoolingName))}", *["--pooler"] * (random.random() < 0.5)]
     if entry.model == "embedder":
-        settings = f"--objective-settings temperature=0.3 --dataset-settings negatives={random.randint(0, 2)}"
+        settings = f"--objective-settings temperature=0.3 --dataset-settings negatives={random.randint(1, 2)}"
         return [*flags, "--objective contrastive", settings, "--micro-batch-size 2 --global-batch-size 16"]
     if random.random() < 0.5:
         return [*flags, f"--objective regression --num-labels {random.randint(1, 3)}"]
