@@ -75,12 +75,12 @@ class JsonlRecords(RecordStore):
             return data_url_bytes(name, limits, name="an image in the text")
         return read_image_bytes(self._path_of(name), limits, name=name)
 
-    def image_header(self, number: int, name: str, limits: ImageLimits) -> ImageHeader:
+    def image_header(self, number: int, name: str, limits: ImageLimits, *, counts_frames: bool) -> ImageHeader:
         if name.startswith(DATA_URL):
             content = data_url_bytes(name, limits, name="an image in the text")
             check_size(len(content), limits, "an image in the text")
-            return read_header(io.BytesIO(content), limits, name="an image in the text")
-        return read_file_header(self._path_of(name), limits, name=name)
+            return read_header(io.BytesIO(content), limits, name="an image in the text", counts_frames=counts_frames)
+        return read_file_header(self._path_of(name), limits, name=name, counts_frames=counts_frames)
 
     def frame_names(self, name: str) -> list[str] | None:
         path = None if name.startswith(DATA_URL) else self._path_of(name)

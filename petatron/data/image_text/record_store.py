@@ -33,7 +33,7 @@ class RecordStore(ABC):
         """Returns the file of an image that a record names."""
 
     @abstractmethod
-    def image_header(self, number: int, name: str, limits: ImageLimits) -> ImageHeader:
+    def image_header(self, number: int, name: str, limits: ImageLimits, *, counts_frames: bool) -> ImageHeader:
         """Returns what an image says of itself, and reads no more than that."""
 
     def frame_names(self, name: str) -> list[str] | None:

@@ -153,9 +153,10 @@ class TarRecords(RecordStore):
             raise ImageError(_title(name), "unreadable", "is cut off: the tar has become shorter")
         return content
 
-    def image_header(self, number: int, name: str, limits: ImageLimits) -> ImageHeader:
+    def image_header(self, number: int, name: str, limits: ImageLimits, *, counts_frames: bool) -> ImageHeader:
         with self._image(number, name, limits) as (file, start, size):
-            return read_header(io.BufferedReader(_FileRegion(file, start, size)), limits, name=_title(name))
+            region = io.BufferedReader(_FileRegion(file, start, size))
+            return read_header(region, limits, name=_title(name), counts_frames=counts_frames)
 
     @contextmanager
     def _image(self, number: int, name: str, limits: ImageLimits) -> Iterator[tuple[BinaryIO, int, int]]:
@@ -198,7 +199,7 @@ def _identity(path: Path) -> list[int]:
 
 def _tar_index(path: Path, cache_folder: Path | None, log: IndexLog | None) -> Arrays:
     try:
-        key: dict[str, object] = {"kind": "tar of images", "path": str(path.resolve()), "file": _identity(path)}
+        key: dict[str, object] = {"kind": "tar of images", "path": os.path.realpath(path), "file": _identity(path)}
         return load_or_build(cache_folder, key, _ARRAYS, build=lambda: _read_index(path), log=log)
     except OSError as error:
         raise data_file_error(path, f"cannot be read: {error.strerror or error}") from error

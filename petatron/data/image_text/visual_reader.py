@@ -60,9 +60,10 @@ class VisualReader:
     def measure(self, store: RecordStore, number: int, visual: Visual) -> VisualSize:
         """Returns the size that a visual is read with, by its headers; raises `ImageError` where they show that it is of no use."""
         names = self._names(store, visual)
-        headers = [store.image_header(number, name, self.limits) for name in names]
+        is_animation = self._is_file(visual, names) and (visual.kind == "video" or self.animations_are_videos)
+        headers = [store.image_header(number, name, self.limits, counts_frames=is_animation) for name in names]
         size, num_frames = (headers[0].height, headers[0].width), len(headers)
-        if self._is_file(visual, names) and (visual.kind == "video" or self.animations_are_videos):
+        if is_animation:
             num_frames = len(even_frames(headers[0].num_frames, self.max_frames))
         if num_frames == 1 and visual.kind == "image":
             return self._size_of_image(size, visual)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,6 +35,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 ANIMATED_FORMATS = ("PNG", "WEBP", "GIF")
 """Others have several images too: pages, or the views of a camera."""
 HIGHEST_MAX_PIXELS = 178_956_970
+MAX_ANIMATION_FRAMES = 10_000
 _ORIENTATION_TAG, _SWAPPING_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
 _DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _REFUSED_MODES = ("I", "F")
@@ -63,7 +64,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What an image says of itself; height and width are those of the upright image."""
+    """What an image says of itself; height and width are those of the upright image. num_frames: 1 where frames are not counted."""
 
     height: int
     width: int
@@ -76,10 +77,10 @@ def read_image_bytes(path: Path, limits: ImageLimits, *, name: str) -> bytes:
         return file.read(limits.max_bytes + 1)
 
 
-def read_file_header(path: Path, limits: ImageLimits, *, name: str) -> ImageHeader:
+def read_file_header(path: Path, limits: ImageLimits, *, name: str, counts_frames: bool = False) -> ImageHeader:
     """Reads the header of a file, and no more of it than its format needs."""
     with _open_image(path, limits, name) as file:
-        return read_header(file, limits, name=name)
+        return read_header(file, limits, name=name, counts_frames=counts_frames)
 
 
 @contextmanager
@@ -105,13 +106,16 @@ def check_size(num_bytes: int, limits: ImageLimits, name: str) -> None:
         raise ImageError(name, "too large", f"has {num_bytes:,} bytes, and an image at most {limits.max_bytes:,}")
 
 
-def read_header(file: BinaryIO, limits: ImageLimits, *, name: str) -> ImageHeader:
-    """Reads what an image says of itself; raises `ImageError` for one that is known to be of no use by that."""
+def read_header(file: BinaryIO, limits: ImageLimits, *, name: str, counts_frames: bool = False) -> ImageHeader:
+    """Reads what an image says of itself; raises `ImageError` for one that is known to be of no use by that.
+
+    counts_frames: of an animation, some of which (GIF) are read to their end for it.
+    """
     with _opened(file, limits, name) as image:
         width, height = image.size
         if _orientation(image) in _SWAPPING_ORIENTATIONS:
             width, height = height, width
-        return ImageHeader(height, width, _num_frames(image))
+        return ImageHeader(height, width, _num_frames(image, limits, name) if counts_frames else 1)
 
 
 def decode_image(content: bytes, limits: ImageLimits, *, name: str) -> Rgb:
@@ -125,8 +129,7 @@ def decode_frames(content: bytes, limits: ImageLimits, *, name: str, max_frames:
     """Decodes the frames of an animation, at most `max_frames`, evenly spaced from the first to the last; an image is one frame."""
     check_size(len(content), limits, name)
     with _opened(io.BytesIO(content), limits, name) as image:
-        total = _num_frames(image)
-        _check_pixels(image.size, total, limits, name)
+        total = _num_frames(image, limits, name)
         orientation, frames = _orientation(image), []
         for number in even_frames(total, max_frames):
             image.seek(number)
@@ -150,7 +153,7 @@ def _opened(file: BinaryIO, limits: ImageLimits, name: str) -> Iterator[Any]:
     pillow = load_pillow()
     try:
         with pillow.open(file, formats=FORMATS) as image:
-            _check_pixels(image.size, 1, limits, name)
+            _check_pixels(image.size, limits, name)
             if image.mode in _REFUSED_MODES:
                 raise ImageError(
                     name, "unsupported", f"has pixels of 32 bits (mode {image.mode}), whose white is not known"
@@ -168,18 +171,39 @@ def _opened(file: BinaryIO, limits: ImageLimits, name: str) -> Iterator[Any]:
         raise ImageError(name, "damaged", f"cannot be decoded ({said})") from error
 
 
-def _check_pixels(size: tuple[int, int], num_frames: int, limits: ImageLimits, name: str) -> None:
+def _check_pixels(size: tuple[int, int], limits: ImageLimits, name: str) -> None:
     width, height = size
     if width < 1 or height < 1:
         raise ImageError(name, "empty", f"has {width} x {height} pixels")
-    if width * height * num_frames > limits.max_pixels:
-        frames = f" x {num_frames:,} frames" if num_frames > 1 else ""
-        reason = f"has {width:,} x {height:,} pixels{frames}, and an image at most {limits.max_pixels:,} in all"
+    if width * height > limits.max_pixels:
+        reason = f"has {width:,} x {height:,} pixels, and an image at most {limits.max_pixels:,} in all"
         raise ImageError(name, "too many pixels", reason)
 
 
-def _num_frames(image: Any) -> int:
-    return int(getattr(image, "n_frames", 1)) if image.format in ANIMATED_FORMATS else 1
+def _num_frames(image: Any, limits: ImageLimits, name: str) -> int:
+    """Returns the frames of an animation; raises `ImageError` for one of too many, or of too many pixels in all."""
+    if image.format not in ANIMATED_FORMATS or not getattr(image, "is_animated", False):
+        return 1
+    width, height = image.size
+    most = min(MAX_ANIMATION_FRAMES, limits.max_pixels // (width * height))
+    if image.format == "GIF":  # whose frames Pillow counts by reading them all, however many there are
+        with suppress(EOFError):
+            image.seek(most)
+            raise _too_many_frames(image, f"more than {most:,}", limits, name)
+        image.seek(0)
+    total = int(image.n_frames)
+    if total > most:
+        raise _too_many_frames(image, f"{total:,}", limits, name)
+    return total
+
+
+def _too_many_frames(image: Any, frames: str, limits: ImageLimits, name: str) -> ImageError:
+    width, height = image.size
+    reason = (
+        f"has {width:,} x {height:,} pixels x {frames} frames, and an animation at most {limits.max_pixels:,} in all and "
+        f"{MAX_ANIMATION_FRAMES:,} frames"
+    )
+    return ImageError(name, "too many pixels", reason)
 
 
 def _orientation(image: Any) -> int:

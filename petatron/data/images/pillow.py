@@ -15,4 +15,5 @@ def load_pillow() -> ModuleType:
         raise DataError(
             "Images are decoded with Pillow, which is not installed: pip install 'petatron[images]'."
         ) from error
+    Image.init()  # all formats, once: else threads that open their first image would do it while others look for theirs
     return Image

@@ -12,6 +12,7 @@ _OF_EXTRAS = {
     "parquet": ("pyarrow",),
     "arrow": ("pyarrow",),
     "saved-dataset": ("pyarrow",),
+    "images": ("PIL",),
     "submissions": ("fastapi", "llguidance", "httpx"),
 }
 LACKING = {

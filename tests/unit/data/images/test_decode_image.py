@@ -124,13 +124,22 @@ def test_animations():
         assert [round(float(frame.mean()) / 40) for frame in frames] == [0, 1, 2, 3, 4], image_format
         few = decode_frames(content, LIMITS, name="a", max_frames=3)
         assert [round(float(frame.mean()) / 40) for frame in few] == [0, 2, 4]
-        assert read_header(io.BytesIO(content), LIMITS, name="a") == ImageHeader(8, 12, 5)
+        assert read_header(io.BytesIO(content), LIMITS, name="a", counts_frames=True) == ImageHeader(8, 12, 5)
+        assert read_header(io.BytesIO(content), LIMITS, name="a") == ImageHeader(8, 12)
         all_frames = ImageLimits(max_pixels=12 * 8 * 5 - 1)
         assert decode_image(content, all_frames, name="a").shape == (8, 12, 3)
-        with pytest.raises(ImageError, match="x 5 frames"):
+        with pytest.raises(ImageError, match=r"5 frames|more than 4 frames"):
             decode_frames(content, all_frames, name="a", max_frames=2)
     assert len(decode_frames(encoded(PHOTO, "PNG"), LIMITS, name="a", max_frames=4)) == 1
     assert even_frames(7, 7) == list(range(7))
+
+
+def test_frames_are_counted_no_further_than_needed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("petatron.data.images.decode_image.MAX_ANIMATION_FRAMES", 4)
+    for image_format in ("GIF", "WEBP", "PNG"):
+        with pytest.raises(ImageError, match=r"at most .* and 4 frames"):
+            decode_frames(animation(image_format), LIMITS, name="a", max_frames=2)
+        assert len(decode_frames(animation(image_format, 4), LIMITS, name="a", max_frames=9)) == 4
 
 
 def test_pages_are_no_animation():
