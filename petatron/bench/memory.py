@@ -17,11 +17,10 @@ from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.log import get_logger
 from petatron.bench import BenchResult
 from petatron.bench.measure.check_arguments import resolve_device, select_names
-from petatron.bench.measure.device_memory import allocated_bytes, free_cached_memory, peak_allocated_bytes
+from petatron.bench.measure.device_memory import allocated_bytes, free_cached_memory, peak_bytes_of_step
 from petatron.bench.measure.hardware_and_versions import versions
 from petatron.bench.measure.memory_cases import CASES, MemoryCase
 from petatron.bench.measure.peak_memory_breakdown import snapshot_step
-from petatron.bench.measure.timing import synchronize
 from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_workload import bench_spec, make_batches
 from petatron.bench.peers.petatron_step import PetatronContender
@@ -95,11 +94,8 @@ def _peak_bytes(spec: BenchSpec) -> int:
     """Returns the peak of the second step, besides what was allocated before anything was built."""
     before = allocated_bytes(spec.device)
     batch, contender = make_batches(spec)[0], PetatronContender(spec)
-    for _ in range(2):
-        torch.cuda.reset_peak_memory_stats(spec.device)
-        contender.step(batch)
-        synchronize(spec.device)
-    return peak_allocated_bytes(spec.device) - before
+    contender.step(batch)
+    return peak_bytes_of_step(spec.device, lambda: contender.step(batch)) - before
 
 
 def _result(measured: dict[str, MeasuredCase], info: DeviceInfo) -> BenchResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import torch
 
@@ -15,9 +16,16 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) + graph_bytes(device) if device.type == "cuda" else 0
 
 
-def peak_allocated_bytes(device: torch.device) -> int:
-    """The most bytes of tensors on a CUDA device since its peak was reset, and of what captured graphs hold for their replays."""
-    return torch.cuda.max_memory_allocated(device) + graph_bytes(device)
+def peak_bytes_of_step(device: torch.device, step: Callable[[], object]) -> int:
+    """Runs a step; returns the most bytes of tensors on a CUDA device, and of what graphs captured before hold for their replays.
+
+    While a step is captured, the allocator counts its tensors.
+    """
+    held = graph_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) + held
 
 
 def graph_bytes(device: torch.device) -> int:

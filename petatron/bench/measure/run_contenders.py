@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.log import get_logger
-from petatron.bench.measure.device_memory import allocated_bytes, peak_allocated_bytes
+from petatron.bench.measure.device_memory import allocated_bytes, peak_bytes_of_step
 from petatron.bench.measure.timing import ProgressLog, elapsed_seconds, gc_disabled, run_rounds, synchronize
 from petatron.bench.peers import Contender
 from petatron.models.batch import Batch
@@ -85,10 +85,8 @@ class BenchRunner:
         """Compiles, and then measures how much memory a step takes beyond what was allocated before this was built."""
         self.first_steps_s = elapsed_seconds(lambda: (self.run(COMPILE_STEPS), synchronize(self.device)))
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.run(PEAK_STEPS)
-            synchronize(self.device)
-            self.peak_bytes = peak_allocated_bytes(self.device) - allocated_before
+            peaks = [peak_bytes_of_step(self.device, partial(self.run, 1)) for _ in range(PEAK_STEPS)]
+            self.peak_bytes = max(peaks) - allocated_before
             self.held_bytes = allocated_bytes(self.device) - allocated_before
 
 

@@ -42,8 +42,8 @@ class Fp8OutputHeadGemm:
         self._amax = amax_of(loss_weights_T)
         self._weight_columns: Fp8Operand | None = None
 
-    def forward(self, x_RD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensors]:
-        return PLAIN_GEMM.forward(x_RD, weight_VD)
+    def forward(self, x_RD: Tensor, weight_VD: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensors]:
+        return PLAIN_GEMM.forward(x_RD, weight_VD, bias)
 
     def backward(self, grad_RV: Tensor, weight_VD: Tensor, saved: Tensors) -> tuple[Tensor, WeightGrad]:
         if not sizes_fit((grad_RV.shape[0], *weight_VD.shape), FP8_SIZE_MULTIPLE):

@@ -144,7 +144,7 @@ class OutputHead(nn.Module):
 
     def forward(self, x_SBD: Tensor, embedding_weight: Tensor | None) -> Tensor:
         """Returns logits [S, B, V]."""
-        return self._adjusted(self.linear_op(self._scaled(x_SBD), self.used_weight(embedding_weight)))
+        return self._adjusted(self.linear_op(self._scaled(x_SBD), self.used_weight(embedding_weight), None))
 
     def gathered_input(self, x_SBD: Tensor) -> Tensor:
         """Gathers what sequence parallelism has sharded."""

@@ -120,4 +120,16 @@ def test_memory_of_captured_graphs_counts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 90)
     device = CUDA
     assert device_memory.graph_bytes(device) == 50
-    assert device_memory.allocated_bytes(device) == 110 and device_memory.peak_allocated_bytes(device) == 140
+    assert device_memory.allocated_bytes(device) == 110
+
+
+def test_memory_of_a_step_that_is_captured_counts_once(monkeypatch: pytest.MonkeyPatch):
+    """While it is captured its tensors are allocated; the pool holds them afterwards."""
+    segments = [{"device": 0, "segment_pool_id": (0, 3), "total_size": 70, "allocated_size": 20}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 90)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    another = {"device": 0, "segment_pool_id": (0, 4), "total_size": 30, "allocated_size": 0}
+    assert device_memory.peak_bytes_of_step(CUDA, lambda: segments.append(another)) == 140
+    assert device_memory.peak_bytes_of_step(CUDA, lambda: None) == 170
