@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from petatron.base.errors import DataError
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
@@ -34,6 +35,7 @@ from petatron.infer.decoder_start import decoder_start_id
 from petatron.infer.draft.speculative_decoding import Drafter
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
+from petatron.infer.prompt_images import PromptImages
 from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
@@ -41,6 +43,7 @@ from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.kv_cache_and_states import any_layer_has, choose_cache_size
 from petatron.infer.step.packed_step import CacheLocations, ScheduledTokens, StepOutputs, pack_rows
 from petatron.infer.step.run_model_step import ModelSteps, shares_experts
+from petatron.infer.step.step_images import step_images
 from petatron.infer.step.step_result import (
     PendingIds,
     StepLayout,
@@ -51,6 +54,7 @@ from petatron.infer.step.step_result import (
 )
 from petatron.layers.spec.generation_state import PagedState, RecurrentState
 from petatron.mesh import collectives
+from petatron.models.vision_language_spec import VisionLanguageSpec
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.validate.layer_capabilities import check_generation
 
@@ -117,6 +121,7 @@ class Engine:
             for _ in range(model.mesh.dp.size)
         ]
         self.source_length = model.spec.source_length
+        self.image_config = model.spec.config if isinstance(model.spec, VisionLanguageSpec) else None
         start = None if self.source_length is None else decoder_start_id(tokenizer, self.options, self.vocab_size)
         self._hidden_size = model.spec.config.hidden_size
         self._shares_experts = shares_experts(model)
@@ -124,7 +129,12 @@ class Engine:
         self._inbox: list[dict[str, Any]] = []
         self._preparing: dict[int, tuple[Future[Any], dict[str, Any]]] = {}
         self._requests = RunningRequests(
-            self._schedulers, self._constraints, tokenizer=tokenizer, max_length=self.max_length, decoder_start=start
+            self._schedulers,
+            self._constraints,
+            tokenizer=tokenizer,
+            max_length=self.max_length,
+            decoder_start=start,
+            image_config=self.image_config,
         )
         self._next_request = 0
         self._closed = False
@@ -157,18 +167,30 @@ class Engine:
             **self._requests.counts,
         )
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, compiled: bool = True) -> int:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        compiled: bool = True,
+    ) -> int:
         """Takes a request at rank 0 and returns its number; `DataError` if the model cannot serve it.
+
+        images: those of a prompt that has an image token in the place of each of their vectors.
 
         compiled: waits until its constraint is. Otherwise that happens beside the steps of other requests, on every rank, and a
         constraint that cannot be compiled is what `take` raises.
         """
         check_request(prompt_ids, params, self)
+        self._check_images(prompt_ids, images)
         if params.constraint is not None and compiled:
             self._constraints.check(params.constraint)
         request = self._next_request
         self._next_request += 1
         message = {"kind": "submit", "request": request, "prompt": list(prompt_ids), "params": asdict(params)}
+        if images is not None:
+            message["images"] = images.to_json()
         if params.constraint is None or compiled:
             self._inbox.append(message)
             return request
@@ -176,6 +198,17 @@ class Engine:
         if self.num_ranks > 1:
             self._inbox.append({"kind": "prepare", "constraint": asdict(params.constraint)})
         return request
+
+    def _check_images(self, prompt_ids: Sequence[int], images: PromptImages | None) -> None:
+        if self.image_config is not None:
+            none = PromptImages.none(self.image_config)
+            (images or none).check(list(prompt_ids), self.image_config)
+            if images is not None and self._mesh.pp.size > 1:
+                raise DataError(
+                    "Images are encoded on one pipeline stage. Load the model with --pp 1, perhaps with more --tp."
+                )
+        elif images is not None:
+            raise DataError("This model reads no images. Serve one of --model-type vlm, or leave them out.")
 
     def cancel(self, request: int) -> None:
         """Ends a request with the next step; nothing happens if it has ended."""
@@ -283,7 +316,11 @@ class Engine:
         with self._weights.host_gemms.step():
             if self.source_length is not None:
                 self._steps.encode_sources([work.sequence for work in layout_here.scheduled if work.start == 0])
-            outputs = self._steps.run(packed)
+            images = None
+            if self.image_config is not None:
+                self._steps.encode_images([work.sequence for work in layout_here.scheduled])
+                images = step_images(layout_here.scheduled, packed, self._steps.device)
+            outputs = self._steps.run(packed, images)
         step = _InFlightStep(layouts, outputs)
         sampled = layout_here.sampled_rows(self._steps.device)
         alone = self._mesh.pp.size == 1 and self._mesh.dp.size == 1 and self._drafter is None
@@ -301,7 +338,9 @@ class Engine:
             return None
         ahead, sources = following
         next_layout = StepLayout(ahead, [[0]] * len(ahead), [1] * len(ahead), self._hidden_size)
-        positions = np.array([~work.start if work.sequence.is_long else work.start for work in ahead])
+        positions = np.array(
+            [~work.start if work.sequence.is_long else work.start + work.sequence.position_offset for work in ahead]
+        )
         rows = CacheLocations([work.sequence.pages for work in ahead], [work.sequence.slot for work in ahead])
         started = _InFlightStep([next_layout], self._steps.run_graph(sources, positions, rows, sources))
         self._draw(started, pending=1)
@@ -356,7 +395,8 @@ class Engine:
             if message["kind"] == "submit":
                 try:
                     params = SamplingParams.from_json(message["params"])
-                    self._requests.start(message["request"], message["prompt"], params)
+                    images = PromptImages.from_json(message["images"]) if "images" in message else None
+                    self._requests.start(message["request"], message["prompt"], params, images)
                 except Exception as error:
                     events.append(self._requests.fail(message["request"], error))
             elif message["kind"] == "prepare":

@@ -22,11 +22,13 @@ SCRATCH_SLOT = 0
 class PrefixRoot(NamedTuple):
     """What sequences must have in common to share pages, besides their tokens.
 
-    group: of sequences that may know of each other's prompts. is_long: their keys have LongRoPE's long factors.
+    group: of sequences that may know of each other's prompts. is_long: their keys have LongRoPE's long factors. images: tells other images
+    of a prompt apart.
     """
 
     group: str = ""
     is_long: bool = False
+    images: str = ""
 
 
 SHARED_ROOT = PrefixRoot()

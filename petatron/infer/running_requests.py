@@ -7,9 +7,11 @@ from itertools import repeat
 
 from petatron.base.errors import PetatronError, RequestError
 from petatron.base.log import get_logger
+from petatron.config.schema.model import ModelConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.constrained_decoding import ConstraintCompiler
 from petatron.infer.engine_outputs import Completion, FinishReason, TokenEvent, TokenLogprob
+from petatron.infer.prompt_images import PromptImages
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.scheduler import Scheduler
 from petatron.infer.sequence import Sequence as RunningSequence
@@ -30,9 +32,11 @@ class RunningRequests:
         tokenizer: Tokenizer | None,
         max_length: int,
         decoder_start: int | None = None,
+        image_config: ModelConfig | None = None,
     ) -> None:
-        """decoder_start: the token before the answers of an encoder-decoder; None: prompts are continued."""
-        self._decoder_start = decoder_start
+        """decoder_start: the token before the answers of an encoder-decoder; None: prompts are continued. image_config: of a model that
+        reads images."""
+        self._decoder_start, self._image_config = decoder_start, image_config
         self._schedulers, self._constraints = schedulers, constraints
         self._tokenizer, self._max_length = tokenizer, max_length
         self.sequences: dict[int, RunningSequence] = {}
@@ -49,7 +53,9 @@ class RunningRequests:
         assert sequence.completion.finish_reason is not None, f"request {request} has not ended"
         return sequence.completion
 
-    def start(self, request: int, prompt: Sequence[int], params: SamplingParams) -> None:
+    def start(
+        self, request: int, prompt: Sequence[int], params: SamplingParams, images: PromptImages | None = None
+    ) -> None:
         constraint, start = params.constraint, self._decoder_start
         source, tokens = ([], list(prompt)) if start is None else (list(prompt), [start])
         sequence = RunningSequence(
@@ -62,6 +68,11 @@ class RunningRequests:
             source=source,
             constraint=None if constraint is None else self._constraints.start(constraint, stop_ids=params.stop_ids),
         )
+        if images is not None and self._image_config is not None:
+            sequence.images = images
+            sequence.coordinates = images.coordinates(prompt, self._image_config)
+        if sequence.coordinates is not None:
+            sequence.position_offset = int(sequence.coordinates.max()) + 1 - len(prompt)
         self.sequences[request] = sequence
         self.counts["prompt_tokens"] += len(prompt)
         self._scheduler(request).add(sequence)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from petatron.infer.constrained_decoding import ConstraintState
 from petatron.infer.engine_outputs import Completion
 from petatron.infer.kv_cache_pages import SCRATCH_SLOT, PrefixRoot
+from petatron.infer.prompt_images import PromptImages
 from petatron.infer.sampling_params import SamplingParams
 from petatron.infer.text_stream import TextStream
 
@@ -28,6 +31,9 @@ class Sequence:
     tokens: of both. computed: the number of leading tokens with rows in pages. max_length: the number of tokens at which it ends.
     slot: of its recurrent states, while it runs. is_long: it is longer than LongRoPE's original context. restarted: it was preempted
     and gave its pages back. awaited: the prefix that it waits for while another sequence computes it.
+    images: those of the prompt. image_vectors: what the model makes of them, until the prompt is computed; image_index: the place of each
+    token's among them, -1 for text. coordinates: of the prompt's tokens, where the model has some; position_offset: how much further
+    than its place in the sequence a token after the prompt is.
     source: the prompt of an encoder-decoder, which its encoder reads; tokens are then the start of the answer and the answer.
     drafts: guesses of the tokens after the last (`draft/speculative_decoding.py`). draft_inputs: hidden states that the next drafts need
     again.
@@ -49,6 +55,11 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)
     draft_inputs: Tensor | None = None
     source: list[int] = field(default_factory=list)
+    images: PromptImages | None = None
+    image_vectors: Tensor | None = None
+    image_index: NDArray[np.int64] | None = None
+    coordinates: NDArray[np.int64] | None = None
+    position_offset: int = 0
 
     def start_again(self) -> None:
         """Resets what is computed and reported again: pages, and results about the prompt. Tokens and the constraint stay."""
@@ -84,7 +95,8 @@ class Sequence:
     @property
     def prefix_root(self) -> PrefixRoot:
         """Sequences with the same one may share pages."""
-        return PrefixRoot(self.params.prefix_group, self.is_long)
+        images = "" if self.images is None else self.images.digest
+        return PrefixRoot(self.params.prefix_group, self.is_long, images)
 
     @property
     def uncomputed(self) -> int:

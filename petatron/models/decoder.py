@@ -203,7 +203,7 @@ class Decoder(StageModule):
         self, tokens_T: Tensor, positions_T: Tensor, x_SBD: Tensor | None, step: GenerationStep, rows_R: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
         batch = Batch(tokens_T.unsqueeze(0), positions=positions_T)
-        if self.embedding is not None:
+        if self.embedding is not None and x_SBD is None:
             # From here on the packed tokens of a generation step are rows [T, D], without a batch dimension.
             x_SBD = self._embed(batch.tokens, positions_T).squeeze(1)
         assert x_SBD is not None, "a stage without the embedding takes the activations of the stage before"

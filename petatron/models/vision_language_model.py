@@ -17,6 +17,7 @@ from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.forward_context import ForwardContext, StatisticsKey
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec, RotaryEmbedding
+from petatron.layers.spec.generation_state import GenerationStep
 from petatron.layers.vision.patch_embedding import PatchEmbeddingSpec
 from petatron.layers.vision.projector import ImageSplice, ProjectorSpec
 from petatron.models.batch import Batch
@@ -57,6 +58,10 @@ class VisionLanguageModel(Decoder):
         self.vision_norm = spec.vision_norm.build() if ends_encoder and spec.vision_norm is not None else None
         self.projector = spec.projector.build() if ends_encoder else None
         self.splice = ImageSplice() if ends_encoder else None
+        self.stage_follows_encoder = (
+            not stage.has_embedding
+            and min(stage.layer_indices, default=spec.num_vision_layers) >= spec.num_vision_layers
+        )
 
     def outer_modules(self) -> Sequence[Sequence[nn.Module]]:
         groups = (
@@ -94,20 +99,46 @@ class VisionLanguageModel(Decoder):
         """Returns this rank's part of the output head's input [S, B, hidden]; needs a model on one stage."""
         return self(batch, collect=("hidden_states",)).collected["hidden_states"].transpose(0, 1)
 
+    def image_vectors(self, batch: Batch) -> Tensor:
+        """Returns the vectors [F, hidden] of a batch's images, all on every rank; needs a model on one stage."""
+        assert self.vision is not None and self.splice is not None, "one stage is the whole model"
+        return self.splice.gathered(self._project(self._run_encoder(batch, {}))).squeeze(1)
+
+    def generation_step(
+        self, tokens_T: Tensor, positions_T: Tensor, x_SBD: Tensor | None, step: GenerationStep, rows_R: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the decoder; some rows take the vector of an image, and positions may be [1, 3, T]."""
+        if self.embedding is not None and step.vectors is not None:
+            assert self.splice is not None, "one stage is the whole model"
+            text_T1D = self._embed(tokens_T.unsqueeze(0), positions_T)
+            x_SBD = self.splice.place(text_T1D, step.vectors.vectors, step.vectors.index_T.unsqueeze(0)).squeeze(1)
+        return super().generation_step(tokens_T, positions_T, x_SBD, step, rows_R)
+
     def _encode_images(self, batch: Batch, streams: dict[str, Tensor]) -> None:
         """Runs this stage's part of the encoder; where it ends, its vectors are put into the text."""
-        if PATCHES not in batch:  # text alone
+        if PATCHES not in batch or self.stage_follows_encoder:  # text alone, or all is encoded
             return
+        x_P1D = self._run_encoder(batch, streams)
+        if self.splice is None:
+            streams[ENCODED_PATCHES] = x_P1D
+            return
+        streams.pop(ENCODED_PATCHES, None)
+        streams[HIDDEN] = self.splice(streams[HIDDEN], self._project(x_P1D), batch[IMAGE_INDEX])
+
+    def _run_encoder(self, batch: Batch, streams: Mapping[str, Tensor]) -> Tensor:
+        """Runs this stage's layers of the encoder on the stream of the stage before, or on the embeddings of patches."""
+        x_P1D = streams.get(ENCODED_PATCHES)
         if self.vision is not None:
-            streams[ENCODED_PATCHES] = self.vision(batch[PATCHES], batch.arrays.get(PATCH_ROWS))
+            x_P1D = self.vision(batch[PATCHES], batch.arrays.get(PATCH_ROWS))
+        assert x_P1D is not None, "a stage without the first module takes the stream of the stage before"
         for in_windows, layers in groupby(self._vision_layers(), key=lambda item: item[0] in self.windowed_layers):
-            context = self._patch_context(batch, streams[ENCODED_PATCHES], in_windows=in_windows)
-            modules = [layer for _, layer in layers]
-            streams[ENCODED_PATCHES] = self.run_layers(modules, streams[ENCODED_PATCHES], context)
-        if self.projector is not None and self.splice is not None:
-            x_P1D = streams.pop(ENCODED_PATCHES)
-            vectors = self.projector(x_P1D if self.vision_norm is None else self.vision_norm(x_P1D))
-            streams[HIDDEN] = self.splice(streams[HIDDEN], vectors, batch[IMAGE_INDEX])
+            context = self._patch_context(batch, x_P1D, in_windows=in_windows)
+            x_P1D = self.run_layers([layer for _, layer in layers], x_P1D, context)
+        return x_P1D
+
+    def _project(self, x_P1D: Tensor) -> Tensor:
+        assert self.projector is not None
+        return self.projector(x_P1D if self.vision_norm is None else self.vision_norm(x_P1D))
 
     def _patch_context(self, batch: Batch, x_P1D: Tensor, *, in_windows: bool) -> ForwardContext:
         rotary, cos_sin = self._vision_rotary, {}

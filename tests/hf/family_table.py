@@ -22,6 +22,6 @@ def family_table() -> str:
         has_experts = any(name.startswith(EXPERTS) for row in family.mappings for name in row.logical_modules)
         is_decoder = family.model_type == "decoder"
         layouts = ENCODER_LAYOUTS if not is_decoder else EXPERT_LAYOUTS if has_experts else DENSE_LAYOUTS
-        uses = ("yes", "yes", "yes", "no" if family.model_type in ("bert", "vlm") else "yes")
+        uses = ("yes", "yes", "yes", "no" if family.model_type == "bert" else "yes")
         rows.append((f"`{family.name}`", family.models, family.what_differs, *uses, ", ".join(layouts)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

@@ -31,7 +31,7 @@ class ScheduledTokens(NamedTuple):
     """Tokens of a sequence at positions from `start` on. decodes: each is a row by itself, which attends through pages; else a chunk.
 
     state_slot: that of its recurrent states. is_long: the sequence is beyond the original context of LongRoPE, and its positions p
-    are ~p in the packed rows (`layers/rope.py`).
+    are ~p in the packed rows (`layers/rope.py`). position_offset: what is added to positions.
     """
 
     tokens: Many[int]
@@ -40,12 +40,15 @@ class ScheduledTokens(NamedTuple):
     decodes: bool
     state_slot: int = SCRATCH_SLOT
     is_long: bool = False
+    position_offset: int = 0
 
     @classmethod
     def of(cls, work: ScheduledSequence) -> ScheduledTokens:
         sequence, end = work.sequence, work.start + work.count - len(work.drafts)
         tokens = [*sequence.tokens[work.start : end], *work.drafts]
-        return cls(tokens, work.start, sequence.pages, work.decodes, sequence.slot, sequence.is_long)
+        return cls(
+            tokens, work.start, sequence.pages, work.decodes, sequence.slot, sequence.is_long, sequence.position_offset
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +96,7 @@ def pack_rows(
     lengths: list[int] = []
     wanted: list[int] = []
     begin = 0
-    for (tokens, start, pages, decoded, state_slot, is_long), rows in zip(sequences, logit_rows):
+    for (tokens, start, pages, decoded, state_slot, is_long, offset), rows in zip(sequences, logit_rows):
         end = begin + len(tokens)
         state_slots += [state_slot] * (len(tokens) if decoded else 1)
         wanted += [begin + row for row in rows]
@@ -101,14 +104,14 @@ def pack_rows(
             assert not chunks, "decodes come first"
             for at, token in enumerate(tokens, start):
                 page_row = pages[at // page_size] * page_size + at % page_size
-                for column, value in zip(decodes, (token, ~at if is_long else at, page_row)):
+                for column, value in zip(decodes, (token, ~at if is_long else at + offset, page_row)):
                     column.append(value)
                 page_tables.append(pages)
                 lengths.append(at + 1)
         else:
             positions = np.arange(start, start + len(tokens))
             page_rows = np.array(pages)[positions // page_size] * page_size + positions % page_size
-            parts.append(np.stack([np.array(tokens), ~positions if is_long else positions, page_rows]))
+            parts.append(np.stack([np.array(tokens), ~positions if is_long else positions + offset, page_rows]))
             chunks.append(PromptChunk(begin, end, len(page_tables), start))
             page_tables.append(pages)
             lengths.append(start + len(tokens))

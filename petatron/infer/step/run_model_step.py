@@ -22,14 +22,17 @@ from petatron.infer.step.kv_cache_and_states import allocate_pages, allocate_sta
 from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepInputs, StepOutputs
 from petatron.infer.step.prompt_cuda_graphs import PromptGraphs
 from petatron.infer.step.recorded_cpu_decode import RecordedDepths, RecordedSteps
+from petatron.infer.step.step_images import StepImages
 from petatron.kernels.attention.document_layout import Documents
 from petatron.kernels.attention.paged_attention import PagedBatch, fresh_documents
 from petatron.kernels.registry import KernelContext, choose_kernel
-from petatron.layers.spec.generation_state import GenerationStep
+from petatron.layers.spec.generation_state import GenerationStep, RowVectors
 from petatron.layers.spec.generation_step_groups import sequence_groups
 from petatron.mesh import collectives
 from petatron.models.decoder import HIDDEN, Decoder
 from petatron.models.encoder_decoder_model import EncoderDecoder
+from petatron.models.image_text_batch import IMAGE_INDEX, make_image_text_batch
+from petatron.models.vision_language_model import VisionLanguageModel
 from petatron.parallel.parallel_model import ParallelModel
 
 _MAX_SOURCES = 16
@@ -66,9 +69,18 @@ class ModelSteps:
             if can_capture_prompts(model) and not options.speculative_tokens:
                 self._prompt_graphs = PromptGraphs(self._run_last, capture, options, sizes)
 
-    def run(self, packed: PackedStep) -> tuple[Tensor, Tensor] | None:
+    def run(self, packed: PackedStep, images: StepImages | None = None) -> tuple[Tensor, Tensor] | None:
         """Returns logits [R, V] of the wanted rows and the final hidden states [T, D]; None before the last stage."""
         self._without_dropout()
+        if images is not None:
+            with self._without_gradients():
+                tokens, positions, batch, rows = self._to_device(packed)
+                coordinates = images.coordinates_3T
+                positions = positions if coordinates is None else coordinates.unsqueeze(0)
+                [stage] = self._stages
+                return stage.generation_step(
+                    tokens, positions, None, self._generation_step(batch, images.vectors), rows
+                )
         if self.runs_as_graph(packed):
             ids, positions, _ = packed.rows_3T[:, : packed.num_decodes]
             return self.run_graph(ids, positions, packed.sequences)
@@ -152,6 +164,26 @@ class ModelSteps:
             with self._without_gradients():
                 stage.encode_sources(*arrays, slots, self._states, documents)
 
+    def encode_images(self, sequences: Sequence[RunningSequence]) -> None:
+        """Computes the vectors of the images of prompts whose computation begins or goes on; others forget theirs."""
+        config = self._model.spec.config
+        for sequence in sequences:
+            images = sequence.images
+            if images is None or sequence.computed >= sequence.num_prompt:
+                sequence.image_vectors = None
+                continue
+            if sequence.image_vectors is not None:
+                continue
+            self._without_dropout()
+            [stage] = self._stages
+            assert isinstance(stage, VisionLanguageModel), "another model reads no images"
+            tokens = np.array([*sequence.completion.prompt_ids, 0])
+            sample = {"tokens": tokens, "loss_mask": tokens, "patches": images.patches, "grids": images.grids}
+            batch = make_image_text_batch([sample], config)
+            sequence.image_index = batch[IMAGE_INDEX][0].numpy()
+            with self._without_gradients():
+                sequence.image_vectors = stage.image_vectors(batch.to(self.device))
+
     def runs_as_graph(self, packed: PackedStep) -> bool:
         """Whether a step is a CUDA graph: decode rows alone, and the logits of each wanted."""
         return self.graphs is not None and not packed.chunks and packed.logit_rows == list(range(packed.num_decodes))
@@ -185,8 +217,9 @@ class ModelSteps:
         assert isinstance(out, tuple), "the only stage is the last"
         return out
 
-    def _generation_step(self, batch: PagedBatch) -> GenerationStep:
-        return GenerationStep(batch, self._pages, self._states, sequence_groups(batch) if self._states else ())
+    def _generation_step(self, batch: PagedBatch, vectors: RowVectors | None = None) -> GenerationStep:
+        groups = sequence_groups(batch) if self._states else ()
+        return GenerationStep(batch, self._pages, self._states, groups, vectors)
 
     def _receive(self, rows: int) -> Tensor:
         pp = self._model.mesh.pp

@@ -67,14 +67,23 @@ class RecurrentState:
 GenerationState = PagedState | RecurrentState
 
 
+class RowVectors(NamedTuple):
+    """Vectors [F, hidden] on every rank, and the index of each row's [T]; -1 where it takes the embedding of its token."""
+
+    vectors: Tensor
+    index_T: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationStep:
     """One step of generation: where each token's rows belong, and the pages of every layer of this rank by its index.
 
-    states: the slots of its recurrent layers, by index. groups: the sequences of the step as those layers compute them.
+    states: the slots of its recurrent layers, by index. groups: the sequences of the step as those layers compute them. vectors: what some
+    rows take instead of the embeddings of their tokens.
     """
 
     batch: PagedBatch
     pages: Mapping[int, Pages]
     states: Mapping[int, StateSlots] = field(default_factory=dict)
     groups: tuple[SequenceGroup, ...] = ()
+    vectors: RowVectors | None = None

@@ -98,7 +98,10 @@ class ImageSplice(nn.Module):
 
     def forward(self, text_SBH: Tensor, images_F1H: Tensor, index_BS: Tensor) -> Tensor:
         """`index_BS` is the index of each token's vector, or -1 where a token is text."""
-        images_FH = self.gathered(images_F1H).squeeze(1)
+        return self.place(text_SBH, self.gathered(images_F1H).squeeze(1), index_BS)
+
+    def place(self, text_SBH: Tensor, images_FH: Tensor, index_BS: Tensor) -> Tensor:
+        """Does the same with all vectors on every rank."""
         # The output has the memory order of the condition, and ranks share sequences that are in order.
         index_SB = self.shard(index_BS.t().contiguous())
         at_places = F.embedding(index_SB.clamp(min=0), images_FH)
