@@ -19,10 +19,10 @@ from torch import Tensor
 
 from petatron.base.errors import DataError
 from petatron.base.format_text import count_with_noun
-from petatron.config.required_settings import required
 from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.objective_and_dataset_names import CLASSIFICATION, CONTRASTIVE, REGRESSION
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
+from petatron.config.schema.sections.task_head import PoolingName
 from petatron.data.labelled.encode_texts import TextEncoder, TokenRow
 from petatron.data.labelled.labelled_file import LabelledTexts, LabelRule, read_labelled_file
 from petatron.data.labelled.labelled_text_dataset import pooling_weights
@@ -58,11 +58,7 @@ class LabelledTextsTask(EvalTask):
 
     def measure(self, model: ParallelModel, *, batch_tokens: int, on_progress: OnProgress | None) -> Results:
         config = model.spec.config
-        if config.pooling is None:
-            raise DataError(
-                "This task is for models with a head on whole texts, and the model predicts tokens. Train one with --objective "
-                f"{CLASSIFICATION}, {REGRESSION} or {CONTRASTIVE}."
-            )
+        _pooling(config)
         records, objective = self._read(config)
         encoder = TextEncoder(self.tokenizer, is_encoder=config.model_type == MASKED_LANGUAGE_MODEL)
         rows = encoder.encode(
@@ -103,12 +99,22 @@ class LabelledTextsTask(EvalTask):
                 raise error from None
 
 
+def _pooling(config: ModelConfig) -> PoolingName:
+    """Returns which hidden states the model's head reads; `DataError` if it has none."""
+    if config.pooling is None:
+        raise DataError(
+            "This task is for models with a head on whole texts, and the model predicts tokens. Train one with --objective "
+            f"{CLASSIFICATION}, {REGRESSION} or {CONTRASTIVE}."
+        )
+    return config.pooling
+
+
 def label_outputs(
     model: ParallelModel, rows: Sequence[TokenRow], *, output: str, batch_tokens: int
 ) -> NDArray[np.float64]:
     """Returns an output [texts, width] of a model with a task head; every rank calls it with the same texts, and all get the same."""
     config = model.spec.config
-    pooling = required("pooling", config.pooling)
+    pooling = _pooling(config)
     width = config.num_labels if output == LABEL_LOGITS else config.hidden_size
     check_vocabulary(model, [row.ids for row in rows])
     plans = plan_micro_batches(

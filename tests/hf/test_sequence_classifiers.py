@@ -91,7 +91,7 @@ def test_logits_equal_those_of_transformers_both_ways(name: str, tmp_path: Path)
 def test_a_head_that_no_class_has_is_saved_in_our_names(tmp_path: Path):
     classifier("llama").save_pretrained(tmp_path / "theirs")
     model = petatron.from_pretrained(tmp_path / "theirs")
-    spec = model.spec
+    spec: Any = model.spec
     for change in ({"pooling": "mean"}, {"num_labels": 0}, {"label_bias": True}):
         other = replace(spec.config, **change)
         with pytest.raises(ConfigError, match="which has no such head"):

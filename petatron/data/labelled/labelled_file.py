@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from petatron.base.errors import DataError
 from petatron.base.format_text import count_with_noun
@@ -107,7 +108,7 @@ def _read_record(record: object, rule: LabelRule) -> LabelledTexts:
     return LabelledTexts((text,), _class(value, rule) if rule.objective == CLASSIFICATION else _numbers(value, rule))
 
 
-def _value(record: dict[str, object], key: str, setting: str | None = None) -> object:
+def _value(record: dict[str, Any], key: str, setting: str | None = None) -> Any:
     if key not in record:
         present = ", ".join(printable(name, max_chars=40) for name in sorted(record)[:8]) or "none"
         raise ValueError(
@@ -116,7 +117,7 @@ def _value(record: dict[str, object], key: str, setting: str | None = None) -> o
     return record[key]
 
 
-def _text(value: object, key: str) -> tuple[str, ...]:
+def _text(value: Any, key: str) -> tuple[str, ...]:
     parts = value if isinstance(value, list) else [value]
     if not 1 <= len(parts) <= 2 or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"{key!r} is neither a string nor a list of two. Write one of them")
@@ -138,7 +139,7 @@ def _compared_texts(record: dict[str, object], rule: LabelRule) -> tuple[tuple[s
     return (*texts, *(_text(text, "negatives") for text in negatives[: rule.negatives]))
 
 
-def _class(value: object, rule: LabelRule) -> int:
+def _class(value: Any, rule: LabelRule) -> int:
     if isinstance(value, str):
         if value not in rule.label_names:
             raise _UnknownLabel(value, rule.label_names)
@@ -155,7 +156,7 @@ def _class(value: object, rule: LabelRule) -> int:
     return value
 
 
-def _numbers(value: object, rule: LabelRule) -> tuple[float, ...]:
+def _numbers(value: Any, rule: LabelRule) -> tuple[float, ...]:
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in values):
         raise ValueError(

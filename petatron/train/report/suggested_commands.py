@@ -49,8 +49,12 @@ def suggested_commands(
 
 
 def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
-    """Returns commands that generate text, if the model is a decoder with a text tokenizer."""
+    """Returns commands that generate text, if the model is a decoder with a text tokenizer, or that measure one of whole texts."""
     kind = run.tokenizer.tokenizer_type
+    if run.model.pooling is not None:
+        files = run.data.valid_data_path or ("FILE",)
+        command = f"eval {shlex.quote(folder)} --task labels --data {shlex.quote(files[-1])}"
+        return [(command, "measure it on every line of a file")] if kind not in (None, "NullTokenizer") else []
     if run.model.model_type != "decoder" or kind is None or kind == "NullTokenizer":
         return []
     return [

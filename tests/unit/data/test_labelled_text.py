@@ -105,7 +105,8 @@ def kind(**settings: Any) -> LabelledTextKind:
 
 def batch_of(made: LabelledTextKind, path: Path, seq_length: int = 6) -> Batch:
     dataset = made.open(str(path), request(seq_length)).dataset(range(2), request(seq_length))
-    samples = sorted((dataset[index] for index in range(2)), key=lambda sample: sample["tokens"][0, 0])
+    samples: list[Any] = [dataset[index] for index in range(2)]
+    samples = sorted(samples, key=lambda sample: sample["tokens"][0, 0])
     return made.collate(samples, LoaderOptions(micro_batch_size=2, seed=1))
 
 

@@ -106,6 +106,11 @@ def test_commands_name_the_runs_own_paths_and_no_subcommand_that_does_not_exist(
     ]
     assert [command.split()[1] for command in left] == ["train", "generate", "chat", "checkpoint"], "no export"
     assert "verify" in left[3]
+    head = "--objective classification --num-labels 2 --tokenizer-type ByteTokenizer".split()
+    classifier = load_config([*RUN, "--train-iters", "40", "--save", "my runs/a", *head], preset="tiny-llama").config
+    known_with_eval = {**known, "subcommands": {"generate", "chat", "eval"}}
+    left = [command for command, _ in suggested_commands(classifier, **known_with_eval, complete=False, saved=True)]
+    assert left == ["petatron eval 'my runs/a' --task labels --data FILE"]
     longer, purpose = suggested_commands(run, **known, complete=True, saved=True)[0]
     assert longer.endswith("--load 'my runs/a' --train-iters 80 --override-opt-param-scheduler")
     assert purpose == "train twice as long, from this checkpoint"
