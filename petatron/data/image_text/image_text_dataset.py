@@ -14,6 +14,7 @@ from petatron.data.batch_loader import epoch_permutation
 from petatron.data.best_fit_packing import pack_best_fit
 from petatron.data.check_token_ids import TokenPlace
 from petatron.data.dataset_kinds import DatasetRequest
+from petatron.data.document_provenance import DocumentProvenance
 from petatron.data.documents_of_sample import SampleTrace, TracedDocument
 from petatron.data.image_text.record_error import RecordError
 from petatron.data.image_text.record_report import RecordReport, summary
@@ -32,6 +33,7 @@ class CheckedRecords(Protocol):
     report: RecordReport
 
     def leave_out(self, number: int, error: ImageError | RecordError) -> None: ...
+    def provenance(self, number: int) -> DocumentProvenance: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,9 @@ class ImageTextDataset:
     def trace(self, index: int) -> SampleTrace:
         """Returns the records of a sample: those of the next row, where all of its own fail."""
         documents = tuple(
-            TracedDocument(TokenPlace(record.number, None, 0), len(record.encoded.ids), None)
+            TracedDocument(
+                TokenPlace(record.number, None, 0), len(record.encoded.ids), self._source.provenance(record.number)
+            )
             for record in self._records(index)
         )
         return SampleTrace(self._source.name, index, documents, "the tokens of images stand for their patches")

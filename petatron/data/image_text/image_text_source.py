@@ -24,6 +24,7 @@ from petatron.base.log import get_logger
 from petatron.base.safe_files import write_atomic
 from petatron.data.batch_loader import SampleDataset
 from petatron.data.dataset_kinds import DatasetRequest, DataSource
+from petatron.data.document_provenance import DocumentProvenance
 from petatron.data.image_text.image_text_dataset import ImageTextDataset, RecordRows
 from petatron.data.image_text.image_text_settings import SETTINGS_FLAG
 from petatron.data.image_text.jsonl_records import JsonlRecords
@@ -116,6 +117,10 @@ class ImageTextSource(DataSource):
         except (ImageError, RecordError) as error:
             self.leave_out(number, error)
             return 0
+
+    def provenance(self, number: int) -> DocumentProvenance:
+        """Returns where a record is from."""
+        return self._store.provenance(number)
 
     def leave_out(self, number: int, error: ImageError | RecordError) -> None:
         """Counts a record that has made no sample; raises `DataError` where such a record ends the run."""

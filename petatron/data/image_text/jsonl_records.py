@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from petatron.base.errors import DataError
 from petatron.base.untrusted_files import open_regular_file
 from petatron.data.data_file_error import data_file_error
+from petatron.data.document_provenance import DocumentProvenance
 from petatron.data.image_text.image_text_record import ImageTextRecord, parse_line, parse_record
 from petatron.data.image_text.record_error import RecordError
 from petatron.data.image_text.record_store import DATA_URL, RecordStore, data_url_bytes
@@ -45,7 +46,7 @@ class JsonlRecords(RecordStore):
                     raise data_file_error(
                         path, "is one JSON list, and not a record per line; make lines of it (`jq -c '.[]'`)"
                     )
-            starts, self._sizes = _lines(path)
+            starts, self._sizes, self._lines = _lines(path)
             digest = cached_digest(cache_folder, path, "image-text lines", lambda: _digest(path))
         except OSError as error:
             raise data_file_error(path, f"cannot be read: {error.strerror or error}") from error
@@ -68,7 +69,10 @@ class JsonlRecords(RecordStore):
             return parse_record(parse_line(file.read(size)))
 
     def title(self, number: int) -> str:
-        return f"record {number + 1}"
+        return f"line {self._lines[number]}"
+
+    def provenance(self, number: int) -> DocumentProvenance:
+        return DocumentProvenance(self.name, int(self._lines[number]), None)
 
     def image_bytes(self, number: int, name: str, limits: ImageLimits) -> bytes:
         if name.startswith(DATA_URL):
@@ -105,8 +109,8 @@ class JsonlRecords(RecordStore):
         return path
 
 
-def _lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns where each line that is not blank begins, and its bytes."""
+def _lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Returns where each line that is not blank begins, its bytes, and its number, from 1 on."""
     ends, place = [], 0
     with open_regular_file(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -119,7 +123,7 @@ def _lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         for line in np.flatnonzero(kept & (sizes <= _LONGEST_BLANK)):
             file.seek(int(starts[line]))
             kept[line] = bool(file.read(int(sizes[line])).strip())
-    return starts[kept], sizes[kept]
+    return starts[kept], sizes[kept], np.flatnonzero(kept) + 1
 
 
 def _digest(path: Path) -> str:

@@ -91,8 +91,8 @@ def _is_power_of_ten(count: int) -> bool:
 def summary(records: Sequence[LeftOutRecord], *, named: int = 2) -> str:
     """Returns the counts of each kind, with the first of each.
 
-    >>> summary([LeftOutRecord(4, "record 5", "missing", "b.png is missing")])
-    '1 missing (record 5: b.png is missing)'
+    >>> summary([LeftOutRecord(4, "line 5", "missing", "b.png is missing")])
+    '1 missing (line 5: b.png is missing)'
     """
     by_kind: dict[str, list[LeftOutRecord]] = {}
     for record in records:

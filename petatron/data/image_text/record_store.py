@@ -6,6 +6,7 @@ import base64
 import binascii
 from abc import ABC, abstractmethod
 
+from petatron.data.document_provenance import DocumentProvenance
 from petatron.data.image_text.image_text_record import ImageTextRecord
 from petatron.data.images.decode_image import ImageHeader, ImageLimits
 from petatron.data.images.image_error import ImageError
@@ -27,6 +28,10 @@ class RecordStore(ABC):
     @abstractmethod
     def title(self, number: int) -> str:
         """Returns where a record is, for messages."""
+
+    @abstractmethod
+    def provenance(self, number: int) -> DocumentProvenance:
+        """Returns the file of a record, its line or its place among the records of the file, and its key in a tar."""
 
     @abstractmethod
     def image_bytes(self, number: int, name: str, limits: ImageLimits) -> bytes:

@@ -25,6 +25,7 @@ from petatron.base.errors import DataError
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import open_regular_file
 from petatron.data.data_file_error import data_file_error
+from petatron.data.document_provenance import DocumentProvenance
 from petatron.data.image_text.image_text_record import ImageTextRecord, parse_line, parse_record
 from petatron.data.image_text.record_error import RecordError
 from petatron.data.image_text.record_store import RecordStore
@@ -140,10 +141,15 @@ class TarRecords(RecordStore):
         return parse_record(record, images=[str(image) for image in range(end - begin)])
 
     def title(self, number: int) -> str:
+        record = self.provenance(number)
+        return f"{Path(record.file).name}: {record.id}"
+
+    def provenance(self, number: int) -> DocumentProvenance:
         tar, place = self._place(number)
         index = self._indices[tar]
         begin, end = (int(index["key_ends"][at - 1]) if at else 0 for at in (place, place + 1))
-        return f"{self._paths[tar].name}: {bytes(index['keys'][begin:end]).decode(errors='replace')}"
+        key = bytes(index["keys"][begin:end]).decode(errors="replace")
+        return DocumentProvenance(str(self._paths[tar]), place + 1, key)
 
     def image_bytes(self, number: int, name: str, limits: ImageLimits) -> bytes:
         with self._image(number, name, limits) as (file, start, size):

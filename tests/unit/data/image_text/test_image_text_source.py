@@ -124,14 +124,14 @@ def test_every_failure_is_an_error_by_default(tmp_path: Path, number: int):
     name, content, changes, kind = BAD[number]
     images = {"good.png": png(7)} | ({} if content is None else {name: content})
     path = write_records(tmp_path, [GOOD, {"image": name, "text": "<image>bad", **changes}], images)
-    with pytest.raises(DataError, match=f"1 of 2 records cannot be used: 1 {kind} .*record 2: .*on_error=skip"):
+    with pytest.raises(DataError, match=f"1 of 2 records cannot be used: 1 {kind} .*line 2: .*on_error=skip"):
         open_source(path)
 
 
 def test_damaged_pixels_are_an_error_by_default(tmp_path: Path):
     name, content, _ = BAD_PIXELS[0]
     path = write_records(tmp_path, [{"image": name, "text": "x"}], {name: content})
-    with pytest.raises(DataError, match=r"record 1: cut\.png cannot be decoded .*on_error=skip"):
+    with pytest.raises(DataError, match=r"line 1: cut\.png cannot be decoded .*on_error=skip"):
         samples_of(open_source(path))
     with pytest.raises(DataError, match="1 of 1 records cannot be used: 1 damaged"):
         open_source(path, check_images="decode")
@@ -192,6 +192,7 @@ def test_samples_are_functions_of_their_number(tmp_path: Path):
     assert [results[index] for index in range(30)] == expected
     texts = [text_of(first[index]) for index in range(7)]
     assert set(texts) == {f"{number}.png" for number in (2, 3, 5, 6, 7, 8)}, "those of other splits take no place"
+    assert str(first.trace(0).documents[0]).endswith(f"from {path}:{int(text_of(first[0])[0]) + 1}")
     traced = [first.trace(index).documents[0].place.document for index in range(7)]
     assert [f"{number}.png" for number in traced] == texts
     with pytest.raises(IndexError):
@@ -307,6 +308,7 @@ def test_webdataset(tmp_path: Path):
     for name in ("a-{00..01}.tar", "a-*.tar", "a-0{0,1}.tar"):
         source = open_source(tmp_path / name, chat_format="chatml", cache_folder=tmp_path / "cache")
         samples = {text_of(sample): shades_of(sample) for sample in samples_of(source, seq_length=128)}
+        assert str(source.provenance(3)) == f"{tmp_path / 'a-01.tar'}:2 (id 3)"
         assert samples == {"zero": [1], "one": [2], "said<|im_end|>\n": [3, 0], "lone": [], "long": [4]}
     assert source.fingerprint == open_source(tmp_path / "a-{00..01}.tar", chat_format="chatml").fingerprint
 
@@ -380,7 +382,8 @@ def test_files_that_cannot_be_read(tmp_path: Path):
         open_source(path)
     path.write_text(f"x\n{json.dumps(GOOD)}\n\n   \n")
     source = open_source(path, on_error="skip")
-    assert source.num_units == 1 and [record.kind for record in source.left_out] == ["no json"]
+    assert source.num_units == 1 and [str(record)[:18] for record in source.left_out] == ["line 1: is no JSON"]
+    assert str(source.provenance(1)) == f"{path}:2"
 
 
 def test_links_that_lead_outside(tmp_path: Path):
