@@ -109,6 +109,13 @@ _T5_FLAGS = (
     "--softmax-scale 1 --activation relu --logits-scaling 5.656854249492381"
 )
 _CONTRASTIVE_FLAGS = "--objective contrastive --objective-settings temperature=0.2 --dataset-settings negatives=1"
+_VLM_FLAGS = (
+    f"--num-layers 2 {_LLAMA_FLAGS} --model-type vlm --seq-length 32 --vision-num-layers 2 --vision-hidden-size 32 "
+    "--vision-num-attention-heads 4 --vision-ffn-hidden-size 32 --vision-patch-size 2 --image-token-id 66 --max-patches 100 "
+    "--vision-position-embedding-type rope --vision-merge-size 2 --vision-window-size 8 --vision-full-attention-layers 1 "
+    "--vision-temporal-patch-size 2 --vision-activation swiglu --vision-normalization RMSNorm --no-vision-final-norm --projector-norm "
+    "--projector-hidden-size 128 --mrope-section 1 1 2 --rotary-percent 1"
+)
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
     "deep": f"--num-layers 8 {_LLAMA_FLAGS} --hidden-size 16 --ffn-hidden-size 24 --position-embedding-type learned_absolute",
@@ -125,6 +132,7 @@ MODEL_FLAGS = {
     "recommender": f"{_RECOMMENDER_FLAGS} --position-embedding-type learned_absolute --scale-embeddings",
     "hstu": f"{_RECOMMENDER_FLAGS} {_HSTU_FLAGS}",
     "t5": _T5_FLAGS,
+    "vlm": _VLM_FLAGS,
     "t5moe": f"{_T5_FLAGS} {_MOE_FLAGS} --swiglu --group-query-attention --num-query-groups 2",
     "classifier": f"{_BERT_FLAGS} --objective classification --num-labels 3",
     "embedder": f"--num-layers 4 {_LLAMA_FLAGS} {_CONTRASTIVE_FLAGS}",
@@ -136,7 +144,8 @@ of Mamba-2, MLPs and attention over packed documents; a Falcon-H1 (attention and
 a Qwen3-Next (gated delta nets, gated attention, a gated shared expert); a MiniMax (lightning attention, norms on the residual stream,
 factors); a BERT (masked, padded pairs of segments, two losses, norms after sums, windows on both sides); a SASRec, with a table of
 items that is sharded by rows and a softmax over all of them; an HSTU with two tables and sampled items; and a T5 (an encoder whose
-output the decoder reads, relative positions, span-corrupted text), dense and with experts; the BERT with a head that classifies texts; and
+output the decoder reads, relative positions, span-corrupted text), dense and with experts; a Qwen2.5-VL (images and videos of several
+sizes, windows, rotary rows and columns); the BERT with a head that classifies texts; and
 a Llama that learns which texts belong together, with the texts of a micro-batch of all data-parallel ranks."""
 OPTIMIZER_FLAGS = {
     "muon": "--optimizer muon --muon-nesterov --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high",
@@ -264,6 +273,8 @@ hstu:tp2 hstu:tp4-sp hstu:pp2 hstu:pp4 hstu:pp2-vpp2 hstu:pp2-zbh1 hstu:pp2-zbv 
 t5:tp2 t5:tp4-sp t5:tp2-sp-overlap t5:pp2 t5:pp2-encoder1 t5:pp4 t5:pp2-vpp2 t5:pp2-zbh1 t5:pp2-zbv t5:cp2 t5:cp4 t5:cp2-gather t5:cp2-a2a
 t5:cp4-both t5:dp2 t5:dp4-zero1 t5:dp2-zero2 t5:dp2-fsdp
 t5moe:dp2.ep2 t5moe:dp4.ep4 t5moe:tp2-sp t5moe:pp2-encoder1
+vlm:tp2 vlm:tp4-sp vlm:tp2-sp-overlap vlm:pp2 vlm:pp2-encoder1 vlm:pp4 vlm:pp2-vpp2 vlm:pp2-zbh1 vlm:pp2-zbv vlm:cp2 vlm:cp4
+vlm:cp2-gather vlm:cp2-a2a vlm:cp4-both vlm:dp2 vlm:dp4-zero1 vlm:dp2-zero2 vlm:dp2-fsdp
 classifier:tp2 classifier:tp4-sp classifier:pp2 classifier:pp4 classifier:pp2-vpp2 classifier:pp2-zbh1 classifier:cp2 classifier:cp4
 classifier:dp2 classifier:dp4-zero1 classifier:dp2-fsdp
 embedder:tp2-sp embedder:pp2 embedder:cp2 embedder:dp2-micro1 embedder:dp2-zero1-micro1 embedder:dp2-fsdp-micro1
@@ -297,6 +308,8 @@ bert:cp2.recompute-selective
 recommender:tp2-sp.cp2 recommender:tp2-sp.dp2 recommender:tp2-sp.dp2-fsdp recommender:cp2.dp2-zero1 recommender:dp2-fsdp.recompute-selective
 recommender:dp2.recompute-full
 hstu:tp2-sp.pp2 hstu:pp2.dp2-zero1 hstu:tp2-sp.dp2-fsdp hstu:pp2-vpp2.dp2 hstu:dp2.recompute-attention hstu:tp2-sp.dp2.recompute-selective
+vlm:tp2-sp.pp2 vlm:tp2-sp.cp2 vlm:pp2-encoder1.cp2 vlm:pp2-vpp2.dp2-zero1 vlm:cp2.dp2-fsdp vlm:tp2-sp.dp2-fsdp
+vlm:tp2-sp.pp2.recompute-full vlm:cp2.recompute-selective
 t5:tp2-sp.pp2 t5:tp2-sp.cp2 t5:pp2-encoder1.cp2 t5:pp2-vpp2.dp2-zero1 t5:cp2.dp2-fsdp t5:tp2-sp.dp2-fsdp t5:tp2-sp.pp2.recompute-full
 t5:cp2.recompute-selective t5moe:tp2-sp.dp2.ep2 t5moe:cp2.ep2 t5moe:pp2.dp2.ep2
 classifier:tp2-sp.pp2 classifier:tp2-sp.cp2 classifier:cp2.dp2-fsdp classifier:pp2-vpp2.dp2-zero1 classifier:tp2-sp.pp2.recompute-full
@@ -314,7 +327,7 @@ moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap
 hybrid:tp2-sp.pp2.cp2 parallel:tp2-sp.pp2.cp2 mamba:tp2-sp.cp2.dp2-zero1
 delta:tp2-sp.pp2.cp2.ep2 delta:pp2.cp2.dp2-zero1.ep2 lightning:tp2-sp.pp2.cp2.ep2 lightning:pp2.cp2.dp2-zero1.ep2
 bert:tp2-sp.pp2.cp2 bert:pp2.cp2.dp2-zero1 recommender:tp2-sp.cp2.dp2-zero1 hstu:tp2-sp.pp2.dp2-zero1
-t5:tp2-sp.pp2-encoder1.cp2 t5:pp2.cp2.dp2-zero1 t5moe:tp2-sp.pp2.cp2.ep2
+vlm:tp2-sp.pp2-encoder1.cp2 vlm:pp2.cp2.dp2-zero1 t5:tp2-sp.pp2-encoder1.cp2 t5:pp2.cp2.dp2-zero1 t5moe:tp2-sp.pp2.cp2.ep2
 classifier:pp2.cp2.dp2-zero1 embedder:tp2-sp.cp2.dp2-zero1-micro1 embedder:tp2-sp.pp2.dp2-fsdp-micro1
 mla:pp2.dp4.ep4 mla:tp2-sp.pp2.cp2.ep2 mla:pp2.cp2.dp2-zero1.ep2 mla:pp4-zbh1.dp2.ep2
 """

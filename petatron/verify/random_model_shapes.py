@@ -54,6 +54,8 @@ def _random_flags(random: Random, entry: MatrixEntry) -> list[str]:
     recommender = "--model-type recommender" in model
     if "--model-type t5" in model:
         return _encoder_decoder_flags(random, entry)
+    if "--model-type vlm" in model:
+        return _image_flags(random)
     hybrid = "--hybrid-layer-pattern" in model
     task = _task_flags(random, entry)
     any_mixer = not hybrid and not encoder and not recommender and not task
@@ -197,6 +199,42 @@ def _encoder_decoder_flags(random: Random, entry: MatrixEntry) -> list[str]:
     ):
         flags += [flag] * (random.random() < chance)
     return [*flags, *(_moe_flags(random) if entry.has_experts else []), *_training_flags(random)]
+
+
+def _image_flags(random: Random) -> list[str]:
+    """A decoder of any shape behind one of the encoders of images; heads and widths that two ranks can share."""
+    merge, patch, heads = random.choice((1, 2, 3)), random.choice((1, 2)), random.choice((2, 4))
+    width, vocabulary = heads * random.choice((4, 8, 12)), 8 * random.randint(9, 20)
+    rotary, inner = random.random() < 0.5, 8 * random.randint(2, 6)
+    flags = [
+        *_shape_flags(random),
+        f"--model-type vlm --vocab-size {vocabulary} --image-token-id {random.randrange(vocabulary)} --max-patches 400 --seq-length 48",
+        f"--vision-num-layers {random.choice((2, 4))} --vision-hidden-size {width} --vision-num-attention-heads {heads}",
+        f"--vision-ffn-hidden-size {inner} --vision-patch-size {patch} --vision-merge-size {merge}",
+        f"--vision-activation {random.choice(('gelu', 'quick_gelu', 'gelu_tanh', 'swiglu'))}",
+        f"--vision-normalization {random.choice(('LayerNorm', 'RMSNorm'))} --projector-hidden-size {inner}",
+        f"--projector-num-layers {random.choice((1, 2, 2))} --projector-activation {random.choice(('gelu', 'relu'))}",
+        f"--normalization {random.choice(('LayerNorm', 'RMSNorm'))} --activation {random.choice(('gelu', 'swiglu'))}",
+        f"--position-embedding-type {random.choice(('rope', 'rope', 'none'))}",
+    ]
+    if rotary:
+        flags.append(f"--vision-position-embedding-type rope --vision-temporal-patch-size {random.choice((1, 2))}")
+    else:
+        flags.append(f"--vision-image-size {2 * patch * merge}" + " --vision-class-token" * (merge == 1))
+    if rotary and random.random() < 0.5:
+        flags.append(f"--vision-window-size {2 * patch * merge} --vision-full-attention-layers 1")
+    for flag, chance in (
+        ("--no-vision-final-norm", 0.5),
+        ("--vision-input-norm", 0.3),
+        ("--no-vision-patch-bias", 0.5),
+        ("--no-projector-bias", 0.3),
+        ("--projector-norm", 0.3),
+        ("--untie-embeddings-and-output-weights", 0.5),
+        ("--disable-bias-linear", 0.5),
+        ("--qk-layernorm", 0.2),
+    ):
+        flags += [flag] * (random.random() < chance)
+    return [*flags, *_training_flags(random)]
 
 
 def _linear_attention_flags(random: Random) -> list[str]:

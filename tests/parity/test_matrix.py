@@ -34,6 +34,7 @@ mla:pp2.dp2.ep2
 bert:tp2-sp.pp2 bert:cp2 bert:dp2-fsdp
 recommender:dp4-zero1 hstu:tp2-sp.pp2
 t5:tp2-sp.pp2-encoder1.cp2 t5moe:dp2.ep2
+vlm:tp2-sp.cp2 vlm:dp2-fsdp
 classifier:dp2-fsdp embedder:tp2-sp.dp2-fsdp-micro1
 """.split()
 SINGLE_PRECISION = ["dense:pp2-vpp2", "moe:dp2.ep2"]

@@ -145,6 +145,7 @@ def test_select():
             "recommender:tp4-sp",
             "hstu:tp4-sp",
             "t5:tp4-sp",
+            "vlm:tp4-sp",
             "classifier:tp4-sp",
         ),
         *("dense:tp4-sp-overlap.recompute-selective", "moe:tp4-sp-overlap.ep2.etp1.recompute-experts"),
