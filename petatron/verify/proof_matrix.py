@@ -114,7 +114,7 @@ _VLM_FLAGS = (
     "--vision-num-attention-heads 4 --vision-ffn-hidden-size 32 --vision-patch-size 2 --image-token-id 66 --max-patches 100 "
     "--vision-position-embedding-type rope --vision-merge-size 2 --vision-window-size 8 --vision-full-attention-layers 1 "
     "--vision-temporal-patch-size 2 --vision-activation swiglu --vision-normalization RMSNorm --no-vision-final-norm --projector-norm "
-    "--projector-hidden-size 128 --mrope-section 1 1 2 --rotary-percent 1"
+    "--projector-hidden-size 128 --mrope-section 1 1 2 --kv-channels 8"
 )
 MODEL_FLAGS = {
     "dense": f"--num-layers 4 {_LLAMA_FLAGS}",
