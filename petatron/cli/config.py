@@ -80,7 +80,8 @@ def _show(argv: list[str]) -> int:
 def _frozen_notices(loaded: RawLoadedConfig) -> Iterator[str]:
     """Yields what `--freeze` and `--train-only` leave to train; `ConfigError` if that is wrong. Models are looked at only for these."""
     train = loaded.config.train
-    if not (train.freeze or train.train_only) or loaded.config.model.vocab_size is None:
+    parts = train.freeze_language_model or train.freeze_vision_encoder
+    if not (train.freeze or train.train_only or parts) or loaded.config.model.vocab_size is None:
         return
     from petatron.models.frozen_params import describe_frozen, frozen_params
     from petatron.models.registry import model_spec

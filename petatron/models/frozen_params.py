@@ -1,6 +1,7 @@
 """Resolves which parameters of a model are frozen: by patterns of their names, before anything is built.
 
-`--freeze PATTERN ...` freezes what a pattern matches; `--train-only PATTERN ...` freezes everything else. A pattern is a glob on the
+`--freeze PATTERN ...` freezes what a pattern matches; `--train-only PATTERN ...` freezes everything else; `--freeze-language-model` and
+`--freeze-vision-encoder` freeze parts of a model that reads images. A pattern is a glob on the
 names of logical tensors (`layers.0.attention.q.weight`) or of parameters (`layers.0.attention.qkv.weight`). What is one tensor in memory
 has one answer: fused matrices are frozen together, and so are the ends of a tied embedding. A spec may also declare a parameter that is
 never trained (`ParamSpec.trainable`).
@@ -115,7 +116,12 @@ def frozen_params(run: RunConfig) -> FrozenParams:
     >>> "layers.0.mlp.down.weight" in frozen.names, frozen.first_backward_layer
     (True, 1)
     """
-    return _find_frozen(model_spec(run), run.train.freeze, run.train.train_only, run.optim)
+    spec, freeze = model_spec(run), run.train.freeze
+    if run.train.freeze_language_model:
+        freeze += spec.params_of_part("language model")
+    if run.train.freeze_vision_encoder:
+        freeze += spec.params_of_part("vision encoder")
+    return _find_frozen(spec, freeze, run.train.train_only, run.optim)
 
 
 def frozen_logical_names(spec: ModelSpec, frozen: FrozenParams) -> list[str]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.config.required_settings import known_vocab_size
@@ -29,6 +29,8 @@ from petatron.models.stage_interface import StageModule
 from petatron.sharding.initial_values import NormalValues, XavierValues
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, TensorShard, compute_placement
 
+Part = Literal["language model", "vision encoder"]
+"""The parts of a model that settings name."""
 Collate = Callable[[Sequence[Any], Any], Batch]
 """Makes the batch of one micro-batch's samples with the loader's options."""
 
@@ -126,6 +128,10 @@ class ModelSpec(ABC):
     def modules_before_layers(self) -> tuple[str, ...]:
         """The modules of the first stage that run before its layers."""
         return ("embedding", "position", "embedding_norm")
+
+    def params_of_part(self, part: Part) -> tuple[str, ...]:
+        """Returns patterns of the parameters of a part that can be frozen as one."""
+        return ()
 
     def layer_after(self, module: str) -> int:
         """Returns the index of the first layer that takes what a module outside of layers computes; their number if none does."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.layers.forward_context import ForwardContext, StatisticsKey
+from petatron.layers.forward_context import ForwardContext, RopeCosSin, StatisticsKey
 from petatron.layers.norm import NormSpec
 from petatron.layers.rope import RopeSpec, RotaryEmbedding
 from petatron.layers.spec.generation_state import GenerationStep
@@ -131,8 +131,9 @@ class VisionLanguageModel(Decoder):
         if self.vision is not None:
             x_P1D = self.vision(batch[PATCHES], batch.arrays.get(PATCH_ROWS))
         assert x_P1D is not None, "a stage without the first module takes the stream of the stage before"
+        cos_sin = self._patch_rope(batch, x_P1D)
         for in_windows, layers in groupby(self._vision_layers(), key=lambda item: item[0] in self.windowed_layers):
-            context = self._patch_context(batch, x_P1D, in_windows=in_windows)
+            context = ForwardContext(cos_sin, batch.window_documents if in_windows else batch.source_documents)
             x_P1D = self.run_layers([layer for _, layer in layers], x_P1D, context)
         return x_P1D
 
@@ -140,11 +141,12 @@ class VisionLanguageModel(Decoder):
         assert self.projector is not None
         return self.projector(x_P1D if self.vision_norm is None else self.vision_norm(x_P1D))
 
-    def _patch_context(self, batch: Batch, x_P1D: Tensor, *, in_windows: bool) -> ForwardContext:
-        rotary, cos_sin = self._vision_rotary, {}
-        if rotary is not None:
-            cos_sin = {rotary.spec: rotary(batch[PATCH_COORDINATES], x_P1D.dtype)}
-        return ForwardContext(cos_sin, batch.window_documents if in_windows else batch.source_documents)
+    def _patch_rope(self, batch: Batch, x_P1D: Tensor) -> Mapping[RopeSpec, RopeCosSin]:
+        rotary = self._vision_rotary
+        has_layers = next(self._vision_layers(), None) is not None
+        if rotary is None or not has_layers:
+            return {}
+        return {rotary.spec: rotary(batch[PATCH_COORDINATES], x_P1D.dtype)}
 
     def _vision_layers(self) -> Iterator[tuple[int, nn.Module]]:
         return ((int(index), layer) for index, layer in self.layers.items() if int(index) < self.num_vision_layers)

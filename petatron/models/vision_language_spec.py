@@ -27,6 +27,7 @@ from petatron.layers.vision.projector import ProjectorSpec
 from petatron.models.decoder import HIDDEN
 from petatron.models.decoder_spec import DecoderSpec, decoder_spec
 from petatron.models.image_text_batch import PATCHES
+from petatron.models.model_spec import Part
 from petatron.models.stage_inputs_outputs import BoundaryTensor, ModelIO
 from petatron.models.vision_language_model import ENCODED_PATCHES, VisionLanguageModel
 
@@ -131,6 +132,13 @@ class VisionLanguageSpec(DecoderSpec):
     @property
     def modules_before_layers(self) -> tuple[str, ...]:
         return ("embedding", "embedding_norm", "vision")
+
+    def params_of_part(self, part: Part) -> tuple[str, ...]:
+        count, encoder = self.num_vision_layers, part == "vision encoder"
+        layers = range(count) if encoder else range(count, len(self.layers))
+        outside = ("vision", "vision_norm") if encoder else ("embedding", "embedding_norm", "norm", "head")
+        names = {name.partition(".")[0] for name in (*self.outer_params(self.whole_model), *self.tied_params)}
+        return (*(f"{name}.*" for name in outside if name in names), *(f"layers.{index}.*" for index in layers))
 
     def layer_after(self, module: str) -> int:
         """Text and the vectors of images meet before the first layer of the decoder."""

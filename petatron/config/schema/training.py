@@ -21,6 +21,7 @@ from petatron.config.schema.numeric_bounds import (
 from petatron.config.schema.sections.hybrid import MAMBA, all_symbols, branch_symbols
 from petatron.config.schema.sections.linear_attention import has_linear_attention
 from petatron.config.schema.sections.mlp import GATED_ACTIVATIONS
+from petatron.config.schema.sections.vision_language import READS_IMAGES
 from petatron.config.schema.setting_metadata import Feature, RunSettings, UsedWhen, used_with
 from petatron.config.schema.setting_types import (
     ModuleName,
@@ -63,6 +64,10 @@ class RawTrainConfig(EvaluationSettings, StepCheckSettings):
     """Parameters that are not trained, by patterns of their names (embedding.*, layers.[0-9].*): no gradient, no optimizer state."""
     train_only: tuple[str, ...] = ()
     """The only parameters that are trained, by patterns of their names (layers.15.*, *norm*); all others are frozen."""
+    freeze_language_model: Annotated[bool, READS_IMAGES] = False
+    """Models that read images: the decoder with its embeddings and its head is not trained."""
+    freeze_vision_encoder: Annotated[bool, READS_IMAGES] = False
+    """Models that read images: the vision encoder is not trained."""
     micro_batch_size: Annotated[BatchSize, "at least 1", "runtime"] = 1
     """Samples per forward pass on one rank."""
     global_batch_size: Annotated[BatchSize, "at least 1"] | None = None

@@ -61,9 +61,8 @@ class PatchEmbeddingSpec:
         return params | with_prefix("norm", {} if self.norm is None else self.norm.params())
 
     def saved_bytes(self, shape: ActivationShape) -> int:
-        """Returns the bytes of normalized pixels, of rows of the table, of marks of class tokens, and of the norm."""
+        """Returns the bytes of normalized pixels, of marks of class tokens, and of the norm."""
         saved = shape.activation_bytes(shape.tokens, self.pixels)
-        saved += 8 * shape.gathered_tokens if self.positions else 0
         saved += shape.tokens if self.class_token else 0
         return saved if self.norm is None else saved + self.norm.saved_bytes(shape, shape.tokens)
 

@@ -100,6 +100,6 @@ def _why_weights_alone(run: RunConfig) -> str | None:
         return "--no-save-optim"
     if not has_megatron_state(run.optim.optimizer):
         return f"Megatron's files have no place for the state of --optimizer {run.optim.optimizer}"
-    if run.train.freeze:
+    if run.train.freeze or run.train.freeze_language_model or run.train.freeze_vision_encoder:
         return "frozen parameters have no optimizer state, and Megatron wants that of all"
     return None

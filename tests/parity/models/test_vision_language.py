@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from petatron.base.errors import ConfigError
+from petatron.models.frozen_params import frozen_params
+from petatron.models.registry import model_spec
 from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.longform import diagonal, later
-from tests.parity.harness import check_layout, check_part_of_model
+from tests.parity.harness import check_layout, check_part_of_model, tiny_run, train
 from tests.parity.state.resharding import check_resume
 
 _PLAIN = (
@@ -135,6 +138,28 @@ def test_what_a_model_of_images_cannot_be_is_refused_before_it_trains(flags: str
     world_size = 12 if "--tp 12" in flags else 4
     with pytest.raises(ConfigError, match=REFUSED[flags]):
         load_config(argv.split(), world_size=world_size)
+
+
+def test_frozen_parts_stay_as_they_are():
+    """Only the projector is trained: the bits of all else are those that were drawn, after some steps."""
+    run = tiny_run(f"{MODELS['windows']} --freeze-LM --freeze-ViT", dtype="float64")
+    frozen, trained = frozen_params(run), model_spec(run).params()
+    assert {name.partition(".")[0] for name in trained.keys() - frozen.names} == {"projector"}
+    [first, *_, last] = train(run)
+    weights = {part.name: part.values for part in last.shards if part.kind == "parameter"}
+    begun = {part.name: part.values for part in first.shards if part.kind == "parameter"}
+    moved = {name for name, values in weights.items() if not torch.equal(values, begun[name])}
+    assert moved and all(name.startswith("projector.") for name in moved)
+    assert {part.name.partition(".")[0] for part in last.shards if part.kind == "gradient"} == {"projector"}
+
+
+MEGATRON = "--img-h 8 --img-w 8 --patch-dim 2 --pixel-shuffle --disable-vision-class-token"
+
+
+def test_megatrons_flags_make_the_same_encoder():
+    ours = f"{_PLAIN} --vision-image-size 8 --vision-patch-size 2 --vision-merge-size 2 --no-vision-class-token"
+    theirs = _PLAIN.replace("--vision-patch-size 2 --vision-image-size 4", MEGATRON)
+    assert tiny_run(theirs).model == tiny_run(ours).model
 
 
 def test_a_checkpoint_resumes_in_another_layout(ranks: RankPool, tmp_path: Path):

@@ -37,7 +37,7 @@ def num_vision_layers(model: Any) -> int:
     return (model.vision_num_layers or 0) if model.model_type == VISION_LANGUAGE_MODEL else 0
 
 
-_READS_IMAGES = UsedWhen(reads_images, f"it is for --model-type {VISION_LANGUAGE_MODEL}")
+READS_IMAGES = UsedWhen(reads_images, f"it is for --model-type {VISION_LANGUAGE_MODEL}")
 _TABLE = used_with("model.vision_position_embedding_type", value="learned")
 _ROTARY = used_with("model.vision_position_embedding_type", value="rope")
 _TWO_GEMMS = used_with("model.projector_num_layers", value=2)
@@ -53,7 +53,7 @@ _NO_WINDOWS = NotWith(
 class VisionEncoderSettings:
     """The encoder of images."""
 
-    feature: ClassVar = Feature("vision encoder", (_READS_IMAGES,))
+    feature: ClassVar = Feature("vision encoder", (READS_IMAGES,))
     vision_num_layers: Annotated[LayerCount, "at least 1", ToySize(2)] | None = None
     """Layers of the vision encoder; `--num-layers` counts those of the decoder."""
     vision_hidden_size: Annotated[Width, "at least 1", ToySize(64)] | None = None
@@ -107,7 +107,7 @@ class VisionEncoderSettings:
 class ProjectorSettings:
     """The projector from the vision encoder to the decoder."""
 
-    feature: ClassVar = Feature("projector", (_READS_IMAGES,))
+    feature: ClassVar = Feature("projector", (READS_IMAGES,))
     projector_num_layers: Annotated[LayerCount, "at least 1"] = 2
     """GEMMs of the projector: 1, or 2 with an activation between them."""
     projector_hidden_size: Annotated[Width, "at least 1", _TWO_GEMMS, ToySize(128)] | None = None
@@ -124,7 +124,7 @@ class ProjectorSettings:
 class PatchLimitSettings:
     """How many patches a sample has."""
 
-    feature: ClassVar = Feature("patches", (_READS_IMAGES,), role="runtime")
+    feature: ClassVar = Feature("patches", (READS_IMAGES,), role="runtime")
     max_patches: Annotated[SequenceLength, "at least 1", ToySize(64)] | None = None
     """Patches of all images of a sample, at most, class tokens included: memory is planned for them. Derived: those of one image of
     `--vision-image-size`, or of 1,024 x 1,024 pixels with rotary positions."""

@@ -1,0 +1,60 @@
+"""The bytes that a model of images keeps for the backward pass: formula against what really stays in memory, frozen parts included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from petatron.config import RunConfig
+from petatron.config.schema.memory import MemoryConfig
+from petatron.models.batch import Batch
+from petatron.models.image_text_batch import make_image_text_batch
+from tests.unit.models.test_activations import LLAMA, build, measured, recompute, run_of
+
+_IMAGES = (
+    f"{LLAMA} --model-type vlm --num-layers 2 --vision-num-layers 2 --vision-hidden-size 24 --vision-num-attention-heads 2 "
+    "--vision-ffn-hidden-size 40 --vision-patch-size 2 --image-token-id 7 --max-patches 64 --seq-length 80"
+)
+MODELS = {
+    "siglip": f"{_IMAGES} --vision-image-size 16 --position-embedding-type rope",
+    "clip": f"{_IMAGES} --vision-image-size 16 --vision-input-norm --no-vision-patch-bias --no-vision-final-norm "
+    "--vision-activation quick_gelu --position-embedding-type rope",
+    "qwen": f"{_IMAGES} --vision-position-embedding-type rope --vision-merge-size 2 --vision-window-size 8 "
+    "--vision-full-attention-layers 1 --vision-activation swiglu --vision-normalization RMSNorm --no-vision-final-norm --projector-norm",
+    "shuffled": f"{_IMAGES} --vision-image-size 16 --vision-merge-size 2 --projector-num-layers 1",
+}
+RECOMPUTE = {
+    "nothing": MemoryConfig(),
+    "attention": MemoryConfig(recompute_granularity="selective", recompute_modules=("attention", "mlp")),
+    "uniform": MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+}
+
+BYTES_OF_KEYS = 16
+"""What the reference of attention keeps of each patch to know which keys it sees; no kernel on a GPU does."""
+
+
+def batch_of(run: RunConfig) -> Batch:
+    model, random = run.model, np.random.default_rng(5)
+    merge, samples = model.vision_merge_size, []
+    for _ in range(run.train.micro_batch_size):
+        text = random.integers(8, 100, model.seq_length + 1)
+        text[1 : 1 + 64 // merge**2] = 7
+        pixels = random.integers(0, 256, (64, 12), dtype=np.uint8)
+        mask = np.ones(model.seq_length + 1)
+        samples.append({"tokens": text, "loss_mask": mask, "patches": pixels, "grids": np.array([[1, 8, 8]])})
+    return make_image_text_batch(samples, model)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_kept_bytes_are_those_of_the_formula(kind: str):
+    run, found = run_of(MODELS[kind]), dict[str, tuple[int, int]]()
+    for name in RECOMPUTE:
+        model, streams = build(run)
+        plan = recompute(run, model, RECOMPUTE[name], streams)
+        batch = batch_of(run)
+        measured(model, batch)  # what attention makes of documents, once for all layers
+        known = list(batch.arrays.values())
+        kinds = 1 + (batch.window_documents is not None)
+        of_masks = kinds * BYTES_OF_KEYS * batch["patches"].shape[1]
+        found[name] = measured(model, batch, known=known) - of_masks, plan.saved_bytes
+    assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
