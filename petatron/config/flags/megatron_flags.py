@@ -73,7 +73,6 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "--openai-gelu": Shorthand("activation", "gelu_tanh"),
     "--bert-no-binary-head": Shorthand("bert_binary_head", False),
     "--disable-vision-class-token": Shorthand("vision_class_token", False),
-    "--pixel-shuffle": Shorthand("vision_merge_size", 2, is_overridable=True),
     "--muon-no-split-qkv": Shorthand("muon_split_qkv", False),
     "--disable-bias-linear": Shorthand("add_bias_linear", False),
     "--use-rotary-position-embeddings": Shorthand("position_embedding_type", "rope"),

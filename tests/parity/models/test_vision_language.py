@@ -153,7 +153,7 @@ def test_frozen_parts_stay_as_they_are():
     assert {part.name.partition(".")[0] for part in last.shards if part.kind == "gradient"} == {"projector"}
 
 
-MEGATRON = "--img-h 8 --img-w 8 --patch-dim 2 --pixel-shuffle --disable-vision-class-token"
+MEGATRON = "--img-h 8 --img-w 8 --patch-dim 2 --vision-merge-size 2 --disable-vision-class-token"
 
 
 def test_megatrons_flags_make_the_same_encoder():
