@@ -136,13 +136,13 @@ class EncoderDecoderSpec(DecoderSpec):
         return saved + sum(self._bias_bytes(name, shape, stage) for name in self.biases)
 
     def _bias_bytes(self, name: str, shape: ActivationShape, stage: PipelineStage) -> int:
-        """Returns the bytes of a stack's biases: those of this rank's heads, and the indices, or what the stage before gives."""
+        """Returns the bytes of a stack's biases: those of this rank's heads, in at least float32, and what the stage before gives."""
         encoder, bias = self.num_encoder_layers, self.biases[name]
         if not any((index < encoder) == (name == ENCODER_BIAS) for index in stage.layer_indices):
             return 0
         begins = self.first_layers[name] in stage.layer_indices
-        given = 8 * bias.num_distances if begins else shape.activation_bytes(bias.num_distances, bias.num_heads)
-        return given + shape.activation_bytes(bias.num_distances, bias.num_heads // shape.tp)
+        given = 0 if begins else shape.activation_bytes(bias.num_distances, bias.num_heads)
+        return given + bias.num_distances * (bias.num_heads // shape.tp) * shape.compute_bytes
 
     def loss_workspace_bytes(self, shape: ActivationShape) -> int:
         return super(EncoderDecoderSpec, self).loss_workspace_bytes(shape.with_length(self.decoder_length))
