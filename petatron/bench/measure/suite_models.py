@@ -59,6 +59,10 @@ _T5 = (
     "--relative-attention-max-distance 12 --logits-scaling 8"
 )
 """The output of T5's tied head is divided by the root of the width."""
+_LLAVA = (
+    "--vision-num-layers 2 --vision-hidden-size 32 --vision-num-attention-heads 2 --vision-ffn-hidden-size 48 --vision-image-size 28 "
+    "--projector-hidden-size 64 --image-token-id 255"
+)
 _8B, _8B_SHAPE = "Llama-8B shape, 8 layers, 2 x 8192", ("llama-8b-8layer", 2, 8192)
 
 ENTRIES: Sequence[SuiteEntry] = (
@@ -92,6 +96,7 @@ ENTRIES: Sequence[SuiteEntry] = (
     ),
     SuiteEntry("bert-large", "BERT-large, 32 x 512, bf16", f"bert-large {_NO_DROPOUT}", 32, 512, 45, _NO_DROPOUT),
     SuiteEntry("t5-large", "T5-large, 32 x 512 tokens to 128, bf16", "t5-large", 32, 512, 50, _T5),
+    SuiteEntry("llava-7b", "LLaVA-7B, 8 layers, 4 x 2048, bf16", "llava-7b --num-layers 8", 4, 2048, 60, _LLAVA),
     SuiteEntry("qwen3-4b", "Qwen3-4B, 12 layers, 2 x 4096, bf16", "qwen3-4b --num-layers 12", 2, 4096, 50, _TINY_HEADS),
 )
 """In the order in which a time budget is spent on them: ten minutes are enough for the first ten."""

@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from petatron.bench.peers.random_batches import PIXELS
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.models.batch import Batch
 from petatron.models.encoder_decoder_model import ENCODER_TOKENS
 from petatron.models.masked_language_model import ORDER_LABELS, TOKEN_TYPES
@@ -40,7 +42,14 @@ def _span_loss(model: Any, batch: Batch) -> Tensor:
     return model(input_ids=source, decoder_input_ids=batch.tokens, labels=batch.labels, use_cache=False).loss
 
 
+def _next_token_after_images_loss(model: Any, batch: Batch) -> Tensor:
+    logits = model(input_ids=batch.tokens, pixel_values=batch[PIXELS], use_cache=False).logits
+    labels = batch.labels.masked_fill(batch.loss_mask == 0, _IGNORED)
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
+
+
 _LOSSES: Mapping[str, Callable[[Any, Batch], Tensor]] = {
     MASKED_LANGUAGE_MODEL: _masked_token_losses,
     ENCODER_DECODER_MODEL: _span_loss,
+    VISION_LANGUAGE_MODEL: _next_token_after_images_loss,
 }

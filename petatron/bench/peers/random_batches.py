@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from petatron.config import RunConfig
-from petatron.config.required_settings import known_vocab_size
+from petatron.config.required_settings import known_vocab_size, required
+from petatron.config.schema.model import ModelConfig
 from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODEL
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.models.batch import Batch
 from petatron.models.encoder_decoder_model import ENCODER_TOKENS
+from petatron.models.image_text_batch import image_vectors, make_image_text_batch
 from petatron.models.masked_language_model import ORDER_LABELS, PREDICTED_POSITIONS, TOKEN_TYPES
 
 _MASKED_SHARE = 0.15
+PIXELS = "pixel_values"
+"""Normalized images, for peers that read no patches."""
 
 
 def random_batch(run: RunConfig, generator: Generator, device: torch.device) -> Batch:
@@ -55,6 +64,37 @@ def _corrupted_spans(run: RunConfig, generator: Generator, device: torch.device)
     return Batch(text[:, :-1].contiguous(), labels, mask, arrays={ENCODER_TOKENS: source})
 
 
+def _images_and_text(run: RunConfig, generator: Generator, device: torch.device) -> Batch:
+    """A square image in every row, of as many patches as the model reads, and text; `PIXELS` has it as others take it."""
+    model = run.model
+    side = math.isqrt((model.max_patches or 0) - model.vision_class_token) // model.vision_merge_size
+    side *= model.vision_merge_size
+    vectors, pixels = image_vectors((1, side, side), model), 3 * model.vision_patch_size**2
+    text = torch.randint(
+        known_vocab_size(model) - 1, (run.train.micro_batch_size, model.seq_length + 1), generator=generator
+    )
+    text[text == model.image_token_id] = known_vocab_size(model) - 1
+    text[:, 1 : 1 + vectors] = required("image_token_id", model.image_token_id)
+    samples, grid = [], np.array([[1, side, side]])
+    for row in text.numpy():
+        shape = side * side, pixels * model.vision_temporal_patch_size
+        patches = torch.randint(256, shape, generator=generator, dtype=torch.uint8).numpy()
+        samples.append({"tokens": row, "loss_mask": row != model.image_token_id, "patches": patches, "grids": grid})
+    batch = make_image_text_batch(samples, model)
+    images = images_of_patches(np.stack([sample["patches"] for sample in samples]), model)
+    arrays = {**batch.arrays, PIXELS: images}
+    return replace(batch, arrays=arrays, sequence_dims={**batch.sequence_dims, PIXELS: None}).to(device)
+
+
+def images_of_patches(patches_NPC: NDArray[np.uint8], model: ModelConfig) -> Tensor:
+    """Returns normalized images [N, 3, rows, columns] of square images whose patches are in raster order."""
+    count, patches, _ = patches_NPC.shape
+    side, patch = math.isqrt(patches), model.vision_patch_size
+    pixels = torch.from_numpy(patches_NPC).float().view(count, side, side, 3, patch, patch) / 255.0
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (model.vision_pixel_mean, model.vision_pixel_std))
+    return ((pixels - mean) / std).permute(0, 3, 1, 4, 2, 5).reshape(count, 3, side * patch, side * patch).contiguous()
+
+
 def _tokens(run: RunConfig, length: int, generator: Generator, device: torch.device) -> Tensor:
     shape = run.train.micro_batch_size, length
     return torch.randint(known_vocab_size(run.model), shape, generator=generator).to(device)
@@ -63,4 +103,5 @@ def _tokens(run: RunConfig, length: int, generator: Generator, device: torch.dev
 _MAKERS: Mapping[str, Callable[[RunConfig, Generator, torch.device], Batch]] = {
     MASKED_LANGUAGE_MODEL: _masked_tokens,
     ENCODER_DECODER_MODEL: _corrupted_spans,
+    VISION_LANGUAGE_MODEL: _images_and_text,
 }

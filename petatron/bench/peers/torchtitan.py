@@ -110,6 +110,7 @@ def _unsupported_features(spec: BenchSpec) -> list[str]:
     model, heads = spec.run.model, spec.run.model.num_attention_heads
     parts = {
         "mixture of experts in its Llama": spec.run.moe.num_experts is not None,
+        f"{model.model_type} in place of a decoder": model.model_type != "decoder",
         "layers of a hybrid": model.hybrid_layer_pattern is not None,
         "latent attention": model.multi_latent_attention,
         "normalized query and key heads": model.qk_layernorm,

@@ -74,6 +74,7 @@ FAMILIES = (
     "gpt-125m",
     "bert-large",
     "t5-large",
+    "llava-7b",
 )
 
 

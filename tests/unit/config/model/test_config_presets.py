@@ -20,7 +20,7 @@ EXPECTED = shlex.split(
     "tiny-llama tiny-gpt llama-1b llama-8b-8layer mixtral-slice mamba2-130m mamba2-370m mamba2-780m mamba2-1.3b mamba2-2.7b "
     "nemotron-h-8b bamba-9b falcon-h1-0.5b qwen3-next-80b-a3b kimi-linear-48b-a3b minimax-text-01 gpt-oss-20b gpt-oss-120b "
     "llama-125m llama-350m qwen3-0.6b qwen3-30b-a3b gemma3-1b bert-base bert-large modernbert-base modernbert-large "
-    "t5-small t5-base t5-large flan-t5-base mt5-small"
+    "t5-small t5-base t5-large flan-t5-base mt5-small llava-7b qwen2.5-vl-7b"
 )
 
 # Parameters of the published models, in billions. The count below is exact for dense attention, so a wrong width,
@@ -40,6 +40,7 @@ EXACT_PARAMETERS = {
     "mamba2-2.7b": 2_702_599_680, "nemotron-h-8b": 8_100_852_736, "bamba-9b": 9_780_235_392,
     "falcon-h1-0.5b": 521_411_104, "qwen3-0.6b": 596_049_920, "qwen3-30b-a3b": 30_532_122_624, "gemma3-1b": 999_885_952,
     "t5-small": 60_506_624, "t5-base": 222_903_552, "t5-large": 737_668_096,
+    "llava-7b": 7_050_828_800, "qwen2.5-vl-7b": 8_292_166_656,
     "bert-base": 110_106_428, "bert-large": 336_226_108, "modernbert-base": 149_655_232, "modernbert-large": 395_881_664,
 }  # fmt: skip
 
