@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from petatron.base.errors import DataError
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
@@ -35,7 +34,7 @@ from petatron.infer.decoder_start import decoder_start_id
 from petatron.infer.draft.speculative_decoding import Drafter
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
-from petatron.infer.prompt_images import PromptImages
+from petatron.infer.prompt_images import PromptImages, check_prompt_images
 from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
@@ -121,9 +120,10 @@ class Engine:
             for _ in range(model.mesh.dp.size)
         ]
         self.source_length = model.spec.source_length
+        self._config = model.spec.config
         self.image_config = model.spec.config if isinstance(model.spec, VisionLanguageSpec) else None
         start = None if self.source_length is None else decoder_start_id(tokenizer, self.options, self.vocab_size)
-        self._hidden_size = model.spec.config.hidden_size
+        self._hidden_size = self._config.hidden_size
         self._shares_experts = shares_experts(model)
         self._constraints = ConstraintCompiler(tokenizer, vocab_size=self.vocab_size)
         self._inbox: list[dict[str, Any]] = []
@@ -183,7 +183,7 @@ class Engine:
         constraint that cannot be compiled is what `take` raises.
         """
         check_request(prompt_ids, params, self)
-        self._check_images(prompt_ids, images)
+        check_prompt_images(prompt_ids, images, self._config, pipeline_stages=self._mesh.pp.size)
         if params.constraint is not None and compiled:
             self._constraints.check(params.constraint)
         request = self._next_request
@@ -198,17 +198,6 @@ class Engine:
         if self.num_ranks > 1:
             self._inbox.append({"kind": "prepare", "constraint": asdict(params.constraint)})
         return request
-
-    def _check_images(self, prompt_ids: Sequence[int], images: PromptImages | None) -> None:
-        if self.image_config is not None:
-            none = PromptImages.none(self.image_config)
-            (images or none).check(list(prompt_ids), self.image_config)
-            if images is not None and self._mesh.pp.size > 1:
-                raise DataError(
-                    "Images are encoded on one pipeline stage. Load the model with --pp 1, perhaps with more --tp."
-                )
-        elif images is not None:
-            raise DataError("This model reads no images. Serve one of --model-type vlm, or leave them out.")
 
     def cancel(self, request: int) -> None:
         """Ends a request with the next step; nothing happens if it has ended."""

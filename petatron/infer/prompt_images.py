@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from petatron.base.errors import DataError
 from petatron.config.required_settings import required
 from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.models.image_patches import token_coordinates
 from petatron.models.image_text_batch import image_vectors
 
@@ -84,3 +85,22 @@ class PromptImages:
         is_image = np.array(tokens) == config.image_token_id
         merge, step = config.vision_merge_size, config.video_time_step
         return token_coordinates(is_image, self.grids, merge=merge, time_step=step)
+
+
+def why_no_images(config: ModelConfig, *, pipeline_stages: int = 1) -> str | None:
+    """Returns why a model takes no images; None: it does."""
+    if config.model_type != VISION_LANGUAGE_MODEL:
+        return "This model reads no images. Serve one of --model-type vlm, or leave them out."
+    if pipeline_stages > 1:
+        return "Images are encoded on one pipeline stage. Load the model with --pp 1, perhaps with more --tp."
+    return None
+
+
+def check_prompt_images(
+    prompt_ids: Sequence[int], images: PromptImages | None, config: ModelConfig, *, pipeline_stages: int = 1
+) -> None:
+    """Raises `DataError` if a model cannot read the images of a prompt, or if a prompt of its tokens needs others."""
+    if images is not None and (reason := why_no_images(config, pipeline_stages=pipeline_stages)) is not None:
+        raise DataError(reason)
+    if config.model_type == VISION_LANGUAGE_MODEL:
+        (images or PromptImages.none(config)).check(list(prompt_ids), config)

@@ -17,6 +17,7 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
+from petatron.infer.prompt_images import PromptImages, check_prompt_images
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.json_collectives import broadcast_json
 from petatron.parallel.forward_sequences import max_inputs
@@ -67,9 +68,17 @@ class ReadingEngine(ABC):
         read = self._num_tokens
         return EngineStats(len(self._waiting), 0, 0, 0, read, 0, 0, 0, computed_prompt_tokens=read)
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, compiled: bool = True) -> int:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        images: PromptImages | None = None,
+        compiled: bool = True,
+    ) -> int:
         """Takes a sequence at rank 0 and returns its number; `DataError` if the model cannot read it, or continues none."""
         check_request(prompt_ids, params, self)
+        check_prompt_images(prompt_ids, images, self._model.spec.config)
         asked = self._asked(prompt_ids, params)
         request, self._next_request = self._next_request, self._next_request + 1
         self._waiting[request] = _Sequence(request, list(prompt_ids), asked)

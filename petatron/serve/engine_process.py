@@ -7,7 +7,7 @@ The server sends commands (requests and cancellations), a reload of another chec
 sends the events of all sequences, finished completions and counts. It steps as long as it has work, and reads new commands between
 steps. A new command wakes a server that waits for a step and is sent at once, so a request never misses the next step. A slow server
 delays the engine only when the pipe is full; a thread drains the pipe on the engine's side, so the two cannot deadlock. The server's
-side refuses requests that the model cannot serve (`check_request`).
+side refuses requests that the model cannot serve (`check_request`, `check_prompt_images`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.infer.check_request import check_request
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent, TokenLogprob
+from petatron.infer.prompt_images import PromptImages, check_prompt_images
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.process_group import stop_process_group
@@ -55,6 +56,8 @@ class EngineProcess:
         self.tokenizer: Tokenizer | None = settings.tokenizer
         self.vocab_size, self.reads_only = settings.vocab_size, settings.reads_only
         self.source_length = settings.source_length
+        self._config = settings.loaded.config.model
+        self._pipeline_stages = settings.loaded.config.parallel.pipeline_model_parallel_size
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._pipe, engine_pipe = get_context("spawn").Pipe()
@@ -78,11 +81,13 @@ class EngineProcess:
     def has_work(self) -> bool:
         return bool(self._commands) or self._engine_has_work
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None) -> int:
         check_request(prompt_ids, params, self)
+        check_prompt_images(prompt_ids, images, self._config, pipeline_stages=self._pipeline_stages)
         request, self._next_request = self._next_request, self._next_request + 1
         self._prompts[request] = list(prompt_ids)
-        self._commands.append({"request": request, "prompt": _encode_ids(prompt_ids), "params": asdict(params)})
+        command = {"request": request, "prompt": _encode_ids(prompt_ids), "params": asdict(params)}
+        self._commands.append(command if images is None else command | {"images": images.to_json()})
         return request
 
     def cancel(self, request: int) -> None:
@@ -249,7 +254,9 @@ def _reload(pipe: Connection, engine: CheckpointEngine, step: Path, num_taken: i
 def _take_commands(engine: CheckpointEngine, commands: Sequence[Mapping[str, Any]]) -> None:
     for command in commands:
         if "prompt" in command:
-            number = engine.submit(_decode_ids(command["prompt"]), SamplingParams.from_json(command["params"]))
+            images = PromptImages.from_json(command["images"]) if "images" in command else None
+            params = SamplingParams.from_json(command["params"])
+            number = engine.submit(_decode_ids(command["prompt"]), params, images=images)
             assert number == command["request"], "both sides count requests alike"
         else:
             engine.cancel(command["request"])

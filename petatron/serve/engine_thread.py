@@ -20,6 +20,7 @@ from petatron.base.errors import LaunchError, PetatronError, RequestError
 from petatron.base.log import get_logger
 from petatron.infer.check_request import ServedModel
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
+from petatron.infer.prompt_images import PromptImages
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation_handle import (
     Generation,
@@ -222,7 +223,7 @@ class EngineThread:
                 self._hand_over([(generation, None, GenerationCancelled("cancelled"))])
                 continue
             try:
-                number = self._engine.submit(generation.prompt_ids, generation.params)
+                number = self._engine.submit(generation.prompt_ids, generation.params, images=generation.images)
             except Exception as error:  # whatever it is, the engine has not begun this request, and serves on
                 why = error
                 if isinstance(error, LaunchError) or not isinstance(error, PetatronError):
@@ -317,7 +318,7 @@ class ServedEngine(ServedModel, Protocol):
     def has_work(self) -> bool: ...
     @property
     def stats(self) -> EngineStats: ...
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None) -> int:
         """Returns the request's id; raises `DataError` or `ConfigError` for what cannot be served. What is found later, such as a
         constraint that cannot be compiled, is what `take` raises."""
         ...

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from petatron.base.errors import PetatronError
 from petatron.infer.engine_outputs import Completion, TokenEvent
+from petatron.infer.prompt_images import PromptImages
 from petatron.infer.sampling_params import SamplingParams
 
 
@@ -17,13 +18,14 @@ class Generation:
     """A prompt, how to continue it, and what became of it.
 
     done: its completion, or why there is none. inbox: where its events go if the answer is streamed; sequences of one HTTP request
-    share it. Times are of the engine's thread, in seconds of the monotonic clock.
+    share it. images: those of the prompt. Times are of the engine's thread, in seconds of the monotonic clock.
     """
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     index: int = field(default=0, kw_only=True)
     inbox: Inbox | None = field(default=None, kw_only=True)
+    images: PromptImages | None = field(default=None, kw_only=True)
     done: asyncio.Future[Completion] = field(init=False)
     submitted_s: float = field(default_factory=time.monotonic, init=False)
     first_token_s: float | None = field(default=None, init=False)

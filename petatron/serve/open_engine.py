@@ -23,15 +23,23 @@ from petatron.base.log import get_logger
 from petatron.base.model_companion_files import read_companion_file
 from petatron.base.model_folder_file_names import CONFIG_FILE
 from petatron.checkpoint.files import step_list
+from petatron.checkpoint.files.step_folder import read_manifest
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.config import LoadedConfig
 from petatron.config.required_settings import known_vocab_size
+from petatron.config.schema.objective_and_dataset_names import IMAGE_TEXT_DATASET
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.config.unused_settings import training_flags
+from petatron.data.image_text.image_prompt import ImagePrompts
+from petatron.data.image_text.image_prompt_settings import image_prompt_settings
+from petatron.data.image_text.image_text_settings import SETTINGS_FLAG
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.encoder.encoder_engine import EncoderEngine
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
+from petatron.infer.prompt_images import PromptImages, why_no_images
 from petatron.infer.reading_engine import ReadingEngine
 from petatron.infer.recommend.recommender_engine import RecommenderEngine
 from petatron.infer.sampling_params import (
@@ -97,6 +105,31 @@ class ModelSettings:
         """Reads how its makers recommend to sample."""
         return read_sampling_defaults(model_files(self.folder))
 
+    def image_prompts(self) -> ImagePrompts:
+        """Returns what writes prompts with images; raises `DataError` where the model reads none.
+
+        How images are shown is what `--dataset-settings` says, else what the model's image processor does, or what it was trained with.
+        """
+        model, parallel = self.loaded.config.model, self.loaded.config.parallel
+        if (reason := why_no_images(model, pipeline_stages=parallel.pipeline_model_parallel_size)) is not None:
+            raise DataError(reason)
+        settings = image_prompt_settings(
+            model_files(self.folder),
+            model,
+            given=self.loaded.config.data.dataset_settings,
+            trained=_dataset_settings_of_run(self.folder),
+        )
+        return ImagePrompts(model, self.required_tokenizer(), settings)
+
+    def image_prompts_or_reason(self) -> ImagePrompts | str:
+        """Returns what writes prompts with images, or why there are none; a server answers texts then."""
+        try:
+            return self.image_prompts()
+        except DataError as error:
+            if self.loaded.config.model.model_type == VISION_LANGUAGE_MODEL:
+                _log.warning("requests with images are refused: %s", error)
+            return str(error)
+
     @property
     def num_ranks(self) -> int:
         return (self.loaded.config.launch.nproc_per_node or 1) * self.loaded.config.launch.nnodes
@@ -145,7 +178,10 @@ def model_settings(
 
 def warn_of_training_flags(settings: ModelSettings) -> None:
     """Warns of flags that were typed and have no effect on a model that is only read."""
-    if unused := training_flags(settings.loaded.origins):
+    unused = training_flags(settings.loaded.origins)
+    if settings.loaded.config.model.model_type == VISION_LANGUAGE_MODEL:
+        unused = [flag for flag in unused if flag != SETTINGS_FLAG]  # which say how the images of prompts are shown
+    if unused:
         _log.warning("without effect here, only training reads them: %s", ", ".join(unused))
 
 
@@ -171,6 +207,16 @@ def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int)
             named.append(content.get("eos_token_id") if isinstance(content, Mapping) else None)
     ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
     return tuple(sorted({token for token in ids if type(token) is int and 0 <= token < vocab_size}))
+
+
+def _dataset_settings_of_run(folder: Path) -> tuple[str, ...]:
+    """Returns the settings of the images and texts that a run was trained with; none for others."""
+    step = step_list.containing_step(folder)
+    if step is None:
+        return ()
+    data = run_config(run_metadata(read_manifest(step))).get("data", {})
+    settings = data.get("dataset_settings") if data.get("dataset_type") == IMAGE_TEXT_DATASET else None
+    return tuple(str(setting) for setting in settings) if isinstance(settings, list | tuple) else ()
 
 
 class CheckpointEngine:
@@ -231,8 +277,8 @@ class CheckpointEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        return self._engine.submit(prompt_ids, params, compiled=False)
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None) -> int:
+        return self._engine.submit(prompt_ids, params, images=images, compiled=False)
 
     def cancel(self, request: int) -> None:
         self._engine.cancel(request)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.loopback_address import is_loopback
+from petatron.data.images.decode_image import HIGHEST_MAX_PIXELS
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
 from petatron.serve.item_names import ItemNames
 from petatron.serve.split_answer_parts import ReasoningFormat, template_reasoning
@@ -16,6 +17,9 @@ from petatron.serve.tool_calls import ToolCallFormat, template_format
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 MIN_KEY_LENGTH = 16
+HIGHEST_MAX_BODY_BYTES = 1 << 30
+BODY_BYTES_WITH_IMAGES = 1 << 25
+"""The default of `max_body_bytes` for a model that reads images, in base64 a third longer than they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,8 @@ class ServeLimits:
 
     max_body_bytes: of one request. max_prompt_tokens, max_tokens: of one sequence; None: what the model has positions for.
     max_batch: prompts of one request. max_n: answers to one prompt. max_open: sequences accepted and not finished.
-    max_logprobs: log-probabilities in the answer to one request.
+    max_logprobs: log-probabilities in the answer to one request. max_images: of one request. max_image_bytes, max_image_pixels: of one
+    image; pixels are known from its header, before any is decoded.
     max_connections: connections, and requests that are answered at once. max_connections_per_address: connections of one client's
     address, which may be that of a proxy. max_header_bytes, max_headers, header_timeout_s: of one request, before its key is checked.
     request_timeout_s: from the first byte of a request to the last of its answer. drain_timeout_s: after SIGTERM, for what is open.
@@ -39,6 +44,9 @@ class ServeLimits:
     max_n: int = 16
     max_open: int = 512
     max_logprobs: int = 1 << 16
+    max_images: int = 16
+    max_image_bytes: int = 1 << 24
+    max_image_pixels: int = 1 << 25
     max_connections: int = 1024
     max_connections_per_address: int = 512
     max_header_bytes: int = 1 << 16
@@ -54,6 +62,12 @@ class ServeLimits:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield Problem(flag_of(name), str(value), "allows nothing", "Use a number above 0.")
+        if self.max_image_pixels > HIGHEST_MAX_PIXELS:
+            rule, fix = "is more than images are decoded of", f"Use at most {HIGHEST_MAX_PIXELS}."
+            yield Problem("--max-image-pixels", str(self.max_image_pixels), rule, fix)
+        if self.max_body_bytes > HIGHEST_MAX_BODY_BYTES:
+            rule, fix = "is more than one request may take of memory", f"Use at most {HIGHEST_MAX_BODY_BYTES}."
+            yield Problem("--max-body-bytes", str(self.max_body_bytes), rule, fix)
         if self.max_batch > self.max_open:
             rule = f"is more than --max-open {self.max_open}, so that such a request could never be accepted"
             yield Problem("--max-batch", str(self.max_batch), rule, "Raise --max-open, or lower --max-batch.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from petatron.base.errors import DataError
+from petatron.data.image_text.image_prompt import ImagePrompts
 from petatron.data.prompt.chat_template import ChatTemplate, special_token, tokenizer_chat_template, tokenizer_settings
 from petatron.data.prompt.min_token_count import max_token_bytes
 from petatron.data.prompt.prompt_encoder import PLAIN_STOP_STRINGS, PLAIN_TEMPLATE, surrounding_ids
@@ -17,6 +18,8 @@ from petatron.serve.engine_thread import ServedEngine
 from petatron.serve.fill_in_middle import FillInMiddle, find_fill_in_middle
 from petatron.serve.isolation.limited_worker_pool import Isolation
 from petatron.serve.token_texts import TokenTexts
+
+NO_IMAGES = "This model reads no images. Send text alone, or serve one of --model-type vlm."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class ModelCard:
     stop_ids: that end an answer unless a request says otherwise.
     max_token_bytes: of text in one token, where that is known (`data/prompt/min_token_count.py`). isolation: where templates
     are rendered, if not here. step: of the training run, where it follows one. sampling_defaults: of requests that do not say otherwise.
-    fill_in_middle: the tokens for it, where the tokenizer has some.
+    fill_in_middle: the tokens for it, where the tokenizer has some. images: what writes prompts with images, or why there are none.
     """
 
     name: str
@@ -49,6 +52,7 @@ class ModelCard:
     fill_in_middle: FillInMiddle | None = None
     max_token_bytes: int | None = None
     isolation: Isolation | None = None
+    images: ImagePrompts | str = NO_IMAGES
 
     @classmethod
     def of_engine(
@@ -61,6 +65,7 @@ class ModelCard:
         chat_template: str | None = None,
         step: int | None = None,
         sampling_defaults: SamplingDefaults = NO_DEFAULTS,
+        images: ImagePrompts | str = NO_IMAGES,
     ) -> ModelCard:
         """`stop_ids` are added to the tokenizer's end of document; `chat_template` replaces the tokenizer's."""
         tokenizer = engine.tokenizer
@@ -90,6 +95,7 @@ class ModelCard:
             sampling_defaults=sampling_defaults,
             fill_in_middle=find_fill_in_middle(tokenizer),
             max_token_bytes=max_token_bytes(tokenizer),
+            images=images,
         )
 
     @property

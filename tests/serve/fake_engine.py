@@ -13,6 +13,7 @@ import numpy as np
 from petatron.base.errors import DataError
 from petatron.data.tokenizer import ByteTokenizer, Tokenizer
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent, TokenLogprob
+from petatron.infer.prompt_images import PromptImages
 from petatron.infer.sampling_params import SamplingParams
 
 
@@ -70,7 +71,7 @@ class FakeEngine:
             preemptions=0,
         )
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, *, images: PromptImages | None = None) -> int:
         if len(prompt_ids) + max(params.max_new_tokens, 1) > self.max_length:
             raise DataError("The request is too long.")
         if params.constraint is not None and params.constraint.grammar == "unreadable":

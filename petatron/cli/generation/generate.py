@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from petatron.infer.beam.beam_search import BeamParams
     from petatron.infer.engine import Engine
     from petatron.infer.engine_outputs import Completion, TokenEvent
+    from petatron.infer.prompt_images import PromptImages
     from petatron.infer.sampling_params import SamplingParams
     from petatron.serve.open_engine import ModelSettings, OpenedEngine
 
 _REFUSED_WITH_BEAMS = (
     *("min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "seed", "stop", "json_schema", "regex", "logprobs"),
+    *("frequency_penalty", "seed", "stop", "json_schema", "regex", "logprobs", "image"),
 )
 """Options that beam search does not take."""
 
@@ -54,6 +55,8 @@ def parser() -> CommandParser:
         "print what an encoder predicts at the masks of a text, the --top-k likeliest (5); may be given several times"
     )
     add("--fill-mask", action="append", metavar="TEXT", help=text)
+    text = "a file that an <image> tag of the --prompt shows, in their order; without tags, before the prompt; several times for several"
+    add("--image", action="append", type=Path, metavar="FILE", help=text)
     add("--n", type=int, metavar="N", help="answers to each prompt (1)")
     add("--logprobs", type=int, metavar="N", help="report each token's log-probability, and the N most likely ones")
     add("--echo", action="store_true", help="print the prompt before its answer")
@@ -84,6 +87,9 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--out", str(options.out), "is for --prompts", "Redirect the output instead: > FILE.")
     if (options.prompt or []).count("-") > 1:
         yield Problem("--prompt", "-", "reads the input twice", "Give it once.")
+    if options.image and (len(options.prompt or []) != 1 or options.prompts is not None):
+        rule = "is an image of one prompt" + (", and there are several" if options.prompt else "")
+        yield Problem("--image", str(options.image[0]), rule, "Give one --prompt with it.")
     if options.beam_width is not None:
         yield from _beam_problems(options)
     elif options.length_penalty is not None:
@@ -115,17 +121,32 @@ class _TextWork:
 
     def __init__(self, command: GenerationCommand, settings: ModelSettings, encoder: PromptEncoder) -> None:
         from petatron.infer.check_request import check_request
+        from petatron.infer.prompt_images import check_prompt_images
         from petatron.mesh.launch.environment import read_environment
 
         self._command, self._settings = command, settings
         first = read_environment().rank == 0
         texts = [_read_prompt(text) if first else "" for text in command.options.prompt]
-        self._prompts = [(text, encoder.encode(text)) for text in texts] if first else []
+        self._images: PromptImages | None = None
+        self._prompts = [(text, self._encode(text, encoder)) for text in texts] if first else []
         self._beam_width: int | None = command.options.beam_width
         for _, ids in self._prompts:
             check_request(ids, command.request.samples(ids, max_length=settings.max_length)[0], settings)
+            check_prompt_images(ids, self._images, settings.loaded.config.model)
             if self._beam_width is not None:
                 self._beam_params(ids, command.with_model_defaults(settings), self._beam_width)
+
+    def _encode(self, text: str, encoder: PromptEncoder) -> list[int]:
+        """Returns the ids of a prompt, and reads its images."""
+        if not self._command.options.image:
+            return encoder.encode(text)
+        from petatron.data.prompt.prompt_encoder import check_unicode
+        from petatron.infer.read_prompt_images import read_prompt_images
+
+        prompts = self._settings.image_prompts()
+        ids, self._images = read_prompt_images(prompts, check_unicode(text), self._command.options.image)
+        bod = self._settings.required_tokenizer().bod
+        return [*(encoder.prefix_ids or (() if bod is None else (bod,))), *ids]
 
     def run(self, opened: OpenedEngine) -> None:
         options = self._command.with_model_defaults(self._settings)
@@ -140,7 +161,7 @@ class _TextWork:
         printer = _Printer(len(self._prompts), options.n, echo=self._command.options.echo)
         tokenizer = self._settings.required_tokenizer()
         for text, ids, params, number in wanted:
-            printer.add(opened.engine.submit(ids, params), text, number, params)
+            printer.add(opened.engine.submit(ids, params, images=self._images), text, number, params)
         while opened.engine.has_work:
             for event in opened.engine.step():
                 printer.take(event, opened.engine, tokenizer)

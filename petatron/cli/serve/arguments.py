@@ -19,7 +19,7 @@ from petatron.cli.subcommands.command_parser import WEIGHTS_HELP, CommandParser
 from petatron.infer.engine_options import EngineOptions
 from petatron.mesh.launch.environment import api_key_from_env
 from petatron.serve.item_names import ITEM_NAMES_FLAG
-from petatron.serve.serve_options import ServeLimits, ServeOptions, flag_of
+from petatron.serve.serve_options import BODY_BYTES_WITH_IMAGES, ServeLimits, ServeOptions, flag_of
 from petatron.serve.split_answer_parts import REASONING_FORMATS
 from petatron.serve.tool_calls import TOOL_CALL_FORMATS
 
@@ -31,6 +31,9 @@ _LIMITS = {
     "max_batch": "prompts of one request",
     "max_n": "answers to one prompt",
     "max_open": "sequences waiting and running; more are refused with 429",
+    "max_images": "images of one request",
+    "max_image_bytes": "bytes of one image",
+    "max_image_pixels": "pixels of one image, by its header",
     "max_logprobs": "log-probabilities in the answer to one request",
     "max_connections": "connections and requests open at once; more are refused with 503",
     "max_connections_per_address": "connections from one address",
@@ -98,6 +101,8 @@ def parser() -> argparse.ArgumentParser:
             default = getattr(owner, name)
             shown = "what the model has positions for" if default is None else f"{default:,}"
             shown = "what memory allows" if name == "num_pages" else shown
+            if name == "max_body_bytes":  # which depends on the model
+                default, shown = None, f"{shown}; {BODY_BYTES_WITH_IMAGES:,} for a model that reads images"
             kind = float if name.endswith("_s") else int
             add(flag_of(name), dest=name, type=kind, default=default, metavar="N", help=f"{text} ({shown})")
     text = "compute equal beginnings of prompts once for all API keys, not for each: for keys of one owner"
@@ -126,12 +131,13 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
         fix = "Write one key a line into it."
         raise ConfigError([Problem("--api-key-file", str(args.api_key_file), "has no key", fix)])
     exported = api_key_from_env()
+    limits = {name: value for name in _LIMITS if (value := getattr(args, name)) is not None}
     named = "host port served_model_name share_prefixes tool_call_format reasoning_format".split()
     options = ServeOptions(
         **{name: getattr(args, name) for name in named},
         api_keys=(*keys, *([exported] if exported else [])),
         allowed_hosts=tuple(args.allowed_host),
-        limits=ServeLimits(**{name: getattr(args, name) for name in _LIMITS}),
+        limits=ServeLimits(**limits),
     )
     options.check()
     from petatron.checkpoint.files.step_list import containing_step, list_steps

@@ -19,9 +19,10 @@ from petatron.cli.serve.arguments import checkpoint_folder, engine_options, pars
 from petatron.cli.subcommands.run_on_ranks import run_on_ranks
 from petatron.mesh.launch.environment import read_environment
 from petatron.serve.item_names import ItemNames
-from petatron.serve.serve_options import ServeOptions
+from petatron.serve.serve_options import BODY_BYTES_WITH_IMAGES, ServeOptions
 
 if TYPE_CHECKING:
+    from petatron.data.image_text.image_prompt import ImagePrompts
     from petatron.infer.sampling_params import SamplingDefaults
     from petatron.serve.engine_process import EngineProcess
     from petatron.serve.open_engine import ModelSettings
@@ -62,10 +63,15 @@ def _serve(args: argparse.Namespace, settings: ModelSettings, options: ServeOpti
     if args.item_names is not None:
         options = replace(options, item_names=ItemNames.read(args.item_names, num_items=settings.vocab_size))
     template = None if args.chat_template is None else read_text(args.chat_template, "--chat-template")
+    images = settings.image_prompts_or_reason()
+    if not isinstance(images, str) and args.max_body_bytes is None:
+        options = replace(options, limits=replace(options.limits, max_body_bytes=BODY_BYTES_WITH_IMAGES))
+    if not isinstance(images, str) and template is None and images.chat_format is not None:
+        template = images.chat_template()
     listener = open_listener(options)
     engine = EngineProcess(settings)
     try:
-        _answer(args, Path(settings.checkpoint), options, engine, listener, template)
+        _answer(args, Path(settings.checkpoint), options, engine, listener, template, images)
     finally:
         engine.close()  # a server that fails to start, or ends at once, has not done it
     return 0
@@ -78,6 +84,7 @@ def _answer(
     engine: EngineProcess,
     listener: socket.socket,
     template: str | None,
+    images: ImagePrompts | str,
 ) -> None:
     from petatron.serve.http.app import build_app
     from petatron.serve.http.follow_training_run import follow_run
@@ -96,6 +103,7 @@ def _answer(
             chat_template=template,
             step=engine.step_number,
             sampling_defaults=defaults,
+            images=images,
         )
 
     watch = follow_run(checkpoint, engine, describe, interval_s=args.watch_interval) if args.watch else None

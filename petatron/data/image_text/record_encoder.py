@@ -116,17 +116,11 @@ class RecordEncoder:
     ) -> EncodedRecord:
         """Encodes a record, whose visuals have layouts, and features for each part."""
         writing = self._written(record, layouts)
-        encoded = self._encode(writing)
-        ids, spans = np.array(encoded.ids, np.int64), np.array(encoded.spans, np.int64).reshape(-1, 2)
+        ids, spans, counts = self._repeated(writing, features)
         is_placeholder = ids == self._grid.image_token_id
-        if spans[is_placeholder, 0].tolist() != writing.placeholders:
-            reason = f"has the image token {self._markup.placeholder} in a text, where no image is"
-            raise RecordError("image token in text", reason)
         learned = np.array([*writing.is_target, False])
         last = np.where(spans[:, 1] > spans[:, 0], spans[:, 1] - 1, spans[:, 0])
         is_target = learned[last] & ~is_placeholder
-        counts = np.ones(len(ids), np.int64)
-        counts[is_placeholder] = _features_of_placeholders(writing.num_parts, features)
         ends = np.cumsum(counts)
         places = np.concatenate([[0], ends])
         visuals = [
@@ -140,6 +134,32 @@ class RecordEncoder:
             np.concatenate([np.zeros(len(before), bool), np.repeat(is_target, counts), np.ones(len(after), bool)]),
             [(begin + len(before), stop + len(before)) for begin, stop in visuals],
         )
+
+    def prompt_ids(
+        self, texts: Sequence[str], features: Sequence[Sequence[int]], layouts: Sequence[ImageLayout]
+    ) -> list[int]:
+        """Returns the ids of a prompt: texts before, between and after its images."""
+        writing = _Writing("", [], [], [], [])
+        for number, text in enumerate(texts):
+            if number:
+                writing.add_visual(self._markup, layouts[number - 1])
+            writing.add(text, False)
+        ids, _, counts = self._repeated(writing, features)
+        return np.repeat(ids, counts).tolist()
+
+    def _repeated(
+        self, writing: _Writing, features: Sequence[Sequence[int]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the ids of a text, the characters of each, and how often each is repeated for the features of its part."""
+        encoded = self._encode(writing)
+        ids, spans = np.array(encoded.ids, np.int64), np.array(encoded.spans, np.int64).reshape(-1, 2)
+        is_placeholder = ids == self._grid.image_token_id
+        if spans[is_placeholder, 0].tolist() != writing.placeholders:
+            reason = f"has the image token {self._markup.placeholder} in a text, where no image is"
+            raise RecordError("image token in text", reason)
+        counts = np.ones(len(ids), np.int64)
+        counts[is_placeholder] = _features_of_placeholders(writing.num_parts, features)
+        return ids, spans, counts
 
     def _written(self, record: ImageTextRecord, layouts: Sequence[ImageLayout]) -> _Writing:
         writing, left = _Writing("", [], [], [], []), list(layouts)

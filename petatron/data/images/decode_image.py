@@ -17,7 +17,7 @@ The orientation that a camera recorded (EXIF) is applied; EXIF data that cannot 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,22 +106,29 @@ def check_size(num_bytes: int, limits: ImageLimits, name: str) -> None:
         raise ImageError(name, "too large", f"has {num_bytes:,} bytes, and an image at most {limits.max_bytes:,}")
 
 
-def read_header(file: BinaryIO, limits: ImageLimits, *, name: str, counts_frames: bool = False) -> ImageHeader:
+def read_header(
+    file: BinaryIO,
+    limits: ImageLimits,
+    *,
+    name: str,
+    counts_frames: bool = False,
+    formats: Sequence[str] = FORMATS,
+) -> ImageHeader:
     """Reads what an image says of itself; raises `ImageError` for one that is known to be of no use by that.
 
     counts_frames: of an animation, some of which (GIF) are read to their end for it.
     """
-    with _opened(file, limits, name) as image:
+    with _opened(file, limits, name, formats) as image:
         width, height = image.size
         if _orientation(image) in _SWAPPING_ORIENTATIONS:
             width, height = height, width
         return ImageHeader(height, width, _num_frames(image, limits, name) if counts_frames else 1)
 
 
-def decode_image(content: bytes, limits: ImageLimits, *, name: str) -> Rgb:
+def decode_image(content: bytes, limits: ImageLimits, *, name: str, formats: Sequence[str] = FORMATS) -> Rgb:
     """Decodes an image; of an animation, its first frame."""
     check_size(len(content), limits, name)
-    with _opened(io.BytesIO(content), limits, name) as image:
+    with _opened(io.BytesIO(content), limits, name, formats) as image:
         return _upright_rgb(image, _orientation(image))
 
 
@@ -148,11 +155,11 @@ def even_frames(total: int, max_frames: int) -> list[int]:
 
 
 @contextmanager
-def _opened(file: BinaryIO, limits: ImageLimits, name: str) -> Iterator[Any]:
+def _opened(file: BinaryIO, limits: ImageLimits, name: str, formats: Sequence[str] = FORMATS) -> Iterator[Any]:
     """Opens an image within the limits; whatever fails inside, in Pillow, is an `ImageError`."""
     pillow = load_pillow()
     try:
-        with pillow.open(file, formats=FORMATS) as image:
+        with pillow.open(file, formats=tuple(formats)) as image:
             _check_pixels(image.size, limits, name)
             if image.mode in _REFUSED_MODES:
                 raise ImageError(
@@ -164,7 +171,7 @@ def _opened(file: BinaryIO, limits: ImageLimits, name: str) -> Iterator[Any]:
     except pillow.DecompressionBombError as error:
         raise ImageError(name, "too many pixels", f"has more than {limits.max_pixels:,} pixels") from error
     except pillow.UnidentifiedImageError as error:
-        reason = f"is no image of a known format ({', '.join(FORMATS)}), or its beginning is damaged"
+        reason = f"is no image of a known format ({', '.join(formats)}), or its beginning is damaged"
         raise ImageError(name, "unknown format", reason) from error
     except Exception as error:  # decoders raise nearly anything on damaged bytes
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -14,7 +14,7 @@ from petatron.base.errors import ConfigError, PetatronError, RequestError
 from petatron.serve.generation_handle import NotServingError, QueueFullError
 
 RETRY_AFTER_S = 1
-_ALTERNATIVE = re.compile(r"\[|^(str|int|float|bool|constrained-\w+)$")
+_ALTERNATIVE = re.compile(r"\[|^(str|int|float|bool|constrained-\w+|[A-Z]\w+)$")
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

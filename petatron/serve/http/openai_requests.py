@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from petatron.infer.sampling_params import MAX_TOP_LOGPROBS, PoolingName
 from petatron.serve.http.request_field_rules import REFUSED
@@ -181,8 +181,50 @@ class TextPart(BaseModel):
     @classmethod
     def _is_text(cls, given: Any) -> Any:
         if isinstance(given, dict) and isinstance(kind := given.get("type"), str) and kind != "text":
-            raise ValueError(f"a part of type {kind[:40]} is not supported: messages have text alone")
+            raise ValueError(f"a part of type {kind[:40]} is not supported: messages have text and images alone")
         return given
+
+
+class ImageUrl(BaseModel):
+    """detail is OpenAI's; every image is shown as its model was trained to see images."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(BaseModel):
+    """An image, in OpenAI's form or as {"type": "image", "image": URL}."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["image_url", "image"]
+    image_url: ImageUrl | str | None = None
+    image: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Its URL."""
+        given = self.image if self.type == "image" else self.image_url
+        return given.url if isinstance(given, ImageUrl) else given or ""
+
+    @model_validator(mode="after")
+    def _has_its_url(self) -> Self:
+        if not self.source:
+            raise ValueError(f"a part of type {self.type} needs {self.type}, with the data URL of an image")
+        return self
+
+
+def _part_kind(given: Any) -> str:
+    """Returns which part this is; what is none of them is a wrong text."""
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "[image]" if kind in ("image_url", "image") else "[text]"  # no name of a field, which errors would show
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("[text]")] | Annotated[ImagePart, Tag("[image]")], Discriminator(_part_kind)
+]
 
 
 class ChatMessage(BaseModel):
@@ -191,7 +233,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

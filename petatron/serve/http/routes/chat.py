@@ -15,14 +15,23 @@ from typing import Any
 from fastapi import Request, Response
 
 from petatron.infer.engine_outputs import Completion, TokenEvent
+from petatron.infer.prompt_images import PromptImages
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beam_search import check_beams
 from petatron.serve.http.chat_tools import ToolChoice, choose_tools
+from petatron.serve.http.image_messages import ChatPrompt, MessageWriter
+from petatron.serve.http.image_parts import measure_images
 from petatron.serve.http.json_body import ignore_fields, read_request
-from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool
-from petatron.serve.http.request_to_engine import encode_prompts, new_tokens, sampling_params
+from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatMessage, ChatPromptFields, ChatTool, TextPart
+from petatron.serve.http.request_to_engine import (
+    check_prompt,
+    check_text,
+    encode_prompts,
+    new_tokens,
+    sampling_params,
+)
 from petatron.serve.http.routes.completions import answer_request, check_batch, check_samples, continuous_usage
 from petatron.serve.http.run_generations import TokenStream
 from petatron.serve.http.server_state import ServerState, state_of
@@ -42,7 +51,9 @@ async def post_chat_completion(request: Request) -> Response:
     check_batch(body.n or 1, state)
     chat = await prepare_chat(body, state)
     ignore_fields(request, unread_template_values(body, model))
-    return await answer_request(request, body, ChatAnswer(body, model, chat), [chat.ids], chat.params)
+    return await answer_request(
+        request, body, ChatAnswer(body, model, chat), [chat.ids], chat.params, images=chat.images
+    )
 
 
 async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> PreparedChat:
@@ -52,9 +63,20 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
         raise ApiError(400, "top_logprobs needs logprobs true.", param="top_logprobs")
     model, limits = state.model, state.options.limits
     tools = choose_tools(body, state.options.tool_format(model.chat_template.tool_source))
+    measured = await measure_images(body.messages, model, limits)
+    if measured is not None and (body.use_beam_search or body.truncate_prompt_tokens is not None):
+        param = "use_beam_search" if body.use_beam_search else "truncate_prompt_tokens"
+        raise ApiError(400, f"{param} does not go with images. Leave it out.", param=param)
     prompt = await chat_prompt(body.messages, body, model, tools=tools.offered)
     prefix = model.prefix_ids if body.add_special_tokens else model.chat_prefix_ids  # which a template writes itself
-    [(ids, _)] = await encode_prompts(prompt, body, model, limits, param="messages", prefix=prefix)
+    if measured is None:
+        [(ids, _)] = await encode_prompts(prompt.text, body, model, limits, param="messages", prefix=prefix)
+        images = None
+    else:
+        check_text(prompt.text, model, limits, param="messages")
+        ids = [*prefix, *await measured.encode(prompt.around_images)]
+        check_prompt(ids, model, limits, param="messages")
+        images = await measured.read()
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = min(new_tokens(asked, model.max_length, [ids], model, limits), model.max_length - len(ids))
     params = sampling_params(
@@ -71,7 +93,8 @@ async def prepare_chat(body: ChatCompletionRequest, state: ServerState) -> Prepa
     params = replace(params, stop_strings=tuple(dict.fromkeys((*params.stop_strings, *model.chat_stop_strings))))
     # A constraint is one of the content, from its first token on.
     is_apart = body.separate_reasoning is not False and params.constraint is None
-    return PreparedChat(prompt, ids, params, tools, splitter_of(prompt, tools, state, separates_reasoning=is_apart))
+    splitter = splitter_of(prompt.text, tools, state, separates_reasoning=is_apart)
+    return PreparedChat(prompt.text, ids, params, tools, splitter, images)
 
 
 def constrain_to_tools(params: SamplingParams, tools: ToolChoice, model: ModelCard) -> SamplingParams:
@@ -105,24 +128,27 @@ def _template_source(model: ModelCard) -> str:
 
 async def chat_prompt(
     messages: Sequence[ChatMessage], body: ChatPromptFields, model: ModelCard, *, tools: Sequence[ChatTool]
-) -> str:
+) -> ChatPrompt:
     """Returns the text of the messages; it ends with the last message if that is to be continued."""
+    writer = MessageWriter(model)
     given = [tool.model_dump(exclude_unset=True) for tool in tools] or None
     values = _template_values(body, model)
 
     async def render(messages: Sequence[ChatMessage], *, generate: bool) -> str:
-        plain = [_plain(message) for message in messages]
+        plain = [_plain(message, writer) for message in messages]
         return await model.render_chat(plain, tools=given, add_generation_prompt=generate, values=values)
 
     if not body.continue_final_message:
-        return await render(messages, generate=body.add_generation_prompt is not False)
+        return writer.split(await render(messages, generate=body.add_generation_prompt is not False), messages)
     last = messages[-1]
     if (last.model_extra or {}).get("tool_calls"):
         text = "The last message has tool_calls, after which its content cannot go on."
         raise ApiError(400, text, param="continue_final_message")
     # The template may write something after the content, or trim it: a mark at its end says where it is.
     mark = f"\ue000{secrets.token_hex(8)}\ue001"
-    marked = [*messages[:-1], last.model_copy(update={"content": (message_text(last) or "") + mark})]
+    content = last.content if isinstance(last.content, list) else [TextPart(type="text", text=last.content or "")]
+    parts = [*content, TextPart(type="text", text=mark)]
+    marked = [*messages[:-1], last.model_copy(update={"content": parts})]
     text = await render(marked, generate=False)
     before, mark_found, _ = text.rpartition(mark)
     if not mark_found:
@@ -130,7 +156,7 @@ async def chat_prompt(
             "The model's chat template does not write the content of the last message, so that it cannot be continued."
         )
         raise ApiError(400, why, param="continue_final_message")
-    return before
+    return writer.split(before, messages)
 
 
 def _template_values(body: ChatPromptFields, model: ModelCard) -> dict[str, Any]:
@@ -153,9 +179,9 @@ def unread_template_values(body: ChatPromptFields, model: ModelCard) -> list[str
     return [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {} if name not in source]
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
+def _plain(message: ChatMessage, writer: MessageWriter) -> dict[str, Any]:
     """Returns a message as templates read it: reasoning under both of its names, and no missing content, which they write as None."""
-    extra, content = message.model_extra or {}, message_text(message)
+    extra, content = message.model_extra or {}, writer.content(message)
     if isinstance(former := extra.get("tool_calls"), list):
         extra = {**extra, "tool_calls": [_readable_call(call) for call in former]}
     reasoning = extra.get("reasoning_content") or extra.get("reasoning")
@@ -167,7 +193,9 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
 
 def message_text(message: ChatMessage) -> str | None:
     content = message.content
-    return "".join(part.text for part in content) if isinstance(content, list) else content
+    if isinstance(content, list):
+        return "".join(part.text for part in content if isinstance(part, TextPart))
+    return content
 
 
 def _readable_call(call: Any) -> Any:
@@ -191,6 +219,7 @@ class PreparedChat:
     params: SamplingParams
     tools: ToolChoice
     splitter: Callable[[], AnswerSplitter]
+    images: PromptImages | None = None
 
 
 class ChatAnswer:

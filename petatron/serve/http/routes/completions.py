@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from petatron.infer.engine_outputs import Completion, TokenEvent
+from petatron.infer.prompt_images import PromptImages
 from petatron.infer.sampling_params import SamplingParams
 from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
@@ -76,15 +77,20 @@ async def answer_request(
     answer: SampledAnswer,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
+    *,
+    images: PromptImages | None = None,
 ) -> Response:
-    """Runs what a completion or a chat asks for: n samples of each prompt, at once or as a stream, or a beam search."""
+    """Runs what a completion or a chat asks for: n samples of each prompt, at once or as a stream, or a beam search.
+
+    images: those of a single prompt.
+    """
     state = state_of(request)
     if body.use_beam_search:
         beams = beam_params(body, params)
         return JSONResponse(answer.as_json(await complete_by_beams(request, state, prompts, beams, params)))
     inbox = Inbox() if body.stream else None
     generations = [
-        Generation(prompt, sampling, index=index, inbox=inbox)
+        Generation(prompt, sampling, index=index, inbox=inbox, images=images)
         for index, (prompt, sampling) in enumerate(samples(prompts, params, body.n or 1, state.model))
     ]
     if inbox is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from petatron.serve.http.image_parts import measure_images
 from petatron.serve.http.json_body import ignore_fields, read_request
 from petatron.serve.http.openai_requests import ChatPromptFields, DetokenizeRequest, OpenAIRequest, TokenizeRequest
 from petatron.serve.http.request_to_engine import check_ids, encode_text
@@ -44,9 +45,11 @@ async def post_tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest)
     model = state_of(request).check_model(body.model)
     if body.messages is not None:
-        text = await chat_prompt(body.messages, body, model, tools=body.tools or [])
+        measured = await measure_images(body.messages, model, state_of(request).options.limits)
+        prompt = await chat_prompt(body.messages, body, model, tools=body.tools or [])
         prefix = model.prefix_ids if body.add_special_tokens else model.chat_prefix_ids
-        ids = [*prefix, *await encode_text(text, model)]
+        encoded = encode_text(prompt.text, model) if measured is None else measured.encode(prompt.around_images)
+        ids = [*prefix, *await encoded]
         ignore_fields(request, unread_template_values(body, model))
     else:
         ids = await encode_text(body.prompt or "", model)
