@@ -33,6 +33,14 @@ class ChatFormat:
             messages, named=named, force_system_message=force_system, add_generation_prompt=False
         )
 
+    def chat_template(self, *, image_begins: str) -> str:
+        """Returns the same as a template of jinja2, of messages in which what stands for an image begins with `image_begins`."""
+        template, content = self.format.chat_template(), "message['content']"
+        if not self.space_before_text:
+            return template
+        spaced = f"({content} if {content}.startswith({image_begins!r}) else ' ' ~ {content})"
+        return template.replace(f"{{{{- {content} }}}}", f"{{{{- {spaced} }}}}")
+
 
 _VICUNA = PromptFormat(
     begin="{bos}",

@@ -27,6 +27,8 @@ from petatron.data.multimodal.multimodal_tokenizer import IMAGE
 from petatron.data.tokenizer import Tokenizer
 
 _DETECTED_MARKUPS = ("qwen2-vl", "smolvlm")
+MARK_BEGINS = "\ue000"
+"""What a mark begins with that stands for an image in a text, in which nobody else has written it."""
 PROMPT_FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 """What OpenAI's API takes."""
 
@@ -48,7 +50,9 @@ class ImagePrompts:
 
     def chat_template(self) -> str | None:
         """Returns the chat format that the model was trained with as a template; None without one."""
-        return None if self.chat_format is None else CHAT_FORMATS[self.chat_format].format.chat_template()
+        return (
+            None if self.chat_format is None else CHAT_FORMATS[self.chat_format].chat_template(image_begins=MARK_BEGINS)
+        )
 
     def measure(self, content: bytes, limits: ImageLimits, *, name: str) -> VisualSize:
         """Returns the parts of an image by its header; raises `ImageError` where that shows it to be of no use."""

@@ -10,7 +10,7 @@ from petatron.base.errors import raise_problems
 from petatron.config.parse_name_value import parse_named_settings
 from petatron.config.schema.model import ModelConfig
 from petatron.data.image_text.image_text_settings import FROM_MODEL, NO_CHAT, SETTINGS_FLAG, ImageTextSettings
-from petatron.data.image_text.processor_settings import read_processor_policy
+from petatron.data.image_text.processor_settings import read_processor
 from petatron.data.images.image_policies import PolicySettings
 
 _OF_POLICY = (
@@ -46,11 +46,12 @@ def image_prompt_settings(
     values = parse_named_settings(ImageTextSettings, settings, SETTINGS_FLAG, "--dataset-type image-text")
     chosen = ImageTextSettings(**values)
     raise_problems(chosen.setting_problems())
-    processor = None if names & set(_OF_POLICY) else read_processor_policy(folder, model)
+    processor = None if names & set(_OF_POLICY) else read_processor(folder, model)
+    markup = None if processor is None else processor.markup
     if chosen.images == FROM_MODEL:
         chosen = replace(chosen, images="crop" if model.vision_position_embedding_type == "learned" else "dynamic")
     return ImagePromptSettings(
-        policy=processor or chosen.policy,
-        markup=chosen.image_markup if "image_markup" in names else None,
+        policy=chosen.policy if processor is None else processor.policy,
+        markup=chosen.image_markup if "image_markup" in names else markup,
         chat_format=None if chosen.chat_format == NO_CHAT else chosen.chat_format,
     )

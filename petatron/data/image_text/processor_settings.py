@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,20 @@ _PIL_FILTERS: Mapping[int, ResampleName] = {1: "lanczos", 2: "bilinear", 3: "bic
 _CROPPING, _SQUASHING = ("CLIPImageProcessor", "LlavaImageProcessor"), ("SiglipImageProcessor", "ViTImageProcessor")
 _DYNAMIC = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
 _TILING = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+_MARKUPS: Mapping[str, str] = {**dict.fromkeys(_DYNAMIC, "qwen2-vl"), **dict.fromkeys(_TILING, "smolvlm")}
 _TOLERANCE = 1e-4
+_DEFAULT = PolicySettings()
 
 
-def read_processor_policy(folder: Path, model: ModelConfig) -> PolicySettings | None:
+@dataclass(frozen=True, slots=True)
+class ImageProcessor:
+    """How an image processor shows images, and the markup that its family writes them with."""
+
+    policy: PolicySettings
+    markup: str
+
+
+def read_processor(folder: Path, model: ModelConfig) -> ImageProcessor | None:
     """Returns how a folder's image processor shows images; None without one. Raises `DataError` for one that is not read."""
     for name in PROCESSOR_FILES:
         path = folder / name
@@ -39,13 +50,18 @@ def read_processor_policy(folder: Path, model: ModelConfig) -> PolicySettings | 
         inner = content.get("image_processor", content) if isinstance(content, Mapping) else None
         if isinstance(inner, Mapping) and "image_processor_type" in inner:
             try:
-                return processor_policy(inner, model)
+                kind = _kind_of(inner)
+                return ImageProcessor(processor_policy(inner, model), _MARKUPS.get(kind, "llava"))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise DataError(f"{path} cannot be read as an image processor ({error}). {_FIX}") from error
     return None
 
 
 _FIX = "Say how images are shown with --dataset-settings images=POLICY."
+
+
+def _kind_of(content: Mapping[str, Any]) -> str:
+    return str(content["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
 
 
 def processor_policy(content: Mapping[str, Any], model: ModelConfig) -> PolicySettings:
@@ -55,7 +71,7 @@ def processor_policy(content: Mapping[str, Any], model: ModelConfig) -> PolicySe
     >>> processor_policy(content, ModelConfig(model_type="vlm", vision_image_size=224)).policy
     'squash'
     """
-    kind = str(content["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
+    kind = _kind_of(content)
     _check_pixels(content, model)
     resample = _PIL_FILTERS.get(content.get("resample", -1))
     size = content.get("size")
@@ -68,8 +84,8 @@ def processor_policy(content: Mapping[str, Any], model: ModelConfig) -> PolicySe
         }
         for name, value in patches.items():
             _check(name, content.get(name, value), value)
-        least = content.get("min_pixels") or sizes.get("shortest_edge") or PolicySettings.min_pixels
-        most = content.get("max_pixels") or sizes.get("longest_edge") or PolicySettings.max_pixels
+        least = content.get("min_pixels") or sizes.get("shortest_edge") or _DEFAULT.min_pixels
+        most = content.get("max_pixels") or sizes.get("longest_edge") or _DEFAULT.max_pixels
         return PolicySettings(policy="dynamic", resample=resample, min_pixels=int(least), max_pixels=int(most))
     if kind in _TILING:
         tile = content.get("max_image_size", {}).get("longest_edge", model.vision_image_size)

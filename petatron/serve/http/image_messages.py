@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from petatron.data.image_text.image_prompt import MARK_BEGINS
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.image_parts import writes_parts
 from petatron.serve.http.openai_requests import ChatMessage, ImagePart, TextPart
@@ -32,7 +33,7 @@ class MessageWriter:
         self._prompts = None if isinstance(model.images, str) else model.images
         template = model.chat_template
         self._in_parts = self._prompts is not None and model.has_chat_template and writes_parts(template.source)
-        self._mark = f"\ue000{secrets.token_hex(8)}\ue001"
+        self._mark = f"{MARK_BEGINS}{secrets.token_hex(8)}\ue001"
 
     def content(self, message: ChatMessage) -> str | list[dict[str, str]] | None:
         """Returns what the template gets for the content of a message."""

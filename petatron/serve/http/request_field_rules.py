@@ -17,7 +17,8 @@ from petatron.serve.http.api_error import ApiError
 IGNORED_HEADER = "x-petatron-ignored-fields"
 _MAX_NAMED, _MAX_NAME_CHARS = 32, 64
 _SAMPLER = "This server has no such sampler. Use temperature, top_k, top_p and min_p."
-_TEXT_ALONE = "The model reads and writes text alone."
+_TEXT_ALONE = "The model hears and speaks nothing: text and images are read, and text is written."
+_IMAGES_AS_TRAINED = "Images are shown as the model was trained to see them."
 _CODE = "The server runs no code of a request."
 _STATELESS = "The server keeps nothing of a request."
 _CACHE_HERE = "The key/value cache stays in this server."
@@ -54,8 +55,8 @@ REFUSED: Mapping[str, FieldRule] = {
     "kv_transfer_params": _refused(_CACHE_HERE, {}),
     "logprob_token_ids": _refused("Use logprobs, and read the ids among those that it reports."),
     "logits_processors": _refused(_CODE, []),
-    "media_io_kwargs": _refused(_TEXT_ALONE, {}),
-    "mm_processor_kwargs": _refused(_TEXT_ALONE, {}),
+    "media_io_kwargs": _refused(_IMAGES_AS_TRAINED, {}),
+    "mm_processor_kwargs": _refused(_IMAGES_AS_TRAINED, {}),
     "priority": _refused("Requests of a key are served in the order in which they arrive.", 0),
     "prompt_embeds": _refused("Prompts are texts or token ids."),
     "repetition_detection": _refused("Use repetition_penalty."),
@@ -67,11 +68,11 @@ REFUSED: Mapping[str, FieldRule] = {
     # SGLang
     "custom_logit_processor": _refused(_CODE),
     "custom_params": _refused(_CODE, {}),
-    "images_config": _refused(_TEXT_ALONE, {}),
+    "images_config": _refused(_IMAGES_AS_TRAINED, {}),
     "input_ids": _refused("Send token ids to /v1/completions, as prompt."),
     "lora_path": _refused("The server serves one model, without adapters."),
-    "max_dynamic_patch": _refused(_TEXT_ALONE),
-    "min_dynamic_patch": _refused(_TEXT_ALONE),
+    "max_dynamic_patch": _refused(_IMAGES_AS_TRAINED),
+    "min_dynamic_patch": _refused(_IMAGES_AS_TRAINED),
     "reasoning": _refused("Use reasoning_effort, or chat_template_kwargs."),
     "return_cached_tokens_details": _refused("The usage has prompt_tokens_details.cached_tokens.", False),
     "return_hidden_states": _refused("Use /v1/embeddings.", False),
@@ -92,7 +93,7 @@ REFUSED: Mapping[str, FieldRule] = {
     "dynatemp_range": _refused(_SAMPLER, 0),
     "grammar_lazy": _refused("A grammar holds from the first token on. Use tools with strict true.", False),
     "grammar_triggers": _refused("A grammar holds from the first token on. Use tools with strict true.", []),
-    "image_data": _refused(_TEXT_ALONE, []),
+    "image_data": _refused("Send images in the messages of a chat.", []),
     "lora": _refused("The server serves one model, without adapters.", []),
     "mirostat": _refused(_SAMPLER, 0),
     "n_cmpl": _refused("Use n, which is its name in OpenAI's API.", 1),

@@ -26,7 +26,7 @@ RESPONSE_RULES: Mapping[str, FieldRule] = {
     **{name: FieldRule("refused", _KEPT) for name in _EARLIER},
     "background": FieldRule("refused", "An answer is sent to who waits for it.", (False,)),
     "context_management": FieldRule("refused", "The model reads the input as it is.", ([],)),
-    "image": FieldRule("refused", "The model reads and writes text alone."),
+    "image": FieldRule("refused", "Send images to /v1/chat/completions."),
     "max_tool_calls": FieldRule("refused", "The server runs no tools: each call is one of the client."),
     "truncation": FieldRule("refused", "Use truncate_prompt_tokens, which keeps the last tokens.", ("disabled",)),
     "n": FieldRule("refused", "A response is one answer.", (1,)),
@@ -180,7 +180,7 @@ def _text(content: Any, number: int) -> str:
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            text = f"input.{number}: a part of type {str(kind)[:40]} is not supported: text alone is."
+            text = f"input.{number}: a part of type {str(kind)[:40]} is not supported: text alone is. Send images to /v1/chat/completions."
             raise ApiError(400, text, param="input")
         texts.append(part["text"])
     return "".join(texts)
