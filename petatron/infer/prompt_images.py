@@ -39,7 +39,7 @@ class PromptImages:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what ranks send each other."""
-        data = base64.b64encode(np.ascontiguousarray(self.patches)).decode()
+        data = base64.b64encode(self.patches.tobytes()).decode()
         return {"patches": data, "shape": list(self.patches.shape), "grids": self.grids.tolist()}
 
     @classmethod
@@ -50,7 +50,7 @@ class PromptImages:
     @property
     def digest(self) -> str:
         """Differs for other images: prompts with equal tokens share what was computed of them only with equal images."""
-        content = hashlib.blake2b(np.ascontiguousarray(self.patches), digest_size=16)
+        content = hashlib.blake2b(self.patches.tobytes(), digest_size=16)
         content.update(self.grids.tobytes())
         return content.hexdigest()
 

@@ -34,6 +34,7 @@ _WIDE_BRANCHES = {
     "--moe-shared-expert-intermediate-size": "--moe-shared-expert-intermediate-size 256",
     # Each head has keys and values of its own.
     "--kv-lora-rank": "--kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64 --num-query-groups 8",
+    "--objective-settings": "--objective-settings temperature=1",  # it multiplies rounding
     "--decoder-seq-length": "--decoder-seq-length 1024",
     "--linear-key-head-dim": "--linear-key-head-dim 64 --linear-value-head-dim 64 --linear-chunk-size 64",
     "--mamba-state-dim": "--mamba-state-dim 64 --mamba-head-dim 64 --mamba-chunk-size 64",

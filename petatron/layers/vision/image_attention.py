@@ -27,7 +27,6 @@ class ImageAttentionSpec(AttentionSpec):
     most_visible: int
 
     sequence_sharding = "any"
-    can_generate = False
 
     def build(self, layer_index: int) -> ImageAttention:
         return ImageAttention(self, layer_index)
