@@ -54,7 +54,7 @@ def _smolvlm(**config: Any) -> Any:
 
 
 def _qwen(vision: Mapping[str, Any], **text: Any) -> Any:
-    rope = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [1, 2, 1]}
+    rope = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}
     sizes = {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 2, "window_size": 8}
     ids = {
         "image_token_id": IMAGE_TOKEN,

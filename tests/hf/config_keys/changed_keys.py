@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 Config = dict[str, Any]
 _ACTIVATIONS = ("silu", "gelu", "relu", "gelu_pytorch_tanh", "gelu_new", "relu2", "swish")
@@ -61,20 +61,29 @@ def changed(config: Config, *changes: Change) -> Config:
 
 def all_changes(model: PreTrainedModel, config: Config) -> Iterator[Change]:
     """Yields the other values of all keys, and every kind of rotary scaling with its own keys."""
-    for key in sorted(_keys(model, config)):
-        value = config.get(key, getattr(model.config, key, None))
+    modules = {type(part).__module__ for part in model.modules() if isinstance(part, PreTrainedModel)}
+    read = {name for module in modules for name in _keys_in_source(module)}
+    yield from _of_one_config(model, model.config, config, read)
+    for name in model.config.sub_configs.keys() & config.keys():
+        inside = _of_one_config(model, getattr(model.config, name), config[name], read)
+        yield from (Change((name, *change.path), change.value) for change in inside)
+
+
+def _of_one_config(model: PreTrainedModel, made: PreTrainedConfig, config: Config, read: set[str]) -> Iterator[Change]:
+    """Yields those of a config alone, without the configs of parts of the model."""
+    names = {*config, *type(made).attribute_map, *read, *_KEYS_OF_FILES}
+    for key in sorted(name for name in names if not callable(getattr(made, name, None))):
+        value = config.get(key, getattr(made, key, None))
         yield from (Change((key,), other) for other in _others(key, value))
-    yield from _in_tables((), config)
+    yield from _in_tables((), {name: value for name, value in config.items() if name not in made.sub_configs})
     if "rope_parameters" in config:
         yield from _rope_tables(model, config)
 
 
-def _keys(model: PreTrainedModel, config: Config) -> set[str]:
-    kind = type(model.config)
-    source = inspect.getsource(sys.modules[type(model).__module__])
-    read = re.findall(r'\bconfig\.([a-z_]\w*)|getattr\((?:self\.)?config, "(\w+)"', source)
-    names = {*config, *kind.attribute_map, *(name for pair in read for name in pair if name), *_KEYS_OF_FILES}
-    return {name for name in names if not callable(getattr(model.config, name, None))}
+def _keys_in_source(module: str) -> Iterator[str]:
+    source = inspect.getsource(sys.modules[module])
+    pairs = re.findall(r'\bconfig\.([a-z_]\w*)|getattr\((?:self\.)?config, "(\w+)"', source)
+    return (name for pair in pairs for name in pair if name)
 
 
 def _in_tables(path: tuple[str, ...], table: Config) -> Iterator[Change]:
@@ -114,8 +123,11 @@ def _rope_tables(model: PreTrainedModel, config: Config) -> Iterator[Change]:
     yield from (Change(("rope_scaling",), new) for new in _scalings(pairs))
 
 
+_PLAIN_KEYS = ("rope_theta", "partial_rotary_factor", "mrope_section")
+
+
 def _plain(table: Config) -> Config:
-    return {name: value for name, value in table.items() if name in ("rope_theta", "partial_rotary_factor")}
+    return {name: value for name, value in table.items() if name in _PLAIN_KEYS}
 
 
 def _scalings(pairs: int) -> Iterator[Config]:

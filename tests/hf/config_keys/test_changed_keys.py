@@ -18,22 +18,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from petatron.base.errors import CheckpointError, ConfigError
+from petatron.config.schema.model import ModelConfig
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.batch import Batch
 from petatron.models.decoder import Decoder
 from petatron.models.hf import FAMILIES, family_name_of_config, fill_model, from_hf_config, to_logical
+from petatron.models.image_text_batch import make_image_text_batch
 from petatron.models.registry import model_spec
 from petatron.train.build_run import build_model
 from tests.hf.config_keys.changed_keys import Change, Config, all_changes, changed
 from tests.hf.encoder_decoder_zoo import ENCODER_DECODERS
 from tests.hf.encoder_zoo import ENCODERS
+from tests.hf.images_and_text_zoo import MODELS as IMAGES_AND_TEXT
+from tests.hf.images_and_text_zoo import grids_of, inputs_of, samples
 from tests.hf.ours import run_config
 from tests.hf.variant_zoo import VOCABULARY
 from tests.hf.zoo import BUILDERS, ONE_OF_EACH_FAMILY
 from tests.longform import diagonal, later
 
-NAMES = (*ONE_OF_EACH_FAMILY, *ENCODERS, *ENCODER_DECODERS)
+OF_IMAGES = ("llava", "llava-siglip", "smolvlm", "qwen2.5-vl")
+NAMES = (*ONE_OF_EACH_FAMILY, *ENCODERS, *ENCODER_DECODERS, *OF_IMAGES)
 TOKENS = torch.randint(10, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(7))
 """None of them is an id of padding, by which some encoders count positions."""
 TARGET = TOKENS.flip(1)[:, :12]
@@ -43,7 +49,8 @@ OTHERWISE = {
     "nemotron_h": ("time_step_min", "mamba_dt_min"),
 }
 """Keys by which we deliberately do not go, by family."""
-ROPE_TABLES = (("rope_parameters",), ("rope_scaling",))
+ROPE_TABLES = ("rope_parameters", "rope_scaling")
+ImageText = tuple[ModelConfig, list[Any]] | None
 
 
 def _is_size(change: Change) -> bool:
@@ -62,23 +69,38 @@ def _with_random_weights(model: Any) -> PreTrainedModel:
 @cache
 def _model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return _with_random_weights({**BUILDERS, **ENCODERS, **ENCODER_DECODERS}[name]())
+    return _with_random_weights({**BUILDERS, **ENCODERS, **ENCODER_DECODERS, **IMAGES_AND_TEXT}[name]())
 
 
-def _rebuilt(model: PreTrainedModel, config: Config) -> tuple[PreTrainedModel, Tensor] | None:
+def _rebuilt(model: PreTrainedModel, config: Config, images: ImageText) -> tuple[PreTrainedModel, Tensor] | None:
     """The model of a changed config with random weights, and its logits; None if transformers refuses or cannot run it."""
     torch.manual_seed(0)
     try:
         other = _with_random_weights(type(model)(type(model.config).from_dict(copy.deepcopy(config))))
         with torch.no_grad():
-            logits = other(TOKENS, return_dict=True, **({"decoder_input_ids": TARGET} if _has_encoder(other) else {}))
+            logits = other(**_inputs(other, images), return_dict=True)
             logits = logits.prediction_logits if "prediction_logits" in logits else logits.logits
     except Exception:  # whatever it is, transformers has no such model
         return None
     return other, logits
 
 
-def _our_logits(config: Config, model: PreTrainedModel, folder: Path) -> Tensor | None:
+def _inputs(model: PreTrainedModel, images: ImageText) -> dict[str, Tensor]:
+    if images is not None:
+        return inputs_of(model, *images)
+    return {"input_ids": TOKENS} | ({"decoder_input_ids": TARGET} if _has_encoder(model) else {})
+
+
+def _images(config: Config) -> ImageText:
+    """Images and text as a model of these settings reads them; None if it reads text alone."""
+    values, _ = from_hf_config(config)
+    if values.get("model_type") != VISION_LANGUAGE_MODEL:
+        return None
+    settings = ModelConfig(**values)
+    return settings, samples(settings, grids_of(settings))
+
+
+def _our_logits(config: Config, model: PreTrainedModel, folder: Path, images: ImageText) -> Tensor | None:
     """Our logits with the weights of transformers' model; None if the config is refused."""
     try:
         run = run_config(config, folder)
@@ -92,9 +114,11 @@ def _our_logits(config: Config, model: PreTrainedModel, folder: Path) -> Tensor 
     fill_model(ours.module, ours.placements, logical)
     assert isinstance(ours.module, Decoder)
     with torch.no_grad():
-        if not _has_encoder(model):
+        if images is None and not _has_encoder(model):
             return ours.module.eval().logits(TOKENS)
         batch = Batch(TARGET, arrays={"encoder_tokens": TOKENS})
+        if images is not None:
+            batch = make_image_text_batch(images[1], images[0])
         return ours.module.eval()(batch, collect=("logits",)).collected["logits"]
 
 
@@ -141,11 +165,15 @@ class Comparison:
     def outcome(self, changes: Sequence[Change]) -> str:
         """ "equal" or "other" logits; "none" if it is refused, by us or by transformers."""
         config = changed(self.config, *changes)
-        found = _rebuilt(self.model, config)
+        try:
+            images = _images(config)
+        except ConfigError:
+            return "none"
+        found = _rebuilt(self.model, config, images)
         if found is None:
             return "none"
         model, wanted = found
-        logits = _our_logits(config, model, self._folder)
+        logits = _our_logits(config, model, self._folder, images)
         if logits is None:
             return "none"
         if logits.shape != wanted.shape:
@@ -166,7 +194,9 @@ def test_every_family_is_compared():
 def test_a_changed_key_is_refused_or_followed(name: str, tmp_path: Path):
     """One value of each key: those that nobody here reads together, and those that are read and change no size together."""
     compared = Comparison(name, tmp_path)
-    first = {change.path: change for change in reversed(compared.changes()) if change.path not in ROPE_TABLES}.values()
+    first = {
+        change.path: change for change in reversed(compared.changes()) if change.path[-1] not in ROPE_TABLES
+    }.values()
     assert compared.differing_together(first) == []
 
 
@@ -177,7 +207,8 @@ def test_all_values_of_a_key_are_refused_or_followed(name: str, tmp_path: Path):
     values: dict[tuple[str, ...], list[Change]] = {}
     for change in compared.changes():
         values.setdefault(change.path, []).append(change)
-    alone = [change for path in ROPE_TABLES for change in values.pop(path, [])]
+    tables = [path for path in values if path[-1] in ROPE_TABLES]
+    alone = [change for path in tables for change in values.pop(path)]
     alone += [change for changes in values.values() for change in changes if _is_size(change)]
     found = [text for change in alone if compared.reads(change) is not None for text in compared.differing([change])]
     for number in range(max(map(len, values.values()))):
@@ -217,3 +248,14 @@ def test_either_spelling_of_a_key_is_read_and_two_that_disagree_are_refused(name
     assert from_hf_config({name: value for name, value in respelled.items() if name != key}) == from_hf_config(config)
     with pytest.raises(ConfigError, match=f"{other} 5 is another spelling of {key}, which is {config[key]}"):
         from_hf_config({**config, other: 5})
+
+
+def test_either_spelling_of_a_key_in_a_table_is_read_and_two_that_disagree_are_refused():
+    config = _model("qwen2.5-vl").config.to_dict()
+    vision = dict(config["vision_config"])
+    other = {"num_attention_heads": vision["num_heads"]}
+    respelled = {name: value for name, value in vision.items() if name != "num_heads"} | other
+    assert from_hf_config({**config, "vision_config": respelled}) == from_hf_config(config)
+    disagreeing = {**config, "vision_config": {**vision, "num_attention_heads": 5}}
+    with pytest.raises(ConfigError, match="num_attention_heads 5 is another spelling of num_heads, which is 2"):
+        from_hf_config(disagreeing)

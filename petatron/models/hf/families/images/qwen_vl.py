@@ -27,6 +27,7 @@ from petatron.sharding.shard_spec import Shape
 
 
 def _qwen_vision(config: Translation) -> None:
+    config.also(num_heads="num_attention_heads")
     vision_sizes(
         config,
         {
