@@ -38,6 +38,10 @@ An encoder-decoder has two sequences: its steps are counted in tokens of the enc
 output head cost that of its own tokens, t for every s. Cross-attention has the GEMMs of queries and output on those, that of keys and
 values on the encoder's, and s pairs for each of t.
 
+A model that reads images has P patches and F vectors of them for every s tokens of text, at most. N layers of its encoder, of width d
+with an MLP of width j, cost 6 P N (4 d^2 + g d j), and 12 d P for each patch that one sees: all P in A layers, and w in W layers with
+windows. Patches of x numbers cost 4 P x d, since pixels need no gradient, and the projector 6 F for each of its weights.
+
 The two conventions differ in pairs(s). `causal` (Megatron's, and ours) counts s^2 / 2, what a causal model needs;
 `full` counts s^2, as papers that quote higher utilization do. A sliding window of w tokens leaves w s - w^2 / 2 of the
 causal pairs. Norms, activations, softmax, the embedding lookup and recompute are not counted: these are model FLOPs, the work
@@ -69,12 +73,14 @@ def flops_formula(
     linear: type[RecurrentBranchSpec] | None = None,
     gated: bool = False,
     sparse: bool = False,
+    images: bool = False,
 ) -> str:
     """Returns the formula behind the reported TFLOP/s and MFU, for people.
 
     linear: the kind of linear attention that some layers have. gated: attention's output has a gate. sparse: an indexer chooses K tokens
-    of each query; its loss is left out.
+    of each query; its loss is left out. images: an encoder of patches is before the decoder.
     """
+    rest = " + (T/s) (6 P N (4 d^2 + g d j) + 12 d P (A P + W w) + 4 P x d + 6 F projector)" if images else ""
     pairs, chunk = ("s^2/2", "c") if causal else ("s^2", "2 c")
     qkv, width = ("h (a + c + r) + a q + c (k + v) + v h", "6 L (q + v)") if latent else ("h (q + 2k) + q h", "12 L q")
     qkv = qkv.replace("h (q + 2k)", "h (2q + 2k)") if gated else qkv
@@ -87,14 +93,16 @@ def flops_formula(
         mamba, scan = "M h (3d + 2 G N + H)", f"3 T M ({chunk} (d + G N) + 4 d N + 2 w (d + 2 G N))"
         scans = f"{mamba} + {net}" if net else mamba
         mlps = "F g h f" + (" + MoE layers (h E + K g h e + g h u)" if experts else "")
-        return f"6 T ({scans} + A ({qkv}) + {mlps} + h V) + {width.replace('L', 'A')} (T/s) {pairs} + {scan}{rule}"
+        return (
+            f"6 T ({scans} + A ({qkv}) + {mlps} + h V) + {width.replace('L', 'A')} (T/s) {pairs} + {scan}{rule}{rest}"
+        )
     mixers = f"A ({qkv}) + {net}" if net else f"L ({qkv})"
     width = width.replace("L", "A") if net else width
     if experts:
         layers = f"{mixers} + dense layers g h f + MoE layers (h E + K g h e + g h u)"
     else:
         layers = f"{mixers} + L g h f" if net else f"L ({qkv} + g h f)"
-    return f"6 T ({layers} + h V) + {width} (T/s) {pairs}{rule}"
+    return f"6 T ({layers} + h V) + {width} (T/s) {pairs}{rule}{rest}"
 
 
 def linear_attention_kind(spec: ModelSpec) -> type[RecurrentBranchSpec] | None:
@@ -110,6 +118,7 @@ def model_flops_per_token(
     """Returns forward and backward FLOPs per token of a full training sequence, of which `frozen` parameters need less."""
     length = spec.config.seq_length
     gemm_flops = _head_flops(spec, frozen, tp_size=tp_size) * spec.predicted_length / length
+    gemm_flops += sum(outer_module_flops(spec, module, frozen=frozen) for module in spec.tokens_of_modules)
     mixing_flops = 0.0
     for (layer, names, has_backward), count in frozen.count_layers(spec).items():
         count *= layer.runs
@@ -118,6 +127,16 @@ def model_flops_per_token(
         for branch in layer.branches:
             mixing_flops += count * branch.mixing_flops(of_layer, causal=causal) / (1 if has_backward else 3)
     return gemm_flops + mixing_flops / length
+
+
+def outer_module_flops(spec: ModelSpec, module: str, *, frozen: FrozenParams = NOTHING_FROZEN) -> float:
+    """Returns the FLOPs per token of a full sequence of a module in `tokens_of_modules`."""
+    outer = spec.outer_params(spec.whole_model)
+    params = {name: param for name, param in outer.items() if name.partition(".")[0] == module}
+    reads_pixels = module in spec.modules_before_layers
+    has_input_grad = not reads_pixels and (not frozen or frozen.first_backward_layer < spec.layer_after(module))
+    flops = _gemm_flops(params, frozen.names, has_input_grad=has_input_grad)
+    return flops * spec.tokens_of_modules[module] / spec.config.seq_length
 
 
 def _gemm_flops(params: Mapping[str, ParamSpec], frozen_names: Collection[str], *, has_input_grad: bool) -> int:

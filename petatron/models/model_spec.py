@@ -129,6 +129,11 @@ class ModelSpec(ABC):
         """The modules of the first stage that run before its layers."""
         return ("embedding", "position", "embedding_norm")
 
+    @property
+    def tokens_of_modules(self) -> Mapping[str, int]:
+        """The tokens per sample of modules outside of layers that have GEMMs, but for the output head."""
+        return {}
+
     def params_of_part(self, part: Part) -> tuple[str, ...]:
         """Returns patterns of the parameters of a part that can be frozen as one."""
         return ()

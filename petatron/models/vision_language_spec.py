@@ -133,6 +133,11 @@ class VisionLanguageSpec(DecoderSpec):
     def modules_before_layers(self) -> tuple[str, ...]:
         return ("embedding", "embedding_norm", "vision")
 
+    @property
+    def tokens_of_modules(self) -> Mapping[str, int]:
+        patches = required("max_patches", self.config.max_patches)
+        return {"vision": patches, "projector": patches // self.projector.merged_patches}
+
     def params_of_part(self, part: Part) -> tuple[str, ...]:
         count, encoder = self.num_vision_layers, part == "vision encoder"
         layers = range(count) if encoder else range(count, len(self.layers))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
-from petatron.estimate.flops import model_flops_per_token, parameter_count
+from petatron.estimate.flops import model_flops_per_token, outer_module_flops, parameter_count
 from petatron.layers.moe.moe_layer import MoESpec
 from petatron.layers.spec.branch_spec import BranchSpec
 from petatron.layers.spec.param_spec import ParamSpec
@@ -78,6 +78,8 @@ def model_parts(spec: ModelSpec) -> ModelParts:
         of_end = _module_part(name, params)
         counted = parts[name].parameters if name in parts else 0
         parts[name] = replace(of_end, parameters=counted, flops=of_end.flops * predicted)
+    for name in spec.tokens_of_modules:
+        parts[name] = replace(parts[name], flops=outer_module_flops(spec, name))
     return ModelParts(
         tuple(parts[name] for name in before),
         tuple(_group(spec, first, unit, repeats) for first, unit, repeats in repeated_units(spec.layers)),

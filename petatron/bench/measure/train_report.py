@@ -18,6 +18,7 @@ from petatron.bench.peers import OURS, OWN_BF16, BenchSpec, version
 from petatron.bench.peers.bench_workload import NUM_BATCHES
 from petatron.config.optimizer_registry import rule_spec
 from petatron.config.schema.sections.sparse_attention import has_sparse_attention
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.estimate.flops import flops_formula, linear_attention_kind, model_flops_per_token, parameter_count
 from petatron.models.frozen_params import frozen_params
 from petatron.models.registry import model_spec
@@ -97,6 +98,7 @@ def report(
         "linear": linear_attention_kind(model),
         "gated": config.attention_output_gate,
         "sparse": has_sparse_attention(config),
+        "images": config.model_type == VISION_LANGUAGE_MODEL,
     }
     for causal, label in ((False, "full"), (True, "causal")):
         per_token = format_si(flops[causal], "FLOP per token", digits=5)

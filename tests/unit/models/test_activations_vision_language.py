@@ -1,4 +1,4 @@
-"""The bytes that a model of images keeps for the backward pass: formula against what really stays in memory, frozen parts included."""
+"""The bytes that a model of images keeps for the backward pass: formula against what really stays in memory; and its model FLOPs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import pytest
 
 from petatron.config import RunConfig
 from petatron.config.schema.memory import MemoryConfig
+from petatron.estimate.flops import flops_formula, model_flops_per_token
 from petatron.models.batch import Batch
 from petatron.models.image_text_batch import make_image_text_batch
+from petatron.models.registry import model_spec
+from petatron.plan.model_parts import model_parts
 from tests.unit.models.test_activations import LLAMA, build, measured, recompute, run_of
 
 _IMAGES = (
@@ -58,3 +61,24 @@ def test_kept_bytes_are_those_of_the_formula(kind: str):
         of_masks = kinds * BYTES_OF_KEYS * batch["patches"].shape[1]
         found[name] = measured(model, batch, known=known) - of_masks, plan.saved_bytes
     assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
+
+
+def test_flops_are_those_of_patches_vectors_and_text():
+    """Of 64 patches, 16 vectors of them and 80 tokens: layer 0 sees windows of 16 patches, layer 1 all."""
+    run = run_of(MODELS["qwen"])
+    patches, width, inner, length, hidden, ffn, vocab = 64, 24, 40, 80, 32, 48, 136
+    between = run.model.projector_hidden_size
+    assert between is not None
+    encoder = patches * (6 * 2 * (4 * width**2 + 3 * width * inner) + 12 * width * (16 + patches))
+    outside = patches * 4 * (3 * 2 * 2 * run.model.vision_temporal_patch_size) * width
+    outside += patches // 4 * 6 * (4 * width * between + between * hidden)
+    attention = 2 * hidden * hidden + 2 * hidden * (run.model.num_query_groups or 0) * (run.model.kv_channels or 0)
+    decoder = length * 6 * (2 * (attention + 3 * hidden * ffn) + hidden * vocab) + 2 * 6 * hidden * length**2
+    spec = model_spec(run)
+    assert model_flops_per_token(spec) * length == pytest.approx(encoder + outside + decoder)
+    parts = model_parts(spec)
+    drawn = [part.flops for part in (*parts.before, *parts.after)]
+    drawn += [part.flops * group.repeats for group in parts.groups for layer in group.layers for part in layer]
+    padding = vocab - (run.model.vocab_size or 0)
+    assert sum(drawn) == pytest.approx(parts.flops - 6 * hidden * padding)
+    assert "12 d P (A P + W w)" in flops_formula(images=True) and "P" not in flops_formula()
