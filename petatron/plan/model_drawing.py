@@ -42,6 +42,9 @@ def model_text(parts: ModelParts) -> Iterator[str]:
     for part in parts.before:
         yield _row(part.title, part, 1, parts.flops)
     for group in parts.groups:
+        for index, part in parts.between:
+            if index == group.first:
+                yield _row(part.title, part, 1, parts.flops)
         yield group_name(group)
         for layer in group.layers:
             for number, part in enumerate(layer):
@@ -88,6 +91,9 @@ class _Drawing:
         for part in self._parts.before:
             yield from self._box(part, 1, _BOX)
         for group in self._parts.groups:
+            for index, part in self._parts.between:
+                if index == group.first:
+                    yield from self._box(part, 1, _BOX)
             yield from self._group(group)
         for part in self._parts.after:
             yield from self._box(part, 1, _BOX)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.estimate.flops import model_flops_per_token, outer_module_flops, parameter_count
@@ -47,9 +48,13 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """All parts, the parameters and the FLOPs per token of the whole model."""
+    """All parts, the parameters and the FLOPs per token of the whole model.
+
+    between: modules whose output a later layer takes first, with its index: what ends an encoder.
+    """
 
     before: tuple[ModelPart, ...]
+    between: tuple[tuple[int, ModelPart], ...]
     groups: tuple[LayerGroup, ...]
     after: tuple[ModelPart, ...]
     parameters: int
@@ -73,7 +78,10 @@ def model_parts(spec: ModelSpec) -> ModelParts:
     ends = _by_module(spec.outer_params(PipelineStage((), has_embedding=False, has_loss=True)))
     predicted = spec.num_predictions * spec.predicted_length / spec.config.seq_length
     before = [name for name in modules if name in spec.modules_before_layers]
-    parts = {name: _module_part(name, params) for name, params in modules.items()}
+    between = {name: spec.layer_after(name) for name in modules if name not in before}
+    between = {name: index for name, index in between.items() if index < len(spec.layers)}
+    length = spec.config.seq_length
+    parts = {name: _module_part(name, p, spec.tokens_of_module(name) / length) for name, p in modules.items()}
     for name, params in ends.items():
         of_end = _module_part(name, params)
         counted = parts[name].parameters if name in parts else 0
@@ -82,8 +90,9 @@ def model_parts(spec: ModelSpec) -> ModelParts:
         parts[name] = replace(parts[name], flops=outer_module_flops(spec, name))
     return ModelParts(
         tuple(parts[name] for name in before),
-        tuple(_group(spec, first, unit, repeats) for first, unit, repeats in repeated_units(spec.layers)),
-        tuple(part for name, part in parts.items() if name not in before),
+        tuple((index, parts[name]) for name, index in between.items()),
+        tuple(_groups(spec, sorted({0, *between.values(), len(spec.layers)}))),
+        tuple(part for name, part in parts.items() if name not in before and name not in between),
         parameter_count(spec),
         model_flops_per_token(spec),
     )
@@ -111,6 +120,13 @@ def _repeats(layers: Sequence[LayerSpec], first: int, size: int) -> int:
     while layers[first + count * size :][:size] == unit:
         count += 1
     return count
+
+
+def _groups(spec: ModelSpec, bounds: Sequence[int]) -> Iterator[LayerGroup]:
+    """Yields the groups of layers, none of which crosses a bound."""
+    for begin, end in pairwise(bounds):
+        for first, unit, repeats in repeated_units(spec.layers[begin:end]):
+            yield _group(spec, begin + first, unit, repeats)
 
 
 def _group(spec: ModelSpec, first: int, unit: Sequence[LayerSpec], repeats: int) -> LayerGroup:
@@ -154,8 +170,9 @@ def _by_module(params: Mapping[str, ParamSpec]) -> dict[str, dict[str, ParamSpec
     return modules
 
 
-def _module_part(name: str, params: Mapping[str, ParamSpec]) -> ModelPart:
-    flops = 6.0 * sum(param.num_active_elements for param in params.values() if param.is_gemm)
+def _module_part(name: str, params: Mapping[str, ParamSpec], share: float = 1.0) -> ModelPart:
+    """Describes a module that computes a `share` of the tokens."""
+    flops = 6.0 * share * sum(param.num_active_elements for param in params.values() if param.is_gemm)
     return ModelPart(name, _count(params), flops, _gemms(params))
 
 

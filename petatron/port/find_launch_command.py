@@ -17,6 +17,7 @@ TRAINING_SCRIPTS: Mapping[str, tuple[str, ...]] = {
     "pretrain_hybrid.py": ("--is-hybrid-model",),
     "pretrain_bert.py": ("--model-type", "bert"),
     "pretrain_t5.py": ("--model-type", "t5"),
+    "pretrain_vlm.py": ("--model-type", "vlm"),
 }
 """Megatron's training scripts whose models we have, with the flags that each implies."""
 _OTHER_PROGRAMS: Mapping[str, str] = {
@@ -24,7 +25,7 @@ _OTHER_PROGRAMS: Mapping[str, str] = {
     "merge_datasets.py": "merges data: use `petatron data merge`",
     "text_generation_cli.py": "asks a server for text: use `petatron chat`",
     "convert.py": "converts checkpoints: use `petatron checkpoint convert`",
-    "pretrain_vlm.py": "trains multimodal models, which are not in this version",
+    "multimodal/train.py": "names encoders of its own: use `petatron train --from FOLDER`, or pretrain_vlm.py",
     "pretrain_ict.py": "trains retrievers, which are not in this version",
     "pretrain_retro.py": "trains RETRO, which is not in this version",
     "pretrain_vision_classify.py": "trains vision models, which are not in this version",

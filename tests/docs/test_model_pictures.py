@@ -18,7 +18,18 @@ _RECOMMENDER = (
     "--model-type recommender --num-layers 2 --hidden-size 64 --num-attention-heads 2 --ffn-hidden-size 128 --seq-length 50 "
     "--vocab-size 1000000"
 )
+_VISION = (
+    "--model-type vlm --preset llama2-7b --vocab-size 32064 --image-token-id 32000 --seq-length 2048 --vision-num-layers 23 "
+    "--vision-hidden-size 1024 --vision-num-attention-heads 16 --vision-image-size 336 --vision-class-token --vision-input-norm "
+    "--no-vision-final-norm --no-vision-patch-bias --vision-activation quick_gelu"
+)
 PICTURES = {
+    "vlm.svg": ("LLaVA 1.5 7B: CLIP, a projector, Llama 2", _VISION),
+    "classifier.svg": (
+        "BERT base with a head for three classes",
+        "--preset bert-base --objective classification --num-labels 3",
+    ),
+    "t5.svg": ("t5-base", "--preset t5-base"),
     "modernbert.svg": ("modernbert-base", "--preset modernbert-base"),
     "sasrec.svg": ("SASRec: attention over a history, scores by the table of items", _RECOMMENDER),
     "hstu.svg": (

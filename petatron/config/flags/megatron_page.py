@@ -13,8 +13,8 @@ _INTRODUCTION = """# Megatron-LM's flags
 
 This page is generated: `petatron config reference --megatron --out docs/megatron.md`.
 
-`pretrain_gpt.py`, `pretrain_mamba.py`, `pretrain_bert.py`, `pretrain_t5.py` and `petatron train` take Megatron's flags;
-`petatron port` reads its scripts ([port.md](port.md)).
+`pretrain_gpt.py`, `pretrain_mamba.py`, `pretrain_bert.py`, `pretrain_t5.py`, `pretrain_vlm.py` and `petatron train` take Megatron's
+flags; `petatron port` reads its scripts ([port.md](port.md)).
 Every flag has one of four answers, and the answer may depend on the value: a value that turns a feature off (a no-op) is always
 accepted. All problems are reported at once.
 

@@ -13,6 +13,7 @@ from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
 from petatron.config.schema.fields import FieldValue, fields_by_name
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.config.schema.sections.sparse_attention import SPARSE_ATTENTION
+from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
 from petatron.config.value_origins import Setting
 
 _FLAGS_IGNORED_BY_MLA = (
@@ -25,6 +26,22 @@ _FLAGS_IGNORED_BY_MLA = (
     "--no-yarn-correction-range-round-to-int",
     "--yarn-original-max-position-embeddings",
 )
+_LAYERS_OF_IMAGE_MODELS = {"encoder_num_layers": "vision_num_layers", "decoder_num_layers": "num_layers"}
+_ENCODER_LIKE_DECODER = {
+    "vision_hidden_size": "hidden_size",
+    "vision_num_attention_heads": "num_attention_heads",
+    "vision_ffn_hidden_size": "ffn_hidden_size",
+    "vision_activation": "activation",
+    "vision_normalization": "normalization",
+    "vision_norm_epsilon": "norm_epsilon",
+}
+_CLIP: Mapping[str, FieldValue] = {
+    "vision_patch_size": 16,
+    "vision_class_token": True,
+    "vision_input_norm": True,
+    "vision_final_norm": False,
+    "vision_patch_bias": False,
+}
 _FLAGS_IGNORED_BY_YARN = ("--rope-scaling-factor", "--rotary-percent", "--use-rope-scaling")
 
 
@@ -38,6 +55,7 @@ def apply_megatron_semantics(parsed: ParsedFlags) -> None:
         return
     given = {setting.path.partition(".")[2]: setting for setting in parsed.settings}
     latent, positions = given.get("multi_latent_attention"), given.get("position_embedding_type")
+    _name_layers_of_image_models(parsed, given)
     if parsed.preset is None and parsed.from_folder is None and not parsed.files:
         _ignore_query_groups_without_gqa(parsed, given)
     variant, dropout = given.get("experimental_attention_variant"), given.get("attention_dropout")
@@ -58,6 +76,7 @@ def dependent_defaults(values: Mapping[str, FieldValue], *, exact_gelu: bool) ->
     Megatron's fused bias-gelu kernel computes the tanh approximation, so a model with biases has `gelu_tanh` by default. YaRN's default
     scaling factor is 1 and its original context 4,096; those of Llama-3 scaling are 8 and 8,192. Its sparse
     attention has no dropout. BERT's output head has the exact GELU before it, whatever its MLPs have, and lower-case WordPieces.
+    A model of images whose encoder's layers are given has CLIP's encoder, with the sizes of its decoder.
     """
     paths = {name: info.path for name, info in fields_by_name().items()}
     activation = values[paths["activation"]]
@@ -70,9 +89,27 @@ def dependent_defaults(values: Mapping[str, FieldValue], *, exact_gelu: bool) ->
             yield paths["prediction_activation"], "gelu"
         if values[paths["vocab_file"]] and not values[paths["merge_file"]]:
             yield paths["tokenizer_type"], "BertWordPieceLowerCase"
+    if values[paths["model_type"]] == VISION_LANGUAGE_MODEL and values[paths["vision_num_layers"]] is not None:
+        for name, value in _CLIP.items():
+            yield paths[name], value
+        for name, of_decoder in _ENCODER_LIKE_DECODER.items():
+            if values[paths[of_decoder]] is not None:
+                yield paths[name], values[paths[of_decoder]]
     if values[paths["position_embedding_type"]] == "yarn":
         yield paths["rope_scaling_factor"], 1.0
         yield paths["original_max_position_embeddings"], LATENT_ORIGINAL_CONTEXT
+
+
+def _name_layers_of_image_models(parsed: ParsedFlags, given: Mapping[str, Setting]) -> None:
+    """Translates `--encoder-num-layers` and `--decoder-num-layers` of a model of images."""
+    model_type = given.get("model_type")
+    if model_type is None or model_type.value != VISION_LANGUAGE_MODEL:
+        return
+    for name, of_image_model in _LAYERS_OF_IMAGE_MODELS.items():
+        if (layers := given.get(name)) is not None:
+            parsed.settings.remove(layers)
+            parsed.settings[:] = [item for item in parsed.settings if item is not given.get(of_image_model)]
+            parsed.add_setting(fields_by_name()[of_image_model], layers.value, layers.origin.detail)
 
 
 def _ignore_query_groups_without_gqa(parsed: ParsedFlags, given: Mapping[str, Setting]) -> None:

@@ -25,13 +25,14 @@ def test_the_parts_add_up_to_the_model(preset: str):
     spec = model_spec(load_config([], preset=preset, require_training=False).config)
     parts = model_parts(spec)
     layers = [(group.repeats, part) for group in parts.groups for layer in group.layers for part in layer]
-    every = [*((1, part) for part in (*parts.before, *parts.after)), *layers]
+    outside = (*parts.before, *(part for _, part in parts.between), *parts.after)
+    every = [*((1, part) for part in outside), *layers]
     assert sum(times * part.parameters for times, part in every) == parts.parameters
     assert sum(times * part.flops for times, part in every) == pytest.approx(parts.flops, rel=0.03)
     covered = [index for group in parts.groups for index in range(group.first, group.last + 1)]
     assert covered == list(range(len(spec.layers)))
     texts = [text for text in ElementTree.fromstring(model_svg(parts, title=preset)).itertext() if text.strip()]
-    for part in (*parts.before, *parts.after, *(part for _, part in layers)):
+    for part in (*outside, *(part for _, part in layers)):
         assert part.title.replace("_", " ") in texts
     assert preset in texts
 

@@ -145,14 +145,14 @@ def test_no_flag_is_lost(name: str):
 
 
 def test_every_kind_of_answer(tmp_path: Path):
-    flags = "--num-layers 4 --swiglu --use-mcore-models --img-h 2 --lr $LR --window-size 127,0 --num-layers 8 --bogus-thing 3"
+    flags = "--num-layers 4 --swiglu --use-mcore-models --num-frames 2 --lr $LR --window-size 127,0 --num-layers 8 --bogus-thing 3"
     run = port(f"torchrun pretrain_gpt.py {flags} --fp16 --tp 3 --fp8-margin 0", tmp_path, left_out=["fp16"])
     kinds = [(answer.flag.text, answer.kind) for answer in run.flags.all_flags]
     assert kinds[:-1] == [
         ("--num-layers", "implied"),
         ("--swiglu", "translated"),
         ("--use-mcore-models", "implied"),
-        ("--img-h", "blocking"),
+        ("--num-frames", "blocking"),
         ("--lr", "missing"),
         ("--window-size", "translated"),
         ("--num-layers", "kept"),
@@ -161,8 +161,8 @@ def test_every_kind_of_answer(tmp_path: Path):
         ("--tp", "translated"),
     ]
     groups = {heading: "\n".join(lines) for heading, lines in run.groups()}
-    assert "--img-h 2 (line 1) needs multimodal models" in groups["Blocking"]
-    assert "Or --without img-h" in groups["Blocking"]
+    assert "--num-frames 2 (line 1) needs a count of frames" in groups["Blocking"]
+    assert "Or --without num-frames" in groups["Blocking"]
     assert "--window-size 127,0 (line 1) is window_size: 128" in groups["Translated"]
     assert "--num-layers 8 (line 1) takes its place" in groups["Dropped as implied"]
     assert "LR (line 1): the script does not set it" in groups["Blocking"]
@@ -287,7 +287,7 @@ def test_the_training_command_among_others(tmp_path: Path):
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("pretrain_vlm.py", "trains multimodal models"),
+        ("examples/multimodal/train.py", "use `petatron train --from FOLDER`"),
         ("tools/merge_datasets.py", "use `petatron data merge`"),
         ("tools/preprocess_data.py", "use `petatron data preprocess`"),
     ],

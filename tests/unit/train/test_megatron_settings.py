@@ -153,5 +153,35 @@ def test_megatrons_defaults_take_the_place_of_ours():
     assert typed.config.precision.fp8_recipe == "rowwise"
     adam = resolve_config(["--preset", "tiny-llama", "--megatron-defaults"], require_training=False)[0]
     assert adam.notices == (), "nothing of it is used"
-    for script in ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_bert.py", "pretrain_t5.py"):
+    for script in ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_bert.py", "pretrain_t5.py", "pretrain_vlm.py"):
         assert '"--megatron-defaults"' in (Path(__file__).parents[3] / script).read_text()
+
+
+def test_images_are_read_by_an_encoder_of_the_decoders_sizes():
+    flags = (
+        "--model-type vlm --decoder-num-layers 2 --encoder-num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
+        "--max-position-embeddings 128 --position-embedding-type rope --vocab-size 100 --image-token-id 99 --img-h 64 --img-w 64"
+    )
+    model = resolve_config([*flags.split(), "--megatron-defaults"], require_training=False)[0].config.model
+    assert (model.num_layers, model.vision_num_layers, model.encoder_num_layers) == (2, 3, None)
+    assert (model.vision_hidden_size, model.vision_num_attention_heads, model.vision_activation) == (64, 4, "gelu_tanh")
+    assert (model.vision_patch_size, model.max_patches, model.vision_input_norm, model.vision_patch_bias) == (
+        16,
+        17,
+        True,
+        False,
+    )
+    typed = resolve_config([*flags.split(), "--megatron-defaults", "--vision-hidden-size", "32"])[0].config.model
+    assert (typed.vision_hidden_size, typed.hidden_size) == (32, 64)
+    problems = resolve_config([*flags.replace("--decoder-num-layers", "--num-layers").split()], require_training=False)[
+        1
+    ]
+    assert "--vision-num-layers is not set" in "\n".join(map(str, problems))
+
+
+def test_flags_of_multimodal_scripts_name_their_settings():
+    typed = "--use-tiling --use-packed-sequence --num-frames --total-seq-length --language-model-type".split()
+    _, problems = resolve_config(["--preset", "tiny-llama", *typed])
+    text = "\n".join(map(str, problems))
+    for advice in ("images=ratio max_tiles=N", "packed=true", "max_frames=N", "--seq-length counts", "Use --from with"):
+        assert advice in text
