@@ -142,10 +142,6 @@ class ModelSpec(ABC):
         """Returns the index of the first layer that takes what a module outside of layers computes; their number if none does."""
         return 0 if module in self.modules_before_layers else len(self.layers)
 
-    def tokens_of_module(self, module: str) -> int:
-        """Returns how many tokens of a sample a module outside of layers computes."""
-        return self.config.seq_length
-
     @property
     def whole_model(self) -> PipelineStage:
         """The one stage that is the whole model."""

@@ -151,11 +151,6 @@ class VisionLanguageSpec(DecoderSpec):
             return self.num_vision_layers
         return super(VisionLanguageSpec, self).layer_after(module)
 
-    def tokens_of_module(self, module: str) -> int:
-        patches = required("max_patches", self.config.max_patches)
-        tokens = {"vision": patches, "vision_norm": patches, "projector": patches // self.config.vision_merge_size**2}
-        return tokens.get(module, self.config.seq_length)
-
     def outer_params(self, stage: PipelineStage, *, tied_across_ranks: bool = False) -> Mapping[str, ParamSpec]:
         params = dict(super(VisionLanguageSpec, self).outer_params(stage, tied_across_ranks=tied_across_ranks))
         last = {name: params.pop(name) for name in list(params) if name.split(".")[0] in ("norm", "head")}

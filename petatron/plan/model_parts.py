@@ -80,8 +80,7 @@ def model_parts(spec: ModelSpec) -> ModelParts:
     before = [name for name in modules if name in spec.modules_before_layers]
     between = {name: spec.layer_after(name) for name in modules if name not in before}
     between = {name: index for name, index in between.items() if index < len(spec.layers)}
-    length = spec.config.seq_length
-    parts = {name: _module_part(name, p, spec.tokens_of_module(name) / length) for name, p in modules.items()}
+    parts = {name: _module_part(name, params) for name, params in modules.items()}
     for name, params in ends.items():
         of_end = _module_part(name, params)
         counted = parts[name].parameters if name in parts else 0
@@ -170,9 +169,8 @@ def _by_module(params: Mapping[str, ParamSpec]) -> dict[str, dict[str, ParamSpec
     return modules
 
 
-def _module_part(name: str, params: Mapping[str, ParamSpec], share: float = 1.0) -> ModelPart:
-    """Describes a module that computes a `share` of the tokens."""
-    flops = 6.0 * share * sum(param.num_active_elements for param in params.values() if param.is_gemm)
+def _module_part(name: str, params: Mapping[str, ParamSpec]) -> ModelPart:
+    flops = 6.0 * sum(param.num_active_elements for param in params.values() if param.is_gemm)
     return ModelPart(name, _count(params), flops, _gemms(params))
 
 
