@@ -77,7 +77,7 @@ def test_flops_are_those_of_patches_vectors_and_text():
     spec = model_spec(run)
     assert model_flops_per_token(spec) * length == pytest.approx(encoder + outside + decoder)
     parts = model_parts(spec)
-    drawn = [part.flops for part in (*parts.before, *parts.after)]
+    drawn = [part.flops for part in (*parts.before, *(part for _, part in parts.between), *parts.after)]
     drawn += [part.flops * group.repeats for group in parts.groups for layer in group.layers for part in layer]
     padding = vocab - (run.model.vocab_size or 0)
     assert sum(drawn) == pytest.approx(parts.flops - 6 * hidden * padding)
