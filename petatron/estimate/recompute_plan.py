@@ -134,6 +134,8 @@ def plan_recompute(
     layers, without_backward = spec.stage_layers(stage), frozen.num_without_backward(stage)
     saves_nothing = without_backward == len(layers) and not stage.has_loss and bool(frozen)
     outer_bytes = 0 if saves_nothing else spec.outer_saved_bytes(shape, stage)
+    if frozen and not saves_nothing:
+        outer_bytes -= spec.frozen_outer_bytes(shape, stage, frozen.names)
     costs = _StageCosts(shape, layers, outer_bytes, in_flight, without_backward)
     if memory.recompute_memory_budget_gb is not None:
         return _fit_budget(costs, memory.recompute_memory_budget_gb, num_local_stages)

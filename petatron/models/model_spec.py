@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -85,6 +85,10 @@ class ModelSpec(ABC):
     @abstractmethod
     def outer_saved_bytes(self, shape: ActivationShape, stage: PipelineStage) -> int:
         """Returns the bytes that a stage saves of a micro-batch outside its layers."""
+
+    def frozen_outer_bytes(self, shape: ActivationShape, stage: PipelineStage, frozen: Collection[str]) -> int:
+        """Returns the bytes among those of `outer_saved_bytes` that nothing saves while these parameters are frozen."""
+        return 0
 
     def loss_workspace_bytes(self, shape: ActivationShape) -> int:
         """Returns the bytes that computing the loss of a micro-batch needs, and does not save."""

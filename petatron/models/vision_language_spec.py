@@ -5,7 +5,7 @@ Layers are numbered through, those of the vision encoder first. Its patches are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from petatron.config.pipeline_stages import PipelineStage
@@ -163,16 +163,34 @@ class VisionLanguageSpec(DecoderSpec):
 
     def outer_saved_bytes(self, shape: ActivationShape, stage: PipelineStage) -> int:
         saved = super(VisionLanguageSpec, self).outer_saved_bytes(shape, stage)
-        patches = self.layers[0].shape_of(shape)
+        saved += self._encoder_outer_bytes(shape, stage)
+        if self.num_vision_layers - 1 in stage.layer_indices:
+            patches = self.layers[0].shape_of(shape)
+            saved += self.projector.saved_bytes(patches) + 9 * shape.tokens  # what tells images from text
+        return saved
+
+    def _encoder_outer_bytes(self, shape: ActivationShape, stage: PipelineStage) -> int:
+        """Returns the bytes that the encoder saves outside of its layers."""
+        patches, saved, norm = self.layers[0].shape_of(shape), 0, self.vision_norm
         if stage.has_embedding:
             saved += self.patch_embedding.saved_bytes(patches)
-        if self.num_vision_layers - 1 in stage.layer_indices:
-            norm = self.vision_norm
-            saved += 0 if norm is None else norm.saved_bytes(patches, patches.tokens)
-            saved += self.projector.saved_bytes(patches) + 9 * shape.tokens  # what tells images from text
+        if self.num_vision_layers - 1 in stage.layer_indices and norm is not None:
+            saved += norm.saved_bytes(patches, patches.tokens)
         if self.vision_rope is not None and any(index < self.num_vision_layers for index in stage.layer_indices):
             saved += 2 * patches.gathered_tokens * self.vision_rope.rotary_dim * shape.element_bytes
         return saved
+
+    def frozen_outer_bytes(self, shape: ActivationShape, stage: PipelineStage, frozen: Collection[str]) -> int:
+        trained = self.params(stage).keys() - set(frozen)
+        if any(name.startswith("vision_norm.") or _is_of_encoder(name, self.num_vision_layers) for name in trained):
+            return 0
+        return self._encoder_outer_bytes(shape, stage)
+
+
+def _is_of_encoder(name: str, num_layers: int) -> bool:
+    """Whether a parameter is of the vision encoder, before the norm at its end."""
+    module, index, *_ = name.split(".")
+    return module == "vision" or (module == "layers" and int(index) < num_layers)
 
 
 def vision_language_spec(config: ModelConfig, moe: MoEConfig) -> VisionLanguageSpec:

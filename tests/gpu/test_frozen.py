@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BELOW = "--freeze embedding.* layers.0.*"
 
 
-@pytest.mark.parametrize("name", ["1b-last-two-layers", "1b-frozen-below"])
+@pytest.mark.parametrize("name", ["1b-last-two-layers", "1b-frozen-below", "llava-projector"])
 def test_llama_1b_trains_in_the_predicted_memory(name: str):
     info = detect_device("cuda")
     spec = bench_spec(f"--preset {CASES[name].flags} --device cuda".split())

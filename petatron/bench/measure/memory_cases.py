@@ -8,6 +8,7 @@ _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num
 _1B, _1B_SHAPE = "llama-1b", "--seq-length 4096 --micro-batch-size 8"
 _1B_WIDE = "--seq-length 4096 --micro-batch-size 32"
 _8B, _8B_SHAPE = "llama-8b-8layer", "--seq-length 8192 --micro-batch-size 2"
+_LLAVA, _LLAVA_SHAPE = "llava-7b", "--num-layers 8 --seq-length 2048 --micro-batch-size 4"
 _TINY_HEADS = "--num-attention-heads 8 --kv-channels 16 --vocab-size 512"
 _TINY_1B = f"--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 {_TINY_HEADS} --seq-length 128 --micro-batch-size 2"
 _TINY_16_LAYERS = _TINY_1B.replace("--num-layers 2", "--num-layers 16")
@@ -54,6 +55,8 @@ CASES = {
     "8b-recompute-full": MemoryCase(_8B, _8B_SHAPE, None, _FULL),
     "8b-activation-offload": MemoryCase(_8B, _8B_SHAPE, None, "--cpu-offloading-num-layers 4"),
     "mixtral": MemoryCase("mixtral-slice", "--seq-length 4096 --micro-batch-size 1", _TINY_1B),
+    "llava": MemoryCase(_LLAVA, _LLAVA_SHAPE, None),
+    "llava-projector": MemoryCase(_LLAVA, _LLAVA_SHAPE, None, "--freeze-language-model --freeze-vision-encoder"),
     "hybrid": MemoryCase(
         "nemotron-h-8b",
         "--seq-length 4096 --micro-batch-size 2",

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from petatron.config import RunConfig
 from petatron.config.schema.memory import MemoryConfig
+from petatron.config.schema.objective_and_dataset_names import LM_LOSS
 from petatron.estimate.flops import flops_formula, model_flops_per_token
+from petatron.estimate.memory.forecast import recompute_plans
+from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.models.image_text_batch import make_image_text_batch
 from petatron.models.registry import model_spec
 from petatron.plan.model_parts import model_parts
+from petatron.train.build_run import build_model
+from tests.unit.models.kept import kept_bytes
 from tests.unit.models.test_activations import LLAMA, build, measured, recompute, run_of
 
 _IMAGES = (
@@ -48,6 +54,11 @@ def batch_of(run: RunConfig) -> Batch:
     return make_image_text_batch(samples, model)
 
 
+def of_masks(batch: Batch) -> int:
+    kinds = 1 + (batch.window_documents is not None)
+    return kinds * BYTES_OF_KEYS * batch["patches"].shape[1]
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_kept_bytes_are_those_of_the_formula(kind: str):
     run, found = run_of(MODELS[kind]), dict[str, tuple[int, int]]()
@@ -57,9 +68,7 @@ def test_kept_bytes_are_those_of_the_formula(kind: str):
         batch = batch_of(run)
         measured(model, batch)  # what attention makes of documents, once for all layers
         known = list(batch.arrays.values())
-        kinds = 1 + (batch.window_documents is not None)
-        of_masks = kinds * BYTES_OF_KEYS * batch["patches"].shape[1]
-        found[name] = measured(model, batch, known=known) - of_masks, plan.saved_bytes
+        found[name] = measured(model, batch, known=known) - of_masks(batch), plan.saved_bytes
     assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
 
 
@@ -82,3 +91,23 @@ def test_flops_are_those_of_patches_vectors_and_text():
     padding = vocab - (run.model.vocab_size or 0)
     assert sum(drawn) == pytest.approx(parts.flops - 6 * hidden * padding)
     assert "12 d P (A P + W w)" in flops_formula(images=True) and "P" not in flops_formula()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_projector_that_is_trained_alone_keeps_what_the_formula_says(kind: str):
+    """Nothing of the encoder, and of the decoder what the gradients of its inputs need."""
+    run = run_of(f"{MODELS[kind]} --freeze-LM --freeze-ViT")
+    model = build_model(run, ParallelMesh.single())
+    batch, module = batch_of(run), model.module.train()
+    model.gradient_reducer.start_step(1)
+    weights = {LM_LOSS: torch.rand(batch.labels.t().shape, dtype=torch.float64)}
+    parts = [*batch.arrays.values(), *weights.values(), *module.parameters()]
+    parts += [grads.flat for group in model.param_groups for grads in group.bucket_grads]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def kept() -> int:
+        return kept_bytes(lambda: module(batch, {}, loss_weights=weights).losses[LM_LOSS], without=parts)[0]
+
+    kept()  # what attention makes of documents, once for all layers
+    [plan], [free] = recompute_plans(run, device="cpu"), recompute_plans(run_of(MODELS[kind]), device="cpu")
+    assert plan.num_without_backward == 2
+    assert kept() - of_masks(batch) == plan.saved_bytes < free.saved_bytes
