@@ -217,7 +217,7 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def retrieval_metrics(states: NDArray[np.float64], texts_per_line: Sequence[int]) -> Results:
     """Returns how often the text that belongs to a query is the nearest of all texts, among the nearest ten, and its reciprocal rank.
 
-    >>> metrics, _ = retrieval_metrics(np.array([[1.0, 0], [2, 0.1], [0, 1], [1, 0.5]]), [2, 2])
+    >>> metrics, _ = retrieval_metrics(np.array([[1.0, 0], [2, 0.1], [0, 1], [-1, 0.01]]), [2, 2])
     >>> metrics["recall@1"].value, metrics["mean_reciprocal_rank"].value
     (0.5, 0.75)
     """

@@ -45,11 +45,11 @@ def test_a_script_is_ported_checked_planned_and_started(capsys: pytest.CaptureFi
 
 
 def test_what_blocks_is_in_the_exit_status(capsys: pytest.CaptureFixture[str], folder: Path):
-    (folder / "train.sh").write_text(SMALL.replace("--bf16", "--bf16 --img-h 2 --seed $SEED"))
+    (folder / "train.sh").write_text(SMALL.replace("--bf16", "--bf16 --num-frames 2 --seed $SEED"))
     code, out, _ = port(capsys, "train.sh")
     assert code == 1 and "something blocks" in out and "start it with" not in out
-    assert "Or --without img-h" in out and "--set SEED=VALUE" in out and "Memory at 8 ranks" in out
-    code, out, _ = port(capsys, "train.sh", "--set", "SEED=7", "--without", "img-h")
+    assert "Or --without num-frames" in out and "--set SEED=VALUE" in out and "Memory at 8 ranks" in out
+    code, out, _ = port(capsys, "train.sh", "--set", "SEED=7", "--without", "num-frames")
     assert code == 0 and "start it with" in out
 
 

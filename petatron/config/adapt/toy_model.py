@@ -68,10 +68,12 @@ def toy_values(
         for note in info.notes_of(ToySize):
             toy.lower(info.name, note.limit)
     _shrink_longrope(toy)
+    _shrink_images(toy)
     if has_tokenizer:
         toy.set("vocab_size", None)  # the tokenizer's
     else:
         toy.lower("vocab_size", MOCK_VOCAB_SIZE)
+        toy.lower("image_token_id", (toy["vocab_size"] or MOCK_VOCAB_SIZE) - 1)
     return toy.changed, cut
 
 
@@ -111,6 +113,19 @@ def _shrink_attention(toy: _ToyValues) -> None:
         toy.set("kv_channels", None)
     else:
         toy.lower("kv_channels", 32)
+
+
+def _shrink_images(toy: _ToyValues) -> None:
+    """Keeps whether some layers see whole images, and which coordinates rotate more channels than others."""
+    layers, chosen = toy["vision_num_layers"] or 0, toy["vision_full_attention_layers"]
+    if chosen and layers:
+        toy.set("vision_full_attention_layers", tuple(index for index in chosen if index < layers) or (layers - 1,))
+    if len(toy["mrope_section"]) == 3:
+        heads, width = toy["num_attention_heads"], toy["kv_channels"]
+        width = toy["hidden_size"] // max(1, heads) if width is None else width
+        pairs = int(width * toy["rotary_percent"]) // 2
+        of_image = 3 * pairs // 8
+        toy.set("mrope_section", (pairs - 2 * of_image, of_image, of_image))
 
 
 def _shrink_linear_attention(toy: _ToyValues) -> None:

@@ -43,8 +43,10 @@ class MockImages:
         model, length = self.model, self.request.seq_length
         random = np.random.default_rng((self.request.seed, _SPLITS[self.request.split], index))
         image_token = required("image_token_id", model.image_token_id)
-        text = random.integers(0, self.request.vocab_size or image_token, length + 1)
-        text[text == image_token] = (image_token + 1) % (self.request.vocab_size or image_token)
+        vocabulary = self.request.vocab_size or image_token
+        # Small ids are frequent, so that there is something to learn.
+        text = (vocabulary * random.random(length + 1) ** 3).astype(np.int64)
+        text[text == image_token] = (image_token + 1) % vocabulary
         grids, begin, patches = list[tuple[int, int, int]](), int(random.integers(0, 3)), 0
         for _ in range(int(random.integers(0, 3))):
             grid = self._grid(random)

@@ -89,6 +89,8 @@ _SIZES = {
     "linear_attention_freq", "linear_chunk_size", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
     "linear_value_head_dim", "mamba_chunk_size", "mamba_head_dim", "mamba_norm_groups", "mamba_num_groups", "mamba_num_heads",
     "mamba_state_dim", "max_position_embeddings", "num_attention_heads", "num_layers", "num_query_groups", "q_lora_rank",
+    "image_token_id", "max_patches", "mrope_section", "projector_hidden_size", "vision_ffn_hidden_size", "vision_full_attention_layers",
+    "vision_hidden_size", "vision_image_size", "vision_num_attention_heads", "vision_num_layers", "vision_patch_size",
     "qk_head_dim", "qk_pos_emb_head_dim", "seq_length", "v_head_dim", "vocab_size", "window_attn_skip_freq", "window_size",
 }  # fmt: skip
 _EXPERT_SIZES = {

@@ -159,7 +159,7 @@ def _projector_width(config: Translation) -> None:
     name = "projector_hidden_size"
 
     def merged(setting: Callable[[str], Any]) -> int:
-        return setting("vision_merge_size") ** 2 * setting("vision_hidden_size")
+        return setting("vision_merge_size") ** 2 * (setting("vision_hidden_size") or 0)
 
     config.convert((name,), lambda keys: ({name: merged(config.setting)}, []))
     config.expect(
