@@ -56,7 +56,12 @@ CASES = {
     "8b-activation-offload": MemoryCase(_8B, _8B_SHAPE, None, "--cpu-offloading-num-layers 4"),
     "mixtral": MemoryCase("mixtral-slice", "--seq-length 4096 --micro-batch-size 1", _TINY_1B),
     "llava": MemoryCase(_LLAVA, _LLAVA_SHAPE, None),
-    "llava-projector": MemoryCase(_LLAVA, _LLAVA_SHAPE, None, "--freeze-language-model --freeze-vision-encoder"),
+    "llava-projector": MemoryCase(
+        _LLAVA,
+        _LLAVA_SHAPE.replace("--micro-batch-size 4", "--micro-batch-size 16"),
+        None,
+        "--freeze-language-model --freeze-vision-encoder",
+    ),
     "hybrid": MemoryCase(
         "nemotron-h-8b",
         "--seq-length 4096 --micro-batch-size 2",
