@@ -155,6 +155,9 @@ class RotaryEmbedding(nn.Module):
         self.spec = spec
         self.attention_scaling = attention_scaling(spec)
         self.inv_freq = self.long_inv_freq = inverse_frequencies(spec)
+        self.axis_of_pair = torch.tensor(
+            [axis for axis, pairs in enumerate(spec.axes) for _ in range(pairs)], device="cpu"
+        )
         if spec.long_divisors:
             self.long_inv_freq = inverse_frequencies(replace(spec, divisors=spec.long_divisors))
 
@@ -164,6 +167,7 @@ class RotaryEmbedding(nn.Module):
         if self.inv_freq.device != positions.device:  # once: the table follows the activations
             self.inv_freq = self.inv_freq.to(positions.device)
             self.long_inv_freq = self.long_inv_freq.to(positions.device)
+            self.axis_of_pair = self.axis_of_pair.to(positions.device)
         if not isinstance(is_long, bool) and self.spec.long_divisors:
             inv_freq = torch.where(is_long.unsqueeze(-1), self.long_inv_freq, self.inv_freq)
         else:
@@ -178,7 +182,4 @@ class RotaryEmbedding(nn.Module):
             return positions.view(-1, 1, 1)
         if positions.dim() == 2:
             return positions.t().unsqueeze(-1)
-        axis_of_pair = torch.arange(len(self.spec.axes), device=positions.device).repeat_interleave(
-            torch.tensor(self.spec.axes, device=positions.device), output_size=self.spec.rotary_dim // 2
-        )
-        return positions.permute(2, 0, 1).index_select(2, axis_of_pair)
+        return positions.permute(2, 0, 1).index_select(2, self.axis_of_pair)

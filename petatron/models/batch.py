@@ -11,6 +11,9 @@ from torch import Tensor
 from petatron.base.errors import DataError
 from petatron.kernels.attention.document_layout import Documents, KeySpans
 
+SEGMENT_IDS = "segment_ids"
+"""The array [B, S] of the segment of each position; -1: none."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
@@ -49,6 +52,9 @@ class Batch:
     Of a model that reads images, source_documents are the images among the patches of a micro-batch, and window_documents the windows that
     some of its layers have of them.
 
+    Texts that are compared or weighted as wholes are segments: an answer, one side of a pair. Several of them may be packed into a row, and
+    `num_segments` is how many the micro-batch has; the array "segment_ids" [B, S] says which of them a position is of, -1: of none.
+
     >>> text = torch.tensor([[5, 6, 7, 8]])
     >>> Batch(text[:, :-1], text[:, 1:], torch.ones(1, 3)).labels
     tensor([[6, 7, 8]])
@@ -66,6 +72,7 @@ class Batch:
     window_documents: Documents | None
     key_spans: KeySpans | None
     sample_part: SamplePart | None
+    num_segments: int | None
 
     def __init__(
         self,
@@ -83,6 +90,7 @@ class Batch:
         window_documents: Documents | None = None,
         key_spans: KeySpans | None = None,
         sample_part: SamplePart | None = None,
+        num_segments: int | None = None,
     ) -> None:
         """Arrays of text that are given by name replace those of `arrays`: so `dataclasses.replace` works with either."""
         text = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "positions": positions}
@@ -96,6 +104,7 @@ class Batch:
         object.__setattr__(self, "window_documents", window_documents)
         object.__setattr__(self, "key_spans", key_spans)
         object.__setattr__(self, "sample_part", sample_part)
+        object.__setattr__(self, "num_segments", num_segments)
 
     def __getitem__(self, name: str) -> Tensor:
         try:
@@ -139,6 +148,21 @@ class Batch:
         tensor([3., 3.])
         """
         total = x_BS.sum(dim=1)
+        return total if self.sequence_part is None else self.sequence_part.all_reduce(total)
+
+    def segment_sum(self, x_BS: Tensor) -> Tensor:
+        """Sums over each segment, whatever part of the sequences this rank has: [B, S] to [segments]; gradients flow to all parts.
+
+        >>> ids = torch.tensor([[0, 0, 1, -1], [2, 2, 2, -1]])
+        >>> Batch(arrays={"segment_ids": ids}, num_segments=3).segment_sum(torch.ones(2, 4))
+        tensor([2., 1., 3.])
+        """
+        if self.num_segments is None:
+            raise DataError("The batch has no segments. Its kind of dataset does not say which positions belong together.")
+        ids = self[SEGMENT_IDS]
+        # Not `index_add`, which adds in another order every time on a GPU.
+        in_segment = torch.arange(self.num_segments, device=ids.device).unsqueeze(1) == ids.reshape(1, -1)
+        total = torch.where(in_segment, x_BS.reshape(1, -1), x_BS.new_zeros(())).sum(dim=1)
         return total if self.sequence_part is None else self.sequence_part.all_reduce(total)
 
     def all_samples(self, x_B: Tensor) -> tuple[Tensor, int]:

@@ -34,11 +34,15 @@ from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec, ModelIO
 _FLAG, _SETTINGS_FLAG = "--objective", "--objective-settings"
 
 
+START = "start"
+"""In place of a folder: the model that the run started from (`--from`, `--pretrained-checkpoint`), also after it was resumed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRole:
     """A model that an objective reads without gradients: its folder, and the outputs that are wanted of it for each micro-batch.
 
-    Without a folder it is the model that is trained, with its weights before the step.
+    Without a folder it is the model that is trained, with its weights before the step; `START` is the one that the run started from.
 
     >>> ModelRole("runs/large").array("teacher", "logits")
     'teacher.logits'

@@ -22,8 +22,8 @@ SequenceOrder = Literal["zigzag", "contiguous"]
 """How context parallelism distributes a sequence: zigzag balances causal attention, a scan needs contiguous parts."""
 
 
-PerWhat = Literal["token", "sample"]
-LOSS_MASK = "loss_mask"
+PerWhat = Literal["token", "sample", "segment"]
+LOSS_MASK, SEGMENT_MASK = "loss_mask", "segment_mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,11 @@ class BoundaryTensor:
         return (f"{module}.{index}" if module == "layers" else module) in self.computed_by
 
 
-def _mask_tokens(spec: LossSpec | MetricSpec) -> None:
-    """Gives what is per token the mask of the loss, unless it has another."""
-    if spec.mask is None and spec.per == "token":
-        object.__setattr__(spec, "mask", LOSS_MASK)
+def _default_mask(spec: LossSpec | MetricSpec) -> None:
+    """Gives what is per token the mask of the loss, and what is per segment that of segments, unless it has another."""
+    masks = {"token": LOSS_MASK, "segment": SEGMENT_MASK}
+    if spec.mask is None and spec.per in masks:
+        object.__setattr__(spec, "mask", masks[spec.per])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ class LossSpec:
 
     A step minimizes the sum over losses of weight x (sum of masked token losses / number of valid tokens), both over the global batch.
     `token_weights` names an array of factors on token losses; they do not change the number of tokens, and are 1 in a batch without it.
-    A loss per sample is the mean over samples, or over those where the array `mask` [samples] is 1.
+    A loss per sample is the mean over samples, or over those where the array `mask` [samples] is 1. A loss per segment has a value for each
+    element of its mask, as many as a micro-batch has segments, or pairs or groups of them.
 
     >>> LossSpec("z loss", weight=1e-4).mask, LossSpec("preference loss", per="sample").mask
     ('loss_mask', None)
@@ -93,7 +95,7 @@ class LossSpec:
     per: PerWhat = "token"
     token_weights: str | None = None
 
-    __post_init__ = _mask_tokens
+    __post_init__ = _default_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class MetricSpec:
     mask: str | None = None
     per: PerWhat = "sample"
 
-    __post_init__ = _mask_tokens
+    __post_init__ = _default_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

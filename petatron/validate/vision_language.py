@@ -72,6 +72,14 @@ def _patches(model: RawModelConfig) -> Iterator[Problem]:
         if len(numbers) != 3:
             text = " ".join(f"{number:g}" for number in numbers)
             yield Problem(flag, text, "is not a number for each of red, green and blue", "Give three.")
+    if len(model.vision_pixel_std) == 3 and min(model.vision_pixel_std) <= 0:
+        text = " ".join(f"{number:g}" for number in model.vision_pixel_std)
+        yield Problem("--vision-pixel-std", text, "is not above 0, and pixels are divided by it", "Correct it.")
+    if model.vision_position_embedding_type == "learned" and model.max_patches is not None:
+        count = (image // patch) ** 2 + model.vision_class_token
+        if 0 < model.max_patches < count:
+            rule = f"is below {count}, the patches of one image of --vision-image-size {image}"
+            yield Problem("--max-patches", str(model.max_patches), rule, f"Use {count} or more.")
     if model.projector_num_layers > 2:
         rule = "is above 2, the most that a projector has"
         yield Problem("--projector-num-layers", str(model.projector_num_layers), rule, "Use 1 or 2.")

@@ -30,3 +30,10 @@ TEXT_DATASETS = (GPT_DATASET, BEST_FIT_DATASET, *MASKED_DATASETS)
 """The kinds that read Megatron's .bin and .idx files."""
 EXTERNAL = "external"
 """The `--dataloader-type` whose micro-batches come from a user's code."""
+PREFERENCE_DATASET = "preferences"
+"""The kind of dataset with pairs of answers to a prompt, the chosen one and the rejected one."""
+UNPAIRED_PREFERENCE_DATASET = "unpaired-preferences"
+"""The kind of dataset with answers that are desirable or not."""
+DPO, ORPO, SIMPO, KTO, REWARD = "dpo", "orpo", "simpo", "kto", "reward"
+PREFERENCE_OBJECTIVES = (DPO, ORPO, SIMPO, KTO, REWARD)
+"""The objectives that learn from preferences."""

@@ -80,6 +80,9 @@ class PatchEmbedding(nn.Module):
         self.position = PositionEmbedding(spec.positions, spec.hidden_size) if spec.positions else None
         self.class_token = nn.Parameter(torch.empty(1, spec.hidden_size)) if spec.class_token else None
         self.norm = None if spec.norm is None else spec.norm.build()
+        self.mean_std_2C1 = torch.tensor(
+            (spec.pixel_mean, spec.pixel_std), dtype=torch.float64, device="cpu"
+        ).unsqueeze(-1)
 
     def forward(self, patches_1PC: Tensor, rows_1P: Tensor | None) -> Tensor:
         """`rows_1P` are those of the table of positions, None without one. A class token has pixels that nothing reads."""
@@ -95,10 +98,9 @@ class PatchEmbedding(nn.Module):
 
     def _normalized(self, patches_P1C: Tensor) -> Tensor:
         spec, dtype = self.spec, self.patch.weight.dtype
+        if self.mean_std_2C1.device != patches_P1C.device:  # once: the table follows the pixels
+            self.mean_std_2C1 = self.mean_std_2C1.to(patches_P1C.device)
         wide = torch.promote_types(dtype, torch.float32)
-        mean, std = (
-            torch.tensor(numbers, dtype=wide, device=patches_P1C.device).view(-1, 1)
-            for numbers in (spec.pixel_mean, spec.pixel_std)
-        )
+        mean, std = self.mean_std_2C1.to(wide)
         x = patches_P1C.to(wide).unflatten(-1, (spec.channels, spec.pixels_per_channel))
         return ((x / 255.0 - mean) / std).flatten(-2).to(dtype)

@@ -117,12 +117,12 @@ class ObjectiveTerms:
 
 
 def _shape(spec: LossSpec | MetricSpec, batch: Batch) -> tuple[int, ...]:
-    return tuple(batch[spec.mask].shape) if spec.per == "token" and spec.mask is not None else (batch.num_samples,)
+    return (batch.num_samples,) if spec.per == "sample" or spec.mask is None else tuple(batch[spec.mask].shape)
 
 
 def _gradient(loss: LossSpec, batch: Batch, scale: Tensor) -> Tensor:
     """Returns the factors on the values of a loss: its mask, times weights of tokens, times the scale."""
-    if loss.per == "sample":
+    if loss.per != "token":
         scale = scale if batch.has_first_part else torch.zeros_like(scale)
         return scale if loss.mask is None else batch[loss.mask].double() * scale
     assert loss.mask is not None

@@ -113,6 +113,8 @@ REFUSED = {
     f"{_PLAIN} --vision-full-attention-layers 1": "names layers without windows",
     f"{_PLAIN} --vision-pixel-mean 0 0": "is not a number for each of red, green and blue",
     f"{_PLAIN} --projector-num-layers 3": "3 is above 2, the most",
+    f"{_PLAIN} --vision-pixel-std 1 0 1": "1 0 1 is not above 0",
+    f"{_PLAIN} --vision-class-token --max-patches 4": "4 is below 5, the patches of one image",
     f"{_PLAIN} --image-token-id 131": "131 is not among the 131 ids",
     f"{_PLAIN} --vision-num-attention-heads 5": "24 is not a multiple of --vision-num-attention-heads 5",
     f"{_PLAIN} {_QWEN} --vision-num-attention-heads 4": "heads of 6 channels",
