@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start many processes; where bytecode may not be written, each of them would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-ray test-attacks test-fuzz test-gpu test-gpu-slow test-nccl megatron-core test-megatron check format reference audit browser clean
+.PHONY: help quickstart test test-docs test-slow test-matrix test-crash test-ray test-trl test-attacks test-fuzz test-gpu test-gpu-slow test-nccl megatron-core test-megatron check format reference audit browser clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /	/' | expand -t 16
@@ -25,7 +25,7 @@ quickstart: $(VENV)/core  ## install, then train a small model on this machine w
 	$(BIN)/petatron quickstart
 
 test: $(VENV)/dev  ## the whole default suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash and not nccl and not docs and not megatron and not ray'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu and not slow and not matrix and not crash and not nccl and not docs and not megatron and not ray and not trl'
 
 test-docs: $(VENV)/dev  ## every command of the README and the guides runs as it stands there, every example as a toy
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m docs tests/docs tests/examples tests/cli/train/test_mixtral_listing.py
@@ -39,6 +39,9 @@ test-matrix: $(VENV)/dev  ## the long forms of parity: the whole proof matrix, 2
 
 test-crash: $(VENV)/dev  ## the long form of the crash tests: training is killed some hundred times (ten minutes on 2 cores)
 	$(BIN)/python -m pytest -m crash tests/crash
+
+test-trl: $(VENV)/dev  ## losses, gradients and batches beside those of TRL's trainers (two minutes)
+	$(BIN)/python -m pytest -m trl tests/trl
 
 test-ray: $(VENV)/dev  ## preprocessing on a Ray cluster of two nodes on this machine, whose workers and nodes are killed; installs Ray (a minute)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]' || echo "Ray cannot be fetched here: the tests on it are skipped"

@@ -75,7 +75,8 @@ class PromptImages:
         taken, most = count + len(self.grids) * config.vision_class_token, required("max_patches", config.max_patches)
         if taken > most:
             raise DataError(
-                f"The prompt's images have {taken} patches, and the model reads {most} (--max-patches). Give fewer or smaller images, or load the model with a larger one."
+                f"The prompt's images have {taken} patches, and the model reads {most} (--max-patches). "
+                "Give fewer or smaller images, or load the model with a larger one."
             )
 
     def coordinates(self, tokens: Sequence[int], config: ModelConfig) -> NDArray[np.int64] | None:

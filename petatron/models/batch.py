@@ -158,7 +158,9 @@ class Batch:
         tensor([2., 1., 3.])
         """
         if self.num_segments is None:
-            raise DataError("The batch has no segments. Its kind of dataset does not say which positions belong together.")
+            raise DataError(
+                "The batch has no segments. Its kind of dataset does not say which positions belong together."
+            )
         ids = self[SEGMENT_IDS]
         # Not `index_add`, which adds in another order every time on a GPU.
         in_segment = torch.arange(self.num_segments, device=ids.device).unsqueeze(1) == ids.reshape(1, -1)
