@@ -22,7 +22,7 @@ from petatron.models.stage_inputs_outputs import SEGMENT_MASK
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PackedSegment:
     """ids [n], the mask of which of them are learned [n], further numbers of each id [n] and of the whole, by name.
 
     The first id is never learned: nothing is before it.
@@ -53,7 +53,7 @@ def pack_segments(num_positions: Sequence[int], seq_length: int) -> list[list[in
 
 
 def make_segment_batch(
-    rows: Sequence[Sequence[Segment]],
+    rows: Sequence[Sequence[PackedSegment]],
     seq_length: int,
     *,
     padding_id: int = 0,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import petatron
-from petatron.data.packed_segments import Segment, make_segment_batch, pack_segments
+from petatron.data.packed_segments import PackedSegment, make_segment_batch, pack_segments
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.pretrained.saveable_model import Model
@@ -46,12 +46,12 @@ def random_pairs(count: int, *, seed: int = 0) -> list[Pair]:
     return [Pair(ids(1, 6), ids(2, 10), ids(2, 10)) for _ in range(count)]
 
 
-def answer(prompt: Sequence[int], ids: Sequence[int], **numbers: float) -> Segment:
+def answer(prompt: Sequence[int], ids: Sequence[int], **numbers: float) -> PackedSegment:
     learned = np.array([0.0] * len(prompt) + [1.0] * len(ids), np.float32)
-    return Segment(np.array([*prompt, *ids]), learned, of_segment=numbers)
+    return PackedSegment(np.array([*prompt, *ids]), learned, of_segment=numbers)
 
 
-def packed(segments: Sequence[Segment], seq_length: int, *, pairs: bool) -> Batch:
+def packed(segments: Sequence[PackedSegment], seq_length: int, *, pairs: bool) -> Batch:
     """The segments in packed rows; numbered as they are given, since the two of a pair follow one another."""
     groups = [segments[at : at + 2] for at in range(0, len(segments), 2)] if pairs else [[x] for x in segments]
     sizes = [sum(segment.num_positions for segment in group) for group in groups]
