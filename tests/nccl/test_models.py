@@ -15,7 +15,7 @@ from tests.dist import RankPool
 from tests.longform import cases_over_nccl
 from tests.nccl.layouts import assert_close, train, wide_flags, wide_reference, wide_run
 from tests.parity.harness import BOUNDS, TINY, layout_run, reference, with_batch
-from tests.parity.models import test_gpt_oss, test_kimi, test_layer_variants, test_mtp
+from tests.parity.models import test_conversations, test_gpt_oss, test_kimi, test_layer_variants, test_mtp
 
 VARIANTS = [
     ("sinks of zero, capped", "cp2"),
@@ -47,6 +47,10 @@ def _cases() -> list[Case]:
         for layout, size in cases_over_nccl(test_gpt_oss.LAYOUTS)
     ]
     found += [Case(f"mtp {layout}", model, layout, size) for layout, size, model in cases_over_nccl(test_mtp.LAYOUTS)]
+    found += [
+        Case(f"conversations {layout}", model, layout, size)
+        for layout, model, size in cases_over_nccl(test_conversations.CASES)
+    ]
     found += [Case(f"{model} {layout}", *test_layer_variants.flags_of(model, layout)) for model, layout in VARIANTS]
     return found
 

@@ -11,7 +11,11 @@ from petatron.config.schema.numeric_bounds import (
     Fraction,
     SmallCount,
 )
-from petatron.config.schema.objective_and_dataset_names import BEST_FIT_DATASET, MASKED_DATASETS
+from petatron.config.schema.objective_and_dataset_names import (
+    BEST_FIT_DATASET,
+    CONVERSATIONS_DATASET,
+    MASKED_DATASETS,
+)
 from petatron.config.schema.sections.fill_in_middle import FillInMiddleSettings
 from petatron.config.schema.sections.masked_text import MaskedTextSettings
 from petatron.config.schema.sections.tokenizer_options import TokenizerOptions, TokenizerType
@@ -118,7 +122,11 @@ class DataConfig(FillInMiddleSettings, MaskedTextSettings):
     @property
     def separates_documents(self) -> bool:
         """Whether attention stays within documents."""
-        return self.reset_attention_mask or self.dataset_type in (BEST_FIT_DATASET, *MASKED_DATASETS)
+        return self.reset_attention_mask or self.dataset_type in (
+            BEST_FIT_DATASET,
+            CONVERSATIONS_DATASET,
+            *MASKED_DATASETS,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ IMAGE_TEXT_DATASET = "image-text"
 """The kind of dataset with images and text, for models that read both."""
 LABELLED_DATASET = "labelled-text"
 """The kind of dataset with texts and their labels, in files of lines of JSON."""
+CONVERSATIONS_DATASET = "conversations"
+"""The kind of dataset with chats, prompts and completions, or texts: supervised fine-tuning."""
 CLASSIFICATION, REGRESSION, CONTRASTIVE = "classification", "regression", "contrastive"
 TASK_OBJECTIVES = (CLASSIFICATION, REGRESSION, CONTRASTIVE)
 """The objectives of models with a task head: a class, numbers, or a place among others, for each text."""
