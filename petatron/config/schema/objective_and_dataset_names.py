@@ -39,3 +39,5 @@ UNPAIRED_PREFERENCE_DATASET = "unpaired-preferences"
 DPO, ORPO, SIMPO, KTO, REWARD = "dpo", "orpo", "simpo", "kto", "reward"
 PREFERENCE_OBJECTIVES = (DPO, ORPO, SIMPO, KTO, REWARD)
 """The objectives that learn from preferences."""
+POLICY_GRADIENT = "policy-gradient"
+"""The objective of reinforcement learning, on answers that the model drew itself."""

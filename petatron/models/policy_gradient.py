@@ -1,0 +1,186 @@
+"""The objective of reinforcement learning: raises the probability of answers that were better than expected.
+
+With A the advantage of a token, p its log-probability now, p_old before the first update on these answers, and the ratio
+r = exp(p - p_old), a token's loss is
+
+    -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_weight (exp(q - p) - (q - p) - 1)
+
+where q is its log-probability under a reference, and w = min(exp(p_old - p_drawn), max_importance_weight) corrects that the sampler's
+log-probability p_drawn is another than the trainer's (truncated importance weights; Yao et al., 2025). The names of papers are settings:
+
+    GRPO (Shao et al., 2024)        ratio=token     average=sequence
+    Dr. GRPO (Liu et al., 2025)     ratio=token     average=constant, and advantages that are not divided by their deviation
+    DAPO (Yu et al., 2025)          ratio=token     average=token     clip_high=0.28, and groups of equal rewards drawn again
+    GSPO (Zheng et al., 2025)       ratio=sequence  average=sequence  clip_low=3e-4 clip_high=4e-4
+    RLOO (Ahmadian et al., 2024)    ratio=product   average=sequence, and advantages against the other answers' mean
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from petatron.base.errors import ConfigError, Problem
+from petatron.config.schema.objective_and_dataset_names import POLICY_GRADIENT
+from petatron.models.batch import SEGMENT_IDS, Batch
+from petatron.models.decoder import TOKEN_LOSSES
+from petatron.models.objective import START, ModelRole, Objective, register_objective
+from petatron.models.preference_objectives import segment_lengths
+from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec
+
+ADVANTAGES, DRAWN_LOG_PROBS, OLD_LOG_PROBS = "advantages", "drawn_log_probs", "old_log_probs"
+"""Arrays [B, S] of the labels. The last one is in batches that are trained on more than once, or by other weights than those that drew."""
+REWARDS = "rewards"
+"""Array [segments]."""
+POLICY_LOSS = "policy loss"
+_REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Objective):
+    """average: of the losses of tokens: over each answer and then over answers, over all tokens, or as sums of answers divided by
+    `constant_tokens`. dual_clip: the largest ratio of the term that is not clipped, 0: any. max_importance_weight: 0 corrects nothing.
+    temperature: the one that answers were drawn with. reference: a folder, or `start`; read with a kl_weight alone.
+    """
+
+    ratio: Literal["token", "sequence", "product"] = "token"
+    average: Literal["sequence", "token", "constant"] = "sequence"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    constant_tokens: int = 0
+    kl_weight: float = 0.0
+    max_importance_weight: float = 2.0
+    temperature: float = 1.0
+    reference: str = START
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("clip_low", 0 <= self.clip_low <= 1, "is not from 0 to 1", "Use 0.2."),
+            ("clip_high", self.clip_high >= 0, "is below 0", "Use 0.2."),
+            ("dual_clip", self.dual_clip == 0 or self.dual_clip > 1, "is not above 1", "Leave it out."),
+            ("kl_weight", self.kl_weight >= 0, "is below 0", "Leave it out."),
+            ("max_importance_weight", self.max_importance_weight >= 0, "is below 0", "Use 2, or 0 for no correction."),
+            ("temperature", self.temperature > 0, "is not above 0: greedy answers teach nothing", "Use 1."),
+            (
+                "constant_tokens",
+                (self.average == "constant") == (self.constant_tokens > 0),
+                "is the divisor of average=constant, and of no other",
+                "Give both, the longest answer for instance, or leave both out.",
+            ),
+        )
+        problems = [
+            Problem("--objective-settings", f"{name}={getattr(self, name)}", rule, fix)
+            for name, holds, rule, fix in checks
+            if not holds
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def dataset_type(self) -> str | None:
+        return None
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (TOKEN_LOSSES,) if self.temperature == 1.0 else ("logits",)
+
+    @property
+    def models(self) -> Mapping[str, ModelRole]:
+        return {_REFERENCE: ModelRole(self.reference, outputs=self.outputs)} if self.kl_weight else {}
+
+    @property
+    def losses(self) -> tuple[LossSpec, ...]:
+        return (LossSpec(POLICY_LOSS, per="token" if self.average == "token" else "segment"),)
+
+    @property
+    def metric_specs(self) -> tuple[MetricSpec, ...]:
+        of_segments = ("reward", "answer tokens")
+        of_tokens = ("entropy", "clipped", "rollout k3", "rollout difference", *(["kl"] if self.kl_weight else []))
+        return (
+            *(MetricSpec(name, per="segment") for name in of_segments),
+            *(MetricSpec(name, per="token") for name in of_tokens),
+        )
+
+    def log_probs(self, outputs: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Returns the log-probabilities of the labels [B, S] at the temperature they were drawn with."""
+        if self.temperature == 1.0:
+            return -outputs[TOKEN_LOSSES]
+        scaled = outputs["logits"] / self.temperature
+        return scaled.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
+
+    def prepare(self, batch: Batch) -> Batch:
+        if not self.kl_weight:
+            return batch
+        role = self.models[_REFERENCE]
+        named = {name: batch[role.array(_REFERENCE, name)] for name in self.outputs}
+        return batch.with_arrays(reference_log_probs=self.log_probs(named, batch))
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
+        log_probs = self.log_probs(outputs, batch)
+        ratio, old = self._ratio(log_probs, batch), self._old(log_probs, batch)
+        advantages = batch[ADVANTAGES].to(log_probs.dtype)
+        bounded = ratio if not self.dual_clip else ratio.clamp(max=self.dual_clip)
+        losses = -torch.minimum(bounded * advantages, self._clipped(ratio) * advantages)
+        if self.max_importance_weight:
+            drawn = batch[DRAWN_LOG_PROBS].to(old.dtype)
+            losses = losses * torch.exp(self._masked(old - drawn, batch)).clamp(max=self.max_importance_weight)
+        if self.kl_weight:
+            losses = losses + self.kl_weight * self._divergence(log_probs, batch)
+        return {POLICY_LOSS: self._averaged(losses, batch)}
+
+    def metrics(self, outputs: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
+        log_probs = self.log_probs(outputs, batch)
+        ratio, advantages = self._ratio(log_probs, batch), batch[ADVANTAGES].to(log_probs.dtype)
+        clipped = self._clipped(ratio) * advantages < ratio * advantages
+        gap = self._masked(self._old(log_probs, batch) - batch[DRAWN_LOG_PROBS].to(log_probs.dtype), batch)
+        divergence = {"kl": self._divergence(log_probs, batch)} if self.kl_weight else {}
+        return {
+            "reward": batch[REWARDS].to(log_probs.dtype),
+            "answer tokens": segment_lengths(batch, log_probs.dtype),
+            "entropy": -batch[DRAWN_LOG_PROBS].to(log_probs.dtype),
+            "clipped": clipped.to(log_probs.dtype),
+            "rollout k3": torch.expm1(gap) - gap,
+            "rollout difference": gap.abs(),
+            **divergence,
+        }
+
+    def _old(self, log_probs: Tensor, batch: Batch) -> Tensor:
+        return batch[OLD_LOG_PROBS].to(log_probs.dtype) if OLD_LOG_PROBS in batch else log_probs.detach()
+
+    def _ratio(self, log_probs: Tensor, batch: Batch) -> Tensor:
+        """Returns the ratio [B, S] of each token, or that of its answer."""
+        change = self._masked(log_probs - self._old(log_probs, batch), batch)
+        if self.ratio == "token":
+            return torch.exp(change)
+        of_segments = batch.segment_sum(change)
+        if self.ratio == "sequence":
+            of_segments = of_segments / segment_lengths(batch, change.dtype)
+        return torch.exp(of_segments)[batch[SEGMENT_IDS].clamp(min=0)]
+
+    def _clipped(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+
+    def _divergence(self, log_probs: Tensor, batch: Batch) -> Tensor:
+        gap = self._masked(batch["reference_log_probs"].to(log_probs.dtype) - log_probs, batch)
+        return torch.expm1(gap) - gap
+
+    def _averaged(self, losses: Tensor, batch: Batch) -> Tensor:
+        """Returns the losses of tokens, or those of answers."""
+        if self.average == "token":
+            return losses
+        total = batch.segment_sum(losses * batch.loss_mask)
+        if self.average == "constant":
+            return total / self.constant_tokens
+        return total / segment_lengths(batch, total.dtype)
+
+    def _masked(self, x_BS: Tensor, batch: Batch) -> Tensor:
+        """Sets to zero what is not learned, of which log-probabilities of several sources have nothing in common."""
+        return torch.where(batch.loss_mask > 0, x_BS, x_BS.new_zeros(()))
+
+
+register_objective(POLICY_GRADIENT, PolicyGradient)
