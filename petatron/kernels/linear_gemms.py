@@ -64,6 +64,29 @@ class PlainWeightGrad:
         matmul_into(out, self.grad_RO.t(), x_RD, accumulate=accumulate)
 
 
+@dataclass(slots=True)
+class AdaptedWeightGrad:
+    """The gradient of a weight, and those of the parameters of the adapter beside it: (parameter, gradient) each."""
+
+    of_weight: WeightGrad
+    of_params: tuple[tuple[Tensor, WeightGrad], ...]
+
+    @property
+    def needs_input(self) -> bool:
+        return self.of_weight.needs_input
+
+    def write(self, x_RD: Tensor | None, out: Tensor, accumulate: bool) -> None:
+        self.of_weight.write(x_RD, out, accumulate)
+
+
+def grads_of_adapter(job: WeightGrad, adapts: bool) -> tuple[tuple[Tensor, WeightGrad], ...]:
+    """Returns the gradients of an adapter's parameters that are computed with a weight's, if it has an adapter."""
+    if not adapts:
+        return ()
+    assert isinstance(job, AdaptedWeightGrad)
+    return job.of_params
+
+
 class PlainGemm:
     """x W^T + b in the precision of both; cuBLAS adds the bias before it rounds, in the same kernel."""
 

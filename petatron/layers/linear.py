@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from petatron.layers.adapters.adapter import Adapter
 from petatron.layers.ops.linear_op import local_linear
 from petatron.layers.ops.recompute_output import RecomputableOutput
 from petatron.layers.parallel_slots import TensorSlot
@@ -20,7 +21,10 @@ LinearOp = Callable[[Tensor | RecomputableOutput, Tensor, Tensor | None], Tensor
 
 
 class Linear(nn.Module):
-    """x W^T + b. `sections` are the widths of the outputs fused into one GEMM, of this rank's shard."""
+    """x W^T + b. `sections` are the widths of the outputs fused into one GEMM, of this rank's shard.
+
+    `adapter` is a slot: trainable parameters of this module beside the weight (`layers/adapters/`).
+    """
 
     tensor_slots: Mapping[str, TensorSlot] = {"linear_op": "linear", "sections": "sections"}
 
@@ -30,13 +34,16 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(sections), in_features))
         self.bias = nn.Parameter(torch.empty(sum(sections))) if bias else None
         self.linear_op: LinearOp = local_linear
+        self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor | RecomputableOutput) -> Tensor:
         params = self._parameters  # nn.Module would look for each of them in Python
         weight, bias = params["weight"], params.get("bias")
         assert weight is not None
+        if self.adapter is not None:
+            return self.adapter.adapt_op(self, self.linear_op)(x, weight, bias)
         return self.linear_op(x, weight, bias)
 
     def weights(self) -> tuple[nn.Parameter | None, ...]:
         """Returns the parameters whose gradients a weight-gradient target gets."""
-        return self.weight, self.bias
+        return self.weight, self.bias, *(() if self.adapter is None else self.adapter.params(self))

@@ -60,17 +60,17 @@ class MtpLayerSpec(LayerSpec):
     def runs(self) -> int:
         return self.num_runs
 
-    def build(self, layer_index: int) -> MtpLayer:
+    def build_base(self, layer_index: int) -> MtpLayer:
         return MtpLayer(self, layer_index=layer_index)
 
-    def params(self) -> Mapping[str, ParamSpec]:
+    def base_params(self) -> Mapping[str, ParamSpec]:
         width = self.norm.width
         outer: dict[str, ParamSpec] = {}
         for name in self.own_norms:
             outer |= with_prefix(name, self.norm.params())
         if self.begins:
             outer |= with_prefix("projection", linear_params(2 * width, width, REPLICATED, bias=False, std=self.std))
-        return outer | dict(LayerSpec.params(self))
+        return outer | dict(LayerSpec.base_params(self))
 
     @property
     def own_norms(self) -> tuple[str, ...]:

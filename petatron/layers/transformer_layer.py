@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from petatron.layers.adapters.adapter_spec import AdapterSpec
 from petatron.layers.dropout import Dropout
 from petatron.layers.forward_context import ForwardContext
 from petatron.layers.norm import Norm, NormSpec
@@ -32,6 +33,7 @@ class LayerSpec:
     unnormed: the names of branches that take the stream as it is, in a layer whose other norms are before branches.
     seq_length: tokens of the sequence that the layer runs on, where that is not the model's only one; None: of `--seq-length`.
     stream_multipliers: the factors on a normed stream that branches are added to, by their names; 1 for the others.
+    adapter: the adapters beside weights of the layer; None: it has none.
     """
 
     mixer: BranchSpec | None
@@ -46,6 +48,7 @@ class LayerSpec:
     unnormed: tuple[str, ...] = ()
     seq_length: int | None = None
     stream_multipliers: tuple[tuple[str, float], ...] = ()
+    adapter: AdapterSpec | None = None
 
     def __hash__(self) -> int:
         """Hashes the kinds of branches alone: estimates count thousands of layers, and equality compares every field."""
@@ -85,6 +88,14 @@ class LayerSpec:
         return 1
 
     def build(self, layer_index: int) -> TransformerLayer:
+        """Builds the layer with its adapters."""
+        layer = self.build_base(layer_index)
+        if self.adapter is not None:
+            self.adapter.install(layer, self.base_params())
+        return layer
+
+    def build_base(self, layer_index: int) -> TransformerLayer:
+        """Builds the layer without adapters."""
         return TransformerLayer(self, layer_index=layer_index)
 
     def norm_region(self, branch: BranchSpec) -> str:
@@ -103,6 +114,10 @@ class LayerSpec:
 
     def params(self) -> Mapping[str, ParamSpec]:
         """Returns every parameter by its name in the layer."""
+        return self.base_params() if self.adapter is None else _adapted_params(self)
+
+    def base_params(self) -> Mapping[str, ParamSpec]:
+        """Returns every parameter without those of adapters."""
         return _layer_params(self)
 
     def extra_saved_bytes(self, shape: ActivationShape) -> int:
@@ -120,6 +135,12 @@ def _layer_params(spec: LayerSpec) -> Mapping[str, ParamSpec]:
         if branch.name in spec.output_norms:
             params |= with_prefix(f"{branch.name}_post_norm", spec.norm.params())
     return params
+
+
+@lru_cache(maxsize=256)
+def _adapted_params(spec: LayerSpec) -> Mapping[str, ParamSpec]:
+    assert spec.adapter is not None
+    return spec.adapter.extend(spec.base_params())
 
 
 class Residual:

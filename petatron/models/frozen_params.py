@@ -6,6 +6,9 @@ names of logical tensors (`layers.0.attention.q.weight`) or of parameters (`laye
 has one answer: fused matrices are frozen together, and so are the ends of a tied embedding. A spec may also declare a parameter that is
 never trained (`ParamSpec.trainable`).
 
+With adapters (`layers/adapters/`) all is frozen that a model without them has too, but for what `--adapter-also-train` names; a new head of
+a task is trained.
+
 A frozen parameter has no gradient, no master weights, no moments and no place in a reduction. Backward ends at the first trainable
 parameter: layers below save nothing, and pipeline stages below get no gradient.
 """
@@ -31,7 +34,7 @@ from petatron.models.registry import model_spec
 from petatron.models.stage_inputs_outputs import ModelIO
 from petatron.sharding.shard_spec import ModelParallelCoordinate, Shape, TensorShard, compute_placement
 
-_FREEZE, _TRAIN_ONLY = "--freeze", "--train-only"
+_FREEZE, _TRAIN_ONLY, _ALSO_TRAIN = "--freeze", "--train-only", "--adapter-also-train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +165,19 @@ def _find_frozen(
 ) -> FrozenParams:
     declared = any(not param.trainable for layer in spec.count_layers() for param in layer.params().values())
     declared = declared or any(not param.trainable for param in spec.outer_params(spec.whole_model).values())
-    if not (freeze or train_only or declared):
+    if not (freeze or train_only or declared or spec.config.adapter):
         return NOTHING_FROZEN
     params, tensors = spec.params(), _names_of_params(spec)
-    raise_problems([*_unmatched(freeze, _FREEZE, tensors), *_unmatched(train_only, _TRAIN_ONLY, tensors)])
+    also_train = spec.config.adapter_also_train
+    problems = [*_unmatched(freeze, _FREEZE, tensors), *_unmatched(train_only, _TRAIN_ONLY, tensors)]
+    raise_problems([*problems, *_unmatched(also_train, _ALSO_TRAIN, tensors)])
     names = {
         name
         for name, param in params.items()
         if not param.trainable
         or _matches((name, *tensors[name]), freeze)
         or (train_only and not _matches((name, *tensors[name]), train_only))
+        or (spec.config.adapter and not param.fresh_if_missing and not _matches((name, *tensors[name]), also_train))
     }
     trained = {name: param for name, param in params.items() if name not in names}
     raise_problems(_optimizer_problems(params, trained, freeze, train_only, optim))

@@ -30,6 +30,7 @@ from petatron.config.schema.sections.encoder_decoder import ENCODER_DECODER_MODE
 from petatron.config.schema.sections.masked_language import MASKED_LANGUAGE_MODEL
 from petatron.config.schema.sections.recommender import RECOMMENDER_MODEL
 from petatron.config.schema.sections.vision_language import VISION_LANGUAGE_MODEL
+from petatron.models.adapter_targets import with_adapters
 from petatron.models.decoder_spec import decoder_spec
 from petatron.models.encoder_decoder_spec import encoder_decoder_spec
 from petatron.models.masked_language_spec import masked_language_spec
@@ -87,7 +88,7 @@ def spec_from_config(config: ModelConfig, moe: MoEConfig | None = None) -> Model
     """Returns the description of the model with these derived settings."""
     if not is_registered(config.model_type):
         raise ConfigError([_unknown_model(config.model_type)])
-    return _BUILDERS[config.model_type](config, moe or MoEConfig())
+    return with_adapters(_BUILDERS[config.model_type](config, moe or MoEConfig()))
 
 
 def without_task_head(spec: ModelSpec) -> ModelSpec:
@@ -100,6 +101,17 @@ def without_task_head(spec: ModelSpec) -> ModelSpec:
     """
     plain = replace(spec.config, pooling=None, num_labels=0, label_names=(), pooler=False, label_bias=False)
     return spec_from_config(plain, spec.moe)
+
+
+def without_adapters(spec: ModelSpec) -> ModelSpec:
+    """Returns the description of the model that adapters are beside.
+
+    >>> from petatron.validate import load_config
+    >>> run = load_config(["--vocab-size", "256", "--adapter", "lora"], preset="tiny-llama", require_training=False).config
+    >>> any("lora" in name for name in without_adapters(model_spec(run)).params())
+    False
+    """
+    return spec if spec.config.adapter is None else spec_from_config(replace(spec.config, adapter=None), spec.moe)
 
 
 def _unknown_model(name: str) -> Problem:

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from petatron.kernels.linear_gemms import ChunkedGemm, Gemm, Tensors
+from petatron.layers.adapters.adapter import Adapter
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, GemmResult, PendingTensor, WeightGradTarget
 from petatron.layers.ops.recompute_output import DeferredOutput, RecomputableOutput, as_recomputable
 from petatron.layers.parallel_slots import TensorSlot
@@ -45,7 +46,7 @@ from petatron.layers.vocabulary.vocabulary_shard import VocabShard
 from petatron.mesh import collectives
 from petatron.mesh.collectives import Handle
 from petatron.mesh.mesh import Axis
-from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, compute_placement
+from petatron.sharding.shard_spec import ModelParallelCoordinate, Placement, Shard, compute_placement
 
 
 def shard_params(
@@ -311,6 +312,18 @@ def apply_tensor_parallel(
             elif kind in values:
                 setattr(module, slot, values[kind])
         _fill_group_sums(module, axis, blocks)
+        adapter = getattr(module, "adapter", None)
+        if isinstance(adapter, Adapter):
+            _fill_adapter(adapter, params[f"{name}.weight"].shard, axis, values)
+
+
+def _fill_adapter(adapter: Adapter, weight: Shard, axis: Axis, values: Mapping[TensorSlot, object]) -> None:
+    """Fills the slots of an adapter: ranks with the same input drop the same of it, and those with slices of a weight's rows add norms."""
+    generator = values.get("shared generator")
+    if weight.tp != 1 and isinstance(generator, torch.Generator):
+        adapter.generator = generator
+    if weight.tp == 1 and axis.size > 1:
+        adapter.sum_over_ranks = partial(collectives.all_reduce, axis=axis)
 
 
 def _fill_group_sums(module: nn.Module, axis: Axis, blocks: Callable[[int], Axis] | None) -> None:

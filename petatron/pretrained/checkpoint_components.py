@@ -6,7 +6,7 @@ states and the amax histories of FP8 delayed scaling belong to a rank, so they a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -42,6 +42,11 @@ def model_components(
     return components
 
 
+def optimizer_of(components: Iterable[Stateful]) -> MixedPrecisionOptimizer | None:
+    """Returns the optimizer whose master weights are among the components."""
+    return next((component.optimizer for component in components if isinstance(component, WeightState)), None)
+
+
 class WeightState(FixedPlace):
     """The weights. With an optimizer, its master weights are loaded and the model's weights cast from them, but for frozen ones."""
 
@@ -50,6 +55,10 @@ class WeightState(FixedPlace):
 
     def __init__(self, model: ParallelModel, optimizer: MixedPrecisionOptimizer | None, *, save_master: bool) -> None:
         self._model, self._optimizer, self._save_master = model, optimizer, save_master
+
+    @property
+    def optimizer(self) -> MixedPrecisionOptimizer | None:
+        return self._optimizer
 
     def chunks(self) -> Iterator[Chunk]:
         yield from self._model_chunks()

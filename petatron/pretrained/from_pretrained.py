@@ -25,7 +25,8 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.models.hf import family_name_of_config, fit_values_to_tensors, parse_config_json, to_logical
-from petatron.models.registry import model_spec
+from petatron.models.registry import model_spec, without_adapters
+from petatron.pretrained.adapter_magnitudes import set_magnitudes
 from petatron.pretrained.detect_model_format import detect_format, refuse_unconverted, weights_kind_problems
 from petatron.pretrained.hf_folder_contents import CompanionFiles
 from petatron.pretrained.hub import local_model
@@ -176,10 +177,11 @@ def _run_config(
 @torch.no_grad()
 def _load_state_dict(model: Model, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Copies this rank's shards out of whole tensors."""
-    logical = to_logical(family_name_of_config(content), tensors, model.spec)
+    logical = to_logical(family_name_of_config(content), tensors, without_adapters(model.spec))
     for group in model.param_groups:
-        for piece, view in group_tensor_shards(group, group.weights()):
+        for piece, view in group_tensor_shards(group, group.weights(), wanted=lambda piece: piece.name in logical):
             view.copy_(logical[piece.name][piece.logical_slices()])
     for name, bias in model.router_statistics.expert_biases():
         bias.copy_(logical[name])
     model.all_gather_params()
+    set_magnitudes(model)

@@ -27,7 +27,8 @@ from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.checkpoint_components import model_components
+from petatron.pretrained.adapter_magnitudes import set_magnitudes
+from petatron.pretrained.checkpoint_components import model_components, optimizer_of
 from petatron.pretrained.detect_model_format import has_steps, is_megatron_folder, weights_kind_problems
 from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.new_head import NewHead
@@ -159,9 +160,12 @@ def load_state(
         fallback=fallback,
     )
     _log_new_head(head, loaded.missing_keys, mesh)
+    lacks_magnitudes = head is not None and head.lacks_magnitudes(loaded.missing_keys)
     document = EMPTY_DOCUMENT if is_model else loaded.metadata
     parsing = partial(reading_untrusted, path, step_folder.damaged_error)
     notes = load.restore(document, loaded.local, None if is_model else loaded.source, parsing)
+    if any(all_gather_json(lacks_magnitudes, mesh.control)):
+        set_magnitudes(model, optimizer_of(components))
     return LoadedState(document, tuple(notes), loaded.is_signed)
 
 

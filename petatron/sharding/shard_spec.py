@@ -41,7 +41,7 @@ class Shard:
 
     tp: the tensor dimension split over the tensor-parallel axis; None means every rank holds all of it.
     ep: the dimension that counts experts, split over the expert-parallel axis. Then `tp` means the experts' own tensor axis.
-    sections: logical tensors fused along that dimension (always dimension 0).
+    sections: logical tensors fused along that dimension (always dimension 0, also of one that every rank has whole).
     pad_to: the split dimension is padded in memory to a multiple of this x tp (vocabulary).
     partial: when a replicated parameter's gradient is a summand over tp: never, under sequence parallelism, or always.
     ends: the first and the last pipeline rank both hold it, and their gradients are summands (a tied embedding).
@@ -160,7 +160,8 @@ def compute_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelPar
             spec.partial_grad == "always"
             or (coordinate.sequence_parallel and (spec.partial_grad == "sequence" or dim is not None))
         )
-        return _replicated_placement(name, shape, primary=rank == 0, grad_reduce_axis="tp" if partial else None)
+        axis = "tp" if partial else None
+        return _replicated_placement(name, shape, spec.sections, primary=rank == 0, grad_reduce_axis=axis)
     placement = _sharded_placement(name, shape, spec, dim, ranks, rank)
     if not spec.shared_embedding:
         return placement
@@ -179,7 +180,7 @@ def _expert_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelPar
     local = (here, *shape[1:])
     if spec.tp is None or spec.tp >= len(shape):
         sum_over = "etp" if coordinate.etp_size > 1 else None
-        inner = _replicated_placement(name, local, primary=coordinate.etp_rank == 0, grad_reduce_axis=sum_over)
+        inner = _replicated_placement(name, local, (), primary=coordinate.etp_rank == 0, grad_reduce_axis=sum_over)
     else:
         inner = _sharded_placement(name, local, spec, spec.tp, coordinate.etp_size, coordinate.etp_rank, "etp")
     pieces = tuple(
@@ -193,10 +194,20 @@ def _expert_placement(name: str, shape: Shape, spec: Shard, coordinate: ModelPar
     return replace(inner, tensor_shards=pieces, expert=True)
 
 
-def _replicated_placement(name: str, shape: Shape, *, primary: bool, grad_reduce_axis: str | None) -> Placement:
+def _replicated_placement(
+    name: str, shape: Shape, sections: tuple[Section, ...], *, primary: bool, grad_reduce_axis: str | None
+) -> Placement:
     origin = (0,) * len(shape)
-    piece = TensorShard(name, shape, origin, shape, origin, primary, grad_reduce_axis)
-    return Placement(shape, (piece,), (shape[0],) if shape else ())
+    if not sections:
+        piece = TensorShard(name, shape, origin, shape, origin, primary, grad_reduce_axis)
+        return Placement(shape, (piece,), (shape[0],) if shape else ())
+    pieces, row = [], 0
+    for section in sections:
+        of_section, start = (section.rows, *shape[1:]), (row, *origin[1:])
+        logical = section_name(name, section.name)
+        pieces.append(TensorShard(logical, of_section, origin, of_section, start, primary, grad_reduce_axis))
+        row += section.rows
+    return Placement(shape, tuple(pieces), tuple(section.rows for section in sections))
 
 
 def _sharded_placement(

@@ -122,6 +122,8 @@ MODEL_FLAGS = {
     "gpt": _GPT_FLAGS,
     "moe": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
     "mla": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_DEEPSEEK_FLAGS}",
+    "lora": f"--num-layers 4 {_LLAMA_FLAGS} {_MOE_FLAGS} --adapter lora --adapter-rank 3 --adapter-alpha 6",
+    "dora": f"--num-layers 4 {_LLAMA_FLAGS} --adapter dora --adapter-rank 3 --adapter-alpha 6",
     "muon": f"--num-layers 4 {_LLAMA_FLAGS} --untie-embeddings-and-output-weights {_MOE_FLAGS}",
     "mamba": f"--hybrid-layer-pattern MMMM {_LLAMA_FLAGS} --position-embedding-type none {_MAMBA_FLAGS} --mamba-norm-groups 1",
     "hybrid": f"--hybrid-layer-pattern M-M* {_LLAMA_FLAGS} {_MAMBA_FLAGS} --reset-attention-mask --reset-position-ids",
@@ -139,7 +141,8 @@ MODEL_FLAGS = {
 }
 """Small models by name: a Llama with tied embeddings; a deeper one with learned positions; one with everything a GPT may have
 (biases, LayerNorm, qk-norm, a window, packed documents); an MoE; a DeepSeek-V3 (latent attention, experts in groups with biases,
-multi-token prediction); the MoE trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; a hybrid
+multi-token prediction); the MoE with LoRA beside all its linears, experts too, and the Llama with DoRA; the MoE
+trained with Muon, whose rule needs whole matrices; Mamba-2 with a norm over all channels; a hybrid
 of Mamba-2, MLPs and attention over packed documents; a Falcon-H1 (attention and Mamba-2 in parallel, factors);
 a Qwen3-Next (gated delta nets, gated attention, a gated shared expert); a MiniMax (lightning attention, norms on the residual stream,
 factors); a BERT (masked, padded pairs of segments, two losses, norms after sums, windows on both sides); a SASRec, with a table of
@@ -254,6 +257,8 @@ moe:dp2.ep2 moe:dp4.ep4 moe:dp2.ep2-gather moe:dp4.ep4-gather moe:dp2.etp2 moe:d
 moe:dp2.ep2-apart moe:dp2.ep2-overlap moe:dp4.ep4-overlap
 mla:tp2-sp mla:tp4 mla:pp2 mla:pp4 mla:pp2-vpp2 mla:pp2-zbh1 mla:pp2-zbv mla:cp2 mla:cp2-gather mla:cp4-both mla:dp2.ep2 mla:dp4.ep4
 mla:dp2-zero1 mla:dp2-fsdp
+lora:tp2 lora:tp4-sp lora:tp2-sp-overlap lora:pp2 lora:pp2-vpp2 lora:pp2-zbh1 lora:pp2-zbv lora:cp2 lora:dp2.ep2 lora:dp2.etp2
+lora:dp4-zero1 lora:dp2-zero2 lora:dp2-fsdp dora:tp2 dora:tp2-sp-overlap dora:pp2 dora:cp2 dora:dp2-zero1 dora:dp2-fsdp
 muon:tp2-sp muon:dp4-zero1 muon:dp4-fsdp
 mamba:tp2 mamba:tp4-sp mamba:pp4 mamba:pp2-zbh1 mamba:cp2 mamba:cp4 mamba:dp4-zero1 mamba:dp2-fsdp
 hybrid:tp2-sp hybrid:tp4 hybrid:tp2-sp-overlap hybrid:pp2 hybrid:pp2-zbv hybrid:dp2-fsdp
@@ -296,6 +301,7 @@ moe:tp2-sp.dp2.ep2-overlap.etp1 moe:pp2.dp2.ep2-overlap moe:pp2-vpp2.dp2.ep2-ove
 moe:dp4-zero1.ep2-overlap moe:dp2.ep2-overlap.recompute-experts
 mla:tp2-sp.pp2 mla:tp2-sp.cp2-a2a mla:tp2-sp.dp2.ep2 mla:pp2.dp2.ep2 mla:pp2-vpp2.dp2.ep2-overlap mla:cp2.ep2 mla:dp4-fsdp.ep2
 mla:tp2-sp-overlap.pp2.recompute-full mla:dp2.ep2.recompute-experts
+lora:tp2-sp.pp2 lora:tp2-sp.dp2.ep2 lora:dp4-fsdp.ep2 lora:tp2-sp.pp2.recompute-full lora:dp2.ep2.recompute-experts dora:tp2-sp.dp2-fsdp
 muon:tp2-sp.dp2-zero1.ep2 muon:tp2-sp.dp2-zero2.ep2.etp1
 mamba:tp2-sp.cp2 mamba:pp2.cp2 mamba:cp2.dp2-zero1 hybrid:tp2-sp.cp2 hybrid:tp2-sp.pp2 hybrid:cp2.dp2-fsdp hybrid:cp2.recompute-mamba
 parallel:tp2-sp.cp2 parallel:tp2-sp.pp2 parallel:cp2.dp2-fsdp parallel:cp2.recompute-mamba parallel:tp2-sp.pp2.recompute-full
@@ -320,7 +326,7 @@ dense:tp2-sp.pp2.dp2-zero1 dense:tp2-sp.cp2.dp2 dense:tp2-sp.pp2.cp2 dense:tp2-s
 dense:pp2-zbv.cp2.dp2-zero1 dense:pp2-vpp2.cp2-gather.dp2-zero1 dense:tp2-sp.pp2-zbh1.dp2 dense:tp2-sp.dp4-zero1-copies2
 dense:tp2-sp.dp4-fsdp-copies2 deep:tp2-sp.pp4-vpp2 dense:cp4-both.dp2-zero1 gpt:tp2-sp.pp2-vpp2.cp2
 moe:pp2.dp4.ep2 moe:cp2.dp4.ep2 moe:pp2.dp4-fsdp.ep2 moe:tp2-sp.dp4.ep4.etp2 moe:tp2-sp.dp4.ep4.etp1
-moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
+lora:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.cp2.dp2-fsdp.ep2 moe:tp2-sp.pp2-vpp2.dp2.ep2 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2
 dense:tp2-sp-overlap.pp2-zbh1.dp2-zero1 moe:tp2-sp-overlap.pp2-vpp2.cp2.ep2
 moe:tp2-sp.pp2.cp2.ep2 moe:tp2-sp.pp2.cp2.ep4.etp1 moe:pp2.cp2.dp2-zero1.ep2 moe:dp8-zero1-copies2.ep4
 moe:tp2-sp.pp2-vpp2.dp2-zero1.ep2-overlap

@@ -4,8 +4,8 @@ An unknown flag or field with such a name gets the suggestion of this table. Clo
 them, and something else for others (`--num-key-value-heads` is nearest to `--linear-num-value-heads`). None of them is accepted:
 values may mean something else there, and a run has one name for a setting. docs/coming-from.md has these names by program.
 
-Adapters, conversations, preferences and quantized training have no flag here whose name could be close: they have a table of what exists
-instead, or the closest spelling would be suggested (`--etp` for `--peft`). The tables of Megatron's flags refuse features too; where
+Prompt tuning, conversations, preferences and quantized training have no flag here whose name could be close: they have a table of what
+exists instead, or the closest spelling would be suggested. The tables of Megatron's flags refuse features too; where
 something else exists for one of these, `ALTERNATIVES` says it.
 """
 
@@ -55,6 +55,15 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
         "--share-embeddings-and-output-weights --tie-embeddings --tie-word-embeddings --tied-embeddings"
     ),
     "--window-size": "--sliding-window",
+    # Adapters
+    "--adapter lora": "--enable-lora --lora --peft --peft-method --use-lora --use-peft",
+    "--adapter-alpha": "--lora-alpha",
+    "--adapter-dropout": "--lora-dropout",
+    "--adapter-rank": "--lora-dim --lora-r --lora-rank --peft-rank",
+    "--adapter-targets": "--lora-target --lora-target-modules --lora-targets --target-modules",
+    "--adapter-also-train": "--lora-modules-to-save --modules-to-save",
+    "--adapter dora": "--use-dora",
+    "--adapter rslora": "--use-rslora",
     # Length and batch
     "--global-batch-size (micro-batch x data-parallel size x accumulation steps)": (
         "--accumulate-grad-batches --grad-accum-steps --gradient-accumulation-steps"
@@ -164,7 +173,7 @@ def suggested_flags(text: str) -> list[str]:
 
 CONVERSATIONS = "fine-tuning on conversations"
 REINFORCEMENT = "reinforcement learning"
-_ADAPTERS = "low-rank adapters (LoRA) and other adapters of PEFT"
+_ADAPTERS = "prompt tuning and such adapters of PEFT"
 _PREFERENCES = "training on preferences (DPO and the like)"
 _QUANTIZED = "training with quantized weights"
 SAVED_FORMAT = "saving in another format while training"
@@ -174,7 +183,7 @@ _FULL_FINE_TUNING = "`--from FOLDER` fine-tunes all weights of a model, or with 
 _OWN_LOOP = "a loop of your own with `petatron.build_model` may have any loss (docs/finetuning.md)"
 
 ALTERNATIVES: Mapping[str, str] = {
-    _ADAPTERS: f"Leave it out: {_FULL_FINE_TUNING}; {_OWN_LOOP}",
+    _ADAPTERS: f"Use --adapter lora, rslora, dora or ia3 instead; {_OWN_LOOP}",
     CONVERSATIONS: f"Leave it out: {_FULL_FINE_TUNING} on text of `petatron data preprocess`, with the loss on every token; {_OWN_LOOP}",
     _PREFERENCES: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
     REINFORCEMENT: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
@@ -196,27 +205,27 @@ class _AbsentFeature:
 
 
 def _flags_with(*names: str) -> re.Pattern[str]:
-    """Matches flags that begin with such a name: `--lora`, `--lora-rank`, `--peft-config`, `--use-peft`."""
+    """Matches flags that begin with such a name: `--sft`, `--dpo-beta`, `--use-dpo`."""
     return re.compile(rf"--(?:use-|enable-|no-)?(?:{'|'.join(names)})(?:-.*)?")
 
 
 _ABSENT = (
-    _AbsentFeature(_ADAPTERS, _flags_with("lora", "qlora", "dora", "peft", "adapters?", "prefix-tuning", "prompt-tuning")),
+    _AbsentFeature(_ADAPTERS, _flags_with("prefix-tuning", "prompt-tuning", "p-tuning")),
     _AbsentFeature(
         CONVERSATIONS,
         _flags_with("sft", "chat-template", "assistant-only-loss", "completion-only-loss", "conversations", "instruct"),
     ),
     _AbsentFeature(_PREFERENCES, _flags_with("dpo", "orpo", "kto", "simpo", "preference", "ref-model", "reference-model")),
     _AbsentFeature(REINFORCEMENT, _flags_with("ppo", "grpo", "rlhf", "rl", "reward-model", "reward-funcs?", "rollout")),
-    _AbsentFeature(_QUANTIZED, _flags_with("load-in-4bit", "load-in-8bit", "bnb", "quantization", "nf4")),
+    _AbsentFeature(_QUANTIZED, _flags_with("load-in-4bit", "load-in-8bit", "bnb", "quantization", "nf4", "qlora")),
 )  # fmt: skip
 
 
 def absent_feature(flag: str) -> str | None:
     """Returns the feature that a flag of other programs asks for, if this version does not have it.
 
-    >>> absent_feature("--lora-rank"), absent_feature("--num-layers")
-    ('low-rank adapters (LoRA) and other adapters of PEFT', None)
+    >>> absent_feature("--prompt-tuning"), absent_feature("--num-layers")
+    ('prompt tuning and such adapters of PEFT', None)
     """
     return next((absent.feature for absent in _ABSENT if absent.names.fullmatch(flag)), None)
 

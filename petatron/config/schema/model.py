@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from petatron.config.schema.numeric_bounds import Factor, LayerCount, PositiveFactor, SequenceLength, SmallCount, Width
+from petatron.config.schema.sections.adapter import AdapterSettings
 from petatron.config.schema.sections.attention import AttentionSettings, AttentionVariants
 from petatron.config.schema.sections.encoder_decoder import DecoderSequenceSettings, EncoderDecoderSettings
 from petatron.config.schema.sections.hybrid import HybridSettings
@@ -61,6 +62,7 @@ class RawModelConfig(
     ProjectorSettings,
     PatchLimitSettings,
     TaskHeadSettings,
+    AdapterSettings,
     MupSettings,
 ):
     """The shape of a model."""

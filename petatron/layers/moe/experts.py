@@ -21,6 +21,7 @@ from petatron.kernels.activation import GluVariant
 from petatron.kernels.linear_gemms import Gemm
 from petatron.kernels.moe.grouped_gemm import ExpertCounts, GroupedGemm, WriteGrad
 from petatron.kernels.moe.permute import REFERENCE, MoEKernels
+from petatron.layers.adapters.adapter import Adapter
 from petatron.layers.mlp import Activation
 from petatron.layers.ops.linear_op import GemmOp, WeightGradTarget
 from petatron.layers.ops.recompute_output import (
@@ -34,7 +35,7 @@ from petatron.layers.parallel_slots import TensorSlot
 
 
 class GroupedLinear(nn.Module):
-    """x W^T + b with a W and b per expert; `grouped_gemm`, `kernels` and `weight_grad_target` are slots.
+    """x W^T + b with a W and b per expert; `grouped_gemm`, `kernels`, `weight_grad_target` and `adapter` are slots.
 
     `bias_scale` multiplies the bias: 0 on all but one of the ranks whose partial outputs are summed.
     """
@@ -49,13 +50,23 @@ class GroupedLinear(nn.Module):
         self.grouped_gemm: Callable[[ExpertCounts, WriteGrad], Gemm] = GroupedGemm
         self.kernels: MoEKernels = REFERENCE
         self.weight_grad_target: WeightGradTarget | None = None
+        self.adapter: Adapter | None = None
+
+    def weights(self) -> tuple[nn.Parameter | None, ...]:
+        """Returns the parameters whose gradients a weight-gradient target gets."""
+        return self.weight, *(() if self.adapter is None else self.adapter.params(self))
 
     def kernel_slots(self) -> Mapping[str, str]:
         return {"kernels": "expert permutation"}
 
     def forward(self, x_RD: Tensor | RecomputableOutput, counts: ExpertCounts) -> Tensor:
         gemm = self.grouped_gemm(counts, self.kernels.write_grad)
-        y_RO = GemmOp(gemm, self.weight_grad_target)(as_recomputable(x_RD), self.weight)
+        gemm_op = GemmOp(gemm, self.weight_grad_target)
+        if self.adapter is not None:
+            gemm_op = self.adapter.adapt_gemm_op(
+                self, gemm_op, low_rank_gemm=GroupedGemm(counts, self.kernels.write_grad)
+            )
+        y_RO = gemm_op(as_recomputable(x_RD), self.weight)
         if self.bias is None:
             return y_RO
         bias = self.bias if self.bias_scale == 1.0 else self.bias * self.bias_scale

@@ -8,6 +8,9 @@ weight-gradient target is a slot. Without a target autograd gets the gradients.
 A bias is added by the GEMM, or once the outputs of tensor-parallel ranks are summed; its gradient, the sum of the rows of the output's
 gradient, goes to the same target, at once.
 
+An adapter's GEMM (`layers/adapters/`) has parameters of its own, `GemmOp.adapter_params`: their gradients are computed in the same backward
+as the weight's, which usually is frozen, and go to the same target.
+
 A GEMM may have an `InputComm`: its input is all-gathered along the sequence, or is the same on all ranks. Then backward
 recomputes only the rank's shard of the input and gathers it again. The gradient of that shard is needed at once by the layer
 before, the weight's is not; so with m the function that computes the input, communication overlaps both GEMMs of backward:
@@ -38,7 +41,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.autograd_op import AutogradOp, first_derivative
-from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad
+from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm, Tensors, WeightGrad, grads_of_adapter
 from petatron.kernels.row_sums import fastest_sum_rows
 from petatron.layers.ops.recompute_output import (
     DeferredOutput,
@@ -149,11 +152,13 @@ class GemmOp:
     """A GEMM as an autograd op; `weight_grad_target` None leaves weight gradients to autograd.
 
     requantizing_gemm: used for an input that is recomputed in backward, where that costs little; None: `gemm` is used for all.
+    adapter_params: the parameters inside of `gemm`, which then is an `AdapterGemm`.
     """
 
     gemm: Gemm = PLAIN_GEMM
     weight_grad_target: WeightGradTarget | None = None
     requantizing_gemm: Gemm | None = None
+    adapter_params: Tensors = ()
 
     def __call__(
         self,
@@ -166,7 +171,7 @@ class GemmOp:
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
         if isinstance(x, DeferredOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
-            call = x.function, weight, bias, self.gemm, self.weight_grad_target
+            call = _FusedCall(x.function, weight, bias, self.gemm, self.weight_grad_target, bool(self.adapter_params))
             *others, y = _FusedFunctionGemm.apply(call, *x.inputs)
             x.mark_applied(tuple(others))
             return y
@@ -182,8 +187,10 @@ class GemmOp:
         # makes the output require a gradient.
         target = self.weight_grad_target
         in_node = target is None or not value.requires_grad
-        call = _GemmCall(weight, bias, gemm, target, handle, input_comm, gemm_forward)
-        return _GemmFunction.apply(value, weight if in_node else None, bias if in_node else None, call)
+        adapts = bool(self.adapter_params)
+        call = _GemmCall(weight, bias, gemm, target, handle, input_comm, gemm_forward, adapts)
+        node_params = self.adapter_params if in_node else ()
+        return _GemmFunction.apply(value, weight if in_node else None, bias if in_node else None, call, *node_params)
 
     def add_bias(self, y: Tensor, bias: Tensor | None) -> Tensor:
         """Adds a bias that the GEMM did not add; its gradient goes where that of a weight does."""
@@ -217,29 +224,47 @@ class _GemmCall(NamedTuple):
     handle: RecomputeHandle | None
     input_comm: InputComm | None
     gemm_forward: GemmForward
+    adapts: bool
 
 
-_FusedCall = tuple[RecomputableFunction, Tensor, Tensor | None, Gemm, WeightGradTarget]
+class _FusedCall(NamedTuple):
+    function: RecomputableFunction
+    weight: Tensor
+    bias: Tensor | None
+    gemm: Gemm
+    target: WeightGradTarget
+    adapts: bool
 
 
 class _GemmFunction(AutogradOp):
+    """An adapter needs the input as it is, whatever the GEMM saves of it."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, node_weight: Tensor | None, node_bias: Tensor | None, call: _GemmCall) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        node_weight: Tensor | None,
+        node_bias: Tensor | None,
+        call: _GemmCall,
+        *adapter_params: Tensor,
+    ) -> Tensor:
         y, gemm_input, saved, ctx.batch_first = call.gemm_forward.forward(x, call.weight, call.bias, call.gemm)
-        ctx.call, ctx.saves_input = call, call.handle is None and not saved
-        ctx.save_for_backward(*(gemm_input if ctx.saves_input else saved))
+        ctx.call, ctx.num_adapter_params = call, len(adapter_params)
+        saves_input = call.handle is None and (call.adapts or not saved)
+        ctx.num_input_tensors = len(gemm_input) if saves_input else 0
+        ctx.save_for_backward(*(gemm_input if saves_input else ()), *saved)
         return y
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, gemm, target, handle, input_comm, gemm_forward = ctx.call
+        weight, bias, gemm, target, handle, input_comm, gemm_forward, adapts = ctx.call
         batch_first, saved, rows = ctx.batch_first, ctx.saved_tensors, None
         grad = gemm_forward.output_grad(grads[0])
-        if ctx.saves_input:
-            rows, saved = gemm_forward.input_rows(saved), ()
+        if count := ctx.num_input_tensors:
+            rows, saved = gemm_forward.input_rows(saved[:count]), saved[count:]
         gemm_input = _GemmInput(rows, handle, input_comm, batch_first)
-        if input_comm is not None and weight.requires_grad and not saved:
+        if input_comm is not None and (adapts or (weight.requires_grad and not saved)):
             gemm_input.start_gather(target)
         bias_grad = None if bias is None else _submit_bias_grad(bias, grads[0], target, batch_first=batch_first)
         if grad.dim() == 2:
@@ -251,7 +276,11 @@ class _GemmFunction(AutogradOp):
         if input_comm is not None and ctx.needs_input_grad[0]:
             pending_grad = input_comm.start_reduce_input_grad(x_grad)
         weight_grad = _submit_weight_grad(job, weight, target, gemm_input) if weight.requires_grad else None
-        return x_grad if pending_grad is None else pending_grad(), weight_grad, bias_grad, None
+        others = [
+            _submit_weight_grad(other, param, target, gemm_input) for param, other in grads_of_adapter(job, adapts)
+        ]
+        x_grad = x_grad if pending_grad is None else pending_grad()
+        return x_grad, weight_grad, bias_grad, None, *others[: ctx.num_adapter_params]
 
 
 class _FusedFunctionGemm(AutogradOp):
@@ -259,7 +288,7 @@ class _FusedFunctionGemm(AutogradOp):
 
     @staticmethod
     def forward(ctx: Any, call: _FusedCall, *inputs: Tensor) -> Tensors:
-        function, weight, bias, gemm, _ = call
+        function, weight, bias, gemm = call[:4]
         (*others, value), saved = function.forward(*inputs)
         y, _, gemm_saved, ctx.batch_first = LOCAL_GEMM.forward(value, weight, bias, gemm)
         ctx.set_materialize_grads(False)
@@ -272,21 +301,23 @@ class _FusedFunctionGemm(AutogradOp):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[-1] is None and all(grad is None for grad in grads):  # what comes after has no gradient either
             return (None,) * (1 + ctx.num_inputs)
-        function, weight, bias, gemm, target = ctx.call
+        function, weight, bias, gemm, target, adapts = ctx.call
         *other_grads, grad = grads
         saved, count, batch_first = ctx.saved_tensors, ctx.num_saved, ctx.batch_first
-        weight_grad, output = None, None
+        weight_grads, output = (), None
         if grad is not None:
             grad_rows = grad.contiguous() if grad.dim() == 2 else to_rows(grad, batch_first=batch_first)
             if bias is not None:
                 _submit_bias_grad(bias, grad_rows, target, batch_first=batch_first)
-            x_grad, weight_grad = gemm.backward(grad_rows, weight, saved[count:])
+            x_grad, job = gemm.backward(grad_rows, weight, saved[count:])
             grad = x_grad if grad.dim() == 2 else from_rows(x_grad, grad, batch_first=batch_first)
-        recompute = weight_grad is not None and weight.requires_grad and weight_grad.needs_input
+            weight_grads = (*(((weight, job),) if weight.requires_grad else ()), *grads_of_adapter(job, adapts))
+        recompute = any(job.needs_input for _, job in weight_grads)
         input_grads, output = function.backward(saved[:count], (*other_grads, grad), recompute_output=recompute)
-        if weight_grad is not None and weight.requires_grad:
+        if weight_grads:
             rows = output if output is None or output.dim() == 2 else to_rows(output, batch_first=batch_first)
-            _submit(weight_grad, weight, target, rows)
+            for param, job in weight_grads:
+                _submit(job, param, target, rows)
         return None, *input_grads[: ctx.num_inputs]
 
 

@@ -214,10 +214,7 @@ def test_what_a_name_of_another_program_sets_is_not_missing_too():
 @pytest.mark.parametrize(
     ("flags", "feature", "exists"),
     [
-        ("--lora-rank 8", "low-rank adapters (LoRA)", "`--from FOLDER` fine-tunes all weights"),
-        ("--lora", "low-rank adapters (LoRA)", "`--from FOLDER` fine-tunes all weights"),
-        ("--peft lora", "low-rank adapters (LoRA)", "`petatron.build_model`"),
-        ("--use-peft", "low-rank adapters (LoRA)", "`petatron.build_model`"),
+        ("--prompt-tuning", "prompt tuning", "--adapter lora"),
         ("--dpo", "training on preferences (DPO", "`--from FOLDER` fine-tunes all weights"),
         ("--dpo_beta 0.1", "training on preferences (DPO", "any loss"),
         ("--sft", "fine-tuning on conversations", "`petatron data preprocess`"),
@@ -233,9 +230,9 @@ def test_what_is_absent_is_named_with_what_exists(flags: str, feature: str, exis
 
 
 def test_what_is_absent_is_named_in_a_file_too(tmp_path: Path):
-    (tmp_path / "a.yaml").write_text("lora_rank: 8\nmodel:\n  dpo: true\n")
+    (tmp_path / "a.yaml").write_text("prefix_tuning: 8\nmodel:\n  dpo: true\n")
     told = [str(problem) for problem in resolve_config(files=[tmp_path / "a.yaml"], preset="tiny-llama")[1][:2]]
-    assert "lora_rank needs low-rank adapters" in told[0] and "dpo needs training on preferences" in told[1]
+    assert "prefix_tuning needs prompt tuning" in told[0] and "dpo needs training on preferences" in told[1]
 
 
 def test_alternatives_name_flags_and_commands_that_exist():

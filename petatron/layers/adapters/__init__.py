@@ -1,0 +1,1 @@
+"""Adapters: small trainable parameters beside frozen weights (LoRA, rsLoRA, DoRA, IA3)."""
