@@ -34,6 +34,7 @@ from petatron.infer.decoder_start import decoder_start_id
 from petatron.infer.draft.speculative_decoding import Drafter
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion, EngineStats, TokenEvent
+from petatron.infer.exact_options import exact_options
 from petatron.infer.prompt_images import PromptImages, check_prompt_images
 from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import Constraint, SamplingParams
@@ -85,7 +86,7 @@ class Engine:
     def __init__(
         self, model: ParallelModel, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
     ) -> None:
-        self.options = options or EngineOptions()
+        self.options = exact_options(options or EngineOptions(), model)
         check_generation(
             model.spec,
             model.mesh.layout,

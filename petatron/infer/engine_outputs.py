@@ -11,11 +11,15 @@ ended it, which `take` raises."""
 
 
 class TokenLogprob(NamedTuple):
-    """A token with its log-probability, and the most likely ids there, best first, with theirs."""
+    """A token with its log-probability, and the most likely ids there, best first, with theirs.
+
+    kept_mass: the probability of all ids that top-k, top-p and min-p kept, where `SamplingParams.policy_logprobs` asks for it.
+    """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    kept_mass: float = 1.0
 
 
 class TokenEvent(NamedTuple):

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from petatron.infer.engine_outputs import TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
+from petatron.kernels.batch_invariant.row_functions import fixed_order_sum
+from petatron.kernels.policy_log_probs import row_statistics, row_temperatures, scaled_rows
 
 
 def uniform_draws(seeds: Rows[int], samples: Rows[int], positions: Rows[int]) -> np.ndarray:
@@ -85,12 +87,7 @@ def sample_tokens(logits_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
     dtype = torch.promote_types(logits_RV.dtype, torch.float32)
     temperature = _to_device([row.params.temperature or 1.0 for row in rows], dtype, device)
     scaled = logits_RV / temperature.unsqueeze(1)
-    scaled = filter_logits(
-        scaled,
-        top_k=[row.params.top_k or logits_RV.shape[1] for row in rows],
-        top_p=[row.top_p for row in rows],
-        min_p=[row.params.min_p or 0.0 for row in rows],
-    )
+    scaled = filter_rows(scaled, rows)
     draws = uniform_draws(
         [row.params.seed for row in rows], [row.params.sample for row in rows], [row.position for row in rows]
     )
@@ -161,15 +158,53 @@ def _change_logits(logits_V: Tensor, row: SampledRow) -> Tensor:
     return logits_V
 
 
-def token_logprobs(logits_RV: Tensor, targets: Rows[int], num_top: Rows[int]) -> list[TokenLogprob]:
-    """Returns the log-probability of each row's target with its most likely ids; a target's is the same number in both."""
+def token_logprobs(
+    logits_RV: Tensor, targets: Rows[int], num_top: Rows[int], drawn_rows: Rows[SampledRow] | None = None
+) -> list[TokenLogprob]:
+    """Returns the log-probability of each row's target with its most likely ids; a target's is the same number in both.
+
+    drawn_rows: those that the targets were drawn from, some perhaps with `policy_logprobs`; None: they are tokens of prompts.
+    """
     if not targets:
         return []
-    logprobs = torch.log_softmax(logits_RV, dim=-1, dtype=torch.promote_types(logits_RV.dtype, torch.float32))
-    chosen = logprobs.gather(1, torch.tensor(targets, device=logits_RV.device).unsqueeze(1)).squeeze(1).tolist()
+    device, policies = logits_RV.device, [row.params for row in drawn_rows or () if row.params.policy_logprobs]
+    labels = torch.tensor(targets, device=device)
+    divisor_R = None
+    if policies and drawn_rows is not None:
+        values = [row.params.temperature if row.params.policy_logprobs else 1.0 for row in drawn_rows]
+        divisor_R = row_temperatures(torch.tensor(values, dtype=torch.float64), labels, logits_RV)
+    scaled = scaled_rows(logits_RV, divisor_R)
+    highest, total, below = row_statistics(scaled, labels)
+    log = total.log()
+    chosen = (below - log).tolist()
+    kept = (
+        [1.0] * len(chosen) if drawn_rows is None or not policies else _kept_masses(scaled, highest + log, drawn_rows)
+    )
     most = max(num_top)
     if most == 0:
-        return [TokenLogprob(token, logprob) for token, logprob in zip(targets, chosen)]
-    values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+        return [TokenLogprob(token, logprob, (), mass) for token, logprob, mass in zip(targets, chosen, kept)]
+    values, ids = scaled.topk(min(most, scaled.shape[1]), dim=-1)
+    values = (values - highest.unsqueeze(1)) - log.unsqueeze(1)
     tops = [tuple(zip(row_ids, row)) for row_ids, row in zip(ids.tolist(), values.tolist())]
-    return [TokenLogprob(token, logprob, top[:n]) for token, logprob, top, n in zip(targets, chosen, tops, num_top)]
+    rows = zip(targets, chosen, tops, num_top, kept)
+    return [TokenLogprob(token, logprob, top[:n], mass) for token, logprob, top, n, mass in rows]
+
+
+def _kept_masses(scaled_RV: Tensor, log_total_R: Tensor, rows: Rows[SampledRow]) -> list[float]:
+    """Returns the probability of the ids that each row's filters keep."""
+    kept = filter_rows(scaled_RV, rows)
+    if kept is scaled_RV:
+        return [1.0] * len(rows)
+    masses = fixed_order_sum((kept.double() - log_total_R.double().unsqueeze(1)).exp())
+    is_whole = (kept == scaled_RV).all(dim=1)
+    return torch.where(is_whole, 1.0, masses.clamp_(max=1.0)).tolist()
+
+
+def filter_rows(scaled_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
+    """Masks the ids that the filters of each row leave out."""
+    return filter_logits(
+        scaled_RV,
+        top_k=[row.params.top_k or scaled_RV.shape[1] for row in rows],
+        top_p=[row.top_p for row in rows],
+        min_p=[row.params.min_p or 0.0 for row in rows],
+    )

@@ -59,6 +59,8 @@ class SamplingParams:
     min_new_tokens: no stop id may be drawn before.
     logprobs, prompt_logprobs: how many alternatives to report beside each new or prompt token; 0: its own log-probability alone;
         None: nothing. They are those of the model, before temperature, penalties and filters.
+    policy_logprobs: those of new tokens are of the distribution at this temperature instead, before filters, with the probability that
+        filters kept; for training on the tokens (`kernels/policy_log_probs.py`).
     pooling: returns one vector of the prompt's last hidden states instead of new tokens.
     best_items, history_times, leave_out_history: of a recommender: so many items that follow best after the prompt, which is a history,
         with the times of its items in seconds if the model reads them; whether items of the history are left out.
@@ -88,6 +90,7 @@ class SamplingParams:
     hidden_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    policy_logprobs: bool = False
     pooling: PoolingName | None = None
     best_items: int | None = None
     history_times: tuple[int, ...] = ()
@@ -126,6 +129,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def _keeps_distribution(self) -> bool:
+        """Whether nothing but temperature and filters changes the distribution that tokens are drawn from."""
+        penalties = self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        others = self.logit_bias or self.bad_words_ids or self.min_new_tokens or self.constraint
+        return not (penalties or others or self.allowed_ids is not None)
+
     def _problems(self) -> list[Problem]:
         least_holds = 0 <= self.min_new_tokens <= max(0, self.max_new_tokens)
         top_k_holds = self.top_k is None or 1 <= self.top_k <= MAX_TOP_K
@@ -158,6 +168,7 @@ class SamplingParams:
                 "is not a number of items",
                 "Use 1 or more.",
             ),
+            ("policy_logprobs", not self.policy_logprobs or self._keeps_distribution, *_POLICY_RULE),
             ("stop_strings", all(self.stop_strings), "has an empty text", "Leave it out."),
         )
         return [Problem(name, str(getattr(self, name)), rule, fix) for name, holds, rule, fix in checks if not holds]
@@ -165,6 +176,12 @@ class SamplingParams:
 
 def _is_count(value: int | None) -> bool:
     return value is None or 0 <= value <= MAX_TOP_LOGPROBS
+
+
+_POLICY_RULE = (
+    "reports a distribution that penalties, biases, constraints or a least number of tokens change, which training does not compute",
+    "Leave those out.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

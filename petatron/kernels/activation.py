@@ -20,12 +20,12 @@ from torch import Tensor
 from petatron.kernels.compute_dtype import to_compute_dtype
 from petatron.kernels.fp8.cast_and_gemm import update_amax
 
-_QUICK_GELU_SCALE = 1.702
+QUICK_GELU_SCALE = 1.702
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * (_QUICK_GELU_SCALE * x).sigmoid(),
+    "quick_gelu": lambda x: x * (QUICK_GELU_SCALE * x).sigmoid(),
     "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
     "silu": F.silu,
@@ -36,7 +36,7 @@ _ACTIVATION_GRADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": lambda grad, x: torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),
     "quick_gelu": lambda grad, x: (
-        grad * (_QUICK_GELU_SCALE * x).sigmoid() * (1 + _QUICK_GELU_SCALE * x * (1 - (_QUICK_GELU_SCALE * x).sigmoid()))
+        grad * (QUICK_GELU_SCALE * x).sigmoid() * (1 + QUICK_GELU_SCALE * x * (1 - (QUICK_GELU_SCALE * x).sigmoid()))
     ),
     "relu": lambda grad, x: grad * (x > 0),
     "squared_relu": lambda grad, x: grad * 2 * F.relu(x),
@@ -85,7 +85,7 @@ def gated_activation(
 ) -> Tensor:
     """Returns act(gate) x up; `amax` [1] float32 is updated with it."""
     gate, up = map(to_compute_dtype, gate_up_RG.chunk(2, dim=-1))
-    gate, up = (gate, up) if variant is None else _apply_variant(gate, up, variant)
+    gate, up = (gate, up) if variant is None else apply_variant(gate, up, variant)
     output = ACTIVATIONS[GATE_ACTIVATIONS[name]](gate) * up
     output = output if output.dtype == gate_up_RG.dtype else output.to(gate_up_RG.dtype)
     if amax is not None:
@@ -104,7 +104,7 @@ def gated_activation_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradient of gate and up concatenated, to whose amax `amax` is raised, and the output if `recompute_output`."""
     gate_in, up_in = (to_compute_dtype(part) for part in gate_up_RG.chunk(2, dim=-1))
-    gate, up = (gate_in, up_in) if variant is None else _apply_variant(gate_in, up_in, variant)
+    gate, up = (gate_in, up_in) if variant is None else apply_variant(gate_in, up_in, variant)
     grad, active = grad_RF.to(gate.dtype), ACTIVATIONS[GATE_ACTIVATIONS[name]](gate)
     output = (active * up).to(gate_up_RG.dtype) if recompute_output else None
     grad_gate, grad_up = _ACTIVATION_GRADS[GATE_ACTIVATIONS[name]](grad * up, gate), grad * active
@@ -119,7 +119,7 @@ def gated_activation_backward(
     return x_grad, output
 
 
-def _apply_variant(gate: Tensor, up: Tensor, variant: GluVariant) -> tuple[Tensor, Tensor]:
+def apply_variant(gate: Tensor, up: Tensor, variant: GluVariant) -> tuple[Tensor, Tensor]:
     gate = gate * variant.gate_multiplier
     if variant.clamp is not None:
         gate, up = gate.clamp(max=variant.clamp), up.clamp(-variant.clamp, variant.clamp)

@@ -44,7 +44,7 @@ def rms_norm(
     wide = to_compute_dtype(residual)
     # The bits of a square, which is a power with an exponent to look at: that takes longer than a few rows' multiplication.
     rstd_R1 = (wide * wide).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-    normed = _scaled(wide * rstd_R1, weight_D, residual.dtype, zero_centered_gamma=zero_centered_gamma)
+    normed = scaled(wide * rstd_R1, weight_D, residual.dtype, zero_centered_gamma=zero_centered_gamma)
     if amax is not None:
         update_amax(normed, amax)
     return residual, normed, rstd_R1.squeeze(-1)
@@ -72,7 +72,7 @@ def rms_norm_backward(
     if grad_residual is not None:
         out = out + grad_residual
     output = (
-        _scaled(normed, weight_D, residual_RD.dtype, zero_centered_gamma=zero_centered_gamma)
+        scaled(normed, weight_D, residual_RD.dtype, zero_centered_gamma=zero_centered_gamma)
         if recompute_output
         else None
     )
@@ -100,7 +100,7 @@ def layer_norm(
     mean_R1 = wide.mean(dim=-1, keepdim=True)
     centered = wide - mean_R1
     rstd_R1 = centered.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-    normed = _shifted(centered * rstd_R1, weight_D, bias_D, residual.dtype, zero_centered_gamma=zero_centered_gamma)
+    normed = shifted(centered * rstd_R1, weight_D, bias_D, residual.dtype, zero_centered_gamma=zero_centered_gamma)
     return residual, normed, torch.cat((mean_R1.t(), rstd_R1.t()))
 
 
@@ -124,7 +124,7 @@ def layer_norm_backward(
     if grad_residual is not None:
         out = out + grad_residual
     output = (
-        _shifted(normed, weight_D, bias_D, residual_RD.dtype, zero_centered_gamma=zero_centered_gamma)
+        shifted(normed, weight_D, bias_D, residual_RD.dtype, zero_centered_gamma=zero_centered_gamma)
         if recompute_output
         else None
     )
@@ -136,13 +136,13 @@ def _effective_weight(weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gam
     return 1.0 + weight if zero_centered_gamma else weight
 
 
-def _scaled(normed: Tensor, weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool) -> Tensor:
+def scaled(normed: Tensor, weight_D: Tensor, dtype: torch.dtype, *, zero_centered_gamma: bool) -> Tensor:
     if zero_centered_gamma:  # float32 up to here, since one plus a small offset needs the digits
         return (normed * _effective_weight(weight_D, normed.dtype, zero_centered_gamma=True)).to(dtype)
     return (normed if normed.dtype == dtype else normed.to(dtype)) * weight_D
 
 
-def _shifted(
+def shifted(
     normed: Tensor, weight_D: Tensor, bias_D: Tensor | None, dtype: torch.dtype, *, zero_centered_gamma: bool
 ) -> Tensor:
     shifted = normed * _effective_weight(weight_D, normed.dtype, zero_centered_gamma=zero_centered_gamma)

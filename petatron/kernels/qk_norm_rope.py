@@ -13,6 +13,7 @@ This is the reference, which also runs on the CPU. S sequence, B batch, H query 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ from petatron.kernels.rope import apply_rope, make_contiguous, split_qkv
 
 TensorPair = tuple[Tensor, Tensor]
 TensorTriple = tuple[Tensor, Tensor, Tensor]
+RmsNorm = Callable[..., TensorTriple]
+"""`norm.rms_norm`, or one with other sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +47,30 @@ def split_qkv_norm_rope(
     qkv: Tensor, weights: TensorPair, rope_cos_sin: TensorPair, norm: QKNormSpec, *, batch_first: bool
 ) -> TensorTriple:
     """Returns q [S, B, H, E] and k [S, B, K, E] as new tensors, v as a view; cos and sin are [S, 1 or B, 1, n]."""
+    return norm_and_rotate(qkv, weights, rope_cos_sin, norm, batch_first=batch_first, rms_norm=rms_norm)
+
+
+def norm_and_rotate(
+    qkv: Tensor,
+    weights: TensorPair,
+    rope_cos_sin: TensorPair,
+    norm: QKNormSpec,
+    *,
+    batch_first: bool,
+    rms_norm: RmsNorm,
+) -> TensorTriple:
+    """Does it with an implementation of RMSNorm."""
     *parts, v = norm.split(qkv)
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return rms_norm(rows, weight, eps=norm.eps, zero_centered_gamma=norm.zero_centered_gamma)[1].view(x.shape)
+
     q, k = (
-        make_contiguous(apply_rope(_rms_norm_heads(part, weight, norm), *rope_cos_sin), batch_first=batch_first)
+        make_contiguous(apply_rope(normed(part, weight), *rope_cos_sin), batch_first=batch_first)
         for part, weight in zip(parts, weights, strict=True)
     )
     return q, k, v
-
-
-def _rms_norm_heads(x: Tensor, weight: Tensor, norm: QKNormSpec) -> Tensor:
-    return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps=norm.eps, zero_centered_gamma=norm.zero_centered_gamma)[
-        1
-    ].view(x.shape)
 
 
 def split_qkv_norm_rope_backward(

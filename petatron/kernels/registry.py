@@ -29,6 +29,7 @@ class KernelContext:
     """What the choice of an implementation depends on.
 
     allow_compile: torch.compile may be used. missing_tools: what just-in-time compilers lack on this machine; None: nothing.
+    batch_invariant: the bits of a row must depend on that row alone (`kernels/batch_invariant`).
     """
 
     device: str
@@ -36,12 +37,15 @@ class KernelContext:
     dtype: torch.dtype
     allow_compile: bool
     missing_tools: str | None
+    batch_invariant: bool = False
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, *, allow_compile: bool) -> KernelContext:
+    def of(
+        cls, device: torch.device, dtype: torch.dtype, *, allow_compile: bool, batch_invariant: bool = False
+    ) -> KernelContext:
         cuda = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
-        return cls(device.type, capability, dtype, allow_compile, _missing_tools())
+        return cls(device.type, capability, dtype, allow_compile, _missing_tools(), batch_invariant)
 
 
 def _missing_tools() -> str | None:
@@ -102,6 +106,8 @@ def _triton_unsupported_reason(context: KernelContext) -> str | None:
 def _compile_unsupported_reason(context: KernelContext) -> str | None:
     if context.dtype == torch.float64:
         return "float64 is for proofs, which take the reference"
+    if context.batch_invariant:
+        return "it compiles kernels by the number of rows"
     return None if context.allow_compile else "--no-compile"
 
 
@@ -184,6 +190,14 @@ def _triton_and_reference(
     )
 
 
+def _triton(name: str, attribute: str | None = None) -> KernelImplementation:
+    return KernelImplementation("triton", _module(f"triton.{name}", attribute), _triton_unsupported_reason)
+
+
+def _invariant(name: str, attribute: str | None = None) -> KernelImplementation:
+    return KernelImplementation("fixed order", _module(f"batch_invariant.{name}", attribute), _always_supported)
+
+
 OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "rms_norm": _triton_and_reference("norm"),
     "layer_norm": _compiled_and_reference("norm", "layer_norm", "layer_norm_backward"),
@@ -237,10 +251,27 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
 }
 
 
+BATCH_INVARIANT: Mapping[str, tuple[KernelImplementation, ...]] = {
+    "GEMM of rows": _triton_and_reference("batch_invariant.gemm"),
+    "attention of rows": _triton_and_reference("batch_invariant.attention"),
+    "rms_norm": (_triton("norm"), _invariant("norm")),
+    "layer_norm": (_invariant("norm"),),
+    "gated activation": (_triton("activation"), _invariant("activation")),
+    "gated activation variant": (_invariant("activation"),),
+    "plain activation": (_invariant("activation"),),
+    "qk-norm and rotary embedding": (_triton("qk_norm_rope"), _invariant("qk_norm_rope")),
+    "softmax and loss": _triton_and_reference("batch_invariant.cross_entropy", as_record=True),
+    "expert permutation": (_triton("moe.permute", "TRITON"), _invariant("moe", "REFERENCE")),
+}
+"""What takes the place of `OPERATIONS` where the bits of a row must depend on that row alone, and two operations of its own. The others are
+copies, elementwise, no function of rows, or of models that have no such functions (`parallel/install_batch_invariance.py`)."""
+
+
 def choose_kernel(operation: str, context: KernelContext) -> KernelChoice:
     """Returns the first supported implementation."""
     rejected: list[tuple[str, str]] = []
-    for kernel in OPERATIONS[operation]:
+    invariant = BATCH_INVARIANT.get(operation) if context.batch_invariant else None
+    for kernel in invariant or OPERATIONS[operation]:
         reason = kernel.unsupported_reason(context)
         if reason is None:
             return KernelChoice(operation, kernel.name, kernel.load(), tuple(rejected))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from petatron.kernels import qk_norm_rope, rope
 from petatron.kernels.attention import paged_attention
-from petatron.kernels.attention.paged_attention import KeyValue, PagedAttentionKernels
+from petatron.kernels.attention.paged_attention import KeyValue, PagedAttentionKernels, PagedAttentionOp
 from petatron.kernels.attention.score_modifiers import NO_RULES, ScoreRules
 from petatron.kernels.rope import apply_rope
 from petatron.layers.alibi_and_temperature import ALIBI_CHANNELS, AlibiBias, AttentionTemperature, l2_norm
@@ -100,6 +100,23 @@ class AttentionSpec(SoftmaxAttentionSpec):
     def needs_positions(self) -> bool:
         """Whether it needs the positions of tokens besides rope's cos and sin."""
         return self.alibi or self.temperature is not None
+
+    def batch_dependence(self) -> str | None:
+        variants = {
+            "score biases": self.visibility.bias is not None,
+            "chunked attention": self.visibility.chunk is not None,
+            "attention to first tokens": bool(self.visibility.first_k),
+            "attention to later tokens": not self.visibility.is_causal or self.visibility.kind != "causal",
+            "capped scores": self.softcap is not None,
+            "attention sinks": self.sinks is not None,
+            "norms of queries and keys over all heads": self.qk_norm_scope != "head",
+            "norms of queries and keys without weights": self.qk_l2_norm is not None,
+            "temperature by position": self.temperature is not None,
+            "a gated attention output": self.output_gate,
+            "positions beyond an original context": self.rope is not None and self.rope.scaling == "longrope",
+            "dropout of attention": self.dropout > 0.0,
+        }
+        return next((name for name, has in variants.items() if has), None)
 
     def generation_state(self, tp: int) -> PagedState | None:
         if not self.can_generate:
@@ -282,6 +299,7 @@ class Attention(BranchModule):
         self.kernels: RopeKernels = rope
         self.qk_norm_rope_kernels: QKNormRopeKernels = qk_norm_rope
         self.paged_kernels: PagedAttentionKernels = paged_attention
+        self.attend_to_pages: PagedAttentionOp = paged_attention.paged_attention
         self.out = Linear(q_width, (spec.hidden_size,), bias=spec.out_bias)
 
     def kernel_slots(self) -> Mapping[str, str]:
@@ -341,7 +359,7 @@ class Attention(BranchModule):
         rules = ScoreRules.of(self.spec.softcap, sinks_H, self._bias_HD(context))
         if rules is None and self.spec.alibi:
             rules = NO_RULES  # fused kernels take no keys wider than values
-        return paged_attention.paged_attention(
+        return self.attend_to_pages(
             q.squeeze(1),
             KeyValue(k.squeeze(1), v.squeeze(1)),
             KeyValue(pages["key"], pages["value"]),

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from petatron.base.autograd_op import AutogradOp, first_derivative
 from petatron.kernels.attention import latent_heads as reference_heads
 from petatron.kernels.attention import paged_latent_attention
+from petatron.kernels.attention.paged_attention import KeyValue, PagedAttentionOp
 from petatron.kernels.attention.paged_latent_attention import LatentPages, LatentUpProjection, PagedLatentKernels
 from petatron.kernels.attention.visibility import Visibility
 from petatron.kernels.qk_norm_rope import TensorPair
@@ -90,9 +91,17 @@ class MlaSpec(SoftmaxAttentionSpec):
         """Keys of a prompt are made of latents, and the host must know for how many tokens."""
         return False
 
+    def batch_dependence(self) -> str | None:
+        return "dropout of attention" if self.dropout > 0.0 else None
+
     def generation_state(self, tp: int) -> PagedState | None:
         """The latent and the rotary key, which all heads share: the same on every rank."""
         return PagedState((("latent", (self.kv_rank,)), ("rope_key", (self.rotary_dim,))))
+
+    def head_state(self, tp: int) -> PagedState:
+        """The keys and values of this rank's heads."""
+        heads = self.num_heads // tp
+        return PagedState((("key", (heads, self.qk_dim)), ("value", (heads, self.v_dim))))
 
     def build(self, layer_index: int) -> MultiLatentAttention:
         return MultiLatentAttention(self, layer_index)
@@ -203,6 +212,8 @@ class MultiLatentAttention(BranchModule):
         self.head_kernels: LatentHeadKernels = reference_heads
         self.core = CoreAttention(dropout=spec.dropout)
         self.latent_kernels: PagedLatentKernels = paged_latent_attention
+        self.attend_to_pages: PagedAttentionOp | None = None
+        """Attends to keys and values of heads in pages, computed as training does; None: pages have latents."""
         self.out = Linear(heads * spec.v_dim, (hidden,), bias=spec.out_bias)
 
     def kernel_slots(self) -> Mapping[str, str]:
@@ -255,6 +266,8 @@ class MultiLatentAttention(BranchModule):
     ) -> Tensor:
         """Attends through the pages of this layer to the tokens before; of them only latent and rotary key are known."""
         spec, pages = self.spec, step.pages[self.layer_index]
+        if self.attend_to_pages is not None:
+            return self._attend_to_heads(x_TD, cos_sin, step)
         latent_TC, rope_key_TR = self._whole_latents(*self._latents(x_TD), cos_sin)
         return paged_latent_attention.paged_latent_attention(
             self._query_heads(self._query_latent(x_TD), cos_sin).squeeze(1),
@@ -266,6 +279,18 @@ class MultiLatentAttention(BranchModule):
             visibility=spec.visibility,
             kernels=self.latent_kernels,
         )
+
+    def _attend_to_heads(
+        self, x_TD: Tensor | RecomputableOutput, cos_sin: RopeCosSin | None, step: GenerationStep
+    ) -> Tensor:
+        """Attends to keys and values that training would compute too, in the same functions, from the same input."""
+        assert self.attend_to_pages is not None
+        pages = step.pages[self.layer_index]
+        q_THE = self._query_heads(self._query_latent(x_TD), cos_sin).squeeze(1)
+        latent, rotary_TR = self._latents(x_TD)
+        k, v = self._heads_of_latent(self.kv_up(latent).unsqueeze(1), rotary_TR.unsqueeze(1), cos_sin)
+        new, of_layer = KeyValue(k.squeeze(1), v.squeeze(1)), KeyValue(pages["key"], pages["value"])
+        return self.attend_to_pages(q_THE, new, of_layer, step.batch, visibility=self.spec.visibility)
 
     def _up_projection(self) -> LatentUpProjection:
         return LatentUpProjection.of(self.kv_up.weight, nope_dim=self.spec.nope_dim, v_dim=self.spec.v_dim)
@@ -283,8 +308,11 @@ class MultiLatentAttention(BranchModule):
     def _keys_and_values(
         self, latent: Tensor | RecomputableOutput, rotary_SBR: Tensor, cos_sin: RopeCosSin | None
     ) -> tuple[Tensor, Tensor]:
+        return self._heads_of_latent(self.kv_up(latent), rotary_SBR, cos_sin)
+
+    def _heads_of_latent(self, kv_SBF: Tensor, rotary_SBR: Tensor, cos_sin: RopeCosSin | None) -> tuple[Tensor, Tensor]:
         spec = self.spec
-        kv = self.kv_up(latent).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
+        kv = kv_SBF.unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
         rotary_SBR = self.rotary_key_comm(rotary_SBR)
         if cos_sin is None:
             return _join_shared_key(kv, rotary_SBR, nope_dim=spec.nope_dim)

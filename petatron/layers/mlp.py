@@ -34,6 +34,9 @@ class MLPSpec(ChannelMixerSpec):
 
     region = "mlp"
 
+    def batch_dependence(self) -> str | None:
+        return None
+
     def build(self, layer_index: int) -> MLP:
         return GatedMLP(self) if self.gated else MLP(self)
 

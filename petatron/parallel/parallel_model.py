@@ -79,6 +79,8 @@ class ParallelModel:
         self._row_groups = [group for group in self.param_groups if isinstance(group, RowShardedGroup)]
         self.gradient_reducer = parallelized.gradient_reducer
         self.fp8_gemms = parallelized.fp8_gemms
+        self.batch_invariant = parallelized.batch_invariant
+        """Whether the bits of a token depend on it and its document alone, and an engine has the trainer's (`--exact-rollouts`)."""
         self._weight_grad_queue = parallelized.weight_grad_queue
         self.router_statistics = router_statistics
         self.layer_losses = layer_losses or LayerLosses({}, mesh)

@@ -41,7 +41,7 @@ from petatron.parallel.install_fp8_gemms import Fp8GemmSet, apply_fp8
 from petatron.parallel.pipeline.combined_forward_backward import CombinedForwardBackward
 from petatron.parallel.pipeline.weight_grad_queue import WeightGradQueue
 from petatron.parallel.row_exchange import apply_row_sharding, row_axis, row_sharded_tables, set_row_grad_targets
-from petatron.parallel.select_kernels import select_kernels
+from petatron.parallel.select_kernels import select_stage_kernels
 from petatron.sharding.flat_buffer import FlatBufferOptions, FlatParamGroup, flatten_parameters
 from petatron.sharding.flat_shard import ParameterGroup, group_tensor_shards
 from petatron.sharding.fp8_gather import Fp8Weights
@@ -67,7 +67,10 @@ class _ParamPlan:
 
 @dataclass(frozen=True, slots=True)
 class ParallelizeResult:
-    """Placements and groups of parameters, and the reducer of their gradients."""
+    """Placements and groups of parameters, and the reducer of their gradients.
+
+    batch_invariant: the bits of a token depend on it and its document alone (`--exact-rollouts`).
+    """
 
     placements: dict[str, Placement]
     param_groups: Sequence[ParameterGroup]
@@ -75,6 +78,7 @@ class ParallelizeResult:
     weight_grad_queue: WeightGradQueue
     fp8_gemms: Fp8GemmSet
     combined_passes: CombinedForwardBackward | None = None
+    batch_invariant: bool = False
 
 
 def parallelize(
@@ -114,9 +118,9 @@ def parallelize(
         if not fully_sharded:  # fully_shard gets gradients from autograd
             tensor_parallel.set_weight_grad_target(stage, weight_grad_queue)
     _tie_params(stages, spec)
-    kernel_context = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile)
-    for choice in {str(c) for stage in stages.values() for c in select_kernels(stage, kernel_context)}:
-        _log.debug("%s", choice)
+    exact = run.train.exact_rollouts
+    kernel_context = KernelContext.of(mesh.device, dtype, allow_compile=run.train.compile, batch_invariant=exact)
+    select_stage_kernels(list(stages.values()), spec, kernel_context)
     fp8_gemms = apply_fp8(
         list(stages.values()),
         run.precision,
@@ -152,7 +156,9 @@ def parallelize(
     length = sum(flat_shard.length for group in updated for flat_shard in group.flat_shards)
     text = "rank %d updates %s elements of parameters, padding included, %s"
     _log.debug(text, mesh.rank, f"{length:,}", str(dtype)[6:])
-    return ParallelizeResult(placements, groups, gradient_reducer, weight_grad_queue, fp8_gemms, combined)
+    return ParallelizeResult(
+        placements, groups, gradient_reducer, weight_grad_queue, fp8_gemms, combined, batch_invariant=exact
+    )
 
 
 def _apply_to_stage(

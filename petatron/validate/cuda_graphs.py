@@ -60,6 +60,9 @@ def _host_code(config: RawRunConfig) -> Iterator[CaptureProblem]:
     if config.log.pipeline_timeline is not None:
         why = "its parts are timed one by one, by the host"
         yield f"--pipeline-timeline {config.log.pipeline_timeline}", why, "Leave one of them out."
+    if config.train.exact_rollouts:
+        why = "its attention is planned by the host, from the documents of each batch"
+        yield "--exact-rollouts", why, "Leave one of them out."
     if config.train.objective not in (None, NEXT_TOKEN):
         why = "its code may look at values on the host, and other models run before each step"
         yield f"--objective {config.train.objective}", why, "Leave one of them out."

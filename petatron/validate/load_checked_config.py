@@ -27,6 +27,7 @@ from petatron.validate.batch_size import check_batch_size
 from petatron.validate.cuda_graphs import check_cuda_graphs
 from petatron.validate.data_and_output_settings import check_files
 from petatron.validate.encoder_decoder import check_encoder_decoder
+from petatron.validate.exact_rollouts import check_exact_rollouts
 from petatron.validate.fp8 import check_fp8
 from petatron.validate.layer_kinds import check_hybrid, check_recurrent_layers
 from petatron.validate.layout import check_data_parallel, check_layout, check_pipeline
@@ -123,6 +124,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_lr_schedule(config, require_training=require_training),
         check_optimizer(config),
         check_cuda_graphs(config),
+        check_exact_rollouts(config),
         check_files(config, require_training=require_training),
     )
     problems = [problem for rule in rules for problem in rule]

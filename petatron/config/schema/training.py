@@ -55,6 +55,9 @@ class RawTrainConfig(EvaluationSettings, StepCheckSettings):
     """Record the forward and backward passes of a step once and replay them: faster where kernels are short, on GPUs. With auto, after
     a few steps, if the device was idle for more than a tenth of them, the layout allows it and memory suffices. With on, what
     cannot be recorded is an error, unless `--device` is cpu: a CPU records nothing, and a note says so."""
+    exact_rollouts: Annotated[bool, "runtime"] = False
+    """Compute with functions whose bits do not depend on the batch: the log-probability of a token that the engine draws is, bit for bit,
+    what training computes for it."""
     objective: str | None = None
     """What to minimize: `next-token` (also if unset: the losses of the model), or a name under which an imported module registered an
     objective."""

@@ -37,7 +37,8 @@ def layer_states(model: ParallelModel, kind: type[State], *, depths: int = 0) ->
             if isinstance(layer, MtpLayerSpec) and layer.depth > depths:
                 continue  # generation does not run it
             for branch in layer.branches:
-                state = branch.generation_state(model.mesh.tp.size)
+                state_of = branch.head_state if model.batch_invariant else branch.generation_state
+                state = state_of(model.mesh.tp.size)
                 if isinstance(state, kind):
                     assert int(name) not in states, "a layer has one branch with a state of a kind"
                     # Depths that share a layer have each tokens of its own.

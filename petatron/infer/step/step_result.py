@@ -48,7 +48,8 @@ class SequenceResult:
         rejected = len(self.work.drafts) - self.num_accepted if self.tokens else 0
         yield from (*self.tokens, *[NO_TOKEN] * rejected)
         for logprob in (*self.logprobs, *list(self.logprobs[:1]) * rejected, *self.prompt_logprobs):
-            yield from (logprob.token, logprob.logprob, *(number for pair in logprob.top for number in pair))
+            top = (number for pair in logprob.top for number in pair)
+            yield from (logprob.token, logprob.logprob, logprob.kept_mass, *top)
         yield from self.pooled or ()
 
 
@@ -125,11 +126,11 @@ class StepLayout:
         params, sampled = self.scheduled[number].sequence.params, self.samples[number]
         size = 0
         if sampled:
-            size = sampled * (1 + (0 if params.logprobs is None else 2 + 2 * params.logprobs))
+            size = sampled * (1 + (0 if params.logprobs is None else 3 + 2 * params.logprobs))
         reported = len(self.logit_rows[number]) - sampled
         if reported:
             assert params.prompt_logprobs is not None
-            size += reported * (2 + 2 * params.prompt_logprobs)
+            size += reported * (3 + 2 * params.prompt_logprobs)
         if self.pools(number):
             size += self.hidden_size
         return size
@@ -142,8 +143,9 @@ class StepLayout:
 
 
 def _read_logprob(numbers: Iterator[float], num_top: int) -> TokenLogprob:
-    token, logprob = next(numbers), next(numbers)
-    return TokenLogprob(int(token), logprob, tuple((int(next(numbers)), next(numbers)) for _ in range(num_top)))
+    token, logprob, kept_mass = next(numbers), next(numbers), next(numbers)
+    top = tuple((int(next(numbers)), next(numbers)) for _ in range(num_top))
+    return TokenLogprob(int(token), logprob, top, kept_mass)
 
 
 def compute_result(layout: StepLayout, logits_RV: Tensor, hidden_TD: Tensor) -> list[SequenceResult]:
@@ -188,7 +190,9 @@ def _sample(layout: StepLayout, results: Sequence[SequenceResult], logits_RV: Te
             begin += samples
     if wanting:
         numbers, tokens = [report[1] for report in wanting], [report[2] for report in wanting]
-        logprobs = token_logprobs(logits[numbers], tokens, [inputs[number].params.logprobs or 0 for number in numbers])
+        drawn_rows = [inputs[number] for number in numbers]
+        num_top = [row.params.logprobs or 0 for row in drawn_rows]
+        logprobs = token_logprobs(logits[numbers], tokens, num_top, drawn_rows)
         for (result, *_), logprob in zip(wanting, logprobs):
             result.logprobs = [*result.logprobs, logprob]
 

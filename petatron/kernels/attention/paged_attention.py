@@ -17,10 +17,10 @@ T tokens, N sequences, H query heads, K kv heads, E head dim, P pages of a seque
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -89,6 +89,8 @@ class PagedBatch:
     chunk_bounds: ChunkBounds | None = None
     computed: dict[str, Tensor] = field(default_factory=dict)
     """What the reference computes once for all layers."""
+    planned: dict[str, Any] = field(default_factory=dict)
+    """What batch-invariant attention does (`kernels/batch_invariant/attention.py`)."""
 
 
 class KeyValue(NamedTuple):
@@ -113,6 +115,10 @@ class PagedAttentionKernels(Protocol):
         self, q_THE: Tensor, pages: KeyValue, batch: PagedBatch, out_THE: Tensor, *, window: int | None
     ) -> None:
         """Writes the attention of the rows of chunks, all stored before, by the bounds that the device knows."""
+
+
+PagedAttentionOp = Callable[..., Tensor]
+"""`paged_attention`, or a function that is called as it is."""
 
 
 def fresh_documents(chunks: Sequence[PromptChunk], device: torch.device) -> Documents | None:

@@ -71,6 +71,16 @@ class MoESpec(ChannelMixerSpec):
         supported = grouped_gemm_supports(self.expert_hidden_size, self.width)
         return routing.moe_grouped_gemm and routing.moe_expert_capacity_factor is None and supported
 
+    def batch_dependence(self) -> str | None:
+        routing = self.routing
+        variants = {
+            "a capacity of experts, which drops tokens": routing.moe_expert_capacity_factor is not None,
+            "noise on the router's input": bool(routing.moe_input_jitter_eps),
+            "balancing of choices within a batch (sinkhorn)": routing.moe_router_load_balancing_type == "sinkhorn",
+            "random choices of experts": routing.moe_router_force_load_balancing,
+        }
+        return next((name for name, has in variants.items() if has), None)
+
     def build(self, layer_index: int) -> MoELayer:
         return MoELayer(self, layer_index=layer_index)
 
@@ -293,7 +303,7 @@ class SharedExpertRun:
         assert self._intermediate is not None and self._output is None
         y = self._intermediate if isinstance(self._intermediate, Tensor) else self._expert.down(self._intermediate)
         gate = self._layer.shared_gate
-        self._output = y if gate is None else gate(self._x).sigmoid() * y
+        self._output = y if gate is None else self._layer.router.functions.sigmoid(gate(self._x)) * y
 
     def output(self) -> Tensor:
         """Returns the shared expert's output; computes the halves that have not run yet."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,23 @@ from petatron.layers.moe.load_balancing import (
 from petatron.layers.token_rows import from_rows, is_batch_first, to_rows
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class RouterFunctions(NamedTuple):
+    """x W^T of rows, and functions over the last dimension, by autograd; `kernels/batch_invariant` has others."""
+
+    multiply: Callable[[Tensor, Tensor], Tensor]
+    sigmoid: Callable[[Tensor], Tensor]
+    softmax: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]
+
+
+PLAIN_FUNCTIONS = RouterFunctions(
+    multiply=lambda x, weight: matmul(x, weight.t()),
+    sigmoid=torch.sigmoid,
+    softmax=lambda x: x.softmax(dim=-1),
+    total=lambda x: x.sum(dim=-1),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +99,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", expert_bias)
         self.sequence_group: ReductionGroup = SINGLE_RANK
         self.stage_group: ReductionGroup = SINGLE_RANK
+        self.functions = PLAIN_FUNCTIONS
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Keeps the bias in float32, where small steps add up, and zeroes it when it leaves the meta device."""
@@ -134,7 +152,7 @@ class Router(nn.Module):
         x_TD = x_TD.to(dtype)
         if self.training and moe.moe_input_jitter_eps:
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - moe.moe_input_jitter_eps, 1 + moe.moe_input_jitter_eps)
-        logits = matmul(x_TD, self.weight.to(dtype).t())
+        logits = self.functions.multiply(x_TD, self.weight.to(dtype))
         logits = logits if self.bias is None else logits + self.bias.to(dtype)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if moe.moe_router_force_load_balancing:
@@ -145,9 +163,9 @@ class Router(nn.Module):
     def _scores(self, logits_TE: Tensor) -> Tensor:
         """Returns scores over all experts that add up to 1, for load balancing and statistics."""
         if self.moe.moe_router_score_function == "softmax":
-            return logits_TE.softmax(dim=-1)
-        sigmoid = logits_TE.sigmoid()
-        return sigmoid / (sigmoid.sum(dim=-1, keepdim=True) + 1e-20)
+            return self.functions.softmax(logits_TE)
+        sigmoid = self.functions.sigmoid(logits_TE)
+        return sigmoid / (self.functions.total(sigmoid).unsqueeze(-1) + 1e-20)
 
     def _select_experts(self, logits_TE: Tensor, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the chosen experts [T, K] and the weights of their outputs."""
@@ -157,16 +175,16 @@ class Router(nn.Module):
             chosen = (sinkhorn(logits_TE, self.sequence_group) if self.training else every).topk(k, dim=-1).indices
             weights = every.gather(1, chosen)
         elif moe.moe_router_score_function == "sigmoid":
-            every = logits_TE.sigmoid()
+            every = self.functions.sigmoid(logits_TE)
             chosen = self._topk_experts(every)
             weights = every.gather(1, chosen)
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if k > 1 else weights
+            weights = weights / (self.functions.total(weights).unsqueeze(-1) + 1e-20) if k > 1 else weights
         elif moe.moe_router_pre_softmax:
             chosen = self._topk_experts(scores_TE)
             weights = scores_TE.gather(1, chosen)
         else:
             chosen = self._topk_experts(logits_TE)
-            weights = logits_TE.gather(1, chosen).softmax(dim=-1)
+            weights = self.functions.softmax(logits_TE.gather(1, chosen))
         factor = moe.moe_router_topk_scaling_factor
         return chosen, weights if factor is None else weights * factor
 
@@ -180,7 +198,11 @@ class Router(nn.Module):
             groups_TGE = ranking_TE.unflatten(-1, (moe.moe_router_num_groups, -1))
             # By default the sum of the experts it would contribute if choices were spread evenly over the top groups.
             count = moe.moe_router_group_score_topk or max(1, k // moe.moe_router_group_topk)
-            best = groups_TGE.topk(count, dim=-1).values.sum(-1).topk(moe.moe_router_group_topk, dim=-1).indices
+            best = (
+                self.functions.total(groups_TGE.topk(count, dim=-1).values)
+                .topk(moe.moe_router_group_topk, dim=-1)
+                .indices
+            )
             selected_TG = torch.zeros_like(groups_TGE[..., 0], dtype=torch.bool).scatter_(1, best, True)
             ranking_TE = groups_TGE.masked_fill(~selected_TG[..., None], float("-inf")).flatten(1)
         return ranking_TE.topk(k, dim=-1).indices

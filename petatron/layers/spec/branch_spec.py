@@ -121,6 +121,14 @@ class BranchSpec(ABC):
         """Returns what one rank keeps of every token, or of every sequence, while text is generated; None: nothing."""
         return None
 
+    def batch_dependence(self) -> str | None:
+        """Returns what of the branch has functions whose bits depend on the rows beside a row; None: nothing, with `--exact-rollouts`."""
+        return f"{self.title or self.name} layers"
+
+    def head_state(self, tp: int) -> GenerationState | None:
+        """Returns the same with keys and values of heads in place of what they are computed from."""
+        return self.generation_state(tp)
+
     @abstractmethod
     def build(self, layer_index: int) -> BranchModule: ...
 

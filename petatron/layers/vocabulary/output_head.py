@@ -136,6 +136,7 @@ class OutputHead(nn.Module):
         self.input_comm: CommSlot = identity
         self.weight_grad_target: WeightGradTarget | None = None
         self.kernels: CrossEntropyKernels = REFERENCE
+        self.gemm: Gemm = PLAIN_GEMM
         self.make_loss_gemm: LossGemmFactory = plain_loss_gemm
         self.logits_gemm: LogitsGemm = plain_logits_gemm
 
@@ -199,7 +200,8 @@ class OutputHead(nn.Module):
         batch_first = is_batch_first(x_SBD)
         rows, targets = to_rows(x_SBD, batch_first=batch_first), to_row_order(targets_SB, batch_first=batch_first)
         weight = self.used_weight(embedding_weight)
-        of_rows = linear_losses_and_greedy(rows, weight, targets, self._columns(), kernels=self._loss_kernels())
+        kernels = {"gemm": self.gemm, "kernels": self._loss_kernels()}
+        of_rows = linear_losses_and_greedy(rows, weight, targets, self._columns(), **kernels)
         losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in of_rows)
         return losses, greedy
 
@@ -214,7 +216,7 @@ class OutputHead(nn.Module):
         kernels = self._loss_kernels(bias_grad)
         compute = partial(linear_cross_entropy, x_TD, weight, targets_T, self._columns(), kernels=kernels)
         if loss_weights_T is None:
-            return compute()[0], HeadGrads(None, None, None)
+            return compute(gemm=self.gemm)[0], HeadGrads(None, None, None)
         loss_weights_T = loss_weights_T.to(torch.promote_types(x_TD.dtype, torch.float32))
         compute = partial(compute, gemm=self.make_loss_gemm(loss_weights_T))
         results: list[tuple[Tensor, Tensor | None]] = []
