@@ -396,3 +396,6 @@ def _derive_files(values: _DerivedValues) -> None:
             place = "in --object-storage-cache-path" if is_remote(prefix) else "beside the first dataset"
             values.fill("data_cache_path", folder, place)
     values.fill("log_dir", values["save"], "the --save folder")
+    if values["sft_tokenizer_prompt_format"] not in (None, "default"):
+        why = "--sft-tokenizer-prompt-format"
+        values.fill("chat_template", values["sft_tokenizer_prompt_format"], why)

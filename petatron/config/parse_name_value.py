@@ -48,8 +48,8 @@ def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str
     return values
 
 
-def format_named_settings(plugin: object) -> str:
-    """Returns the settings of a plug-in in parentheses; nothing if it has none.
+def format_named_settings(plugin: object, *, changed_alone: bool = False) -> str:
+    """Returns the settings of a plug-in in parentheses; nothing if it has none. changed_alone: those that are not the default.
 
     >>> @dataclasses.dataclass
     ... class Rule:
@@ -58,7 +58,8 @@ def format_named_settings(plugin: object) -> str:
     >>> format_named_settings(Rule(steps=3))
     ' (momentum 0.9, steps 3)'
     """
-    texts = [f"{field.name} {getattr(plugin, field.name)}" for field in _settings_of(type(plugin))]
+    settings = [(field, getattr(plugin, field.name)) for field in _settings_of(type(plugin))]
+    texts = [f"{field.name} {value}" for field, value in settings if not changed_alone or value != field.default]
     return f" ({', '.join(texts)})" if texts else ""
 
 

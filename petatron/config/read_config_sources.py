@@ -21,6 +21,7 @@ from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
 from petatron.config.flags.megatron_semantics import dependent_defaults
 from petatron.config.flags.parse_command_line import FROM_FLAG, ParsedFlags, parse_flags
+from petatron.config.flags.sft_flag import SFT_FLAG, SFT_ORIGIN, sft_defaults
 from petatron.config.hybrid_pattern_stage_bars import drop_bars_of_one_rank
 from petatron.config.import_user_modules import (
     IMPORTS_PATH,
@@ -155,6 +156,7 @@ def parse_config(
         *stored.notices,
         *switches,
         *_default_notice(config, origins),
+        *_sft_notice(config, origins),
         *unused_flag_notices(config, origins | typed),
     )
     return ParsedConfig(RawLoadedConfig(config, origins, notices), problems, suspects)
@@ -185,7 +187,10 @@ def _merge_sources(
     origins = dict.fromkeys(values, ValueOrigin("default"))
     if flags.megatron_defaults:
         _apply(values, origins, megatron_defaults())
-    _apply(values, origins, [setting for document in documents for setting in document.settings])
+    of_documents = [setting for document in documents for setting in document.settings]
+    if flags.sft_files is not None:
+        _apply(values, origins, sft_defaults([setting.path for setting in (*of_documents, *flags.settings)]))
+    _apply(values, origins, of_documents)
     typed, unread = {setting.path: setting for setting in flags.settings}, list[Problem]()
     if flags.toy and flags.from_folder is not None:
         shape, unread = shape_of_folder(flags.from_folder, unflatten_config(values).checkpoint, read_checkpoint)
@@ -237,6 +242,13 @@ def _default_notice(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) ->
     unused, values = unused_settings(config), flatten_config(config)
     used = [f"{info.flag} {values[info.path]}" for info in defaults if info.path not in unused]
     return [f"defaults of Megatron take the place of ours: {', '.join(used)}"] if used else []
+
+
+def _sft_notice(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> list[str]:
+    """Names the defaults of supervised fine-tuning that this run uses."""
+    values = flatten_config(config)
+    used = [f"{info.flag} {values[info.path]}" for info in all_fields() if origins[info.path] == SFT_ORIGIN]
+    return [f"defaults of {SFT_FLAG}: {', '.join(used)}"] if used else []
 
 
 def with_vocab_size(loaded: LoadedConfig, vocab_size: int, why: str) -> LoadedConfig:

@@ -12,6 +12,7 @@ from petatron.config.read_config_sources import LoadedConfig
 from petatron.config.schema.data_blend import BlendError, named_sets, parse_blend, read_blend_file
 from petatron.config.schema.fields import FieldInfo, all_fields, flatten_config, replace_fields
 from petatron.config.schema.run import RunConfig
+from petatron.config.schema.sections.chat_template import BUILT_IN_TEMPLATES
 from petatron.config.unused_settings import unused_settings
 from petatron.config.value_origins import format_origin_comments
 from petatron.config.yaml_file import dump_yaml, yaml_value
@@ -96,6 +97,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def absolute_value(info: FieldInfo, value: Any) -> Any:
     """Returns the absolute value of a path field; weights in a list stay."""
+    if info.path == "data.chat_template" and value in BUILT_IN_TEMPLATES:
+        return value
     if info.path == "data.valid_data_path":
         return tuple(_absolute_sets(value))
     if info.is_list:

@@ -15,7 +15,7 @@ from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.config.schema.data import DataConfig
-from petatron.config.schema.data_blend import BlendError, named_sets, read_blend_file
+from petatron.config.schema.data_blend import BlendError, named_sets, parse_split, read_blend_file
 from petatron.config.schema.objective_and_dataset_names import GPT_DATASET
 from petatron.config.schema.run import RunConfig
 from petatron.data import best_fit_dataset, gpt_dataset  # noqa: F401  they register their kinds
@@ -86,12 +86,13 @@ class _WantedSet:
 
 
 @dataclass(frozen=True, slots=True)
-class _SplitSource:
+class SplitUnits:
     """The units of one source that belong to one split, and the source's weight in the blend."""
 
     source: DataSource
     units: range
     weight: float | None
+    cache_dir: Path | None = None
 
     @property
     def size(self) -> int:
@@ -155,6 +156,34 @@ def build_datasets(
                 built[split, name] = FillInMiddleDataset(dataset, fill, tokenizer, seed=config.train.seed, split=split)
     valid = {name: dataset for (split, name), dataset in built.items() if split == "valid" and dataset is not None}
     return SplitDatasets(built.get(("train", None)), built.get(("test", None)), valid, tuple(warnings))
+
+
+def open_split_units(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[list[SplitUnits], list[SplitUnits]]:
+    """Opens the sources of the training and the validation split, and returns their units, before anything says how
+    many samples are wanted.
+    """
+    kind, data = chosen_kind(config), config.data
+    evaluates = bool(data.valid_data_path) if _has_blend_per_split(data) else parse_split(data.split)[1] > 0
+    splits: tuple[Split, ...] = ("train", "valid") if evaluates and config.train.eval_iters else ("train",)
+    requests = [
+        DatasetRequest(
+            split=split,
+            num_samples=1 if split in splits else 0,
+            seq_length=config.model.seq_length,
+            seed=config.train.seed,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size(config, tokenizer),
+            object_storage=_object_storage(data),
+        )
+        for split in SPLITS
+    ]
+    wanted = _wanted_sets(data, requests)
+    sources = _open_all(kind, wanted, force_tokenizer=config.tokenizer.force_tokenizer)
+    of_splits: dict[Split, list[SplitUnits]] = {"train": [], "valid": []}
+    for wanted_set, units in zip(wanted, _split_sources(config, wanted, sources), strict=True):
+        folder = sample_index_folder(data, units[0].source.name) if units else None
+        of_splits[wanted_set.request.split] += [replace(part, cache_dir=folder) for part in units]
+    return of_splits["train"], of_splits["valid"]
 
 
 def vocab_size(config: RunConfig, tokenizer: Tokenizer | None) -> int | None:
@@ -228,7 +257,7 @@ def _open_all(kind: DatasetKind, wanted: Sequence[_WantedSet], *, force_tokenize
 
 def _split_sources(
     config: RunConfig, wanted: Sequence[_WantedSet], sources: Mapping[str, DataSource]
-) -> list[list[_SplitSource]]:
+) -> list[list[SplitUnits]]:
     """Returns the units of each source for each set; a split with a blend of its own uses all units.
 
     A source without units for training, or for validation with --eval-interval, is an error. For other splits, which the default
@@ -238,16 +267,16 @@ def _split_sources(
     uses_all_units = _has_blend_per_split(data)
     needed = {"train", "valid"} if config.train.eval_interval else {"train"}
     problems: list[str] = []
-    result: list[list[_SplitSource]] = []
+    result: list[list[SplitUnits]] = []
     for wanted_set in wanted:
         weights, prefixes = wanted_set.blend or (None, ())
-        of_set: list[_SplitSource] = []
+        of_set: list[SplitUnits] = []
         for place, prefix in enumerate(prefixes):
             source = sources[prefix]
             units = range(source.num_units)
             if not uses_all_units and source.splits_units:
                 units = split_units(data.split, source.num_units)[SPLITS.index(wanted_set.request.split)]
-            part = _SplitSource(source, units, weights[place] if weights else None)
+            part = SplitUnits(source, units, weights[place] if weights else None)
             if part.size:
                 of_set.append(part)
                 continue
@@ -272,7 +301,7 @@ def _has_blend_per_split(data: DataConfig) -> bool:
 
 
 def _build_set(
-    config: RunConfig, kind: DatasetKind, wanted: _WantedSet, sources: list[_SplitSource], warnings: list[str]
+    config: RunConfig, kind: DatasetKind, wanted: _WantedSet, sources: list[SplitUnits], warnings: list[str]
 ) -> SampleDataset | None:
     """Builds one set from its sources, and appends to `warnings` if they are too small for the run."""
     if not sources:
@@ -317,7 +346,7 @@ def _build_set(
 
 
 def _size_warnings(
-    config: RunConfig, kind: DatasetKind, request: DatasetRequest, sources: list[_SplitSource], taken: list[int]
+    config: RunConfig, kind: DatasetKind, request: DatasetRequest, sources: list[SplitUnits], taken: list[int]
 ) -> list[str]:
     train = config.train
     # Every evaluation reads the first samples of its split, however many are built.
@@ -342,7 +371,7 @@ def _object_storage(data: DataConfig) -> ObjectStorageCache | None:
     )
 
 
-def _log_summary(wanted: _WantedSet, request: DatasetRequest, sources: list[_SplitSource], taken: list[int]) -> None:
+def _log_summary(wanted: _WantedSet, request: DatasetRequest, sources: list[SplitUnits], taken: list[int]) -> None:
     log, units = get_logger(__name__), {part.source.unit for part in sources}
     unit = units.pop() if len(units) == 1 else "sequences"
     size_unit = sources[0].source.size_unit

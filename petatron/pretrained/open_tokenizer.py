@@ -16,8 +16,11 @@ from petatron.config import CheckpointConfig, LoadedConfig, with_vocab_size
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.data import TokenizerConfig
 from petatron.config.schema.fields import fields_by_path, flatten_config, replace_fields
+from petatron.config.schema.objective_and_dataset_names import CHAT_DATASETS, PREFERENCE_OBJECTIVES
 from petatron.config.settings_from_checkpoint import tokenizer_paths
 from petatron.config.value_origins import ValueOrigin
+from petatron.data.prompt.built_in_templates import default_template, with_chat_template
+from petatron.data.prompt.chat_template import tokenizer_chat_template
 from petatron.data.tokenizer import Tokenizer, build_tokenizer, folder_tokenizer
 from petatron.data.vocabulary_difference import vocabulary_difference
 
@@ -35,7 +38,28 @@ def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None
     tokenizer = build_tokenizer(config.tokenizer, vocab_size=_asked_vocab_size(loaded))
     if start is not None:
         _check_start_tokenizer(loaded, tokenizer, start)
+    loaded = _with_chat_template(loaded, tokenizer)
+    tokenizer = with_chat_template(tokenizer, loaded.config.data.chat_template)
     return with_vocab_size(loaded, *_vocab_size(loaded, tokenizer)), tokenizer
+
+
+def _with_chat_template(loaded: LoadedConfig, tokenizer: Tokenizer) -> LoadedConfig:
+    """Returns the config with a built-in template where conversations need one, and neither the user nor the tokenizer has any."""
+    data, objective = loaded.config.data, loaded.config.train.objective
+    if data.dataset_type not in CHAT_DATASETS and (data.dataset_type or objective not in PREFERENCE_OBJECTIVES):
+        return loaded
+    if data.chat_template is not None or tokenizer_chat_template(tokenizer) is not None:
+        return loaded
+    name, path = default_template(tokenizer), "data.chat_template"
+    _log.info(
+        "note: %s has no chat template: conversations are written by the built-in one, %s, which is saved with the model; "
+        "--chat-template FILE gives another",
+        tokenizer.name,
+        name,
+    )
+    origins = loaded.origins | {path: ValueOrigin("derived", "the tokenizer has no chat template")}
+    config = replace_fields(loaded.config, {path: name})
+    return replace(loaded, config=config, origins=origins)
 
 
 def _vocab_size(loaded: LoadedConfig, tokenizer: Tokenizer) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.digested_file_io import Disk
 from petatron.checkpoint.manager import CheckpointManager
 from petatron.config import CheckpointConfig, RunConfig
+from petatron.data.prompt.built_in_templates import with_chat_template
 from petatron.data.tokenizer import Tokenizer, build_tokenizer, open_tokenizer_files
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import Axis
@@ -80,7 +81,8 @@ class Model(ParallelModel):
     def saved_companions(self) -> Tokenizer | CompanionFiles | None:
         """Returns the tokenizer, or its files, that a checkpoint stores next to the weights."""
         if self.run_tokenizer is None and self.run is not None and self.run.tokenizer.tokenizer_type is not None:
-            self.run_tokenizer = build_tokenizer(self.run.tokenizer, vocab_size=self.run.model.vocab_size)
+            tokenizer = build_tokenizer(self.run.tokenizer, vocab_size=self.run.model.vocab_size)
+            self.run_tokenizer = with_chat_template(tokenizer, self.run.data.chat_template)
         return self.run_tokenizer if self.run_tokenizer is not None else self.companion_files
 
     def save_pretrained(

@@ -17,6 +17,7 @@ from petatron.data.dataset_kinds import Split
 from petatron.data.external_loader import DataloaderRequest, ExternalLoader, registered_dataloader
 from petatron.data.fill_in_middle import padding_id
 from petatron.data.index_cache import IndexLog
+from petatron.data.prompt.built_in_templates import with_chat_template
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.kernels.registry import KernelContext, choose_kernel
 from petatron.mesh.mesh import ParallelMesh
@@ -145,6 +146,7 @@ def build_loaders(
     """
     if tokenizer is None and run.tokenizer.tokenizer_type is not None:
         tokenizer = build_tokenizer(run.tokenizer, vocab_size=run.model.vocab_size)
+        tokenizer = with_chat_template(tokenizer, run.data.chat_template)
     if run.data.dataloader_type == EXTERNAL:
         return _external_loaders(run, mesh, tokenizer, evaluates=evaluates)
     needed = RunLength.from_config(run).samples if train_samples is None else train_samples

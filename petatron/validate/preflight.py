@@ -21,6 +21,7 @@ from petatron.config.schema.data_blend import BlendError, named_sets, parse_blen
 from petatron.config.schema.fields import flag_name
 from petatron.config.schema.objective_and_dataset_names import NEXT_TOKEN, TEXT_DATASETS
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.schema.sections.chat_template import BUILT_IN_TEMPLATES
 
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -108,6 +109,8 @@ def _missing_files(config: RawRunConfig) -> Iterator[Problem]:
     named = {name: getattr(config.tokenizer, name) for name in _FILES}
     named |= {"data_args_path": config.data.data_args_path, "sample_prompts": config.log.sample_prompts}
     named["eval_tasks"] = config.train.eval_tasks
+    if config.data.chat_template not in BUILT_IN_TEMPLATES:
+        named["chat_template"] = config.data.chat_template
     for name, path in ((name, path) for name, path in named.items() if path is not None):
         if not Path(path).exists():
             yield Problem(flag_name(name), path, "does not exist", "Give the path of a file that is there.")

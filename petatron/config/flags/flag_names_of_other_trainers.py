@@ -69,7 +69,8 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
         "--accumulate-grad-batches --grad-accum-steps --gradient-accumulation-steps"
     ),
     "--seq-length": "--block-size --context-length --max-length --max-seq-len",
-    "--train-iters or --train-samples (there are no epochs)": "--epochs --max-epochs --num-epochs --num-train-epochs",
+    "--train-epochs": "--epochs --max-epochs --num-epochs --num-train-epochs",
+    "--sft": "--assistant-only-loss --completion-only-loss --conversations",
     "--global-batch-size": "--gbs --train-batch-size",
     "--train-iters": "--iterations --max-iters --max-steps --num-steps --steps --total-steps",
     "--micro-batch-size": (
@@ -171,7 +172,6 @@ def suggested_flags(text: str) -> list[str]:
     return _FLAG.findall(text)
 
 
-CONVERSATIONS = "fine-tuning on conversations"
 REINFORCEMENT = "reinforcement learning"
 _ADAPTERS = "prompt tuning and such adapters of PEFT"
 _PREFERENCES = "training on preferences (DPO and the like)"
@@ -184,7 +184,6 @@ _OWN_LOOP = "a loop of your own with `petatron.build_model` may have any loss (d
 
 ALTERNATIVES: Mapping[str, str] = {
     _ADAPTERS: f"Use --adapter lora, rslora, dora or ia3 instead; {_OWN_LOOP}",
-    CONVERSATIONS: f"Leave it out: {_FULL_FINE_TUNING} on text of `petatron data preprocess`, with the loss on every token; {_OWN_LOOP}",
     _PREFERENCES: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
     REINFORCEMENT: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
     _QUANTIZED: "Leave it out: --bf16 --fp8-format hybrid computes in FP8, and --data-parallel-sharding-strategy optim_grads_params or "
@@ -211,10 +210,6 @@ def _flags_with(*names: str) -> re.Pattern[str]:
 
 _ABSENT = (
     _AbsentFeature(_ADAPTERS, _flags_with("prefix-tuning", "prompt-tuning", "p-tuning")),
-    _AbsentFeature(
-        CONVERSATIONS,
-        _flags_with("sft", "chat-template", "assistant-only-loss", "completion-only-loss", "conversations", "instruct"),
-    ),
     _AbsentFeature(_PREFERENCES, _flags_with("dpo", "orpo", "kto", "simpo", "preference", "ref-model", "reference-model")),
     _AbsentFeature(REINFORCEMENT, _flags_with("ppo", "grpo", "rlhf", "rl", "reward-model", "reward-funcs?", "rollout")),
     _AbsentFeature(_QUANTIZED, _flags_with("load-in-4bit", "load-in-8bit", "bnb", "quantization", "nf4", "qlora")),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from petatron.config.flags.flag_names_of_other_trainers import CONVERSATIONS, SAVED_FORMAT, ZARR_FORMAT
+from petatron.config.flags.flag_names_of_other_trainers import SAVED_FORMAT, ZARR_FORMAT
 from petatron.config.schema.fields import FieldValue
 
 
@@ -140,6 +140,12 @@ _ONE_FORMAT = (
 )
 # Values of our own fields that Megatron spells otherwise: field -> value.
 OTHER_VALUES: Mapping[str, Mapping[str, OtherValue]] = {
+    "tokenizer_type": {
+        "SFTTokenizer": OtherValue(
+            "HuggingFaceTokenizer",
+            "conversations are written as --sft-tokenizer-prompt-format says, by default nemotron-h-aligned as there",
+        )
+    },
     "distributed_backend": {"nccl2": OtherValue("nccl", "there is one NCCL backend")},
     "optimizer": {
         "dist_muon": OtherValue(
@@ -216,7 +222,6 @@ UNSUPPORTED_VALUES: Mapping[str, Mapping[str, str]] = {
     "offload_modules": {"gdp_qkv": "gated delta products"},
     "tokenizer_type": {
         "NullMultimodalTokenizer": "multimodal models",
-        "SFTTokenizer": CONVERSATIONS,
     },
 }
 

@@ -22,6 +22,7 @@ from petatron.config.flags.flag_combinations import apply_combined_rules
 from petatron.config.flags.flag_names_of_other_trainers import ALTERNATIVES, absent_feature, alternative
 from petatron.config.flags.megatron_table import MegatronFlag, megatron_flags
 from petatron.config.flags.parsed_flags import ImpliedFlag, ParsedFlags
+from petatron.config.flags.sft_flag import SFT_FLAG, apply_sft_flag
 from petatron.config.schema.fields import (
     FieldInfo,
     FieldValue,
@@ -74,6 +75,8 @@ def parse_flags(argv: Sequence[str], *, presets: Collection[str] | None = None) 
     for token in _without_swallowed_model(_tokenize(argv, parsed), parsed, presets):
         surplus = _apply_flag(token, parsed)
         parsed.problems += [_stray_word(text) for text in surplus]
+    if parsed.sft_files is not None:
+        apply_sft_flag(parsed, parsed.sft_files)
     apply_combined_rules(parsed)
     return parsed
 
@@ -90,7 +93,7 @@ def known_flags() -> list[str]:
         spellings.NO_GELU_FUSION,
     ]
     accepted = [flag for flag, answer in megatron_flags().items() if answer.kind == "always so"]
-    return [*of_fields, *negated, *others, *accepted, *_SOURCES, TOY_FLAG, spellings.MEGATRON_DEFAULTS_FLAG]
+    return [*of_fields, *negated, *others, *accepted, *_SOURCES, TOY_FLAG, SFT_FLAG, spellings.MEGATRON_DEFAULTS_FLAG]
 
 
 def unsupported_problem(where: str, value: str, feature: str, fix: str = "Leave it out") -> Problem:
@@ -178,6 +181,11 @@ def _apply_flag(token: _FlagToken, parsed: ParsedFlags) -> Sequence[str]:
         return _apply_valueless(token, parsed, lambda: setattr(parsed, "megatron_defaults", True))
     if flag == TOY_FLAG:
         return _apply_valueless(token, parsed, lambda: setattr(parsed, "toy", True))
+    if flag == SFT_FLAG:
+        parsed.sft_files = (
+            token.following_words if token.inline_value is None else (token.inline_value, *token.following_words)
+        )
+        return ()
     if (shorthand := spellings.SHORTHANDS.get(flag)) is not None:
         return _apply_valueless(token, parsed, lambda: _add_shorthand(shorthand, token, parsed))
     if (choices := spellings.CHOICE_FLAGS.get(flag)) is not None:

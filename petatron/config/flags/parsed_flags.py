@@ -21,6 +21,7 @@ class ImpliedFlag:
 class ParsedFlags:
     """The settings of argv. `doubtful_flags` are flags whose value is in doubt, so that rules about them are skipped.
 
+    `sft_files` are the words after `--sft`; None without it.
     `renamed_values` are fields by name with values that were typed in Megatron's spelling.
     """
 
@@ -39,6 +40,7 @@ class ParsedFlags:
     exact_gelu: bool = False
     megatron_defaults: bool = False
     toy: bool = False
+    sft_files: tuple[str, ...] | None = None
 
     @property
     def all_notices(self) -> list[str]:

@@ -13,9 +13,10 @@ from petatron.config.schema.numeric_bounds import (
 )
 from petatron.config.schema.objective_and_dataset_names import (
     BEST_FIT_DATASET,
-    CONVERSATIONS_DATASET,
+    CHAT_DATASETS,
     MASKED_DATASETS,
 )
+from petatron.config.schema.sections.chat_template import ChatTemplateSettings
 from petatron.config.schema.sections.fill_in_middle import FillInMiddleSettings
 from petatron.config.schema.sections.masked_text import MaskedTextSettings
 from petatron.config.schema.sections.tokenizer_options import TokenizerOptions, TokenizerType
@@ -66,13 +67,14 @@ _ONE_PATH = UsedWhen(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig(FillInMiddleSettings, MaskedTextSettings):
+class DataConfig(FillInMiddleSettings, MaskedTextSettings, ChatTemplateSettings):
     """What to train on."""
 
     feature: ClassVar = Feature("data", role="training")
     dataset_type: str | None = None
     """How files become samples: `gpt` (Megatron's .bin and .idx files), `best-fit` (the same files, and no document that fits is cut),
-    `bert` (masked text), `t5` (text with corrupted spans), or a name under which an imported module registered a kind of dataset. Unset:
+    `bert` (masked text), `t5` (text with corrupted spans), `conversations` (chats, prompts and completions: `--sft`), `preferences` and
+    `unpaired-preferences` (answers that are compared), or a name under which an imported module registered a kind of dataset. Unset:
     the kind that `--objective` reads, else gpt."""
     dataset_settings: tuple[str, ...] = ()
     """Settings of `--dataset-type`: NAME=VALUE, several."""
@@ -124,7 +126,7 @@ class DataConfig(FillInMiddleSettings, MaskedTextSettings):
         """Whether attention stays within documents."""
         return self.reset_attention_mask or self.dataset_type in (
             BEST_FIT_DATASET,
-            CONVERSATIONS_DATASET,
+            *CHAT_DATASETS,
             *MASKED_DATASETS,
         )
 

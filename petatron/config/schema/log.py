@@ -47,7 +47,8 @@ class LogConfig(StepLogSettings):
     wandb_save_dir: Annotated[FilePath, _WANDB] | None = None
     """Folder for W&B's own files; unset means the log folder."""
     sample_prompts: FilePath | None = None
-    """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn."""
+    """File of prompts, one per line, that the model continues every `--sample-interval` iterations, to see it learn: texts, or JSON objects
+    with `messages`, which it answers."""
     sample_interval: Annotated[IterationCount, "at least 1"] | None = None
     """Iterations between text samples; needs `--sample-prompts`."""
     sample_tokens: Annotated[SmallCount, "at least 1", _SAMPLES] = 40

@@ -37,6 +37,8 @@ PREFERENCE_DATASET = "preferences"
 UNPAIRED_PREFERENCE_DATASET = "unpaired-preferences"
 """The kind of dataset with answers that are desirable or not."""
 DPO, ORPO, SIMPO, KTO, REWARD = "dpo", "orpo", "simpo", "kto", "reward"
+CHAT_DATASETS = (CONVERSATIONS_DATASET, PREFERENCE_DATASET, UNPAIRED_PREFERENCE_DATASET)
+"""The kinds of datasets that are written by a chat template."""
 PREFERENCE_OBJECTIVES = (DPO, ORPO, SIMPO, KTO, REWARD)
 """The objectives that learn from preferences."""
 POLICY_GRADIENT = "policy-gradient"

@@ -10,6 +10,7 @@ from petatron.config.schema.monitoring import StepCheckSettings
 from petatron.config.schema.numeric_bounds import (
     BatchSize,
     DecayRate,
+    EpochCount,
     IterationCount,
     PortNumber,
     RankCount,
@@ -86,6 +87,8 @@ class RawTrainConfig(EvaluationSettings, StepCheckSettings):
     """Iterations of the whole run, restarts included."""
     train_samples: Annotated[SampleCount, "at least 1"] | None = None
     """Samples of the whole run, restarts included."""
+    train_epochs: Annotated[EpochCount, "above 0"] | None = None
+    """Passes over the training data: `petatron train` derives `--train-iters` from them where neither it nor `--train-samples` is given."""
     ema_decay: Annotated[DecayRate, WeightsCopy] | None = None
     """Keep an exponential moving average of the weights with this decay (0.999, ...): saved with them, and evaluated beside them."""
     ema_start: Annotated[IterationCount, _AVERAGES] = 0

@@ -16,23 +16,26 @@ from petatron.config.parse_name_value import NOT_A_SETTING
 from petatron.config.schema.data import DataConfig, TokenizerConfig
 from petatron.config.schema.objective_and_dataset_names import CONVERSATIONS_DATASET
 from petatron.config.schema.run import RunConfig
+from petatron.config.schema.sections.chat_template import IDENTITY
 from petatron.data.batch_loader import LoaderOptions, SampleDataset
 from petatron.data.conversations.conversation_record import read_record
 from petatron.data.conversations.conversation_rows import ConversationDataset, PackedRecords, fit_records, report_cuts
 from petatron.data.conversations.conversation_settings import ConversationSettings
 from petatron.data.conversations.conversation_source import EncodedSource, open_encoded
-from petatron.data.conversations.conversation_template import conversation_template, default_template
+from petatron.data.conversations.conversation_template import conversation_template
 from petatron.data.conversations.encode_conversation import ConversationEncoder, ConversationTokens
 from petatron.data.conversations.encoded_records import EncodeRecord, EncodingJob
+from petatron.data.conversations.held_out_prompts import prompts_of_records
 from petatron.data.conversations.mock_conversations import mock_conversations
 from petatron.data.dataset_kinds import DatasetKind, DatasetRequest, DataSource, register_dataset
 from petatron.data.masked.packed_rows import packed_documents
-from petatron.data.prompt.chat_template import tokenizer_chat_template
 from petatron.data.sample_index_folder import sample_index_folder
 from petatron.data.tokenizer import Tokenizer, build_tokenizer
 from petatron.models.batch import Batch
 
 LOSS_WEIGHTS = "loss_weights"
+_FORMATS_OF_ALL_TOKENS = ("default", IDENTITY)
+"""Those of Megatron's that mask nothing."""
 
 
 def encode_conversation(encoder: ConversationEncoder, record: object) -> tuple[tuple[ConversationTokens, ...], float]:
@@ -49,6 +52,15 @@ class ConversationSource(DataSource):
         super().__init__(encoded.name, num_units=encoded.num_records)
         self._encoded, self._settings, self._padding = encoded, settings, padding
         self._packings: dict[tuple[range, int, int], PackedRecords] = {}
+
+    def prompts(self, units: range, count: int) -> list[str]:
+        """Returns lines of `--sample-prompts` of the first units."""
+        return prompts_of_records(self._encoded, list(units)[:count], self._settings)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest conversation."""
+        return int(np.diff(self._encoded.rows.bounds).max())
 
     def samples_per_epoch(self, units: range, request: DatasetRequest) -> int:
         return len(self._packing(units, request))
@@ -87,7 +99,9 @@ class ConversationsKind(ConversationSettings, DatasetKind):
 
     def of_run(self, run: RunConfig) -> ConversationsKind:
         raise_problems(self.setting_problems())
-        return replace(self, data=run.data, tokenizer=run.tokenizer, vocab_size=run.model.vocab_size)
+        learns_all = run.data.sft_tokenizer_prompt_format in _FORMATS_OF_ALL_TOKENS and self.train_on == "answers"
+        kind = replace(self, train_on="all") if learns_all else self
+        return replace(kind, data=run.data, tokenizer=run.tokenizer, vocab_size=run.model.vocab_size)
 
     @property
     def settings(self) -> ConversationSettings:
@@ -104,11 +118,6 @@ class ConversationsKind(ConversationSettings, DatasetKind):
             raise DataError(
                 "Conversations need a tokenizer. Give --tokenizer-model, or start from a model that has one (--from)."
             )
-        if tokenizer_chat_template(tokenizer) is None:
-            get_logger(__name__).info(
-                "%s has no chat template: conversations are written by the built-in one %r (another one: --chat-template FILE)",
-                tokenizer.name, default_template(tokenizer),
-            )  # fmt: skip
         job = EncodingJob(
             self._for_workers(tokenizer),
             self.vocab_size,

@@ -53,9 +53,11 @@ class PromptEncoder:
         """Returns a text's ids; `DataError` if it is not valid Unicode, as bytes of another encoding are not."""
         return [*self.prefix_ids, *self._tokenizer.encode(check_unicode(text)), *self.suffix_ids]
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Returns a dialogue's prompt for the next answer; `DataError` where the template refuses it."""
-        text = check_unicode(self._template.render(messages))
+        text = check_unicode(self._template.render(messages, tools=tools))
         return self._tokenizer.encode(text) if self.has_template else self.encode(text)
 
     @property

@@ -153,7 +153,9 @@ def _dataset_kind(run: RunConfig) -> str:
     if run.data.dataloader_type == EXTERNAL:
         return ""
     name = chosen_kind_name(run)
-    return "" if name == GPT_DATASET else f", dataset {name}{format_named_settings(chosen_kind(run))}"
+    return (
+        "" if name == GPT_DATASET else f", dataset {name}{format_named_settings(chosen_kind(run), changed_alone=True)}"
+    )
 
 
 def _objective(run: RunConfig) -> str:

@@ -1,10 +1,13 @@
 """Generates text samples during training: the model continues the same prompts every so often, so that a reader sees it learn.
 
+A prompt is a line of text, or a JSON object with `messages` (and `tools`), which the model answers as its chat template asks it to.
+
 Generation is imported where it is used: most runs have no samples and start without it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from petatron.config import RunConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.log import LogConfig
 from petatron.data.data_file_error import data_file_error
+from petatron.data.prompt.prompt_encoder import PromptEncoder, check_messages
 from petatron.data.tokenizer import Tokenizer
 from petatron.models.stage_interface import StageModule
 from petatron.parallel.parallel_model import ParallelModel
@@ -50,7 +54,7 @@ def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SampleProm
     problems: list[str] = []
     for number, line in numbered:
         try:
-            ids = tokenizer.encode(line)
+            text, ids = _encode_prompt(line, tokenizer)
             check_prompt(
                 ids,
                 run.log.sample_tokens,
@@ -60,10 +64,27 @@ def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SampleProm
         except DataError as error:
             problems.append(f"--sample-prompts {path}, line {number}: {error}")
         else:
-            prompts.append(SamplePrompt(line, tuple(ids)))
+            prompts.append(SamplePrompt(text, tuple(ids)))
     if problems:
         raise DataError("\n".join(problems))
     return prompts
+
+
+def _encode_prompt(line: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """Returns the text that a sample shows of a prompt, and its ids."""
+    try:
+        chat = json.loads(line)
+    except ValueError:
+        chat = None
+    if not isinstance(chat, dict) or "messages" not in chat:
+        return line, tokenizer.encode(line)
+    messages, tools = check_messages(chat["messages"]), chat.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise DataError("tools is not a list of objects, as OpenAI's API takes them.")
+    last = messages[-1]["content"]
+    return last if isinstance(last, str) else json.dumps(last), PromptEncoder(tokenizer).encode_messages(
+        messages, tools=tools
+    )
 
 
 class TextSampler:
