@@ -14,12 +14,10 @@ def check_run_length(config: RawRunConfig, *, require_training: bool) -> Iterato
         rule = f"cannot be combined with --train-samples {train.train_samples}"
         yield Problem("--train-iters", str(train.train_iters), rule, "Keep one of them.")
     if require_training and train.train_iters is None and train.train_samples is None:
-        fix = "Give --train-iters, --train-samples or --train-epochs."
-        if train.train_epochs is None:
-            yield Problem("--train-iters", "", "is not set", fix)
-        else:
-            rule = "is not set, and --train-epochs is one of `petatron train` alone, which counts the samples of the data first"
-            yield Problem("--train-iters", "", rule, "Give --train-iters or --train-samples.")
+        rule = "is not set"
+        if train.train_epochs is not None:
+            rule += ", and `petatron train` alone derives it from --train-epochs, since it opens the data first"
+        yield Problem("--train-iters", "", rule, "Give --train-iters or --train-samples.")
     yield from _first_batch(config)
 
 
