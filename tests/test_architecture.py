@@ -33,6 +33,7 @@ ROWS = (
     ("pretrained",),
     ("infer", "plan", "evaluate"),
     ("train",),
+    ("posttrain",),
     ("serve",),
     ("verify",),
     ("bench", "quickstart", "dashboard", "integrations", "port"),

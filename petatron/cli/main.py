@@ -22,6 +22,7 @@ from petatron.mesh.launch.environment import imports_from_env
 SUBCOMMANDS: Mapping[str, str] = {
     "quickstart": "train a small model on this machine in a few minutes, nothing to download",
     "train": "train a model",
+    "posttrain": "reinforcement learning: the model answers prompts, and learns from the rewards",
     "port": "make a configuration of a Megatron script, check it, plan it, or train it as a toy",
     "generate": "continue prompts with a trained model, one by one or a file of them",
     "chat": "talk to a trained model in the terminal",

@@ -73,7 +73,14 @@ class LoaderOptions:
 
 
 class StepLoader(Protocol):
-    """What training and evaluations read: the micro-batches of one data-parallel rank, step by step."""
+    """What training and evaluations read: the micro-batches of one data-parallel rank, step by step.
+
+    rows_are_samples: whether the rows of its micro-batches are the samples that a step was asked for; else these are packed into more rows
+    or fewer.
+    """
+
+    @property
+    def rows_are_samples(self) -> bool: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -96,6 +103,8 @@ class BatchLoader:
     With num_workers > 0, that many steps are prefetched in background threads, assuming that the next call continues where this one
     ends; any other call reads its step directly. A prefetch error is raised by the call that would have returned the batch.
     """
+
+    rows_are_samples = True
 
     def __init__(
         self,

@@ -121,6 +121,7 @@ class ExternalLoader:
     needs_text: whether the model takes tokens and labels of this length.
     """
 
+    rows_are_samples = True
     num_samples: int | None = None
     """It is not known how many there are."""
 

@@ -25,13 +25,14 @@ from petatron.models.stage_inputs_outputs import SEGMENT_MASK
 class PackedSegment:
     """ids [n], the mask of which of them are learned [n], further numbers of each id [n] and of the whole, by name.
 
-    The first id is never learned: nothing is before it.
+    The first id is never learned: nothing is before it. counted: whether means over segments have it.
     """
 
     ids: NDArray[np.integer]
     learned: NDArray[np.floating | np.bool_]
     of_ids: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     of_segment: Mapping[str, float] = field(default_factory=dict)
+    counted: bool = True
 
     @property
     def num_positions(self) -> int:
@@ -82,7 +83,9 @@ def make_segment_batch(
             filled, at = span.stop, at + 1
         starts[place, filled:] = filled
     is_padding = numbers < 0
-    of_segment: dict[str, NDArray[Any]] = {SEGMENT_MASK: np.ones(len(segments), np.float32)}
+    of_segment: dict[str, NDArray[Any]] = {
+        SEGMENT_MASK: np.array([segment.counted for segment in segments], np.float32)
+    }
     if pairs:
         assert len(segments) % 2 == 0, "the segments of a pair follow one another"
         of_segment[PAIR_MASK] = np.ones(len(segments) // 2, np.float32)
@@ -99,3 +102,10 @@ def make_segment_batch(
         num_segments=len(segments),
         rows_per_sample=rows_per_sample,
     )
+
+
+def uncounted_like(segment: PackedSegment) -> PackedSegment:
+    """Returns a segment for a row that would be empty: of one position, with the same arrays, of which nothing is learned or counted."""
+    zeros = np.zeros(2, np.float32)
+    of_ids, of_segment = dict.fromkeys(segment.of_ids, zeros), dict.fromkeys(segment.of_segment, 0.0)
+    return PackedSegment(np.zeros(2, np.int64), zeros, of_ids, of_segment, counted=False)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -213,13 +214,15 @@ class Engine:
     def complete(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams],
+        params: SamplingParams | Sequence[SamplingParams] | Sequence[Sequence[SamplingParams]],
         *,
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[list[Completion]]:
-        """Returns the answers of each prompt: one for each of the parameters, which may be one. At rank 0."""
-        several = [params] if isinstance(params, SamplingParams) else list(params)
-        requests = [[self.submit(prompt, sampling) for sampling in several] for prompt in prompts]
+        """Returns the answers of each prompt: one for each of the parameters, which may be one, or each prompt's own. At rank 0."""
+        requests = [
+            [self.submit(prompt, sampling) for sampling in of_prompt]
+            for prompt, of_prompt in zip(prompts, _params_of_prompts(params, len(prompts)), strict=True)
+        ]
         while self.has_work:
             for event in self.step():
                 if on_event is not None:
@@ -227,18 +230,20 @@ class Engine:
         return [[self.take(request) for request in row] for row in requests]
 
     def complete_on_all_ranks(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | Sequence[Sequence[SamplingParams]],
     ) -> list[list[Completion]]:
         """`complete`, called by every rank with the same arguments, and with the same answers on each."""
         if self._mesh.world.rank == 0:
             return self.complete(prompts, params)
-        several = 1 if isinstance(params, SamplingParams) else len(params)
-        left, first = len(prompts) * several, self._next_request
+        counts = [len(of_prompt) for of_prompt in _params_of_prompts(params, len(prompts))]
+        left, first = sum(counts), self._next_request
         self._next_request += left
         while left:
             left -= sum(event.finish_reason is not None for event in self.step())
-        answers = [self.take(number) for number in range(first, self._next_request)]
-        return [answers[at : at + several] for at in range(0, len(answers), several)]
+        answers = iter([self.take(number) for number in range(first, self._next_request)])
+        return [list(islice(answers, count)) for count in counts]
 
     def follow(self) -> None:
         """Takes part in the steps of rank 0 until it closes its engine."""
@@ -396,3 +401,15 @@ class Engine:
             else:
                 self.release()
         return events
+
+
+def _params_of_prompts(
+    params: SamplingParams | Sequence[SamplingParams] | Sequence[Sequence[SamplingParams]], count: int
+) -> list[list[SamplingParams]]:
+    """Returns the parameters of each prompt: one, several for all, or each prompt's own."""
+    if isinstance(params, SamplingParams):
+        return [[params]] * count
+    shared = [sampling for sampling in params if isinstance(sampling, SamplingParams)]
+    if shared or not params:
+        return [shared] * count
+    return [list(of_prompt) for of_prompt in params if not isinstance(of_prompt, SamplingParams)]

@@ -3,9 +3,10 @@
 With A the advantage of a token, p its log-probability now, p_old before the first update on these answers, and the ratio
 r = exp(p - p_old), a token's loss is
 
-    -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_weight (exp(q - p) - (q - p) - 1)
+    -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + kl_weight r (exp(q - p) - (q - p) - 1)
 
-where q is its log-probability under a reference, and w = min(exp(p_old - p_drawn), max_importance_weight) corrects that the sampler's
+where q is its log-probability under a reference (without the factor r, unbiased_kl=false, the gradient of the last term is not that of the
+divergence), and w = min(exp(p_old - p_drawn), max_importance_weight) corrects that the sampler's
 log-probability p_drawn is another than the trainer's (truncated importance weights; Yao et al., 2025). The names of papers are settings:
 
     GRPO (Shao et al., 2024)        ratio=token     average=sequence
@@ -54,6 +55,7 @@ class PolicyGradient(Objective):
     dual_clip: float = 0.0
     constant_tokens: int = 0
     kl_weight: float = 0.0
+    unbiased_kl: bool = True
     max_importance_weight: float = 2.0
     temperature: float = 1.0
     reference: str = START
@@ -130,7 +132,8 @@ class PolicyGradient(Objective):
             drawn = batch[DRAWN_LOG_PROBS].to(old.dtype)
             losses = losses * torch.exp(self._masked(old - drawn, batch)).clamp(max=self.max_importance_weight)
         if self.kl_weight:
-            losses = losses + self.kl_weight * self._divergence(log_probs, batch)
+            weight = self.kl_weight * (ratio if self.unbiased_kl else 1.0)
+            losses = losses + weight * self._divergence(log_probs, batch)
         return {POLICY_LOSS: self._averaged(losses, batch)}
 
     def metrics(self, outputs: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:

@@ -10,18 +10,14 @@ the former step is loaded again.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from petatron.base.errors import CheckpointError, ConfigError, DataError, PetatronError, Problem
 from petatron.base.log import get_logger
-from petatron.base.model_companion_files import read_companion_file
-from petatron.base.model_folder_file_names import CONFIG_FILE
 from petatron.checkpoint.files import step_list
 from petatron.checkpoint.files.step_folder import read_manifest
 from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
@@ -43,11 +39,11 @@ from petatron.infer.prompt_images import PromptImages, why_no_images
 from petatron.infer.reading_engine import ReadingEngine
 from petatron.infer.recommend.recommender_engine import RecommenderEngine
 from petatron.infer.sampling_params import (
-    GENERATION_CONFIG_FILE,
     SamplingDefaults,
     SamplingParams,
     read_sampling_defaults,
 )
+from petatron.infer.stop_ids import find_stop_ids
 from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.launch.environment import read_environment
 from petatron.models.registry import model_spec
@@ -195,18 +191,6 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype | str | None = Non
     """Loads the weights, without memory for gradients; every rank calls it."""
     flags, weights = list(settings.flags), settings.weights
     return from_pretrained(settings.folder, flags=flags, dtype=dtype, gradients=False, weights=weights)
-
-
-def find_stop_ids(folder: Path, tokenizer: Tokenizer | None, *, vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids that end an answer: those of config.json and generation_config.json, and the tokenizer's end of document."""
-    named: list[Any] = [] if tokenizer is None else [tokenizer.eod]
-    for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
-        path = model_files(folder) / name
-        if path.is_file():
-            content = json.loads(read_companion_file(path, CheckpointError))
-            named.append(content.get("eos_token_id") if isinstance(content, Mapping) else None)
-    ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
-    return tuple(sorted({token for token in ids if type(token) is int and 0 <= token < vocab_size}))
 
 
 def _dataset_settings_of_run(folder: Path) -> tuple[str, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from petatron.base.device import DeviceInfo, detect_device
 from petatron.base.errors import ConfigError, DataError, PetatronError, raise_problems
 from petatron.base.log import get_logger
+from petatron.checkpoint.stateful_components import Stateful
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.schema.objective_and_dataset_names import EXTERNAL
 from petatron.data.build_datasets import chosen_kind
@@ -26,7 +27,7 @@ from petatron.train.hooks.megatron_copies import megatron_copy_problems
 from petatron.train.report.log_records import MetricWriter
 from petatron.train.report.memory_capacity_and_oom import check_memory_capacity, report_out_of_memory
 from petatron.train.report.run_header import RunHeader
-from petatron.train.report.task_evaluation import TaskEvaluator, read_eval_tasks
+from petatron.train.report.task_evaluation import IterationEvaluator, TaskEvaluator, read_eval_tasks
 from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_prompts
 from petatron.train.state.check_run_dirs import check_run_dirs
 from petatron.train.state.optional_components import check_components
@@ -54,6 +55,18 @@ class RunStart:
     """The process's start on the monotonic clock."""
 
 
+class RunSource(Protocol):
+    """What a run trains on where that is no dataset, such as answers that the model draws itself."""
+
+    def component(self) -> Stateful:
+        """Returns its state, which checkpoints save and restore."""
+        ...
+
+    def open(self, state: TrainState, tokenizer: Tokenizer | None) -> tuple[DataLoaders, IterationEvaluator | None]:
+        """Opens it for a run whose weights are loaded; every rank calls it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedRun:
     """A run that can train: its state, its data, and what the first lines of its log say."""
@@ -62,7 +75,7 @@ class OpenedRun:
     loaders: DataLoaders
     device: DeviceInfo
     sampler: TextSampler | None
-    task_evaluator: TaskEvaluator | None
+    task_evaluator: IterationEvaluator | None
     header_lines: list[str]
 
     def build_loop(self, writers: Sequence[MetricWriter], *, started_s: float | None = None) -> TrainLoop:
@@ -100,22 +113,28 @@ def check_start(loaded: LoadedConfig) -> RunStart:
     return RunStart(loaded, tokenizer, prompts, eval_tasks, header, started_s)
 
 
-def open_run(start: RunStart, mesh: ParallelMesh) -> OpenedRun:
-    """Builds the state, loads what the run starts from, and opens its data; every rank calls it."""
+def open_run(start: RunStart, mesh: ParallelMesh, source: RunSource | None = None) -> OpenedRun:
+    """Builds the state, loads what the run starts from, and opens its data, or its source in their place; every rank calls it."""
     run, tokenizer = start.loaded.config, start.tokenizer
     with report_out_of_memory(run, mesh.device, phase=lambda: "building the model"):
         state = TrainState.build_for_load(run, mesh, tokenizer)
+        if source is not None:
+            state.add(source.component())
     with report_out_of_memory(run, mesh.device, phase=lambda: "loading the checkpoint"):
         resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
         pretrained = None if resumed else run.checkpoint.pretrained_checkpoint
         if pretrained is not None:
             state.load_pretrained_weights(pretrained)
     length, environment = state.run_length(), read_environment()
-    loaders = _build_on_rank_zero_first(
-        mesh.control,
-        lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples),
-        local_rank=environment.local_rank,
-    )
+    sampler, task_evaluator = None, None
+    if source is not None:
+        loaders, task_evaluator = source.open(state, tokenizer)
+    else:
+        loaders = _build_on_rank_zero_first(
+            mesh.control,
+            lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples),
+            local_rank=environment.local_rank,
+        )
     headline = start.header.lines(length, tokenizer)
     if resumed:
         how = "weights" if run.checkpoint.finetune else f"resumed at iteration {state.progress.iteration}"
@@ -125,7 +144,6 @@ def open_run(start: RunStart, mesh: ParallelMesh) -> OpenedRun:
         headline.append(f"first weights from {pretrained}")
     headline += state.attach_loader(loaders.train)
     device = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
-    sampler, task_evaluator = None, None
     interval = run.train.eval_tasks_interval or run.train.eval_interval
     if start.prompts and tokenizer is not None:
         sampler = TextSampler(state.model, tokenizer, start.prompts, run.log, seed=run.train.seed)

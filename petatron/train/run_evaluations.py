@@ -12,7 +12,7 @@ from petatron.train.evaluate_loss import InterruptedEvaluation, evaluate, evalua
 from petatron.train.hooks.build_hooks import StepInstruments
 from petatron.train.report.closing_summary import Activity, RunTotals
 from petatron.train.report.log_records import MetricRecord, event_record, task_record
-from petatron.train.report.task_evaluation import TaskEvaluator
+from petatron.train.report.task_evaluation import IterationEvaluator
 from petatron.train.state.train_state import TrainState
 from petatron.train.stop_monitor import StopMonitor
 
@@ -29,7 +29,7 @@ class RunEvaluations:
         *,
         not_training: Callable[[Activity], AbstractContextManager[None]],
         write_record: Callable[[MetricRecord], None],
-        task_evaluator: TaskEvaluator | None = None,
+        task_evaluator: IterationEvaluator | None = None,
     ) -> None:
         """`not_training` keeps the time inside out of the time per iteration."""
         self._state, self._loaders, self._totals = state, loaders, totals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from petatron.base.errors import TrainError
+from petatron.base.errors import ConfigError, Problem, TrainError
 from petatron.base.log import get_logger
 from petatron.base.safe_files import write_atomic
 from petatron.config import LoadedConfig, RunConfig
@@ -24,7 +24,7 @@ from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.launch.rendezvous import Rendezvous
 from petatron.mesh.mesh import ParallelMesh
 from petatron.train.build_run import launch
-from petatron.train.check_and_open_run import OpenedRun, RunStart, check_start, open_run
+from petatron.train.check_and_open_run import OpenedRun, RunSource, RunStart, check_start, open_run
 from petatron.train.report.closing_summary import summary_record
 from petatron.train.report.earlier_loss_curves import read_history
 from petatron.train.report.log_records import MetricWriter, event_record
@@ -38,10 +38,16 @@ from petatron.train.training_loop import TrainingResult, TrainLoop
 _log = get_logger(__name__)
 
 
-def run_training(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> TrainingResult:
+def run_training(
+    loaded: LoadedConfig,
+    *,
+    subcommands: Collection[str] = (),
+    open_source: Callable[[RunStart], RunSource] | None = None,
+) -> TrainingResult:
     """Trains as configured; every rank calls it. Nothing is computed before files, folders and data are checked.
 
-    `subcommands` are those of the command line, which the closing summary may advise.
+    `subcommands` are those of the command line, which the closing summary may advise. `open_source` returns what the run trains on, if that
+    is no dataset; its checks are before anything is built.
 
     >>> import contextlib, io, tempfile
     >>> from petatron.validate import load_config
@@ -51,14 +57,17 @@ def run_training(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> 
     >>> outcome.iteration, "lm loss" in lines.getvalue()
     (2, True)
     """
+    if loaded.config.rollout.prompts and open_source is None:
+        rule, fix = "are answered and learned from by petatron posttrain", "Start that, or leave it out."
+        raise ConfigError([Problem("--prompts", " ".join(loaded.config.rollout.prompts), rule, fix)])
     start = check_start(loaded)
     for notice in loaded.notices:
         _log.info("note: %s", notice)
-    run = start.loaded.config
+    run, source = start.loaded.config, None if open_source is None else open_source(start)
     with lock_save_dir(run.checkpoint.save, rank=read_environment().rank):
         mesh = launch(run)
         with build_watchdog(mesh, timeout_minutes=run.parallel.distributed_timeout_minutes):
-            return _run_loop(start, open_run(start, mesh), subcommands)
+            return _run_loop(start, open_run(start, mesh, source), subcommands)
 
 
 def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:

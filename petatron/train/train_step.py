@@ -23,8 +23,14 @@ from petatron.train.state.train_state import TrainState
 _log = get_logger(__name__)
 
 
-def train_step(state: TrainState, batches: Sequence[Batch], instruments: StepInstruments | None = None) -> StepMetrics:
-    """Runs forward, backward, reduction, clipping and update; advances the state's progress.
+def train_step(
+    state: TrainState,
+    batches: Sequence[Batch],
+    instruments: StepInstruments | None = None,
+    *,
+    num_samples: int | None = None,
+) -> StepMetrics:
+    """Runs forward, backward, reduction, clipping and update; advances the state's progress, by the rows unless the samples are given.
 
     Nothing here waits for the device, except for one number per step under dynamic loss scaling, and for what instruments read.
     """
@@ -43,12 +49,12 @@ def train_step(state: TrainState, batches: Sequence[Batch], instruments: StepIns
     instruments.hooks.before_update(iteration)
     with timers.phase("optimizer"):
         result = state.optimizer.step(**settings)
-    size = state.advance(batches, result)
+    size = state.advance(batches, result, num_samples=num_samples)
     dynamic = isinstance(state.scaler, DynamicLossScaler)
     return StepMetrics(
         iteration=progress.iteration,
         consumed_samples=progress.consumed_samples,
-        tokens=size * batches[0].rows_per_sample * run.model.seq_length,
+        tokens=state.num_rows(batches) * run.model.seq_length,
         loss=loss,
         named_losses=state.model.named_losses if names_losses(state.model.objective) else None,
         objective_metrics=state.model.named_metrics or None,

@@ -31,7 +31,7 @@ from petatron.train.report.log_records import (
     sample_record,
 )
 from petatron.train.report.profiler import StepProfiler
-from petatron.train.report.task_evaluation import TaskEvaluator
+from petatron.train.report.task_evaluation import IterationEvaluator
 from petatron.train.report.text_samples import TextSampler
 from petatron.train.run_evaluations import RunEvaluations
 from petatron.train.state.train_state import TrainState
@@ -62,7 +62,7 @@ class TrainLoop:
         *,
         started_s: float | None = None,
         sampler: TextSampler | None = None,
-        task_evaluator: TaskEvaluator | None = None,
+        task_evaluator: IterationEvaluator | None = None,
     ) -> None:
         """`started_s` is the process's start on the monotonic clock, from which a time limit counts."""
         self._state = state
@@ -184,7 +184,8 @@ class TrainLoop:
         self._hooks.before_step(state.progress.iteration + 1)
         with self._timers.phase("batch-generator"):
             batches = self._next_batches()
-        metrics = train_step(state, batches, self._instruments)
+        size = None if self._loaders.train.rows_are_samples else self._next_size()
+        metrics = train_step(state, batches, self._instruments, num_samples=size)
         self._hooks.after_step(metrics)
         self._profiler.end(metrics.iteration)
         self._record_step(metrics)
@@ -230,8 +231,7 @@ class TrainLoop:
         return TrainingResult(state.progress.iteration, stopped, self._evaluations.last_loss)
 
     def _next_batches(self) -> list[Batch]:
-        progress = self._state.progress
-        size = self._state.batch_size_schedule.at(progress.consumed_samples)
+        progress, size = self._state.progress, self._next_size()
         batches = self._loaders.train.next_step(size, progress.consumed_samples)
         if not batches:
             raise TrainError(
@@ -239,6 +239,9 @@ class TrainLoop:
                 f"needs samples {progress.consumed_samples:,} to {progress.consumed_samples + size:,}."
             )
         return [batch.to(self._state.mesh.device) for batch in batches]
+
+    def _next_size(self) -> int:
+        return self._state.batch_size_schedule.at(self._state.progress.consumed_samples)
 
     def _record_step(self, metrics: StepMetrics) -> None:
         """Records on the device which iteration first had a non-finite value."""

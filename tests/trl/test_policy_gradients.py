@@ -108,9 +108,10 @@ def trainer(kind: str, folder: Path, tmp_path: Path, **options: Any) -> Any:
         ("ratio=sequence clip_low=3e-2 clip_high=4e-2", {
             "loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-2, "epsilon_high": 4e-2,
         }),
-        ("average=token kl_weight=0.1", {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False}),
+        ("average=token kl_weight=0.1", {"loss_type": "dapo", "beta": 0.1}),
+        ("kl_weight=0.1 unbiased_kl=false", {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}),
     ],
-    ids=["grpo", "dapo", "dr-grpo", "dual-clip", "gspo", "kl"],
+    ids=["grpo", "dapo", "dr-grpo", "dual-clip", "gspo", "kl", "plain-kl"],
 )  # fmt: skip
 def test_policy_gradients(
     folders: tuple[Path, Path], tmp_path: Path, old_log_probs: list[np.ndarray], settings: str, options: dict[str, Any]

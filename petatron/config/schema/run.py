@@ -24,6 +24,7 @@ from petatron.config.schema.model import ModelConfig, MoEConfig, RawModelConfig
 from petatron.config.schema.optimizer import OptimizerConfig, ScheduleConfig
 from petatron.config.schema.parallel import ParallelConfig, RawParallelConfig
 from petatron.config.schema.precision import PrecisionConfig
+from petatron.config.schema.rollout import RolloutConfig
 from petatron.config.schema.training import LaunchConfig, RawTrainConfig, TrainConfig
 
 
@@ -46,6 +47,7 @@ class RawRunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     log: LogConfig = field(default_factory=LogConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from petatron.config import RunConfig
 from petatron.data.tokenizer import Tokenizer
@@ -32,6 +32,16 @@ class TaskEvaluation:
     results: dict[str, TaskResult] = field(default_factory=dict)
     interrupted: str | None = None
     stop_reason: str | None = None
+
+
+class IterationEvaluator(Protocol):
+    """What measures the model as it is now, every so often. Every rank calls it, and all get the same results."""
+
+    def due(self, iteration: int, *, last: bool = False) -> list[str]: ...
+
+    def evaluate(
+        self, iteration: int, stop_check: EvaluationStopCheck | None = None, *, last: bool = False
+    ) -> TaskEvaluation: ...
 
 
 def read_eval_tasks(run: RunConfig) -> list[TaskSettings]:

@@ -231,24 +231,31 @@ class TrainState:
             "loss_scale": self.scaler.scale,
         }
 
-    def advance(self, batches: Sequence[Batch], update: UpdateResult | None = None) -> int:
-        """Counts one step on this rank's micro-batches, and returns the samples of the global batch.
+    def advance(
+        self, batches: Sequence[Batch], update: UpdateResult | None = None, *, num_samples: int | None = None
+    ) -> int:
+        """Counts one step on this rank's micro-batches, and returns the samples of the global batch: the rows, unless the number is given.
 
         A dynamic loss scale follows `update`, what `optimizer.step` returned; reading it waits for the device.
         """
-        size = sum(batch.num_samples for batch in batches) * self.mesh.dp.size
+        rows = self.num_rows(batches)
+        size = rows // batches[0].rows_per_sample if num_samples is None else num_samples
         overflow = isinstance(self.scaler, DynamicLossScaler) and update is not None and bool(update.skipped)
         self.scaler.update(overflow)
         progress = self.progress
         progress.iteration += 1
         progress.consumed_samples += size
-        progress.consumed_tokens += size * batches[0].rows_per_sample * self.run.model.seq_length
+        progress.consumed_tokens += rows * self.run.model.seq_length
         if not overflow:
             progress.updates += 1
             progress.update_samples += size
             for component in self.added_components:
                 component.after_update(updates=progress.updates, skipped=None if update is None else update.skipped)
         return size
+
+    def num_rows(self, batches: Sequence[Batch]) -> int:
+        """Returns the rows of a step over all ranks."""
+        return sum(batch.num_samples * batch.rows_per_sample for batch in batches) * self.mesh.dp.size
 
     def save(self, *, wait: bool = True) -> None:
         """Publishes a checkpoint of this iteration; every rank calls it. Without `wait` the save is async."""

@@ -1,0 +1,61 @@
+"""The settings of reinforcement learning: prompts, how answers are drawn and rewarded, and what is learned from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from petatron.config.schema.numeric_bounds import Factor, Fraction, IterationCount, PositiveCount, Seconds, SmallCount
+from petatron.config.schema.setting_metadata import Feature, used_with
+from petatron.config.schema.setting_types import FilePath
+
+AdvantageName = Literal["group", "centered", "leave-one-out", "batch"]
+
+_DRAWS = used_with("rollout.prompts")
+_EVALUATES = used_with("rollout.eval_prompts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """What `petatron posttrain` draws, rewards and learns from."""
+
+    feature: ClassVar = Feature("rollouts", role="training")
+    prompts: tuple[FilePath, ...] = ()
+    """Files of prompts, a JSON object in each line, with `prompt` (a text or messages) and what rewards read, such as `answer`."""
+    rewards: tuple[Annotated[str, _DRAWS], ...] = ()
+    """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT] or [WEIGHT*]FILE.py:FUNCTION, several are added up."""
+    rollouts_per_prompt: Annotated[SmallCount, "at least 2", _DRAWS] = 8
+    """Answers drawn for each prompt. `--global-batch-size` counts answers, so it is a multiple of it."""
+    max_answer_tokens: Annotated[PositiveCount, _DRAWS] = 256
+    """Tokens of an answer at most."""
+    rollout_temperature: Annotated[Factor, "above 0", _DRAWS] = 1.0
+    """Temperature of answers in training."""
+    rollout_chat: Annotated[bool, _DRAWS] | None = None
+    """Put prompts into the tokenizer's chat template, also those that are texts. Unset: messages alone."""
+    advantage: Annotated[AdvantageName, _DRAWS] = "group"
+    """What a reward is measured against: the mean of the prompt's answers, divided by their deviation (group) or not (centered); the mean
+    of its other answers (leave-one-out); that of its answers, divided by the deviation of all answers of a step (batch)."""
+    updates_per_rollout: Annotated[PositiveCount, _DRAWS] = 1
+    """Steps that are trained on the answers that are drawn at once: each step has --global-batch-size of them."""
+    rollout_staleness: Annotated[SmallCount, _DRAWS] = 0
+    """Answers are drawn so many steps before they are trained on, by the weights of then."""
+    redraw_equal_rewards: Annotated[SmallCount, _DRAWS] = 0
+    """Prompts whose answers all have one reward teach nothing: others are drawn in their place, in at most so many rounds (DAPO)."""
+    reward_timeout_s: Annotated[Seconds, "above 0", _DRAWS] = 30.0
+    """Seconds that a reward of one answer may take; it is worth nothing after that, and left out of the step."""
+    reward_workers: Annotated[PositiveCount, _DRAWS] = 2
+    """Processes that compute the rewards of Python functions."""
+    rollout_log_gigabytes: Annotated[Factor, _DRAWS] = 1.0
+    """Disk space for answers with their rewards, in `rollouts` of the run folder; the oldest are removed. 0 writes none."""
+    rollout_sequences: Annotated[PositiveCount, _DRAWS] = 256
+    """Answers that are drawn at a time on each data-parallel rank, if its memory suffices."""
+    eval_prompts: tuple[FilePath, ...] = ()
+    """Files of prompts that are answered and rewarded in evaluations, and not trained on."""
+    eval_rollouts: Annotated[PositiveCount, _EVALUATES] = 1
+    """Answers to each prompt of an evaluation; with several, the share of prompts with a right one among k is told too."""
+    eval_rollout_temperature: Annotated[Factor, _EVALUATES] = 0.0
+    """Temperature of answers in evaluations; 0: greedy."""
+    eval_rollout_interval: Annotated[IterationCount, "at least 1", _EVALUATES] | None = None
+    """Iterations between evaluations of `--eval-prompts`. Unset: those of `--eval-interval`."""
+    correct_reward: Annotated[Fraction, _EVALUATES] = 1.0
+    """The reward from which on an answer of an evaluation is right."""

@@ -1,0 +1,67 @@
+"""`RewardSum`: the weighted sum of a run's rewards for an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from petatron.posttrain.rewards.function_pool import FunctionPool, RewardFailure
+from petatron.posttrain.rewards.reward_spec import RewardSpec
+
+
+class RewardedAnswer(NamedTuple):
+    """The reward, NaN if one of its parts failed, for the reason `failure`; and the parts by the text of `--rewards`."""
+
+    reward: float
+    failure: str | None
+    parts: Mapping[str, float]
+
+
+class RewardSum:
+    """Rewards answers. A failure of one part leaves an answer without a reward, and no other answer.
+
+    >>> from petatron.posttrain.rewards.reward_spec import parse_rewards
+    >>> rewards = RewardSum(parse_rewards(["exact", "0.5*regex:[0-9]+"]), workers=1, timeout_s=1.0)
+    >>> [answer.reward for answer in rewards.of([("19", {"answer": "19"}), ("20", {"answer": "19"}), ("x", {})])]
+    [1.5, 0.5, nan]
+    """
+
+    def __init__(self, specs: Sequence[RewardSpec], *, workers: int, timeout_s: float) -> None:
+        self._specs = specs
+        self._pools = {
+            spec.text: FunctionPool(spec.file, spec.function, workers=workers, timeout_s=timeout_s)
+            for spec in specs
+            if spec.file is not None
+        }
+
+    def of(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[RewardedAnswer]:
+        """Returns the reward of each answer to the prompt of a record."""
+        totals, parts = [0.0] * len(answers), [dict[str, float]() for _ in answers]
+        failures: list[str | None] = [None] * len(answers)
+        for spec in self._specs:
+            for place, value in enumerate(self._part(spec, answers)):
+                if isinstance(value, RewardFailure):
+                    failures[place] = failures[place] or f"{spec.text}: {value}"
+                else:
+                    totals[place] += spec.weight * value
+                    parts[place][spec.text] = value
+        return [
+            RewardedAnswer(total if failure is None else math.nan, failure, part)
+            for total, failure, part in zip(totals, failures, parts)
+        ]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def _part(self, spec: RewardSpec, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[float | RewardFailure]:
+        if spec.rule is None:
+            return self._pools[spec.text].rewards([{"answer": text, "record": record} for text, record in answers])
+        results: list[float | RewardFailure] = []
+        for text, record in answers:
+            try:
+                results.append(spec.rule.reward(text, record))
+            except ValueError as error:
+                results.append(RewardFailure(str(error)))
+        return results

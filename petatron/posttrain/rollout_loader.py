@@ -1,0 +1,184 @@
+"""`RolloutLoader`: the loader of reinforcement learning. A step's micro-batches are answers that the model has just drawn.
+
+It takes the place of a dataset's loader, so training, checkpoints and every layout are those of any run. All ranks draw together and know
+all answers; rank 0 alone computes rewards. Answers are packed into rows, by best fit, and each data-parallel rank takes its share of the
+rows: as many for each rank, the missing ones empty.
+
+With --rollout-staleness K answers are drawn K steps before they are trained on; with --updates-per-rollout N the answers of N steps are
+drawn at once. Both wait in `RolloutState`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from petatron.base.errors import TrainError
+from petatron.base.log import get_logger
+from petatron.config.schema.run import RunConfig
+from petatron.data.batch_loader import epoch_permutation
+from petatron.data.packed_segments import PackedSegment, make_segment_batch, pack_segments, uncounted_like
+from petatron.mesh.json_collectives import broadcast_json
+from petatron.mesh.mesh import ParallelMesh
+from petatron.models.batch import Batch
+from petatron.models.policy_gradient import DRAWN_LOG_PROBS, OLD_LOG_PROBS
+from petatron.posttrain.advantages import advantages, teaches_nothing
+from petatron.posttrain.prompts import PromptSet
+from petatron.posttrain.rewards.reward_sum import RewardSum
+from petatron.posttrain.rollout import Rollout
+from petatron.posttrain.rollout_log import RolloutLog
+from petatron.posttrain.rollout_sampler import PromptGroup, RolloutSampler
+from petatron.posttrain.rollout_state import RolloutState
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTimes:
+    """Seconds that the answers of a round took: to draw, and to reward."""
+
+    drawing_s: float
+    rewards_s: float
+
+
+class RolloutLoader:
+    """A `StepLoader`. `iteration` returns that of the weights now; `rewards` and `log` are used by rank 0 alone.
+
+    micro_batch_multiple: of which the number of micro-batches is to be a multiple, as interleaved pipelines need.
+    """
+
+    rows_are_samples = False
+    num_samples = None
+
+    def __init__(
+        self,
+        run: RunConfig,
+        mesh: ParallelMesh,
+        prompts: PromptSet,
+        sampler: RolloutSampler,
+        rewards: RewardSum,
+        state: RolloutState,
+        log: RolloutLog,
+        *,
+        iteration: Callable[[], int],
+        micro_batch_multiple: int = 1,
+    ) -> None:
+        self._run, self._mesh, self._prompts, self._sampler = run, mesh, prompts, sampler
+        self._rewards, self._state, self._log, self._iteration = rewards, state, log, iteration
+        self._settings, self._multiple = run.rollout, micro_batch_multiple
+        self.fingerprint = prompts.fingerprint
+        self.times = RolloutTimes(0.0, 0.0)
+
+    def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
+        """Returns this rank's micro-batches of the answers of a step; draws those that are due."""
+        ahead, iteration = self._settings.rollout_staleness, self._iteration()
+        while len(self._state.waiting) <= ahead:
+            self._state.put(self._draw_steps(global_batch_size, iteration))
+        return self._micro_batches(self._state.take())
+
+    def close(self) -> None:
+        self._sampler.close()
+        self._rewards.close()
+
+    def _draw_steps(self, answers_per_step: int, iteration: int) -> list[list[Rollout]]:
+        """Draws and rewards the answers of the steps that are drawn at once."""
+        settings, began = self._settings, time.perf_counter()
+        count = answers_per_step * settings.updates_per_rollout // settings.rollouts_per_prompt
+        groups: list[list[Rollout]] = []
+        left_out: list[list[Rollout]] = []
+        drawing_s = 0.0
+        for attempt in range(1 + settings.redraw_equal_rewards):
+            drawn, seconds = self._draw_groups(count - len(groups), iteration)
+            drawing_s += seconds
+            last = attempt == settings.redraw_equal_rewards
+            for group in drawn:
+                useless = teaches_nothing(np.array([rollout.reward for rollout in group]))
+                (left_out if useless and not last else groups).append(group)
+            if len(groups) == count:
+                break
+        rewards = np.array([[rollout.reward for rollout in group] for group in groups])
+        values = advantages(rewards, settings.advantage)
+        judged = [
+            replace(rollout, advantage=float(value))
+            for group, row in zip(groups, values)
+            for rollout, value in zip(group, row)
+        ]
+        self._write(iteration, [*judged, *(rollout for group in left_out for rollout in group)])
+        self._warn_of_failures(judged)
+        self.times = RolloutTimes(drawing_s, time.perf_counter() - began - drawing_s)
+        # A step has whole groups where they divide it; which answers share a step changes no advantage.
+        return [judged[at : at + answers_per_step] for at in range(0, len(judged), answers_per_step)]
+
+    def _draw_groups(self, count: int, iteration: int) -> tuple[list[list[Rollout]], float]:
+        """Returns so many further groups with their rewards, and the seconds that drawing took."""
+        first, total = self._state.groups, len(self._prompts)
+        self._state.groups += count
+        groups = []
+        for group in range(first, first + count):
+            epoch, place = divmod(group, total)
+            number = int(epoch_permutation(self._run.train.seed, epoch, total)[place])
+            groups.append(PromptGroup(self._prompts.prompts[number], number, group))
+        began = time.perf_counter()
+        drawn = self._sampler.draw(groups, version=iteration)
+        seconds = time.perf_counter() - began
+        return self._rewarded(drawn), seconds
+
+    def _rewarded(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+        """Returns the answers with their rewards, which rank 0 computes: a function of a user's may answer differently every time."""
+        rollouts = [rollout for group in groups for rollout in group]
+        results: list[tuple[float | None, str | None]] = []
+        if self._mesh.world.rank == 0:
+            texts = [(rollout.text, self._prompts.prompts[rollout.prompt].record) for rollout in rollouts]
+            answers = self._rewards.of(texts)
+            results = [(None if math.isnan(answer.reward) else answer.reward, answer.failure) for answer in answers]
+        results = broadcast_json(results, self._mesh.control)
+        rewarded = iter(
+            rollout.with_reward(math.nan if reward is None else reward, failure)
+            for rollout, (reward, failure) in zip(rollouts, results, strict=True)
+        )
+        return [[next(rewarded) for _ in group] for group in groups]
+
+    def _write(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
+        if self._mesh.world.rank == 0:
+            prompts = [self._prompts.prompts[rollout.prompt].text for rollout in rollouts]
+            self._log.write(iteration + 1, rollouts, prompts)
+
+    def _warn_of_failures(self, rollouts: Sequence[Rollout]) -> None:
+        failures = Counter(rollout.failure for rollout in rollouts if rollout.failure is not None)
+        if not failures:
+            return
+        reason, count = failures.most_common(1)[0]
+        if len(rollouts) == failures.total():
+            raise TrainError(
+                f"None of the {len(rollouts):,} answers of a step could be rewarded; most often: {reason}."
+            )
+        if self._mesh.world.rank == 0:
+            text = "WARNING: %d of %d answers could not be rewarded and are left out; most often (%d): %s"
+            _log.warning(text, failures.total(), len(rollouts), count, reason)
+
+    def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[Batch]:
+        run, dp = self._run, self._mesh.dp
+        segments = [self._segment(rollout) for rollout in rollouts]
+        packed = pack_segments([segment.num_positions for segment in segments], run.model.seq_length)
+        rows = [[segments[number] for number in row] for row in packed]
+        micro = run.train.micro_batch_size
+        per_rank = micro * self._multiple
+        count = -(-len(rows) // (per_rank * dp.size)) * per_rank
+        empty = [uncounted_like(segments[0])]
+        own = [rows[at] if at < len(rows) else empty for at in range(dp.rank, count * dp.size, dp.size)]
+        return [make_segment_batch(own[at : at + micro], run.model.seq_length) for at in range(0, count, micro)]
+
+    def _segment(self, rollout: Rollout) -> PackedSegment:
+        """Returns the segment of an answer; with the log-probabilities at its drawing as the old ones, if several steps learn from it.
+
+        Where a single step learns from answers of former weights, importance weights correct that.
+        """
+        segment = rollout.segment()
+        if self._settings.updates_per_rollout == 1:
+            return segment
+        return replace(segment, of_ids={**segment.of_ids, OLD_LOG_PROBS: segment.of_ids[DRAWN_LOG_PROBS]})

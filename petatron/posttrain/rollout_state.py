@@ -1,0 +1,40 @@
+"""`RolloutState`: what a checkpoint has of rollouts, so that a run resumes with the answers it would have trained on.
+
+That is how many prompts were used, and the answers that were drawn and not trained on yet. With --updates-per-rollout 1 and without
+staleness there are none: the next ones are drawn by the weights that are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from petatron.checkpoint.stateful_components import SavedState, Stateful
+from petatron.posttrain.rollout import Rollout
+
+
+class RolloutState(Stateful):
+    """groups: how many groups of answers were drawn, also those that were left out. waiting: those of later steps, in their order."""
+
+    name, title = "rollouts", "answers that were drawn"
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self.waiting: list[list[Rollout]] = []
+
+    def values(self) -> dict[str, object]:
+        waiting = [[rollout.to_json() for rollout in of_step] for of_step in self.waiting]
+        return {"groups": self.groups, "waiting": waiting}
+
+    def restore(self, saved: SavedState) -> None:
+        values = saved.values
+        if not isinstance(values, dict) or not isinstance(values.get("groups"), int):
+            raise ValueError("the state of its rollouts is damaged")
+        self.groups = values["groups"]
+        self.waiting = [[Rollout.from_json(rollout) for rollout in of_step] for of_step in values["waiting"]]
+
+    def take(self) -> list[Rollout]:
+        """Returns the answers of the next step, which wait no longer."""
+        return self.waiting.pop(0)
+
+    def put(self, steps: Sequence[list[Rollout]]) -> None:
+        self.waiting += steps

@@ -1,0 +1,124 @@
+"""Runs reinforcement learning on this rank: a training run whose samples are answers that it draws itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from petatron.base.errors import ConfigError, Problem, raise_problems
+from petatron.checkpoint.stateful_components import Stateful
+from petatron.config import LoadedConfig
+from petatron.config.schema.run import RunConfig
+from petatron.data.prompt.prompt_encoder import PromptEncoder
+from petatron.data.tokenizer import Tokenizer
+from petatron.infer.stop_ids import find_stop_ids
+from petatron.models.objective import build_objective
+from petatron.models.policy_gradient import PolicyGradient
+from petatron.posttrain.prompt_evaluation import PromptEvaluator
+from petatron.posttrain.prompts import PromptSet, read_prompt_files
+from petatron.posttrain.rewards.reward_spec import RewardSpec, parse_rewards
+from petatron.posttrain.rewards.reward_sum import RewardSum
+from petatron.posttrain.rollout_loader import RolloutLoader
+from petatron.posttrain.rollout_log import RolloutLog
+from petatron.posttrain.rollout_sampler import RolloutSampler
+from petatron.posttrain.rollout_state import RolloutState
+from petatron.train.build_run import DataLoaders
+from petatron.train.check_and_open_run import RunStart
+from petatron.train.report.task_evaluation import IterationEvaluator
+from petatron.train.run_training import log_directory, run_training
+from petatron.train.state.train_state import TrainState
+from petatron.train.training_loop import TrainingResult
+
+
+def run_posttraining(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> TrainingResult:
+    """Trains on drawn answers as configured; every rank calls it. Prompts and rewards are checked before anything is built."""
+    return run_training(loaded, subcommands=subcommands, open_source=RolloutSource)
+
+
+class RolloutSource:
+    """The `RunSource` of a run: its prompts and rewards, and the state of its rollouts."""
+
+    def __init__(self, start: RunStart) -> None:
+        run, tokenizer = start.loaded.config, start.tokenizer
+        raise_problems(rollout_problems(run))
+        if tokenizer is None:
+            raise ConfigError(
+                [Problem("--tokenizer-model", "", "is missing: rewards read texts", "Give the model's tokenizer.")]
+            )
+        self._tokenizer: Tokenizer = tokenizer
+        self._rewards: list[RewardSpec] = parse_rewards(run.rollout.rewards)
+        self._prompts = self._read(run, run.rollout.prompts, "--prompts")
+        self._held_out = (
+            self._read(run, run.rollout.eval_prompts, "--eval-prompts") if run.rollout.eval_prompts else None
+        )
+        self._state = RolloutState()
+
+    def component(self) -> Stateful:
+        return self._state
+
+    def open(self, state: TrainState, tokenizer: Tokenizer | None) -> tuple[DataLoaders, IterationEvaluator | None]:
+        run, settings, mesh = state.run, state.run.rollout, state.mesh
+        start = run.checkpoint.pretrained_checkpoint
+        vocab_size = state.model.spec.vocab_size
+        if start is not None:
+            stop_ids = find_stop_ids(Path(start), self._tokenizer, vocab_size=vocab_size)
+        else:
+            stop_ids = () if self._tokenizer.eod is None else (self._tokenizer.eod,)
+        sampler = RolloutSampler(run, state.model, self._tokenizer, stop_ids)
+        rewards = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
+        log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
+        loader = RolloutLoader(
+            run,
+            mesh,
+            self._prompts,
+            sampler,
+            rewards,
+            self._state,
+            log,
+            iteration=lambda: state.progress.iteration,
+            micro_batch_multiple=mesh.pp.size if state.model.plan.virtual > 1 else 1,
+        )
+        evaluator = None
+        if self._held_out is not None:
+            interval = settings.eval_rollout_interval or run.train.eval_interval
+            evaluator = PromptEvaluator(settings, mesh, self._held_out, sampler, rewards, interval=interval)
+        return DataLoaders(train=loader, valid={}, test=None), evaluator
+
+    def _read(self, run: RunConfig, paths: tuple[str, ...], flag: str) -> PromptSet:
+        encoder, settings = PromptEncoder(self._tokenizer), run.rollout
+        if settings.rollout_chat and not encoder.has_template:
+            rule = "needs a chat template, and the tokenizer has none"
+            raise ConfigError([Problem("--rollout-chat", "", rule, "Leave it out: prompts are plain texts then.")])
+        # The last id of an answer is no input.
+        max_ids = run.model.seq_length + 1 - settings.max_answer_tokens
+        return read_prompt_files(paths, encoder, chat=settings.rollout_chat, max_ids=max_ids, flag=flag)
+
+
+def rollout_problems(run: RunConfig) -> list[Problem]:
+    """Returns what is wrong with the settings of rollouts."""
+    settings, problems = run.rollout, list[Problem]()
+    size, per_prompt = run.train.global_batch_size, settings.rollouts_per_prompt
+    if not settings.prompts:
+        problems.append(Problem("--prompts", "", "is missing: nothing is to be answered", "Give a file of prompts."))
+    answers = size * settings.updates_per_rollout
+    if answers % per_prompt:
+        rule = f"counts answers, and with --updates-per-rollout {settings.updates_per_rollout} is not a multiple of --rollouts-per-prompt"
+        fix = f"Use {max(1, size // per_prompt) * per_prompt}."
+        problems.append(Problem("--global-batch-size", str(size), f"{rule} {per_prompt}", fix))
+    if settings.max_answer_tokens > run.model.seq_length:
+        rule = f"leaves no room for a prompt in --seq-length {run.model.seq_length}"
+        problems.append(Problem("--max-answer-tokens", str(settings.max_answer_tokens), rule, "Use a smaller one."))
+    if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
+        flag = "--rampup-batch-size" if run.train.rampup_batch_size else "--step-batch-size-schedule"
+        problems.append(
+            Problem(flag, "", "changes how many answers a step has, which are drawn for several", "Leave it out.")
+        )
+    objective = build_objective(run)
+    if not isinstance(objective, PolicyGradient):
+        rule = "is no objective of drawn answers"
+        problems.append(Problem("--objective", str(run.train.objective), rule, "Use policy-gradient, or leave it out."))
+    elif objective.temperature != settings.rollout_temperature:
+        rule = f"is another one than --rollout-temperature {settings.rollout_temperature:g}, by which answers are drawn"
+        fix = f"Use temperature={settings.rollout_temperature:g}."
+        problems.append(Problem("--objective-settings", f"temperature={objective.temperature:g}", rule, fix))
+    return problems
