@@ -62,7 +62,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     ),
 }
 
-USAGE = """usage: petatron posttrain ALGORITHM [MODEL_FOLDER | PRESET] --prompts FILE --rewards NAME ... [flags]
+USAGE = """usage: petatron posttrain ALGORITHM [MODEL_FOLDER | PRESET] --rollout-prompts FILE --rewards NAME ... [flags]
 
 Draws answers to prompts, rewards them, and trains on them, step after step. Flags are those of `petatron train`, and take the same files
 and layouts. --global-batch-size counts answers, --micro-batch-size rows of --seq-length into which they are packed.
@@ -98,11 +98,11 @@ def training_flags(argv: Sequence[str]) -> list[str]:
         close = closest_matches(argv[0], ALGORITHMS, count=1)
         hint = f"Did you mean {close[0]}? " if close else ""
         raise ConfigError([Problem("posttrain", argv[0], "is no algorithm", f"{hint}Known: {', '.join(ALGORITHMS)}.")])
-    words = _with_model(list(argv[1:]))
-    settings, words = _take_settings(words)
-    own = {name: _value(value, words) for name, value in algorithm.settings.items()}
-    merged = [f"{name}={value}" for name, value in (own | settings).items()]
-    return ["--objective", POLICY_GRADIENT, _SETTINGS_FLAG, *merged, *algorithm.flags, *words]
+    flags = _with_model(list(argv[1:]))
+    settings, flags = _take_settings(flags)
+    named = {name: _value(value, flags) for name, value in algorithm.settings.items()}
+    merged = [f"{name}={value}" for name, value in (named | settings).items()]
+    return ["--objective", POLICY_GRADIENT, _SETTINGS_FLAG, *merged, *algorithm.flags, *flags]
 
 
 def posttrain_rank(argv: list[str]) -> int:
@@ -119,19 +119,19 @@ def posttrain_rank(argv: list[str]) -> int:
     return 0
 
 
-def _with_model(words: list[str]) -> list[str]:
+def _with_model(flags: list[str]) -> list[str]:
     """A first word that is no flag is the folder of a model, or names a preset or a YAML file."""
-    if words and not words[0].startswith("-") and Path(words[0]).is_dir():
-        return ["--from", *words]
-    return with_preset(words)
+    if flags and not flags[0].startswith("-") and Path(flags[0]).is_dir():
+        return ["--from", *flags]
+    return with_preset(flags)
 
 
-def _take_settings(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the settings of the objective that were typed, by name, and the other words."""
+def _take_settings(flags: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the settings of the objective that were typed, by name, and the other flags."""
     settings: dict[str, str] = {}
     others: list[str] = []
     inside = False
-    for word in words:
+    for word in flags:
         inside = word == _SETTINGS_FLAG or (inside and not word.startswith("--"))
         if not inside:
             others.append(word)
@@ -141,11 +141,11 @@ def _take_settings(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return settings, others
 
 
-def _value(value: str, words: Sequence[str]) -> str:
+def _value(value: str, flags: Sequence[str]) -> str:
     """Returns a setting's value; one that is a flag has that flag's, as typed or by default."""
     if not value.startswith("--"):
         return value
     from petatron.config.schema.rollout import RolloutConfig
 
     default = str(getattr(RolloutConfig(), value.lstrip("-").replace("-", "_")))
-    return next((after for word, after in pairwise(words) if word == value), default)
+    return next((after for word, after in pairwise(flags) if word == value), default)

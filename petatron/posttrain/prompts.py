@@ -49,7 +49,7 @@ class PromptSet:
 
 
 def read_prompt_files(
-    paths: Sequence[str], encoder: PromptEncoder, *, chat: bool | None, max_ids: int, flag: str = "--prompts"
+    paths: Sequence[str], encoder: PromptEncoder, *, chat: bool | None, max_ids: int, flag: str = "--rollout-prompts"
 ) -> PromptSet:
     """Returns the prompts of some files; raises `DataError` with the first problems.
 

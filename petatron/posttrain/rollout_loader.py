@@ -170,8 +170,8 @@ class RolloutLoader:
         per_rank = micro * self._multiple
         count = -(-len(rows) // (per_rank * dp.size)) * per_rank
         empty = [uncounted_like(segments[0])]
-        own = [rows[at] if at < len(rows) else empty for at in range(dp.rank, count * dp.size, dp.size)]
-        return [make_segment_batch(own[at : at + micro], run.model.seq_length) for at in range(0, count, micro)]
+        of_rank = [rows[at] if at < len(rows) else empty for at in range(dp.rank, count * dp.size, dp.size)]
+        return [make_segment_batch(of_rank[at : at + micro], run.model.seq_length) for at in range(0, count, micro)]
 
     def _segment(self, rollout: Rollout) -> PackedSegment:
         """Returns the segment of an answer; with the log-probabilities at its drawing as the old ones, if several steps learn from it.

@@ -47,7 +47,7 @@ class RolloutSource:
             )
         self._tokenizer: Tokenizer = tokenizer
         self._rewards: list[RewardSpec] = parse_rewards(run.rollout.rewards)
-        self._prompts = self._read(run, run.rollout.prompts, "--prompts")
+        self._prompts = self._read(run, run.rollout.rollout_prompts, "--rollout-prompts")
         self._held_out = (
             self._read(run, run.rollout.eval_prompts, "--eval-prompts") if run.rollout.eval_prompts else None
         )
@@ -98,8 +98,10 @@ def rollout_problems(run: RunConfig) -> list[Problem]:
     """Returns what is wrong with the settings of rollouts."""
     settings, problems = run.rollout, list[Problem]()
     size, per_prompt = run.train.global_batch_size, settings.rollouts_per_prompt
-    if not settings.prompts:
-        problems.append(Problem("--prompts", "", "is missing: nothing is to be answered", "Give a file of prompts."))
+    if not settings.rollout_prompts:
+        problems.append(
+            Problem("--rollout-prompts", "", "is missing: nothing is to be answered", "Give a file of prompts.")
+        )
     answers = size * settings.updates_per_rollout
     if answers % per_prompt:
         rule = f"counts answers, and with --updates-per-rollout {settings.updates_per_rollout} is not a multiple of --rollouts-per-prompt"

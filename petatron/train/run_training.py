@@ -57,9 +57,9 @@ def run_training(
     >>> outcome.iteration, "lm loss" in lines.getvalue()
     (2, True)
     """
-    if loaded.config.rollout.prompts and open_source is None:
+    if loaded.config.rollout.rollout_prompts and open_source is None:
         rule, fix = "are answered and learned from by petatron posttrain", "Start that, or leave it out."
-        raise ConfigError([Problem("--prompts", " ".join(loaded.config.rollout.prompts), rule, fix)])
+        raise ConfigError([Problem("--rollout-prompts", " ".join(loaded.config.rollout.rollout_prompts), rule, fix)])
     start = check_start(loaded)
     for notice in loaded.notices:
         _log.info("note: %s", notice)

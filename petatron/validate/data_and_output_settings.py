@@ -127,7 +127,7 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
     per_split = data.train_data_path + data.valid_data_path + data.test_data_path
     given = [flag_name(name) for name in ("mock_data", "data_path", "data_args_path") if getattr(data, name)]
     given += ["--train-data-path"] if per_split else []
-    given += ["--prompts"] if config.rollout.prompts else []
+    given += ["--rollout-prompts"] if config.rollout.rollout_prompts else []
     if data.dataloader_type == EXTERNAL:
         yield from _external(config)
         return

@@ -172,9 +172,9 @@ def suggested_flags(text: str) -> list[str]:
     return _FLAG.findall(text)
 
 
-REINFORCEMENT = "reinforcement learning"
+REINFORCEMENT = "reinforcement learning as flags of other trainers describe it"
 _ADAPTERS = "prompt tuning and such adapters of PEFT"
-_PREFERENCES = "training on preferences (DPO and the like)"
+_PREFERENCES = "training on preferences as flags of other trainers describe it"
 _QUANTIZED = "training with quantized weights"
 SAVED_FORMAT = "saving in another format while training"
 ZARR_FORMAT = "Megatron's zarr checkpoints"
@@ -184,8 +184,8 @@ _OWN_LOOP = "a loop of your own with `petatron.build_model` may have any loss (d
 
 ALTERNATIVES: Mapping[str, str] = {
     _ADAPTERS: f"Use --adapter lora, rslora, dora or ia3 instead; {_OWN_LOOP}",
-    _PREFERENCES: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
-    REINFORCEMENT: f"Leave it out: {_FULL_FINE_TUNING} on text; {_OWN_LOOP}",
+    _PREFERENCES: "Use --objective dpo, orpo, simpo, kto or reward, with --objective-settings (docs/posttraining.md)",
+    REINFORCEMENT: "Use `petatron posttrain grpo` (or dapo, gspo, rloo) with --rollout-prompts and --rewards (docs/posttraining.md)",
     _QUANTIZED: "Leave it out: --bf16 --fp8-format hybrid computes in FP8, and --data-parallel-sharding-strategy optim_grads_params or "
     "--optimizer-cpu-offload saves memory",
     SAVED_FORMAT: "Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) "
@@ -211,7 +211,7 @@ def _flags_with(*names: str) -> re.Pattern[str]:
 _ABSENT = (
     _AbsentFeature(_ADAPTERS, _flags_with("prefix-tuning", "prompt-tuning", "p-tuning")),
     _AbsentFeature(_PREFERENCES, _flags_with("dpo", "orpo", "kto", "simpo", "preference", "ref-model", "reference-model")),
-    _AbsentFeature(REINFORCEMENT, _flags_with("ppo", "grpo", "rlhf", "rl", "reward-model", "reward-funcs?", "rollout")),
+    _AbsentFeature(REINFORCEMENT, _flags_with("ppo", "grpo", "rlhf", "rl", "reward-model", "reward-funcs?")),
     _AbsentFeature(_QUANTIZED, _flags_with("load-in-4bit", "load-in-8bit", "bnb", "quantization", "nf4", "qlora")),
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from petatron.config.schema.setting_types import FilePath
 
 AdvantageName = Literal["group", "centered", "leave-one-out", "batch"]
 
-_DRAWS = used_with("rollout.prompts")
+_DRAWS = used_with("rollout.rollout_prompts")
 _EVALUATES = used_with("rollout.eval_prompts")
 
 
@@ -20,7 +20,7 @@ class RolloutConfig:
     """What `petatron posttrain` draws, rewards and learns from."""
 
     feature: ClassVar = Feature("rollouts", role="training")
-    prompts: tuple[FilePath, ...] = ()
+    rollout_prompts: tuple[FilePath, ...] = ()
     """Files of prompts, a JSON object in each line, with `prompt` (a text or messages) and what rewards read, such as `answer`."""
     rewards: tuple[Annotated[str, _DRAWS], ...] = ()
     """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT] or [WEIGHT*]FILE.py:FUNCTION, several are added up."""

@@ -45,6 +45,7 @@ class _Worker:
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
         except OSError as error:
+            self._process.wait()
             raise RewardFailure("the process of the reward function has ended") from error
         answer = self._next(timeout_s)
         if "reward" not in answer:
@@ -77,7 +78,10 @@ class _Worker:
             self._process.kill()
             self._process.wait()
             return {"error": f"no reward within {timeout_s:g} s"}
-        return json.loads(line) if line else {"error": "the process of the reward function has ended"}
+        if line:
+            return json.loads(line)
+        self._process.wait()
+        return {"error": "the process of the reward function has ended"}
 
 
 class FunctionPool:
@@ -107,10 +111,13 @@ class FunctionPool:
     def _reward(self, job: Mapping[str, Any]) -> float | RewardFailure:
         worker = self._idle.get()
         try:
-            if worker is None or worker.has_ended:
+            if worker is None:
                 worker = _Worker(self._file, self._function)
             return worker.compute(job, self._timeout_s)
         except RewardFailure as failure:
+            if worker is not None and worker.has_ended:
+                worker.close()
+                worker = None
             return failure
         finally:
             self._idle.put(worker)

@@ -11,7 +11,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 
 def load_function(file: str, name: str) -> Callable[[str, dict[str, Any]], Any]:
@@ -43,11 +43,16 @@ def main() -> None:
     try:
         function = load_function(*sys.argv[1:])
     except Exception as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=target, flush=True)
+        _write(target, {"error": f"{type(error).__name__}: {error}"})
         return
-    print(json.dumps({"ready": True}), file=target, flush=True)
+    _write(target, {"ready": True})
     for line in sys.stdin:
-        print(json.dumps(result_of(function, json.loads(line))), file=target, flush=True)
+        _write(target, result_of(function, json.loads(line)))
+
+
+def _write(target: TextIO, value: dict[str, Any]) -> None:
+    target.write(json.dumps(value) + "\n")
+    target.flush()
 
 
 if __name__ == "__main__":

@@ -137,8 +137,11 @@ def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
     prefixes = run.data.train_data_path or run.data.data_path
     if run.data.dataloader_type == EXTERNAL:
         source = f"external, {registered_dataloader().name}"
-    elif run.rollout.prompts:
-        source = f"answers to {abbreviate_names(run.rollout.prompts)}, drawn by the model, rewarded for {', '.join(run.rollout.rewards)}"
+    elif run.rollout.rollout_prompts:
+        rewards = ", ".join(run.rollout.rewards)
+        source = (
+            f"answers to {abbreviate_names(run.rollout.rollout_prompts)}, drawn by the model, rewarded for {rewards}"
+        )
     elif run.data.mock_data:
         source = "made-up (--mock-data)"
     elif prefixes:
@@ -152,7 +155,7 @@ def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def _dataset_kind(run: RunConfig) -> str:
-    if run.data.dataloader_type == EXTERNAL or run.rollout.prompts:
+    if run.data.dataloader_type == EXTERNAL or run.rollout.rollout_prompts:
         return ""
     name = chosen_kind_name(run)
     return (
@@ -169,7 +172,7 @@ def _objective(run: RunConfig) -> str:
 
 def _length(run: RunConfig, length: RunLength) -> str:
     iterations = count_with_noun(length.iterations, "iteration")
-    if run.rollout.prompts:
+    if run.rollout.rollout_prompts:
         answers, settings = count_with_noun(run.train.global_batch_size, "answer"), run.rollout
         most = count_with_noun(settings.max_answer_tokens, "token")
         return f"{iterations} of {answers}, {settings.rollouts_per_prompt} to each prompt, of at most {most}"
@@ -186,7 +189,7 @@ def _layout(run: RunConfig, device: DeviceInfo) -> str:
     ranks = run.parallel.world_size or 1
     what = f"{device.name} ({device.kind})" if device.kind == "cuda" else "cpu"
     batches = f"{count_with_noun(num_micro_batches(run), 'micro-batch', 'es')} of {run.train.micro_batch_size} per rank and step"
-    if run.rollout.prompts:
+    if run.rollout.rollout_prompts:
         rows = count_with_noun(run.train.micro_batch_size, "row")
         batches = f"micro-batches of {rows} of {count_with_noun(run.model.seq_length, 'token')}, into which answers are packed"
     if ranks == 1:

@@ -66,7 +66,7 @@ def _generation_commands(run: RunConfig, folder: str) -> list[tuple[str, str]]:
 
 def _resume_arguments(run: RunConfig, folder: str, log_dir: Path, train_iters: int | None) -> list[str]:
     """Returns arguments that resume from the saved settings; a complete run (`train_iters` given) trains twice as long."""
-    started = ["posttrain", "--config"] if run.rollout.prompts else ["train"]
+    started = ["posttrain", "--config"] if run.rollout.rollout_prompts else ["train"]
     arguments = [*started, str(log_dir / "config.yaml"), "--load", folder]
     if train_iters is not None and run.train.train_samples is not None:
         arguments += ["--train-samples", str(2 * run.train.train_samples), "--override-opt-param-scheduler"]

@@ -216,10 +216,18 @@ def test_what_a_name_of_another_program_sets_is_not_missing_too():
     ("flags", "feature", "exists"),
     [
         ("--prompt-tuning", "prompt tuning", "--adapter lora"),
-        ("--dpo", "training on preferences (DPO", "`--from FOLDER` fine-tunes all weights"),
-        ("--dpo_beta 0.1", "training on preferences (DPO", "any loss"),
-        ("--perform-rl-step", "reinforcement learning", "`--from FOLDER` fine-tunes all weights"),
-        ("--grpo-group-size 8", "reinforcement learning", "any loss"),
+        ("--dpo", "training on preferences as flags", "--objective dpo"),
+        ("--dpo_beta 0.1", "training on preferences as flags", "--objective-settings"),
+        (
+            "--perform-rl-step",
+            "reinforcement learning as flags of other trainers describe it",
+            "`petatron posttrain grpo`",
+        ),
+        (
+            "--grpo-group-size 8",
+            "reinforcement learning as flags of other trainers describe it",
+            "--rollout-prompts and --rewards",
+        ),
         ("--load-in-4bit", "training with quantized weights", "--fp8-format hybrid"),
     ],
 )

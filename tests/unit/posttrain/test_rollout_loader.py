@@ -28,7 +28,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(prompts: Path) -> list[Learned]:
-    return learn(load(f"--prompts {prompts}"))
+    return learn(load(f"--rollout-prompts {prompts}"))
 
 
 def check_equal(learned: list[Learned], wanted: list[Learned]) -> None:
@@ -39,7 +39,7 @@ def check_equal(learned: list[Learned], wanted: list[Learned]) -> None:
 
 
 def test_answers_that_are_rewarded_become_likelier(prompts: Path):
-    learned = learn(load(f"--prompts {prompts} --lr 1e-2 --lr-decay-style constant"), steps=16)
+    learned = learn(load(f"--rollout-prompts {prompts} --lr 1e-2 --lr-decay-style constant"), steps=16)
     assert learned[0].metrics["reward"] < 0.4 < 0.9 < learned[-1].metrics["reward"]
     assert all(step.metrics["rollout difference"] < 1e-6 for step in learned), "the engine computes as training does"
 
@@ -59,20 +59,20 @@ def test_answers_that_are_rewarded_become_likelier(prompts: Path):
 def test_every_layout_learns_from_the_same_answers(
     ranks: RankPool, prompts: Path, alone: list[Learned], layout: str, world_size: int
 ):
-    for learned in ranks.run(learn, world_size, load(f"--prompts {prompts} {layout}", world_size=world_size)):
+    for learned in ranks.run(learn, world_size, load(f"--rollout-prompts {prompts} {layout}", world_size=world_size)):
         check_equal(learned, alone)
 
 
 @pytest.mark.parametrize("flags", ["", "--updates-per-rollout 2", "--rollout-staleness 2"])
 def test_a_resumed_run_learns_from_the_answers_that_it_would_have(prompts: Path, tmp_path: Path, flags: str):
     """Saved in the middle of the steps that learn from answers that were drawn at once, or before they are due."""
-    save = f"--prompts {prompts} --save {tmp_path}/run {flags}"
+    save = f"--rollout-prompts {prompts} --save {tmp_path}/run {flags}"
     whole = learn(load(save), steps=5, save_after=3)
     check_equal(learn(load(f"{save} --load {tmp_path}/run"), steps=2), whole[3:])
 
 
 def test_stale_answers_were_drawn_by_former_weights(prompts: Path):
-    opened = open_here(load(f"--prompts {prompts} --rollout-staleness 2"))
+    opened = open_here(load(f"--rollout-prompts {prompts} --rollout-staleness 2"))
     loader = opened.loaders.train
     loader.next_step(16, 0)
     source_state = next(x for x in opened.state.added_components if x.name == "rollouts")
@@ -85,7 +85,7 @@ def test_stale_answers_were_drawn_by_former_weights(prompts: Path):
 
 
 def test_every_prompt_is_answered_once_in_an_epoch(prompts: Path):
-    opened = open_here(load(f"--prompts {prompts} --global-batch-size 24"))
+    opened = open_here(load(f"--rollout-prompts {prompts} --global-batch-size 24"))
     state = next(x for x in opened.state.added_components if x.name == "rollouts")
     opened.loaders.train.next_step(24, 0)
     assert state.groups == 6  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,7 +93,7 @@ def test_every_prompt_is_answered_once_in_an_epoch(prompts: Path):
 
 
 def test_prompts_of_equal_rewards_are_drawn_again(prompts: Path):
-    opened = open_here(load(f"--prompts {prompts} --rewards regex:.* --redraw-equal-rewards 2"))
+    opened = open_here(load(f"--rollout-prompts {prompts} --rewards regex:.* --redraw-equal-rewards 2"))
     state = next(x for x in opened.state.added_components if x.name == "rollouts")
     batches = opened.loaders.train.next_step(16, 0)
     assert state.groups == 12, "three rounds of four prompts"  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,14 +112,14 @@ def test_a_failing_reward_costs_its_answers(prompts: Path, tmp_path: Path):
     function = tmp_path / "reward.py"
     function.write_text("def reward(answer, record):\n    return 1 / (int(record['answer']) % 2)\n")
     opened = open_here(
-        load(f"--prompts {prompts} --rewards {function}:reward --global-batch-size 24 --reward-workers 1")
+        load(f"--rollout-prompts {prompts} --rewards {function}:reward --global-batch-size 24 --reward-workers 1")
     )
     batches = opened.loaders.train.next_step(24, 0)
     counted = torch.cat([batch["segment_mask"] for batch in batches])
     assert counted.sum() == 12, "half of the prompts have an answer that cannot be rewarded"
     opened.loaders.train.close()
     function.write_text("def reward(answer, record):\n    raise ValueError('no')\n")
-    opened = open_here(load(f"--prompts {prompts} --rewards {function}:reward --reward-workers 1"))
+    opened = open_here(load(f"--rollout-prompts {prompts} --rewards {function}:reward --reward-workers 1"))
     with pytest.raises(
         TrainError, match=r"None of the 16 answers of a step could be rewarded; most often: .*ValueError: no"
     ):
@@ -156,12 +156,12 @@ REFUSED = {
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_cannot_be_is_told_before_anything_is_built(prompts: Path, flags: str):
     with pytest.raises(ConfigError) as refused:
-        RolloutSource(check_start(load(f"--prompts {prompts} {flags}")))
+        RolloutSource(check_start(load(f"--rollout-prompts {prompts} {flags}")))
     assert REFUSED[flags] in str(refused.value)
 
 
 def test_another_objective_cannot_learn_from_answers(prompts: Path):
-    run = load(f"--prompts {prompts}").config
+    run = load(f"--rollout-prompts {prompts}").config
     other = replace(run, train=replace(run.train, objective=None, objective_settings=()))
     [problem] = rollout_problems(other)
     assert "is no objective of drawn answers" in str(problem)
@@ -172,7 +172,7 @@ def test_lines_that_are_no_prompts_are_named(tmp_path: Path):
     lines = ["[1]", '{"question": "a"}', '{"prompt": "a", "prompt": "b"}', "{", json.dumps({"prompt": "a" * 30})]
     file.write_text("\n".join(lines))
     with pytest.raises(DataError) as refused:
-        RolloutSource(check_start(load(f"--prompts {file}")))
+        RolloutSource(check_start(load(f"--rollout-prompts {file}")))
     for number, text in enumerate(
         (
             "a JSON list, not an object",
@@ -186,13 +186,13 @@ def test_lines_that_are_no_prompts_are_named(tmp_path: Path):
         assert f"line {number}: " in str(refused.value) and text in str(refused.value)
     file.write_text("\n")
     with pytest.raises(DataError, match=r"has no prompts\. Give lines such as"):
-        RolloutSource(check_start(load(f"--prompts {file}")))
+        RolloutSource(check_start(load(f"--rollout-prompts {file}")))
     with pytest.raises(DataError, match="does not exist"):
-        RolloutSource(check_start(load(f"--prompts {tmp_path}/none")))
+        RolloutSource(check_start(load(f"--rollout-prompts {tmp_path}/none")))
 
 
 def test_prompts_are_of_posttraining_alone(prompts: Path):
     with pytest.raises(ConfigError, match="are answered and learned from by petatron posttrain"):
-        run_training(load(f"--prompts {prompts}"))
-    with pytest.raises(ConfigError, match="--mock-data cannot be combined with --prompts"):
-        load(f"--prompts {prompts} --mock-data")
+        run_training(load(f"--rollout-prompts {prompts}"))
+    with pytest.raises(ConfigError, match="--mock-data cannot be combined with --rollout-prompts"):
+        load(f"--rollout-prompts {prompts} --mock-data")
