@@ -179,7 +179,6 @@ _QUANTIZED = "training with quantized weights"
 SAVED_FORMAT = "saving in another format while training"
 ZARR_FORMAT = "Megatron's zarr checkpoints"
 
-_FULL_FINE_TUNING = "`--from FOLDER` fine-tunes all weights of a model, or with --freeze some of them"
 _OWN_LOOP = "a loop of your own with `petatron.build_model` may have any loss (docs/finetuning.md)"
 
 ALTERNATIVES: Mapping[str, str] = {
