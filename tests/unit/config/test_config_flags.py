@@ -218,7 +218,6 @@ def test_what_a_name_of_another_program_sets_is_not_missing_too():
         ("--prompt-tuning", "prompt tuning", "--adapter lora"),
         ("--dpo", "training on preferences as flags of other trainers describe it", "--objective dpo"),
         ("--dpo_beta 0.1", "training on preferences as flags of other trainers describe it", "--objective-settings"),
-        ("--sft", "fine-tuning on conversations", "`petatron data preprocess`"),
         (
             "--perform-rl-step",
             "reinforcement learning as flags of other trainers describe it",
