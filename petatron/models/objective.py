@@ -76,6 +76,10 @@ class Objective(ABC):
     0.5
     """
 
+    def of_run(self, run: RunConfig) -> Objective:
+        """Returns the objective with what it takes from other settings of a run."""
+        return self
+
     uses_model_losses: ClassVar[bool] = False
     """Whether the model computes the losses, and `loss` is not called."""
     measures_training: ClassVar[bool] = True
@@ -184,7 +188,7 @@ def build_objective(run: RunConfig) -> Objective:
     if train.objective is None and train.objective_settings:
         rule = "are settings of an objective, and none is given"
         raise ConfigError([Problem(_SETTINGS_FLAG, " ".join(train.objective_settings), rule, f"Add {_FLAG}.")])
-    return parse_objective(train.objective or NEXT_TOKEN, train.objective_settings)
+    return parse_objective(train.objective or NEXT_TOKEN, train.objective_settings).of_run(run)
 
 
 def parse_objective(name: str, settings: Sequence[str]) -> Objective:

@@ -19,14 +19,17 @@ log-probability p_drawn is another than the trainer's (truncated importance weig
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from petatron.base.errors import ConfigError, Problem
+from petatron.config.parse_name_value import NOT_A_SETTING
 from petatron.config.schema.objective_and_dataset_names import POLICY_GRADIENT
+from petatron.config.schema.run import RunConfig
+from petatron.kernels.policy_log_probs import policy_log_probs
 from petatron.models.batch import SEGMENT_IDS, Batch
 from petatron.models.decoder import TOKEN_LOSSES
 from petatron.models.objective import START, ModelRole, Objective, register_objective
@@ -45,7 +48,8 @@ _REFERENCE = "reference"
 class PolicyGradient(Objective):
     """average: of the losses of tokens: over each answer and then over answers, over all tokens, or as sums of answers divided by
     `constant_tokens`. dual_clip: the largest ratio of the term that is not clipped, 0: any. max_importance_weight: 0 corrects nothing.
-    temperature: the one that answers were drawn with. reference: a folder, or `start`; read with a kl_weight alone.
+    reference: a folder, or `start`; read with a kl_weight alone. temperature: the one that answers are drawn with. whole_logits: computes
+    log-probabilities as the engine does, of logits that are whole on every rank.
     """
 
     ratio: Literal["token", "sequence", "product"] = "token"
@@ -57,8 +61,9 @@ class PolicyGradient(Objective):
     kl_weight: float = 0.0
     unbiased_kl: bool = True
     max_importance_weight: float = 2.0
-    temperature: float = 1.0
     reference: str = START
+    temperature: float = field(default=1.0, metadata=NOT_A_SETTING)
+    whole_logits: bool = field(default=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:
         checks = (
@@ -67,7 +72,6 @@ class PolicyGradient(Objective):
             ("dual_clip", self.dual_clip == 0 or self.dual_clip > 1, "is not above 1", "Leave it out."),
             ("kl_weight", self.kl_weight >= 0, "is below 0", "Leave it out."),
             ("max_importance_weight", self.max_importance_weight >= 0, "is below 0", "Use 2, or 0 for no correction."),
-            ("temperature", self.temperature > 0, "is not above 0: greedy answers teach nothing", "Use 1."),
             (
                 "constant_tokens",
                 (self.average == "constant") == (self.constant_tokens > 0),
@@ -83,13 +87,12 @@ class PolicyGradient(Objective):
         if problems:
             raise ConfigError(problems)
 
-    @property
-    def dataset_type(self) -> str | None:
-        return None
+    def of_run(self, run: RunConfig) -> PolicyGradient:
+        return replace(self, temperature=run.rollout.rollout_temperature, whole_logits=run.train.exact_rollouts)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return (TOKEN_LOSSES,) if self.temperature == 1.0 else ("logits",)
+        return ("logits",) if self.whole_logits or self.temperature != 1.0 else (TOKEN_LOSSES,)
 
     @property
     def models(self) -> Mapping[str, ModelRole]:
@@ -110,10 +113,9 @@ class PolicyGradient(Objective):
 
     def log_probs(self, outputs: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Returns the log-probabilities of the labels [B, S] at the temperature they were drawn with."""
-        if self.temperature == 1.0:
+        if TOKEN_LOSSES in self.outputs:
             return -outputs[TOKEN_LOSSES]
-        scaled = outputs["logits"] / self.temperature
-        return scaled.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
+        return policy_log_probs(outputs["logits"], batch.labels, self.temperature)
 
     def prepare(self, batch: Batch) -> Batch:
         if not self.kl_weight:

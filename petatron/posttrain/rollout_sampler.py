@@ -38,7 +38,10 @@ class RolloutSampler:
         self._model, self._tokenizer, self._stop_ids = model, tokenizer, tuple(stop_ids)
         self._settings, self._seed = run.rollout, run.train.seed
         self._options = EngineOptions(
-            max_sequences=run.rollout.rollout_sequences, max_length=run.model.seq_length + 1, copied_weights=False
+            max_sequences=run.rollout.rollout_sequences,
+            max_length=run.model.seq_length + 1,
+            copied_weights=False,
+            exact=run.train.exact_rollouts,
         )
         self._engine: Engine | None = None
 
@@ -80,6 +83,7 @@ class RolloutSampler:
             sample=sample,
             stop_ids=self._stop_ids,
             logprobs=0 if purpose == "train" else None,
+            policy_logprobs=purpose == "train",
         )
 
     def _rollout(self, group: PromptGroup, sample: int, answer: Completion, version: int) -> Rollout:

@@ -115,12 +115,7 @@ def rollout_problems(run: RunConfig) -> list[Problem]:
         problems.append(
             Problem(flag, "", "changes how many answers a step has, which are drawn for several", "Leave it out.")
         )
-    objective = build_objective(run)
-    if not isinstance(objective, PolicyGradient):
+    if not isinstance(build_objective(run), PolicyGradient):
         rule = "is no objective of drawn answers"
         problems.append(Problem("--objective", str(run.train.objective), rule, "Use policy-gradient, or leave it out."))
-    elif objective.temperature != settings.rollout_temperature:
-        rule = f"is another one than --rollout-temperature {settings.rollout_temperature:g}, by which answers are drawn"
-        fix = f"Use temperature={settings.rollout_temperature:g}."
-        problems.append(Problem("--objective-settings", f"temperature={objective.temperature:g}", rule, fix))
     return problems
