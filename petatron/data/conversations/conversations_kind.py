@@ -18,12 +18,11 @@ from petatron.config.schema.objective_and_dataset_names import CONVERSATIONS_DAT
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.sections.chat_template import IDENTITY
 from petatron.data.batch_loader import LoaderOptions, SampleDataset
-from petatron.data.conversations.conversation_record import read_record
 from petatron.data.conversations.conversation_rows import ConversationDataset, PackedRecords, fit_records, report_cuts
 from petatron.data.conversations.conversation_settings import ConversationSettings
 from petatron.data.conversations.conversation_source import EncodedSource, open_encoded
 from petatron.data.conversations.conversation_template import conversation_template
-from petatron.data.conversations.encode_conversation import ConversationEncoder, ConversationTokens
+from petatron.data.conversations.encode_conversation import encode_conversation
 from petatron.data.conversations.encoded_records import EncodeRecord, EncodingJob
 from petatron.data.conversations.held_out_prompts import prompts_of_records
 from petatron.data.conversations.mock_conversations import mock_conversations
@@ -36,11 +35,6 @@ from petatron.models.batch import Batch
 LOSS_WEIGHTS = "loss_weights"
 _FORMATS_OF_ALL_TOKENS = ("default", IDENTITY)
 """Those of Megatron's that mask nothing."""
-
-
-def encode_conversation(encoder: ConversationEncoder, record: object) -> tuple[tuple[ConversationTokens, ...], float]:
-    """Returns the row of a record."""
-    return (encoder.encode(read_record(record, encoder.settings)),), 0.0
 
 
 class ConversationSource(DataSource):

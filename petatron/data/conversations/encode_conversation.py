@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from petatron.base.errors import DataError
 from petatron.data.conversations.answer_spans import AnswerFinder, RenderedConversation
-from petatron.data.conversations.conversation_record import Conversation, ReadRecord, TextRecord
+from petatron.data.conversations.conversation_record import Conversation, ReadRecord, TextRecord, read_record
 from petatron.data.conversations.conversation_settings import ConversationSettings
 from petatron.data.conversations.conversation_template import ConversationTemplate
 from petatron.data.conversations.refused_conversation import RefusedConversation
@@ -109,6 +109,11 @@ class ConversationEncoder:
             spans += [(place + begin, place + end) for begin, end in encoded.spans]
             place += len(part)
         return EncodedText(ids, spans)
+
+
+def encode_conversation(encoder: ConversationEncoder, record: object) -> tuple[tuple[ConversationTokens, ...], float]:
+    """Returns the row of a record, and no label. Other processes import this module to encode: it needs no torch."""
+    return (encoder.encode(read_record(record, encoder.settings)),), 0.0
 
 
 def _with_ids(
