@@ -28,7 +28,7 @@ from petatron.data.blended_dataset import (
     parse_weighted_prefixes,
     samples_to_build,
 )
-from petatron.data.conversations import conversations_kind  # noqa: F401  it registers its kind
+from petatron.data.conversations import conversations_kind, preferences_kind  # noqa: F401  they register their kinds
 from petatron.data.data_file_error import data_file_error
 from petatron.data.dataset_kinds import (
     DatasetKind,

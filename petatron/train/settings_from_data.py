@@ -17,6 +17,7 @@ from petatron.config.schema.fields import FieldValue, fields_by_path, replace_fi
 from petatron.config.schema.objective_and_dataset_names import CHAT_DATASETS
 from petatron.data.build_datasets import SplitUnits, chosen_kind_name, open_split_units
 from petatron.data.conversations.conversations_kind import ConversationSource
+from petatron.data.conversations.preferences_kind import PairSource
 from petatron.data.dataset_kinds import DatasetRequest
 from petatron.data.tokenizer import Tokenizer
 from petatron.pretrained.open_tokenizer import open_tokenizer
@@ -105,7 +106,8 @@ def settings_from_data(loaded: LoadedConfig) -> SettingsFromData:
 def _row_length(run: RunConfig, units: Sequence[SplitUnits]) -> tuple[int, str]:
     """Returns the tokens of a row: what the longest conversation needs, at least some, and no more than the model reads."""
     longest = max(
-        (part.source.longest for part in units if isinstance(part.source, ConversationSource)), default=_ROW_TOKENS
+        (part.source.longest for part in units if isinstance(part.source, ConversationSource | PairSource)),
+        default=_ROW_TOKENS,
     )
     needed = -(-max(longest, _ROW_TOKENS) // _ROW_MULTIPLE) * _ROW_MULTIPLE
     reads = run.model.max_position_embeddings

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import petatron
 from petatron.data.conversations.conversation_settings import LongConversations
 from petatron.data.conversations.conversations_kind import ConversationsKind, make_conversation_batch
+from petatron.data.conversations.preferences_kind import PreferencesKind
 from petatron.data.dataset_kinds import DatasetRequest
 from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.mesh.mesh import ParallelMesh
@@ -92,3 +94,37 @@ def all_rows(kind: ConversationsKind, folder: Path, length: int) -> list[Any]:
     units = range(source.num_units)
     dataset = source.dataset(units, request)
     return [dataset[index] for index in range(source.samples_per_epoch(units, request))]
+
+
+PREFERENCES = {
+    "conversations": {"prompt": [user("how are")], "chosen": [answer("you")], "rejected": [answer("fine")]},
+    "whole conversations": {"chosen": CHATS["two turns"], "rejected": [*CHATS["two turns"][:3], answer("no")]},
+    "texts": {"prompt": "how are", "chosen": " you", "rejected": " fine"},
+    "texts with their prompt": {"chosen": "how are you", "rejected": "how are fine"},
+}
+
+
+@pytest.mark.parametrize("form", PREFERENCES)
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_preferences(tmp_path: Path, family: str, form: str):
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    bos, eos = FAMILIES[family]
+    theirs = save_tokenizer(tmp_path / "tokenizer", (PUBLISHED / f"{family}.jinja").read_text(), bos=bos, eos=eos)
+    model = open_transformers(save_model(tmp_path / "model", seed=1, flags=ROOM))
+    args = DPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, bf16=False, max_length=SEQ_LENGTH)
+    trainer = DPOTrainer(
+        model, args=args, processing_class=theirs, train_dataset=Dataset.from_list([PREFERENCES[form]])
+    )
+    row = trainer.train_dataset[0]
+
+    (tmp_path / "records.jsonl").write_text(json.dumps(PREFERENCES[form]) + "\n")
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer")
+    request = DatasetRequest(split="train", num_samples=1, seq_length=256, seed=1, tokenizer=tokenizer)
+    sample = PreferencesKind().open(str(tmp_path / "records.jsonl"), request).dataset(range(1), request)[0]
+    assert not isinstance(sample, np.ndarray)
+    wanted = [[*row["prompt_ids"], *row[f"{side}_ids"]] for side in ("chosen", "rejected")]
+    assert sample["ids"].tolist() == wanted[0] + wanted[1]
+    prompt = len(row["prompt_ids"])
+    assert sample["learned"].tolist() == [number >= prompt for ids in wanted for number in range(len(ids))]

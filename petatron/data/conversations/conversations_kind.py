@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ class ConversationsKind(ConversationSettings, DatasetKind):
     """What other processes open the run's tokenizer by."""
     vocab_size: int | None = field(default=None, metadata=NOT_A_SETTING)
 
-    def of_run(self, run: RunConfig) -> ConversationsKind:
+    def of_run(self, run: RunConfig) -> Self:
         raise_problems(self.setting_problems())
         learns_all = run.data.sft_tokenizer_prompt_format in _FORMATS_OF_ALL_TOKENS and self.train_on == "answers"
         kind = replace(self, train_on="all") if learns_all else self

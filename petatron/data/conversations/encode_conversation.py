@@ -17,6 +17,7 @@ from petatron.data.conversations.answer_spans import AnswerFinder, RenderedConve
 from petatron.data.conversations.conversation_record import Conversation, ReadRecord, TextRecord, read_record
 from petatron.data.conversations.conversation_settings import ConversationSettings
 from petatron.data.conversations.conversation_template import ConversationTemplate
+from petatron.data.conversations.preference_record import read_preference, read_unpaired
 from petatron.data.conversations.refused_conversation import RefusedConversation
 from petatron.data.encoded_text import EncodedText, Span
 from petatron.data.prompt.prompt_encoder import check_unicode, special_token, surrounding_ids, tokenizer_settings
@@ -109,6 +110,18 @@ class ConversationEncoder:
             spans += [(place + begin, place + end) for begin, end in encoded.spans]
             place += len(part)
         return EncodedText(ids, spans)
+
+
+def encode_preference(encoder: ConversationEncoder, record: object) -> tuple[tuple[ConversationTokens, ...], float]:
+    """Returns the rows of the chosen and of the rejected answer of a record, and no label."""
+    chosen, rejected = read_preference(record, encoder.settings)
+    return (encoder.encode(chosen), encoder.encode(rejected)), 0.0
+
+
+def encode_unpaired(encoder: ConversationEncoder, record: object) -> tuple[tuple[ConversationTokens, ...], float]:
+    """Returns the row of an answer, and whether it is desirable."""
+    answer, desirable = read_unpaired(record, encoder.settings)
+    return (encoder.encode(answer),), float(desirable)
 
 
 def encode_conversation(encoder: ConversationEncoder, record: object) -> tuple[tuple[ConversationTokens, ...], float]:

@@ -173,10 +173,13 @@ def batch_of(source: ConversationSource, seq_length: int, count: int) -> Batch:
 def test_rows_have_several_conversations_that_do_not_see_one_another(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", {"text": "abc"}, {"prompt": "de", "completion": "f"}, {"text": "ghijklm"})
     batch = batch_of(open_source(path), 12, 2)
-    [row] = [number for number in range(2) if batch.tokens[number, 0] == ord("g")]
-    assert batch.tokens[row, :8].tolist() == [*b"ghijklm", 256] and batch.loss_mask[row, :8].tolist() == [1] * 7 + [0]
-    assert batch.positions is not None and batch.positions[row].tolist() == [*range(8), *range(4)]
-    assert batch.documents is not None and batch.documents.starts_BS[row].tolist() == [0] * 8 + [8] * 4
+    [(row, begin)] = np.argwhere(batch.tokens.numpy() == ord("g")).tolist()
+    span, other = slice(begin, begin + 8), 8 if begin == 0 else 0
+    assert batch.tokens[row, span].tolist() == [*b"ghijklm", 256]
+    assert batch.loss_mask[row, span].tolist() == [1] * 7 + [0]
+    assert batch.positions is not None and batch.positions[row, span].tolist() == [*range(8)]
+    assert batch.positions[row, other : other + 4].tolist() == [*range(4)]
+    assert batch.documents is not None and batch.documents.starts_BS[row, span].tolist() == [begin] * 8
     assert batch.documents.starts_BS[1 - row].tolist() == [0] * 4 + [4] * 8, "padding is apart"
     assert open_source(path).samples_per_epoch(range(3), request(12)) == 2
     single = open_source(path, packed=False)
