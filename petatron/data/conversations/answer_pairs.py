@@ -83,10 +83,10 @@ class AnswerPairs:
     def pair(self, record: int) -> tuple[Answer, Answer]:
         if self._has_two_rows:
             return self._answer(2 * record), self._answer(2 * record + 1)
-        own, other = self._answer(record), self._answer(self._next[record])
-        begin, other_begin = (int(mask.argmax()) for _, mask in (own, other))
-        ids, mask = (np.concatenate([x[:begin], y[other_begin:]]) for x, y in zip(own, other))
-        return own, (ids, mask)
+        answer, other = self._answer(record), self._answer(self._next[record])
+        begin, other_begin = (int(mask.argmax()) for _, mask in (answer, other))
+        ids, mask = (np.concatenate([x[:begin], y[other_begin:]]) for x, y in zip(answer, other))
+        return answer, (ids, mask)
 
     def _answer(self, row: int) -> Answer:
         ids, weights = self.source.rows.row(row)
