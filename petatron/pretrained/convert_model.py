@@ -42,9 +42,11 @@ from petatron.checkpoint.tensor_chunk import MASTER_PREFIX, ROUTER_PREFIX, Chunk
 from petatron.config.schema.model_identity import model_identity
 from petatron.config.schema.sections.mup import relative_width
 from petatron.models.hf import FolderEntry, build_config_json, folder_entries, to_hf_config
+from petatron.pretrained.adapter_folder import write_adapter_folder
 from petatron.pretrained.atomic_model_folder import create_tmp_folder
 from petatron.pretrained.detect_model_format import ModelFormat
 from petatron.pretrained.hf_folder_contents import json_bytes
+from petatron.pretrained.merge_adapters import merge_adapters
 from petatron.pretrained.model_reader import ModelReader
 from petatron.pretrained.settings_as_config_file import config_yaml_text
 from petatron.pretrained.stored_training_state import OPTIMIZER_STATE, TrainingState, fetch_float32
@@ -98,6 +100,7 @@ class ConversionOptions:
 
     dtype: of the weights; None keeps each tensor's dtype. A wider dtype is read from master weights, if there are any.
     training: whether training state is converted, between Petatron and Megatron.
+    merge: whether adapters are merged into the weights. base_model: what is written as the model that adapters are beside.
     """
 
     target_format: ModelFormat
@@ -105,6 +108,12 @@ class ConversionOptions:
     tokenizer: TokenizerFiles | None = None
     megatron: MegatronLayout = field(default_factory=MegatronLayout)
     training: bool = True
+    merge: bool = False
+    base_model: str | None = None
+
+    def merges(self, source: ModelReader) -> bool:
+        """Whether adapters are merged: where it is asked for, and where the target has no place for them."""
+        return source.spec.config.adapter is not None and (self.merge or self.target_format != "petatron")
 
 
 def convert(
@@ -118,9 +127,13 @@ def convert(
     """Writes a source to a folder that does not exist yet, or is empty.
 
     `petatron` writes a folder with one step and a config.yaml. A run resumes from it with `--load` if the source is a Megatron run with
-    optimizer state, and otherwise starts from it with `--from`. `huggingface` writes a model folder, `megatron` a Megatron checkpoint.
+    optimizer state, and otherwise starts from it with `--from`. `huggingface` writes a model folder, `megatron` a Megatron checkpoint,
+    `peft` adapters alone. Adapters are merged into weights that are written as `huggingface` or `megatron`.
     """
     disk = disk or Disk()
+    if options.target_format == "peft":
+        return _write_adapters(source, target, options, disk)
+    source = merge_adapters(source) if options.merges(source) else source
     if options.target_format == "huggingface":
         _check_hf_family(source)
     training = source.open_training() if _takes_training(source, options) and source.open_training else None
@@ -140,6 +153,19 @@ def convert(
             writer.write_megatron(tmp_folder)
     taken = () if training is None else _TRAINING_STATE
     return Conversion(training is not None, tuple(name for name in source.other_state if name not in taken))
+
+
+def _write_adapters(source: ModelReader, target: Path, options: ConversionOptions, disk: Disk) -> Conversion:
+    if source.spec.config.adapter is None:
+        raise CheckpointError(f"{source.path} has no adapters. Use --to huggingface, which writes the whole model.")
+    base = options.base_model or source.base_model
+    if base is None:
+        raise CheckpointError(
+            f"{source.path} does not say which model its adapters are beside. Give its folder, or its name on the hub, with --base-model."
+        )
+    with _atomic_folder(target, disk) as tmp_folder:
+        write_adapter_folder(source, tmp_folder, base=base, dtype=options.dtype, disk=disk)
+    return Conversion(False, source.other_state)
 
 
 def _takes_training(source: ModelReader, options: ConversionOptions) -> bool:

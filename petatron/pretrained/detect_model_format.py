@@ -3,6 +3,7 @@
 petatron      a folder of steps, one step, or the `model/` of one
 huggingface   config.json and safetensors
 megatron      what Megatron-LM saved
+peft          adapter_config.json and the adapters, which name the model beside which they are
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from petatron.base.errors import CheckpointError, ConfigError, Problem
-from petatron.base.model_folder_file_names import CONFIG_FILE, TRACKER_FILE, is_hf_folder
+from petatron.base.model_folder_file_names import CONFIG_FILE, TRACKER_FILE, is_adapter_folder, is_hf_folder
 from petatron.base.untrusted_files import not_a_file_reason
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER
 from petatron.checkpoint.files.step_list import (
@@ -26,7 +27,7 @@ from petatron.checkpoint.load.weights_from_average import read_manifest_with_wei
 from petatron.config import CheckpointConfig
 from petatron.pretrained.hub import local_model
 
-ModelFormat = Literal["petatron", "huggingface", "megatron"]
+ModelFormat = Literal["petatron", "huggingface", "megatron", "peft"]
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 
@@ -38,6 +39,8 @@ def detect_format(path: Path) -> ModelFormat:
         return "megatron"
     if (path / CONFIG_FILE).is_file():
         return "huggingface"
+    if is_adapter_folder(path):
+        return "peft"
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder. Give the folder of a model or of checkpoints, or the name of a model on the hub (OWNER/NAME)."
@@ -171,7 +174,7 @@ def find_model(checkpoint: str | Path) -> Path:
         return path
     if has_steps(path):
         return resolve_step(path, None)
-    if is_megatron_folder(path):
+    if is_megatron_folder(path) or is_adapter_folder(path):
         return path
     refuse_unconverted(path)
     raise CheckpointError(

@@ -20,6 +20,7 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder, model_folder_error
 from petatron.checkpoint.megatron import open_megatron
+from petatron.checkpoint.tensor_chunk import folder_tensor_key
 from petatron.config import RunConfig
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
@@ -32,12 +33,14 @@ from petatron.pretrained.hf_folder_contents import CompanionFiles
 from petatron.pretrained.hub import local_model
 from petatron.pretrained.launch_and_build_model import build_initial_model, launch
 from petatron.pretrained.load_checkpoint import load_checkpoint
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.open_step import open_step
 from petatron.pretrained.saveable_model import Model
 from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 from petatron.sharding.flat_shard import group_tensor_shards
 
 _DTYPE_TO_PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_EMBEDDING = folder_tensor_key("embedding.weight")
 _PRECISION_FLAGS = ("--bf16", "--fp16", "--fp64")
 _LAYOUT_AXES = {
     "tensor_model_parallel_size": "tp",
@@ -71,10 +74,10 @@ def from_pretrained(
 ) -> Model:
     """Loads the model of a folder, or a transformers model in memory, on a mesh of any layout; every rank calls it.
 
-    The folder is a Hugging Face model, a run, one of its steps, or a Megatron checkpoint. Without a mesh one is built for the layout of
-    the flags. `dtype` is a torch dtype or its name (bfloat16, bf16); None means that of the flags, else that of the weights. Without
-    `gradients` none are allocated: the model generates and evaluates. `weights="ema"` loads the average of a checkpoint's weights. Files
-    next to the weights (tokenizer, token ids) are kept for `save_pretrained`.
+    The folder is a Hugging Face model, a run, one of its steps, a Megatron checkpoint, or adapters of PEFT, which name their model. Without
+    a mesh one is built for the layout of the flags. `dtype` is a torch dtype or its name (bfloat16, bf16); None means that of the flags,
+    else that of the weights. Without `gradients` none are allocated: the model generates and evaluates. `weights="ema"` loads the average
+    of a checkpoint's weights. Files next to the weights (tokenizer, token ids) are kept for `save_pretrained`.
 
     >>> import petatron, tempfile
     >>> run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
@@ -89,7 +92,15 @@ def from_pretrained(
     if isinstance(source, str | Path):
         path = local_model(source, where="from_pretrained")
         companions = None
-        if detect_format(path) == "megatron":
+        if detect_format(path) == "peft":
+            opened = open_model_reader(path, model_format="peft")
+            settings = opened.config_sections["model"], opened.config_sections.get("moe", {})
+            run = _run_config(settings, mesh, flags, precision, stored=opened.dtypes[_EMBEDDING])
+            contents = {
+                name: read_companion_file(file, CheckpointError) for name, file in opened.companion_files.items()
+            }
+            companions = CompanionFiles({}, contents)
+        elif detect_format(path) == "megatron":
             saved = open_megatron(path)
             stored = next(tensor.dtype for tensor in saved.tensors.values())
             run = _run_config((saved.model, saved.moe), mesh, flags, precision, stored=stored)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from petatron.base.errors import CheckpointError, ConfigError
 from petatron.base.format_text import abbreviate_names
 from petatron.base.log import get_logger
-from petatron.base.model_folder_file_names import is_hf_folder
+from petatron.base.model_folder_file_names import is_adapter_folder, is_hf_folder
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.checkpoint.files import step_folder
 from petatron.checkpoint.files.manifest import METADATA_KEY, Manifest
@@ -120,11 +120,11 @@ def load_state(
             f"{folder} holds no checkpoint, so none of step {step}. Give a folder that --save wrote to."
         )
     is_model = held == "model"
-    kind = {"model": "huggingface", "megatron": "megatron"}.get(held, "petatron")
+    kind = {"model": "huggingface", "megatron": "megatron", "peft": "peft"}.get(held, "petatron")
     if problems := weights_kind_problems(weights, kind):
         raise ConfigError(problems)
-    if held == "megatron":
-        return _load_megatron(path, load, mesh, head)
+    if held in ("megatron", "peft"):
+        return _load_with_reader(path, held, load, mesh, head)
 
     def read_manifest(source: Path) -> Manifest:
         if is_model and head is not None:
@@ -182,13 +182,15 @@ def _log_new_head(head: NewHead | None, missing_keys: Sequence[str], mesh: Paral
         _log.info("%s", note)
 
 
-def _load_megatron(path: Path, load: ComponentLoad, mesh: ParallelMesh, head: NewHead | None) -> LoadedState:
-    """Fills the weights from a Megatron checkpoint; every rank reads tensor by tensor, and copies its shards."""
-    ranks = AllRanks(mesh.control, default_failure=f"the Megatron checkpoint in {path} could not be read")
+def _load_with_reader(
+    path: Path, kind: Literal["megatron", "peft"], load: ComponentLoad, mesh: ParallelMesh, head: NewHead | None
+) -> LoadedState:
+    """Fills the weights from a Megatron checkpoint, or from adapters and their model; every rank reads its shards tensor by tensor."""
+    ranks = AllRanks(mesh.control, default_failure=f"the weights in {path} could not be read")
     missing: list[str] = []
 
     def fill() -> None:
-        source = open_model_reader(path, model_format="megatron")
+        source = open_model_reader(path, model_format=kind)
         chunks = load.select(EMPTY_DOCUMENT, str(path))
         shapes = {folder_tensor_name(key): shape for key, shape in source.shapes.items()}
         if head is not None:
@@ -222,7 +224,7 @@ def has_weights(folder: str, mesh: ParallelMesh) -> bool:
     return manager.broadcast_from_rank0(lambda: _loadable_kind(path)) is not None
 
 
-def _loadable_kind(path: Path) -> Literal["checkpoint", "model", "megatron"] | None:
+def _loadable_kind(path: Path) -> Literal["checkpoint", "model", "megatron", "peft"] | None:
     """Returns what this rank can load from a folder."""
     if has_steps(path):
         return "checkpoint"
@@ -230,5 +232,7 @@ def _loadable_kind(path: Path) -> Literal["checkpoint", "model", "megatron"] | N
         return "model"
     if is_megatron_folder(path):
         return "megatron"
+    if is_adapter_folder(path):
+        return "peft"
     check_steps_not_lost(path)
     return None

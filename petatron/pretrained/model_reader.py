@@ -1,8 +1,9 @@
-"""Opens a model on disk in any of three formats: reads its config at once, and its logical tensors on demand.
+"""Opens a model on disk in any of four formats: reads its config at once, and its logical tensors on demand.
 
     petatron      a folder of steps, one step, or the `model/` of one
     huggingface   config.json and safetensors
     megatron      a checkpoint of Megatron-LM, see docs/megatron-checkpoints.md
+    peft          a folder of adapters, which names the model beside which they are, in any of these formats
 
 Opening reads headers only, checks every name and shape, and reports all problems at once. `ModelReader.fill` reads values into boxes of
 logical tensors in the caller's memory. It needs a few blocks of 8 MiB for the first two formats, one whole logical tensor for the third.
@@ -10,12 +11,11 @@ logical tensors in the caller's memory. It needs a few blocks of 8 MiB for the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from petatron.base.errors import CheckpointError, ConfigError, PetatronError, Problem, raise_problems
@@ -27,6 +27,7 @@ from petatron.checkpoint.files import step_folder, step_list
 from petatron.checkpoint.files.manifest import Manifest
 from petatron.checkpoint.files.safetensors_file import DTYPES
 from petatron.checkpoint.huggingface.folder_as_checkpoint import HuggingFaceFolder, folder_manifest, model_folder_error
+from petatron.checkpoint.inspect.summarize_checkpoint import run_config, run_metadata
 from petatron.checkpoint.load import reshard_reads
 from petatron.checkpoint.load.stored_box_lookup import StoredBoxLookup, wants_full_precision
 from petatron.checkpoint.load.weights_from_average import read_manifest_with_weights
@@ -36,47 +37,22 @@ from petatron.models.hf import folder_shapes
 from petatron.models.hf.check_claimed_counts import check_counts
 from petatron.models.model_spec import ModelSpec
 from petatron.models.registry import model_spec
+from petatron.pretrained.adapter_folder import open_adapter_folder
 from petatron.pretrained.detect_model_format import (
     ModelFormat,
     detect_format,
     reject_pickle_weights,
     weights_kind_problems,
 )
+from petatron.pretrained.model_reader_fields import ModelReader
 from petatron.pretrained.open_step import open_step, stored_mup
 from petatron.pretrained.settings_as_config_file import config_sections, load_config_sections
 from petatron.pretrained.stored_training_state import (
-    TrainingState,
     has_training_state,
     manifest_training_state,
     megatron_training_state,
     state_besides_weights,
 )
-from petatron.sharding.shard_spec import Shape
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelReader:
-    """An opened model.
-
-    config_sections: its settings as sections of a config file. config_json: its config.json, if it has one. companion_files: files
-    to copy along, such as the tokenizer's. shapes, dtypes: of every tensor of weights and router state, by key. fill: reads chunks with
-    such keys. other_state: names of other state. open_training: opens the training state, and raises if it cannot be converted; None if
-    there is none. tokenizer: tokenizer settings in a Megatron checkpoint's arguments.
-    """
-
-    format: ModelFormat
-    path: Path
-    step: int
-    config_sections: Mapping[str, Mapping[str, Any]]
-    spec: ModelSpec
-    config_json: Mapping[str, Any] | None
-    companion_files: Mapping[str, Path]
-    shapes: Mapping[str, Shape]
-    dtypes: Mapping[str, torch.dtype]
-    fill: Callable[[Sequence[Chunk]], None]
-    other_state: tuple[str, ...] = ()
-    open_training: Callable[[], TrainingState] | None = None
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_model_reader(
@@ -97,7 +73,7 @@ def open_model_reader(
     if vocab_size is not None and model_kind != "megatron":
         rule = f"is known for a {model_kind} model, whose settings say it"
         problems.append(Problem("--vocab-size", str(vocab_size), rule, "Leave it out."))
-    if step is not None and model_kind == "huggingface":
+    if step is not None and model_kind in ("huggingface", "peft"):
         problems.append(
             Problem("--step", str(step), "chooses among steps, and a model's folder has none", "Leave it out.")
         )
@@ -108,6 +84,8 @@ def open_model_reader(
             source = _open_petatron(step_list.resolve_step(path, step), weights)
         elif model_kind == "huggingface":
             source = _open_huggingface(path)
+        elif model_kind == "peft":
+            source = open_adapter_folder(path, open_model_reader)
         else:
             source = _open_megatron(path if step is None else path / f"iter_{step:07d}", vocab_size)
 
@@ -146,6 +124,7 @@ def _open_petatron(step: Path, weights: str | None) -> ModelReader:
     return replace(
         source,
         other_state=tuple(state_besides_weights(manifest)),
+        base_model=run_config(run_metadata(manifest)).get("checkpoint", {}).get("pretrained_checkpoint"),
         open_training=(lambda: manifest_training_state(step, manifest, names, source.fill)) if trains else None,
     )
 

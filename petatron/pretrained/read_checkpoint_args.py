@@ -32,6 +32,7 @@ from petatron.pretrained.detect_model_format import (
     refuse_unconverted,
 )
 from petatron.pretrained.hub import local_model
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.open_step import open_step, stored_imports
 from petatron.pretrained.settings_as_config_file import config_sections
 
@@ -73,6 +74,11 @@ def _read_start_folder(folder: Path, *, settings_only: bool) -> CheckpointSettin
         return CheckpointSettings(
             str(folder), {**sections, "tokenizer": _tokenizer_section(checkpoint.tokenizer, folder)}
         )
+    if kind == "peft":
+        reader = open_model_reader(folder, model_format="peft")
+        files = [file.parent for file in reader.companion_files.values()]
+        tokenizer = next((held for file in files if (held := _tokenizer_section({}, file))), {})
+        return CheckpointSettings(str(folder), {**reader.config_sections, "tokenizer": tokenizer})
     if settings_only and kind == "huggingface" and not is_hf_folder(folder):
         sections = config_sections(*HuggingFaceFolder(folder).settings(without_weights=True))
         return CheckpointSettings(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from petatron.pretrained.convert_model import Conversion, ConversionProgress, TokenizerFiles
     from petatron.pretrained.model_reader import ModelReader
 
-FORMATS = ("petatron", "huggingface", "megatron")
+FORMATS = ("petatron", "huggingface", "megatron", "peft")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MEGATRON_ONLY = ("megatron_format", "megatron_spec", "megatron_optimizer", "tp", "pp", "ep")
 
@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--megatron-spec", choices=("te", "local"), help=text)
     text = "for a Megatron run with or without --use-distributed-optimizer (default: distributed)"
     add("--megatron-optimizer", choices=("distributed", "plain"), help=text)
+    add("--merge", action="store_true", help="merge adapters into the weights (huggingface and megatron do anyway)")
+    add(
+        "--base-model",
+        metavar="MODEL",
+        help="model that the adapters of --to peft are beside (default: where the run started)",
+    )
     add("--no-optim", action="store_true", help="convert the weights alone: no optimizer state, schedule and progress")
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks of the Megatron files (default: 1)")
     add("--pp", type=int, metavar="N", help="pipeline ranks of the Megatron files (default: 1)")
@@ -88,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
             optimizer=options.megatron_optimizer or "distributed",
         ),
         training=not options.no_optim,
+        merge=options.merge,
+        base_model=options.base_model,
     )
     with sigterm_raises(), _progress() as on_progress:
         result = convert(source, options.target, conversion, on_progress=on_progress)
@@ -97,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"resume from it: petatron train --config {options.target}/config.yaml --load {options.target} ...")
     elif options.to == "petatron":
         print(f"start from it: petatron train --from {options.target} ...")
+    if conversion.merges(source) and options.to != "peft":
+        print(f"the adapters ({source.spec.config.adapter}) are merged into the weights")
     if result.has_training:
         print("optimizer state, schedule and progress went along")
     if result.left_behind:
@@ -147,6 +157,10 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
             yield Problem(flag, str(value), rule, "Leave it out.")
         elif isinstance(value, int) and value < 1:
             yield Problem(flag, str(value), "is below 1", "Use 1 or more.")
+    for name in ("base_model",) if options.to != "peft" else ("merge", "tokenizer"):
+        if getattr(options, name):
+            rule = "is about --to peft" if name == "base_model" else f"has no effect on --to {options.to}"
+            yield Problem(f"--{name.replace('_', '-')}", "", rule, "Leave it out.")
     if options.tokenizer is not None and options.to == "megatron":
         rule = "goes beside the weights, and a Megatron checkpoint has no place for it"
         yield Problem("--tokenizer", str(options.tokenizer), rule, "Leave it out.")

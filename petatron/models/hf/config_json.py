@@ -106,6 +106,12 @@ def _closest_family(spec: ModelSpec) -> tuple[Family, ConfigWriter]:
         writer.finish()
         if (problem := task_head_problem(family, spec)) is not None:
             writer.problems.append(problem)
+        if spec.config.adapter is not None:
+            rule, fix = (
+                "is beside the weights, and a Hugging Face model has no place for it",
+                "Merge it (docs/adapters.md).",
+            )
+            writer.problems.append(Problem("--adapter", spec.config.adapter, rule, fix))
         if not writer.problems:
             return family, writer
         closest.append((len(writer.problems) + 10 * _structural_differences(spec, writer), family, writer))

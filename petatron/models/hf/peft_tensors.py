@@ -23,8 +23,9 @@ from torch import Tensor
 from petatron.base.errors import CheckpointError
 from petatron.base.format_text import abbreviate_names
 from petatron.layers.adapters.adapter import LORA_A, LORA_B, MAGNITUDE, SCALE
-from petatron.layers.adapters.adapter_spec import AdapterSpec, section_weight_names
+from petatron.layers.adapters.adapter_spec import AdapterSpec, scales_input
 from petatron.models.adapter_targets import adapted_linears
+from petatron.models.adapter_weights import AdaptedWeight, adapted_weights
 from petatron.models.hf.config_json import matching_family
 from petatron.models.hf.family import OWN_MODEL_TYPE
 from petatron.models.hf.find_family import get_family
@@ -53,28 +54,31 @@ def to_peft(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns adapter_config.json and the tensors of a model's adapters, from logical tensors; `base` names the model beside them."""
     adapted, adapter = _adapted_weights(spec)
-    modules, tensors = dict[str, int](), dict[str, Tensor]()
+    modules, inputs, tensors = dict[str, int](), list[str](), dict[str, Tensor]()
     for entry in peft_entries(spec, model_type):
         names = [name for name in dict.fromkeys(region.name for region in entry.regions) if name in adapted]
         if names:
             module = entry.name.removesuffix(".weight")
             modules[module] = len(names)
+            if adapted[names[0]].input_scale is not None:
+                inputs.append(module)
+                tensors[f"{_PREFIX}{module}.{_LEAVES[SCALE]}"] = _parts_of(names[0], logical)[SCALE].unsqueeze(0)
+                continue
             tensors |= {f"{_PREFIX}{module}.{leaf}": t for leaf, t in _module_tensors(entry, names, logical, adapter)}
-    return _adapter_config(spec, adapter, modules, adapted, base, model_type), tensors
+    return _adapter_config(spec, adapter, modules, inputs, base, model_type), tensors
 
 
-def _adapted_weights(spec: ModelSpec) -> tuple[set[str], AdapterSpec]:
+def _adapted_weights(spec: ModelSpec) -> tuple[dict[str, AdaptedWeight], AdapterSpec]:
     """Returns the logical weights with an adapter, and the adapter, which is the same for all of them but for targets."""
-    names, linears = set[str](), list(adapted_linears(spec))
-    for name, weight, target, _ in linears:
-        names |= set(section_weight_names(name, weight, target))
+    linears = list(adapted_linears(spec))
+    for name, weight, _, _ in linears:
         if weight.shard.ep is not None:
             raise CheckpointError(
                 f"{name} has an adapter for each of its experts, which is not written as PEFT's yet. Merge it into the weights "
                 "(`petatron checkpoint convert --to huggingface`)."
             )
     assert linears, "the model has no adapters"
-    return names, linears[0][3]
+    return adapted_weights(spec), linears[0][3]
 
 
 def _row_ids(entry: FolderEntry) -> Iterator[tuple[str, slice, Tensor]]:
@@ -94,11 +98,6 @@ def _module_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     parts = {name: _parts_of(name, logical) for name in names}
     first = parts[names[0]]
-    if SCALE in first and len(first[SCALE]) != _num_outputs(
-        entry
-    ):  # it scales inputs, of which all logical tensors have the same
-        yield _LEAVES[SCALE], first[SCALE].unsqueeze(0).contiguous()
-        return
     if len(names) < len({region.name for region in entry.regions}) and MAGNITUDE in first:
         raise CheckpointError(
             f"{entry.name} is one matrix in Hugging Face's model, and DoRA is on a part of it ({abbreviate_names(list(names))}), which "
@@ -130,7 +129,7 @@ def _adapter_config(
     spec: ModelSpec,
     adapter: AdapterSpec,
     modules: Mapping[str, int],
-    adapted: set[str],
+    inputs: Sequence[str],
     base: str | None,
     model_type: str | None,
 ) -> dict[str, Any]:
@@ -138,16 +137,15 @@ def _adapter_config(
     shared = {
         "base_model_name_or_path": base,
         "task_type": "SEQ_CLS" if spec.config.pooling is not None else "CAUSAL_LM",
-        "target_modules": _short_names(modules, entries),
+        "target_modules": _short_names([*modules], inputs, entries)[0],
         "fan_in_fan_out": any(entries[module].regions[0].transposed for module in modules),
         "modules_to_save": None,
         "inference_mode": True,
         "bias": "none",
     }
     if adapter.kind == "ia3":
-        inputs = [m for m in modules if _scales_inputs(entries[m], spec)]
         del shared["bias"]
-        return {"peft_type": "IA3", **shared, "feedforward_modules": _short_names(inputs, entries)}
+        return {"peft_type": "IA3", **shared, "feedforward_modules": _short_names([*modules], inputs, entries)[1]}
     rslora = adapter.kind == "rslora"
     fused = {module: count for module, count in modules.items() if count > 1}
     return {
@@ -165,18 +163,17 @@ def _adapter_config(
     }
 
 
-def _scales_inputs(entry: FolderEntry, spec: ModelSpec) -> bool:
-    module = entry.regions[0].name.removesuffix(".weight")
-    shapes = spec.logical_shapes()
-    name = f"{module}.{SCALE}"
-    return name in shapes and shapes[name][0] != shapes[f"{module}.weight"][0]
-
-
-def _short_names(modules: Sequence[str] | Mapping[str, int], entries: Mapping[str, FolderEntry]) -> list[str]:
-    """Returns the last names of modules where these name no others of the model, else whole names."""
-    last = {module.rpartition(".")[2] for module in modules}
-    meant = {name for name in entries if name.rpartition(".")[2] in last}
-    return sorted(last) if meant == set(modules) else sorted(modules)
+def _short_names(
+    modules: Sequence[str], inputs: Sequence[str], entries: Mapping[str, FolderEntry]
+) -> tuple[list[str], list[str]]:
+    """Returns the last names of modules, and of those whose inputs are scaled, where these name no others, else whole names of all."""
+    lists = []
+    for names, among in ((modules, list(entries)), (inputs, modules)):
+        last = {name.rpartition(".")[2] for name in names}
+        if {name for name in among if name.rpartition(".")[2] in last} != set(names):
+            return sorted(modules), sorted(inputs)
+        lists.append(sorted(last))
+    return lists[0], lists[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +216,7 @@ def from_peft(
         )
     kind = _kind(config)
     if kind == "ia3":
+        _check_scales(base, entries, modules, where)
         logical = {k: t for module, parts in modules.items() for k, t in _logical_scales(entries[module], parts)}
         settings: dict[str, Any] = {"adapter": kind}
     else:
@@ -275,6 +273,19 @@ def _wrong_shapes(entry: FolderEntry, parts: Mapping[str, Tensor]) -> Iterator[s
     yield from (leaf for leaf, tensor in parts.items() if tuple(tensor.shape) not in expected[leaf])
 
 
+def _check_scales(
+    base: ModelSpec, entries: Mapping[str, FolderEntry], modules: Mapping[str, Mapping[str, Tensor]], where: str
+) -> None:
+    """Raises where PEFT scales the inputs of a linear whose outputs are scaled here, or the other way."""
+    of_inputs = {name for name, param in base.params().items() if scales_input(param)}
+    other = [m for m, parts in modules.items() if (len(parts[SCALE]) == 1) != (entries[m].regions[0].name in of_inputs)]
+    if other:
+        raise CheckpointError(
+            f"{where} scales the inputs of {abbreviate_names(other)} where outputs are scaled here, or the other way. Inputs are those of "
+            "down_proj and o_proj (feedforward_modules); merge this adapter with PEFT (merge_and_unload)."
+        )
+
+
 def _logical_scales(entry: FolderEntry, parts: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     scale = parts[SCALE]
     for name in dict.fromkeys(region.name for region in entry.regions):
@@ -298,7 +309,7 @@ def _logical_low_rank(
             if MAGNITUDE in parts:
                 logical[f"{name.removesuffix('.weight')}.{MAGNITUDE}"] = parts[MAGNITUDE][ids]
     rank = max(len(a) for a, _, _ in low_rank.values())
-    scale = next(iter(low_rank.values()))[2]
+    scale = max(scale for _, _, scale in low_rank.values())
     for module, (a, b, its_scale) in low_rank.items():
         missing = rank - len(a)
         logical[f"{module}.{LORA_A}"] = torch.nn.functional.pad(a, (0, 0, 0, missing))
