@@ -64,9 +64,9 @@ class _MergedWeights:
 
     def _adapted(self, name: str) -> AdaptedWeight | None:
         """Returns what is merged into a weight, or into its bias."""
-        found = self.adapted.get(name)
-        if found is not None or not name.endswith(".bias"):
-            return found
+        weight = self.adapted.get(name)
+        if weight is not None or not name.endswith(".bias"):
+            return weight
         owner = self.adapted.get(f"{name.removesuffix('bias')}weight")
         return owner if owner is not None and owner.output_scale is not None else None
 

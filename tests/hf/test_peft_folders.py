@@ -124,9 +124,7 @@ def test_a_run_starts_with_adapters_of_peft(base: Path):
     assert (run.config.model.adapter, run.config.model.adapter_rank) == ("lora", 4)
     model = petatron.build_model(run, petatron.launch(run))
     with torch.no_grad():
-        torch.testing.assert_close(
-            model.module.eval().logits(TOKENS), ours(adapter), rtol=0, atol=1e-5
-        )
+        torch.testing.assert_close(model.module.eval().logits(TOKENS), ours(adapter), rtol=0, atol=1e-5)
 
 
 def test_merging_keeps_a_run_of_ours(base: Path, capsys: pytest.CaptureFixture[str]):
