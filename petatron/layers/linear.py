@@ -44,6 +44,10 @@ class Linear(nn.Module):
             return self.adapter.adapt_op(self, self.linear_op)(x, weight, bias)
         return self.linear_op(x, weight, bias)
 
+    def merged_weight(self) -> Tensor:
+        """Returns the weight with its adapter, if it has one, merged into it: for who multiplies by it, without gradients."""
+        return self.weight if self.adapter is None else self.adapter.merged_weight(self)
+
     def weights(self) -> tuple[nn.Parameter | None, ...]:
         """Returns the parameters whose gradients a weight-gradient target gets."""
         return self.weight, self.bias, *(() if self.adapter is None else self.adapter.params(self))

@@ -293,7 +293,7 @@ class MultiLatentAttention(BranchModule):
         return self.attend_to_pages(q_THE, new, of_layer, step.batch, visibility=self.spec.visibility)
 
     def _up_projection(self) -> LatentUpProjection:
-        return LatentUpProjection.of(self.kv_up.weight, nope_dim=self.spec.nope_dim, v_dim=self.spec.v_dim)
+        return LatentUpProjection.of(self.kv_up.merged_weight(), nope_dim=self.spec.nope_dim, v_dim=self.spec.v_dim)
 
     def _whole_latents(
         self, latent: Tensor | RecomputableOutput, rotary: Tensor, cos_sin: RopeCosSin | None

@@ -62,6 +62,7 @@ class SparseMlaSpec(MlaSpec):
     """Latent attention to the top-k tokens that an indexer selects."""
 
     title = "sparse latent attention"
+    without_adapters = ("kv_up", "indexer.q_up", "indexer.k", "indexer.head_weights")
 
     indexer: IndexerSpec
 

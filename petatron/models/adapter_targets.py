@@ -102,9 +102,10 @@ def _adapter_spec(config: ModelConfig, targets: tuple[AdapterTarget, ...]) -> Ad
 def _adaptable_names(layer: LayerSpec, *, has_experts: bool) -> dict[str, AdapterTarget]:
     """Returns what may have an adapter in a layer, by name: a section of a fused weight by that of its logical tensor."""
     names: dict[str, AdapterTarget] = {}
+    without = {f"{branch.name}.{linear}.weight" for branch in layer.branches for linear in branch.without_adapters}
     for name, param in layer.params().items():
         is_linear = name.endswith(".weight") and param.is_gemm and param.role == "hidden_matrix"
-        if not is_linear or (param.shard.ep is not None and not has_experts):
+        if not is_linear or name in without or (param.shard.ep is not None and not has_experts):
             continue
         linear = name.removesuffix(".weight")
         if param.shard.ep is not None or not param.shard.sections:

@@ -188,3 +188,14 @@ def test_an_adapter_is_beside_no_adapter(base: Path):
     run = train(base, "--adapter", "lora")
     with pytest.raises(CheckpointError, match=r"which has adapters too\. Merge those first"):
         open_model_reader(edited(peft_adapter(base, "lora"), base_model_name_or_path=str(run)))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "falcon-h1"])
+def test_other_layers_generate_and_merge(tmp_path: Path, name: str):
+    base = base_model(tmp_path, name)
+    run, merged = train(base, "--adapter", "lora", "--lr", "0.05"), tmp_path / "merged"
+    trained = ours(run)
+    assert (trained - ours(base)).abs().max() > 0.01
+    convert(open_model_reader(run), merged, ConversionOptions(target_format="huggingface"))
+    torch.testing.assert_close(ours(merged), trained, rtol=0, atol=5e-5)
+    assert greedy(run) == greedy(merged)

@@ -62,6 +62,25 @@ class Adapter:
         requantizing = None if gemm_op.requantizing_gemm is None else adapt(gemm_op.requantizing_gemm)
         return replace(gemm_op, gemm=adapt(gemm_op.gemm), requantizing_gemm=requantizing, adapter_params=params)
 
+    @torch.no_grad()
+    def merged_weight(self, module: Any) -> Tensor:
+        """Returns the weight of a linear with the adapter merged into it, for whoever multiplies by it without gradients."""
+        params: Any = module._parameters
+        weight, parts = params["weight"], self.parts(getattr(module, "sections", ()))
+        if self.scales_input:
+            return weight * params[SCALE]
+        merged = weight.detach().clone()
+        for part in parts:
+            if SCALE in self.names:
+                merged[part.outputs] *= params[SCALE][part.b_rows].unsqueeze(1)
+            else:
+                merged[part.outputs] += self.scale * (params[LORA_B][part.b_rows] @ params[LORA_A][part.a_rows])
+        if MAGNITUDE not in self.names:
+            return merged
+        gemm = self._gemm(module, PLAIN_GEMM, PLAIN_GEMM)
+        assert isinstance(gemm, DoraGemm)
+        return merged.mul_(gemm.factors(weight)[0].unsqueeze(1))
+
     def _saves_rows(self, module: nn.Module) -> bool:
         return MAGNITUDE in self.names or (SCALE in self.names and not self.scales_input) or self._drops(module)
 

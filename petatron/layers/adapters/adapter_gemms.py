@@ -145,12 +145,12 @@ class DoraGemm:
 
     def forward(self, x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensors]:
         u_RO, saved = self.lora.forward(x_RD, weight)
-        factors_O, inverse_norms = self._factors(weight)
+        factors_O, inverse_norms = self.factors(weight)
         y_RO = u_RO * factors_O
         y_RO = y_RO if bias is None else y_RO.add_(bias)
         return y_RO, (u_RO, factors_O, inverse_norms, *saved)
 
-    def _factors(self, weight_OD: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(self, weight_OD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns m / n of every output, 1 where it has no magnitude, and 1 / n of those that have one."""
         inverse_norms = adapted_row_norms(self.lora, weight_OD, self.sum_over_ranks).reciprocal_()
         factors_O = torch.ones_like(weight_OD[:, 0])

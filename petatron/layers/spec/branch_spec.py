@@ -94,6 +94,7 @@ class BranchSpec(ABC):
     separates_documents: whether tokens of one packed document do not see those of another.
     can_generate: whether a token can be computed from its own input and what `generation_state` keeps of those before.
     decode_is_capturable: whether a step of decoding needs nothing of the host, so that it may be in a CUDA graph.
+    without_adapters: linears that have no adapter: the branch multiplies by their weights itself while it trains.
     """
 
     name: ClassVar[str]
@@ -106,6 +107,7 @@ class BranchSpec(ABC):
     separates_documents: ClassVar[bool] = False
     can_generate: ClassVar[bool] = False
     decode_is_capturable: ClassVar[bool] = True
+    without_adapters: ClassVar[tuple[str, ...]] = ()
 
     @property
     def aux_loss_names(self) -> tuple[str, ...]:
