@@ -56,6 +56,7 @@ def branch_bytes(layer: LayerSpec, branch: BranchSpec, shape: ActivationShape, m
     saved += norms * layer.norm.saved_bytes(shape, shape.tokens) + branch.saved_bytes(shape, modules)
     if layer.saves_branch_inputs:
         saved += shape.activation_bytes(shape.tokens, branch.hidden_size)
+    saved += 0 if branch.region in modules else layer.adapter_saved_bytes(branch, shape)
     return saved + shape.dropout_mask_bytes(branch.hidden_size, layer.dropout)
 
 

@@ -120,6 +120,12 @@ class LayerSpec:
         """Returns every parameter without those of adapters."""
         return _layer_params(self)
 
+    def adapter_saved_bytes(self, branch: BranchSpec, shape: ActivationShape) -> int:
+        """Returns the bytes that the adapters of a branch save of one micro-batch."""
+        if self.adapter is None:
+            return 0
+        return self.adapter.saved_bytes(with_prefix(branch.name, branch.params()), shape)
+
     def extra_saved_bytes(self, shape: ActivationShape) -> int:
         """Returns the bytes that the layer saves of one micro-batch besides its branches with their norms."""
         return 0

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from petatron.layers.adapters.adapter import LORA_A, LORA_B, MAGNITUDE, SCALE, Adapter
+from petatron.layers.spec.activation_shape import ActivationShape
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.sharding.initial_values import ONES, ZEROS, UniformValues
 from petatron.sharding.shard_spec import Section, Shard, section_name
@@ -66,6 +67,31 @@ class AdapterSpec:
     def params_of(self, weight: ParamSpec, target: AdapterTarget) -> dict[str, ParamSpec]:
         """Returns the parameters beside a weight, by their names in its module."""
         return _Derivation(weight, target.sections, self.rank).params(self.kind)
+
+    def saved_bytes(self, params: Mapping[str, ParamSpec], shape: ActivationShape) -> int:
+        """Returns the bytes that the adapters beside some of a layer's parameters save of one micro-batch.
+
+        Low-rank ones save what A gives; magnitudes and scales of outputs save these, scales of inputs nothing. Of experts each row is one
+        of a token's choices, for an even load.
+        """
+        total = 0
+        for target in self.targets:
+            weight = params.get(f"{target.linear}.weight")
+            if weight is None or (self.kind == "ia3" and scales_input(weight)):
+                continue
+            width = 0 if self.kind == "ia3" else self.rank * max(len(target.sections), 1)
+            outputs = weight.shape[-2] // (shape.tp if weight.shard.tp == 0 else 1)
+            if self.kind in ("dora", "ia3"):  # the outputs before they are scaled, and the factors
+                width += outputs
+                total += shape.activation_bytes(1, outputs)
+            total += outputs * shape.compute_bytes if self.kind == "dora" else 0
+            rows = shape.gathered_tokens
+            if weight.shard.ep is not None:
+                rows = int(shape.tokens * weight.active * weight.shape[0]) * shape.etp
+            total += shape.activation_bytes(rows, width)
+            if self.dropout and self.kind != "ia3":
+                total += shape.activation_bytes(rows, weight.shape[-1] // (shape.tp if weight.shard.tp == 1 else 1))
+        return total
 
     def install(self, layer: nn.Module, params: Mapping[str, ParamSpec]) -> None:
         """Adds the parameters and fills the slots of the layer's linears; `params` are those of the layer without adapters."""

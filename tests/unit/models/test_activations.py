@@ -210,6 +210,13 @@ def test_kept_bytes_are_those_of_the_formula(kind: str, kinds: Sequence[str]):
 
 
 @pytest.mark.parametrize(
+    "adapter", ["lora --adapter-dropout 0.1", "dora", "ia3 --adapter-targets q_proj v_proj down_proj"]
+)
+def test_adapters_keep_what_the_formula_says(adapter: str):
+    check(run_of(f"{MODELS['llama-gqa']} --adapter-rank 3 --adapter {adapter}"), kinds=FEW_KINDS)
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         "--position-embedding-type alibi --num-query-groups 2",
