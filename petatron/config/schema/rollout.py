@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.numeric_bounds import Factor, Fraction, IterationCount, PositiveCount, Seconds, SmallCount
+from petatron.config.schema.numeric_bounds import Factor, IterationCount, PositiveCount, Seconds, SmallCount
 from petatron.config.schema.setting_metadata import Feature, used_with
 from petatron.config.schema.setting_types import FilePath
 
@@ -57,5 +57,5 @@ class RolloutConfig:
     """Temperature of answers in evaluations; 0: greedy."""
     eval_rollout_interval: Annotated[IterationCount, "at least 1", _EVALUATES] | None = None
     """Iterations between evaluations of `--eval-prompts`. Unset: those of `--eval-interval`."""
-    correct_reward: Annotated[Fraction, _EVALUATES] = 1.0
+    correct_reward: Annotated[Factor, _EVALUATES] = 1.0
     """The reward from which on an answer of an evaluation is right."""

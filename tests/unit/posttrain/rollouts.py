@@ -18,6 +18,7 @@ from petatron.posttrain.run_posttraining import RolloutSource
 from petatron.train.check_and_open_run import OpenedRun, check_start, open_run
 from petatron.train.train_step import train_step
 from petatron.validate import load_config
+from tests.nccl.layouts import mesh_of
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 257 --tokenizer-type ByteTokenizer "
@@ -54,7 +55,8 @@ def load(flags: str, algorithm: str = "grpo", *, world_size: int = 1) -> LoadedC
 def open_here(loaded: LoadedConfig) -> OpenedRun:
     rank = dist.get_rank() if dist.is_initialized() else 0
     start = check_start(loaded)
-    mesh = ParallelMesh(Layout.from_config(loaded.config.parallel), rank)
+    on_gpu = torch.cuda.is_available() and loaded.config.train.device != "cpu"
+    mesh = mesh_of(loaded.config) if on_gpu else ParallelMesh(Layout.from_config(loaded.config.parallel), rank)
     return open_run(start, mesh, RolloutSource(start))
 
 

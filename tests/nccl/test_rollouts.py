@@ -1,0 +1,44 @@
+"""Answers that are drawn on a GPU and learned from, over NCCL: the same in every layout, and exact where that is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist import RankPool
+from tests.unit.posttrain.rollouts import learn, load, write_prompts
+
+LAYOUTS = {
+    "": 1,
+    "--tp 2 --sequence-parallel": 2,
+    "--pp 2": 2,
+    "--dp 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": 2,
+    "--dp 2 --data-parallel-sharding-strategy optim_grads_params": 2,
+    "--tp 2 --pp 2 --dp 2 --sequence-parallel": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_are_those_of_one_process(gpu_ranks: RankPool, prompts: Path, layout: str):
+    alone = learn(load(f"--rollout-prompts {prompts} --device cpu"))
+    flags = f"--rollout-prompts {prompts} {layout}"
+    for learned in gpu_ranks.run(learn, LAYOUTS[layout], load(flags, world_size=LAYOUTS[layout]), timeout_s=120):
+        for ours, other in zip(learned, alone, strict=True):
+            assert ours.loss == pytest.approx(other.loss, abs=1e-9)
+            assert ours.grad_norm == pytest.approx(other.grad_norm, rel=1e-7)
+            assert ours.metrics == pytest.approx(other.metrics, abs=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel", "--pp 2"])
+@pytest.mark.parametrize("precision", ["--bf16", ""])
+def test_exact_log_probabilities_are_those_of_training(gpu_ranks: RankPool, prompts: Path, layout: str, precision: str):
+    world_size = LAYOUTS[layout]
+    flags = f"--rollout-prompts {prompts} --exact-rollouts --no-fp64 {precision} {layout}"
+    for learned in gpu_ranks.run(learn, world_size, load(flags, world_size=world_size), timeout_s=120):
+        assert [step.metrics["rollout difference"] for step in learned] == [0.0] * 3
