@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from petatron.base.errors import ConfigError, DataError, Problem
+from petatron.base.errors import ConfigError, DataError, Problem, raise_problems
 from petatron.base.log import get_logger
 from petatron.base.untrusted_files import reading_untrusted
 from petatron.config.schema.data import DataConfig
@@ -29,6 +29,7 @@ from petatron.data.blended_dataset import (
     samples_to_build,
 )
 from petatron.data.conversations import conversations_kind, preferences_kind  # noqa: F401  they register their kinds
+from petatron.data.conversations.conversation_settings import ConversationSettings
 from petatron.data.data_file_error import data_file_error
 from petatron.data.dataset_kinds import (
     DatasetKind,
@@ -102,6 +103,14 @@ class SplitUnits:
 def chosen_kind(config: RunConfig) -> DatasetKind:
     """Returns the kind of a run's datasets: that of `--dataset-type`, else of its objective, else text."""
     return dataset_kind(chosen_kind_name(config), config.data.dataset_settings).of_run(config)
+
+
+def chat_kind(name: str, settings: Sequence[str]) -> DatasetKind:
+    """Returns a kind of conversations or of preferences outside of a run; raises `ConfigError` with every problem of its settings."""
+    kind = dataset_kind(name, settings)
+    if isinstance(kind, ConversationSettings):
+        raise_problems(kind.setting_problems())
+    return kind
 
 
 def chosen_kind_name(config: RunConfig) -> str:

@@ -175,9 +175,7 @@ class AnswerFinder:
 
     def _check(self, message: Message, k: int, answer: str) -> None:
         """Raises unless an answer has the end of what its message says: templates may drop its beginning, as reasoning."""
-        said = message["content"]
-        said = said if isinstance(said, str) else "".join(part.get("text", "") for part in said)
-        last = said.rpartition("</think>")[2].strip()
+        last = message["content"].rpartition("</think>")[2].strip()
         if last and last not in answer:
             raise _unclear(k, "is")
 
@@ -255,15 +253,11 @@ def _probed(message: Message, *, at_begin: bool) -> Message:
         function = calls[number]["function"]
         changed = {**calls[number], "function": {**function, "name": _with_probe(function["name"], at_begin)}}
         return {**message, "tool_calls": [*calls[:number], changed, *calls[number + 1 :]]}
-    if isinstance(content, str):
-        if at_begin and "</think>" in content:
-            head, mark, tail = content.rpartition("</think>")
-            kept = tail.lstrip("\n")
-            return {**message, "content": head + mark + tail[: len(tail) - len(kept)] + _PROBE + kept}
-        return {**message, "content": _with_probe(content, at_begin)}
-    number = 0 if at_begin else len(content) - 1
-    part = {**content[number], "text": _with_probe(content[number].get("text", ""), at_begin)}
-    return {**message, "content": [*content[:number], part, *content[number + 1 :]]}
+    if at_begin and "</think>" in content:
+        head, mark, tail = content.rpartition("</think>")
+        kept = tail.lstrip("\n")
+        return {**message, "content": head + mark + tail[: len(tail) - len(kept)] + _PROBE + kept}
+    return {**message, "content": _with_probe(content, at_begin)}
 
 
 def _with_probe(text: str, at_begin: bool) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -158,13 +158,20 @@ def _message(message: object, number: int, settings: ConversationSettings, key: 
         raise _wrong(
             f"has no text as {settings.content_key!r} of message {number} of {key!r}: write one, or name its key"
         )
-    if isinstance(content, list) and any(not isinstance(x, dict) or x.get("type", "text") != "text" for x in content):
-        raise _wrong(f"has parts that are no texts in message {number}: use --dataset-type image-text for images")
+    if isinstance(content, list):
+        content = _joined(content, number)
     if "tool_calls" in rest:
         rest["tool_calls"] = _tool_calls(rest["tool_calls"], number)
     if (reasoning := next((rest[name] for name in _REASONING if isinstance(rest.get(name), str)), None)) is not None:
         rest |= {"reasoning_content": reasoning, "thinking": reasoning}
     return {"role": role, "content": "" if content is None else content, **rest}
+
+
+def _joined(parts: list[Any], number: int) -> str:
+    """Returns the text of a content in parts: templates of text models take texts."""
+    if any(not isinstance(part, dict) or not isinstance(part.get("text"), str) for part in parts):
+        raise _wrong(f"has parts that are no texts in message {number}: use --dataset-type image-text for images")
+    return "".join(part["text"] for part in parts)
 
 
 def _tool_calls(calls: object, number: int) -> list[dict[str, Any]]:
@@ -232,11 +239,3 @@ def _parsed(text: str, key: str) -> Any:
 
 def _wrong(reason: str) -> RefusedConversation:
     return RefusedConversation("wrong form", reason)
-
-
-def texts_of(messages: Sequence[Message]) -> list[str]:
-    """Returns the texts that messages say."""
-    return [
-        content if isinstance(content := m["content"], str) else "".join(part.get("text", "") for part in content)
-        for m in messages
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 
 from petatron.data.prompt.built_in_templates import (
     built_in_template,
@@ -12,7 +13,7 @@ from petatron.data.prompt.built_in_templates import (
     named_tokens,
     special_texts,
 )
-from petatron.data.prompt.chat_template import ChatTemplate, tokenizer_chat_template
+from petatron.data.prompt.chat_template import ChatTemplate, template_sources
 from petatron.data.tokenizer import Tokenizer
 
 
@@ -30,16 +31,23 @@ class ConversationTemplate:
     ends: tuple[str, ...]
 
     def of_date(self, today: datetime) -> ChatTemplate:
-        return ChatTemplate(self.source, tool_use=self.tool_use, special_tokens=dict(self.special_tokens), today=today)
+        return _compiled(self, today)
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: ConversationTemplate, today: datetime) -> ChatTemplate:
+    """Compiles a template once for all sources of a run."""
+    return ChatTemplate(
+        template.source, tool_use=template.tool_use, special_tokens=dict(template.special_tokens), today=today
+    )
 
 
 def conversation_template(tokenizer: Tokenizer) -> ConversationTemplate:
     """Returns the tokenizer's own template, else the built-in one that suits it."""
-    template = tokenizer_chat_template(tokenizer)
-    if template is None:
-        name = default_template(tokenizer)
-        template = ChatTemplate(built_in_template(name, tokenizer), special_tokens=named_tokens(tokenizer))
-    sources = template.sources()
+    sources = template_sources(tokenizer)
+    if sources is None:
+        source = built_in_template(default_template(tokenizer), tokenizer)
+        sources = {"source": source, "tool_use": None, "special_tokens": named_tokens(tokenizer)}
     named = tuple(sorted(sources["special_tokens"].items()))
     return ConversationTemplate(
         sources["source"], sources["tool_use"], named, special_texts(tokenizer), end_texts(tokenizer)

@@ -178,6 +178,12 @@ class ChatTemplate:
 
 def tokenizer_chat_template(tokenizer: Tokenizer | None) -> ChatTemplate | None:
     """Returns the template of a tokenizer's files: chat_template.jinja, else that of tokenizer_config.json; None without one."""
+    sources = template_sources(tokenizer)
+    return None if sources is None else ChatTemplate(**sources)
+
+
+def template_sources(tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    """Returns what makes a tokenizer's template, as `ChatTemplate.sources` does; None without one."""
     files = {} if tokenizer is None else tokenizer.files()
     settings = tokenizer_settings(tokenizer)
     source, tool_use = settings.get("chat_template"), None
@@ -188,11 +194,12 @@ def tokenizer_chat_template(tokenizer: Tokenizer | None) -> ChatTemplate | None:
         source = files["chat_template.jinja"].decode(errors="replace")
     if not isinstance(source, str):
         return None
-    return ChatTemplate(
-        source,
-        tool_use=tool_use if isinstance(tool_use, str) else None,
-        special_tokens={name: text for name in ("bos_token", "eos_token") if (text := special_token(settings, name))},
-    )
+    special_tokens = {name: text for name in ("bos_token", "eos_token") if (text := special_token(settings, name))}
+    return {
+        "source": source,
+        "tool_use": tool_use if isinstance(tool_use, str) else None,
+        "special_tokens": special_tokens,
+    }
 
 
 def tokenizer_settings(tokenizer: Tokenizer | None) -> dict[str, Any]:

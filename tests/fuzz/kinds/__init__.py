@@ -39,6 +39,7 @@ KINDS = {
     "megatron-run-plain": "megatron_runs",
     "dataset": "dataset",
     "jsonl": "jsonl",
+    "conversations": "conversations",
     "curation": "curation",
     "compressed": "inputs",
     "csv": "inputs",

@@ -66,6 +66,10 @@ FORMS: list[tuple[Any, Any]] = [
         {"messages": [{"role": "user", "content": "a", "tool_calls": None}, {**answer("b"), "name": None}]},
         [user("a"), answer("b")],
     ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]}, answer("c")]},
+        [user("ab"), answer("c")],
+    ),
     ({"messages": [user("a"), answer("b", reasoning="r")]}, None),
     ({"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [call("f", x=1)]}]}, None),
 ]

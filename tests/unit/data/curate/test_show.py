@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from petatron.cli.curation import show as command
+from petatron.cli.curation import draw_sample as command
 from petatron.cli.main import main
 from petatron.data.gpt_dataset import GPTDataset
 from petatron.data.indexed_dataset import IndexedDataset
@@ -98,5 +99,41 @@ def test_epochs_follow_the_samples(make_dataset: MakeDataset, capsys: pytest.Cap
 
 
 def test_half_a_character_at_the_border() -> None:
-    tokens = list(command._shown_tokens(list("\u00e9".encode())[:1], [True], ByteTokenizer()))
+    tokens = list(command.shown_tokens(list("\u00e9".encode())[:1], [True], ByteTokenizer()))
     assert [(token.text, token.num_ids) for token in tokens] == [("\ufffd", 1)]
+
+
+def test_a_row_of_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\x1b"}]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(chat)}\n")
+    flags = ("data", "show", str(tmp_path / "chats.jsonl"), *BYTES, "--seq-length", "32", "--no-color")
+    assert main([*flags]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "row 0 of 1 in an epoch (train, 32 tokens)"
+    assert printed[1].endswith("chats.jsonl:1: 23 tokens --")
+    assert printed[2:4] == [
+        "|~U|~s|~e|~r|~:|~ |~a|~\u23ce",
+        "|~A|~s|~s|~i|~s|~t|~a|~n|~t|~:| |b|\\u001b|<end of document>|~\u23ce",
+    ]
+    assert printed[-1] == "1 part; loss on 4 of 23 tokens, 9 tokens of padding"
+    assert main([*flags, "--dataset-settings", "train_on=all", "--chat-template", "chatml"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[2] == "".join(f"|{char}" for char in "<|im_start|>user\u23ce").replace("|<", "|~<", 1)
+    assert printed[-1] == "1 part; loss on 31 of 32 tokens, 0 tokens of padding", "it is cut"
+    assert main([*flags, "--index", "-1"]) == 2
+    assert "--index -1 is not a row of" in capsys.readouterr().err
+    assert main([*flags, "--dataset-settings", "train_on=x"]) == 2
+    assert "train_on=x is no choice" in capsys.readouterr().err
+
+
+def test_a_row_of_preferences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    flags = ("data", "show", str(path), *BYTES, "--seq-length", "16", "--no-color")
+    assert main([*flags, "--dataset-type", "preferences"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].endswith("pairs.jsonl:1, chosen: 3 tokens --") and printed[2] == "|~a|b|<end of document>"
+    assert printed[3].endswith("pairs.jsonl:1, rejected: 3 tokens --") and printed[4] == "|~a|c|<end of document>"
+    path.write_text('{"prompt": "a", "completion": "b", "label": 1}\n')
+    assert main([*flags, "--dataset-type", "unpaired-preferences"]) == 0
+    assert "an answer to another prompt" in capsys.readouterr().out
