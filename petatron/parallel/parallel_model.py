@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from petatron.base.errors import TrainError
+from petatron.kernels.block_quantization import QuantizedFormat
 from petatron.mesh import collectives
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rng import RandomStreams
@@ -105,6 +106,8 @@ class ParallelModel:
         self._means: Tensor | None = None
         self.frozen_tensors: Collection[str] = frozenset()
         """The logical tensors of the whole model that are not trained."""
+        self.frozen_format: QuantizedFormat | None = None
+        """The form in which the frozen weights of large GEMMs are once they are there; None: the precision of the model."""
         self.has_gradients = True
         """Whether it can be trained: whether anything of it is."""
 

@@ -17,7 +17,14 @@ from petatron.mesh import collectives
 from petatron.models.adapter_targets import adapted_linears
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.parallel.quantize_frozen_weights import quantize_frozen_weights
 from petatron.sharding.flat_shard import group_tensor_shards
+
+
+def quantize_frozen(model: ParallelModel) -> None:
+    """Quantizes the frozen weights of a model that has them, if it is to."""
+    if model.frozen_format is not None:
+        quantize_frozen_weights([*model.stages.values()], model.param_groups, model.frozen_format)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from petatron.parallel.layer_losses import LayerLosses
 from petatron.parallel.parallelize import parallelize
 from petatron.parallel.pipeline.enable_cuda_graphs import enable_requested_cuda_graphs
 from petatron.parallel.router_statistics import RouterStatistics
-from petatron.pretrained.adapter_magnitudes import set_magnitudes
+from petatron.pretrained.adapter_magnitudes import quantize_frozen, set_magnitudes
 from petatron.pretrained.saveable_model import Model
 from petatron.schedule.pipeline_plan import num_micro_batches, pipeline_plan
 from petatron.sharding.shard_spec import Placement
@@ -134,8 +134,10 @@ def build_initial_model(
         layer_losses=LayerLosses(spec.num_layers_by_aux_loss, mesh),
     )
     model.frozen_tensors, model.has_gradients = frozenset(frozen_logical_names(spec, frozen)), gradients
+    model.frozen_format = run.model.adapter_base_format if gradients else None
     if init_weights:
         set_magnitudes(model)
+        quantize_frozen(model)
     enable_requested_cuda_graphs(run, model)
     return model
 

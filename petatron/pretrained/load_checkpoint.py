@@ -27,7 +27,7 @@ from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.optim.mixed_precision import MixedPrecisionOptimizer
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.pretrained.adapter_magnitudes import set_magnitudes
+from petatron.pretrained.adapter_magnitudes import quantize_frozen, set_magnitudes
 from petatron.pretrained.checkpoint_components import model_components, optimizer_of
 from petatron.pretrained.detect_model_format import has_steps, is_megatron_folder, weights_kind_problems
 from petatron.pretrained.model_reader import open_model_reader
@@ -124,7 +124,9 @@ def load_state(
     if problems := weights_kind_problems(weights, kind):
         raise ConfigError(problems)
     if held in ("megatron", "peft"):
-        return _load_with_reader(path, held, load, mesh, head)
+        loaded_state = _load_with_reader(path, held, load, mesh, head)
+        quantize_frozen(model)
+        return loaded_state
 
     def read_manifest(source: Path) -> Manifest:
         if is_model and head is not None:
@@ -166,6 +168,7 @@ def load_state(
     notes = load.restore(document, loaded.local, None if is_model else loaded.source, parsing)
     if any(all_gather_json(lacks_magnitudes, mesh.control)):
         set_magnitudes(model, optimizer_of(components))
+    quantize_frozen(model)
     return LoadedState(document, tuple(notes), loaded.is_signed)
 
 

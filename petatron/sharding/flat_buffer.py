@@ -18,7 +18,7 @@ values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,6 +94,7 @@ class FlatParamGroup:
             slot.parameter.data = view
         self._fp8_gather = None if options.fp8_weights is None else self._build_fp8_gather(options.fp8_weights)
         self._scales: Tensor | None = None
+        self._read_frozen: Callable[[nn.Parameter], Tensor] | None = None
         self._owned_weights = [self.flat_weights[begin:end] for begin, end in self._owned_ranges()]
         if self._fp8_gather is not None:
             self._owned_weights = [weight.clone() for weight in self._owned_weights]
@@ -168,8 +169,23 @@ class FlatParamGroup:
                 parts.append(ParamRange(slot.placement, low - slot.start, high - slot.start, low - begin))
         return FlatShard(end - begin, tuple(parts), rank_share(end - begin, self.replica_axis))
 
+    def free_buffer(self, read: Callable[[nn.Parameter], Tensor]) -> None:
+        """Frees the buffer of frozen weights, which are elsewhere from now on: `read` returns them whenever somebody asks for `weights`."""
+        assert not self.spec.trainable
+        self.wait_for_params()
+        for slot in self.params:
+            if slot.parameter.untyped_storage().data_ptr() == self.flat_weights.untyped_storage().data_ptr():
+                slot.parameter.data = slot.parameter.data.clone()
+        self._size, self._read_frozen = self.flat_weights.numel(), read
+        self.flat_weights, self._owned_weights = self.flat_weights.new_empty(0), []
+
     def weights(self) -> list[Tensor]:
-        return list(self._owned_weights)
+        if self._read_frozen is None:
+            return list(self._owned_weights)
+        flat = self.flat_weights.new_zeros(self._size)
+        for slot in self.params:
+            self.param_view(flat, slot).copy_(self._read_frozen(slot.parameter))
+        return [flat[begin:end] for begin, end in self._owned_ranges()]
 
     def grads(self) -> list[Tensor]:
         owned = zip(self.buckets, self.bucket_grads, self._owned_ranges(), strict=True)
@@ -182,7 +198,7 @@ class FlatParamGroup:
 
     def all_gather_params(self) -> None:
         """Starts the all-gather of every bucket's weights, or leaves that to the next step or use, see `gather_in_step`."""
-        self._gather_due = self.axes.sharded
+        self._gather_due = self.axes.sharded and self._read_frozen is None
         if not self._gathers_in_step:
             self.start_due_gather()
         if not self._overlap_param_gather:

@@ -64,6 +64,8 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
     "--adapter-also-train": "--lora-modules-to-save --modules-to-save",
     "--adapter dora": "--use-dora",
     "--adapter rslora": "--use-rslora",
+    "--adapter lora --adapter-base-format nf4": "--load-in-4bit --qlora --use-qlora",
+    "--adapter lora --adapter-base-format fp8": "--load-in-8bit",
     # Length and batch
     "--global-batch-size (micro-batch x data-parallel size x accumulation steps)": (
         "--accumulate-grad-batches --grad-accum-steps --gradient-accumulation-steps"
@@ -185,7 +187,7 @@ ALTERNATIVES: Mapping[str, str] = {
     _ADAPTERS: f"Use --adapter lora, rslora, dora or ia3 instead; {_OWN_LOOP}",
     _PREFERENCES: "Use --objective dpo, orpo, simpo, kto or reward, with --objective-settings (docs/posttraining.md)",
     REINFORCEMENT: "Use `petatron posttrain grpo` (or dapo, gspo, rloo) with --rollout-prompts and --rewards (docs/posttraining.md)",
-    _QUANTIZED: "Leave it out: --bf16 --fp8-format hybrid computes in FP8, and --data-parallel-sharding-strategy optim_grads_params or "
+    _QUANTIZED: "Use --adapter lora --adapter-base-format nf4 to train beside quantized weights; --bf16 --fp8-format hybrid computes in FP8, and --data-parallel-sharding-strategy optim_grads_params or "
     "--optimizer-cpu-offload saves memory",
     SAVED_FORMAT: "Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) "
     "writes another; with --to petatron it reads what Megatron saved",
@@ -211,7 +213,7 @@ _ABSENT = (
     _AbsentFeature(_ADAPTERS, _flags_with("prefix-tuning", "prompt-tuning", "p-tuning")),
     _AbsentFeature(_PREFERENCES, _flags_with("dpo", "orpo", "kto", "simpo", "preference", "ref-model", "reference-model")),
     _AbsentFeature(REINFORCEMENT, _flags_with("ppo", "grpo", "rlhf", "rl", "reward-model", "reward-funcs?")),
-    _AbsentFeature(_QUANTIZED, _flags_with("load-in-4bit", "load-in-8bit", "bnb", "quantization", "nf4", "qlora")),
+    _AbsentFeature(_QUANTIZED, _flags_with("bnb", "quantization", "nf4")),
 )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from petatron.kernels.block_quantization import DequantizingGemm
 from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.linear_gemms import AdaptedWeightGrad, ChunkedGemm, Gemm, Tensors, WeightGrad
 from petatron.kernels.row_sums import fastest_sum_rows
@@ -152,6 +153,8 @@ class DoraGemm:
 
     def factors(self, weight_OD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns m / n of every output, 1 where it has no magnitude, and 1 / n of those that have one."""
+        if isinstance(self.lora.base, DequantizingGemm):
+            weight_OD = self.lora.base.weight.dequantize()
         inverse_norms = adapted_row_norms(self.lora, weight_OD, self.sum_over_ranks).reciprocal_()
         factors_O = torch.ones_like(weight_OD[:, 0])
         scaled = (self.magnitude.to(inverse_norms.dtype) * inverse_norms).to(factors_O.dtype)

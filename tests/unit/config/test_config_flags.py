@@ -228,7 +228,7 @@ def test_what_a_name_of_another_program_sets_is_not_missing_too():
             "reinforcement learning as flags of other trainers describe it",
             "--rollout-prompts and --rewards",
         ),
-        ("--load-in-4bit", "training with quantized weights", "--fp8-format hybrid"),
+        ("--quantization", "training with quantized weights", "--adapter-base-format nf4"),
     ],
 )
 def test_what_is_absent_is_named_with_what_exists(flags: str, feature: str, exists: str):

@@ -16,6 +16,16 @@ _NOT_DORA = NotWith(
     shown="{:g}",
 )
 
+_NO_FSDP = NotWith(
+    "data_parallel_sharding_strategy",
+    when=lambda strategy: strategy in ("optim_grads", "optim_grads_params"),
+    rule="and --data-parallel-sharding-strategy {value} are not combined: ranks would gather quantized weights",
+    fix="Use --use-distributed-optimizer, which shards the state of what is trained.",
+)
+_NO_FP8_GEMMS = NotWith(
+    "fp8_format", when=bool, rule="and --fp8-format {value} are not combined: FP8 GEMMs cast weights themselves"
+)
+
 
 @settings_section
 class AdapterSettings:
@@ -34,5 +44,8 @@ class AdapterSettings:
     are those of attention and MLPs of all layers. Derived: all-linear; with `--adapter ia3` k_proj, v_proj and down_proj."""
     adapter_dropout: Annotated[DropoutRate, _LOW_RANK, _NOT_DORA, "training"] = 0.0
     """Dropout of what the low-rank matrices of an adapter take."""
+    adapter_base_format: Annotated[Literal["nf4", "fp8"], _NO_FP8_GEMMS, _NO_FSDP, "runtime"] | None = None
+    """Store the frozen weights of large GEMMs in 4 bits (`nf4`, as QLoRA) or 8 (`fp8`) an element, with a scale for each 64, and dequantize
+    them for each GEMM. Unset: in the precision of the run."""
     adapter_also_train: Annotated[tuple[str, ...], "training"] = ()
     """Parameters of the model that are trained beside the adapters, by patterns of their names, as PEFT's modules_to_save are."""
