@@ -73,7 +73,7 @@ def build_model(
     )
     model.run, model.start_folder = config, start
     model.run_tokenizer = None if isinstance(run, RunConfig) else run.tokenizer
-    open_frozen_models(model)
+    open_frozen_models(config, model)
     if (frozen := frozen_params(config)) and mesh.rank == 0 and gradients:
         _log.info("%s", describe_frozen(model.spec, frozen))
     if start is not None:

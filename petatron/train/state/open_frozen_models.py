@@ -9,12 +9,12 @@ from petatron.pretrained.from_pretrained import from_pretrained
 from petatron.pretrained.saveable_model import Model
 
 
-def open_frozen_models(model: Model) -> None:
+def open_frozen_models(run: RunConfig, model: Model) -> None:
     """Opens every model that the objective of a model reads, in its layout and precision; every rank calls it."""
     for role, wanted in model.objective.models.items():
         if wanted.folder is None:  # the model itself
             continue
-        folder = _start_of(model.run, role) if wanted.folder == START else wanted.folder
+        folder = _start_of(run, role) if wanted.folder == START else wanted.folder
         frozen = from_pretrained(folder, model.mesh, dtype=model.dtype, gradients=False)
         ids, expected = frozen.spec.vocab_size, model.spec.vocab_size
         if ids != expected:

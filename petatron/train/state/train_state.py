@@ -107,7 +107,7 @@ class TrainState:
         run = config_of(run)
         if model is None:
             model = build_initial_model(run, mesh, init_weights=init_weights)
-            open_frozen_models(model)
+            open_frozen_models(run, model)
         enable_auto_cuda_graphs(run, model)
         state = cls.of(run, model, build_optimizer(run, model), tokenizer)
         state.weights_initialized = init_weights
