@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from petatron.base.check_output_file import writable_problems
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
-from petatron.cli.subcommands import verify_matrix
+from petatron.cli.subcommands import verify_matrix, verify_rollouts
 from petatron.cli.subcommands.command_parser import CommandParser
 from petatron.cli.train import with_preset
 from petatron.mesh.launch.environment import read_environment
@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
         "differ by more than rounding.",
         epilog="All other words are flags of `petatron train`, for example: "
         "petatron verify tiny-llama --tp 2 --dp 2 --sequence-parallel --dtype float64. "
-        "`petatron verify --matrix` runs many layouts of small models instead: see petatron verify --matrix --help.",
+        "`petatron verify --matrix` runs many layouts of small models instead: see petatron verify --matrix --help. "
+        "`petatron verify --rollouts` compares generation with training: see petatron verify --rollouts --help.",
     )
     add = root.add_argument
     add("--steps", type=int, default=20, help="optimizer steps to train (20)")
@@ -61,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     if "--matrix" in argv:
         return verify_matrix.main(argv)
+    if "--rollouts" in argv:
+        return verify_rollouts.main(argv)
     options, flags = parser().parse_known_args(argv)
     raise_problems(verify_matrix.problems_without_matrix(flags))
     flags = with_preset(flags)

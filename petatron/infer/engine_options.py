@@ -17,7 +17,7 @@ class EngineOptions:
     copied_weights: a CPU may hold weights a second time, in float32 or packed, where that makes steps faster.
     fp8_weights: the weights of layers are quantized to FP8 (e4m3, a scale per row); activations are not.
     exact: log-probabilities are those of training, bit for bit, which needs a model with `--exact-rollouts`; weights have no copies and
-    steps no recordings then.
+    CPUs no recorded steps then.
     speculative_tokens: so many next tokens are drafted by multi-token prediction, and verified in one step; 0: none.
     decoder_start_id: the token before the answers of an encoder-decoder; None: the tokenizer's first one, else its padding.
     """

@@ -29,4 +29,4 @@ def exact_options(options: EngineOptions, model: ParallelModel) -> EngineOptions
             Problem("--speculative-tokens", str(options.speculative_tokens), rule, "Leave one of them out.")
         )
     raise_problems(problems)
-    return replace(options, exact=True, copied_weights=False, recorded_steps=False, cuda_graphs=False)
+    return replace(options, exact=True, copied_weights=False, recorded_steps=False)

@@ -27,9 +27,8 @@ def check_exact_rollouts(config: RawRunConfig) -> Iterator[Problem]:
     for flag, size in (
         ("--context-parallel-size", parallel.context_parallel_size),
         ("--expert-model-parallel-size", parallel.expert_model_parallel_size),
-        ("--expert-tensor-parallel-size", parallel.expert_tensor_parallel_size or 1),
     ):
-        if size > 1 and not (flag == "--expert-tensor-parallel-size" and config.moe.num_experts is None):
+        if size > 1:
             rule = f"computes in an order that generation does not have, so {EXACT_ROLLOUTS_FLAG} does not hold"
             yield Problem(flag, str(size), rule, f"Use 1. {_LEAVE}")
     if config.precision.fp8_format is not None:

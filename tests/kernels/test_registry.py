@@ -21,7 +21,14 @@ from petatron.kernels.fp8.cast_and_gemm import Fp8Kernels
 from petatron.kernels.fp8.mxfp8 import MxKernels
 from petatron.kernels.fp8.param_gather import Fp8ParamGatherKernels
 from petatron.kernels.moe import permute
-from petatron.kernels.registry import OPERATIONS, KernelContext, choose_all_kernels, choose_kernel, compiled
+from petatron.kernels.registry import (
+    BATCH_INVARIANT,
+    OPERATIONS,
+    KernelContext,
+    choose_all_kernels,
+    choose_kernel,
+    compiled,
+)
 from petatron.layers.ssm.gated_delta_net import GatedDeltaNetSpec
 from petatron.layers.ssm.kimi_delta_attention import KimiDeltaSpec
 from petatron.mesh.mesh import ParallelMesh
@@ -263,7 +270,8 @@ def test_every_module_with_kernels_is_in_use_and_named_as_its_plain_twin():
     folder = petatron.kernels.triton
     written = {m.name for m in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}.") if not m.ispkg}
     used: set[str] = set()
-    for kernels in OPERATIONS.values():
+    twins = [kernels for kernels in BATCH_INVARIANT.values() if kernels[-1].name == "reference"]
+    for kernels in (*OPERATIONS.values(), *twins):
         *fast, plain = ((kernel.name, module_of(kernel.load())) for kernel in kernels)
         for module in (module for name, module in fast if name == "triton"):
             assert module == f"triton.{plain[1]}"

@@ -66,7 +66,7 @@ class ModelSteps:
             capture = GraphCapture(self.device, read_memory=model.fp8_gemms.weight_memory)
             sizes = GraphSizes(max_length, self._shards)
             self.graphs = DecodeGraphs(self._run_last, capture, model.dtype, options, sizes)
-            if can_capture_prompts(model) and not options.speculative_tokens:
+            if can_capture_prompts(model) and not options.speculative_tokens and not options.exact:
                 self._prompt_graphs = PromptGraphs(self._run_last, capture, options, sizes)
 
     def run(self, packed: PackedStep, images: StepImages | None = None) -> tuple[Tensor, Tensor] | None:

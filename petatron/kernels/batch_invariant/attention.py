@@ -74,8 +74,11 @@ class AttentionPlan:
                 for row, count, position, key in self.segments
                 for at in range(0, count, size)
             ]
-            blocks = torch.tensor(rows, dtype=torch.int32, device=self.key_rows.device).view(-1, 4)
-            self.computed[size] = blocks if self.decodes_N4 is None else torch.cat((self.decodes_N4, blocks))
+            decodes, device = self.decodes_N4, self.key_rows.device
+            if decodes is None or rows:  # else nothing comes from the host, and a CUDA graph may hold it
+                blocks = torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 4)
+                decodes = blocks if decodes is None else torch.cat((decodes, blocks))
+            self.computed[size] = decodes
         return self.computed[size]
 
     @classmethod

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import petatron
@@ -18,8 +19,12 @@ from petatron.infer.sampling_params import SamplingParams
 from petatron.kernels.batch_invariant import gemm
 from petatron.kernels.batch_invariant.row_functions import fixed_order_sum, gelu, gelu_tanh, sigmoid, silu, softmax
 from petatron.kernels.policy_log_probs import policy_log_probs
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.verify.measure_rollouts import RolloutCase, RolloutResult, measure_rollouts, random_prompts
+from tests.dist import RankPool
+from tests.longform import diagonal
 
 FAMILIES = {
     "llama": "--window-size 24",
@@ -35,13 +40,17 @@ CASES = [RolloutCase(1), RolloutCase(3, chunk=5), RolloutCase(16), RolloutCase(1
 
 
 @cache
-def tiny_model(flags: str) -> ParallelModel:
+def tiny_model(flags: str, *, num_ranks: int = 1) -> ParallelModel:
     sizes = "--num-layers 2 --hidden-size 48 --ffn-hidden-size 76 --num-attention-heads 4 --vocab-size 301 --lr 1e-3"
     group = "" if "group-query" in flags else "--num-query-groups 2"
-    run = petatron.load("tiny-llama", f"--mock-data --train-iters 1 {sizes} {group} {flags}".split())
-    model = petatron.build_model(run, petatron.launch(run))
+    run = petatron.load(
+        "tiny-llama", f"--mock-data --train-iters 1 {sizes} {group} {flags}".split(), world_size=num_ranks
+    )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    layout = Layout.from_config(run.config.parallel)
+    model = petatron.build_model(run, ParallelMesh(layout, rank, device=torch.device("cpu"), backend="gloo"))
     with torch.no_grad():
-        for param in model.module.parameters():
+        for param in (param for stage in model.stages.values() for param in stage.parameters()):
             param.mul_(6.0 if param.dim() > 1 else 1.0)  # as drawn, all tokens are nearly as likely
     return model
 
@@ -60,6 +69,22 @@ def test_no_log_probability_differs(family: str):
 @pytest.mark.parametrize("precision", ["--bf16", "--fp64"])
 def test_no_log_probability_differs_in_another_precision(precision: str):
     assert all(result.differing == 0 for result in measured(f"{precision} --exact-rollouts", cases=CASES[1:3]))
+
+
+def measured_in(layout: str) -> list[RolloutResult]:
+    """The results, without the seconds."""
+    prompts = random_prompts(8, longest=40, vocab_size=301, seed=1)
+    model = tiny_model(f"--exact-rollouts {layout}", num_ranks=2)
+    results = measure_rollouts(model, prompts, CASES[1:3], new_tokens=4, row_tokens=128)
+    return [replace(result, draw_s=0.0, forward_s=0.0) for result in results]
+
+
+@diagonal(2)
+@pytest.mark.parametrize("layout", ["--tp 2", "--tp 2 --sequence-parallel", "--pp 2", "--dp 2"])
+@pytest.mark.parametrize("family", ["llama", "experts", "latent"])
+def test_no_log_probability_differs_in_a_layout(ranks: RankPool, family: str, layout: str):
+    for results in ranks.run(measured_in, 2, f"{layout} {FAMILIES[family]}"):
+        assert [(result.tokens, result.differing) for result in results] == [(96, 0), (96, 0)]
 
 
 def test_other_modes_and_a_planted_tile_differ():
