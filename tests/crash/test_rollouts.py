@@ -1,0 +1,61 @@
+"""Reinforcement learning is killed at random moments until it has reached its end: the same answers, each learned from once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from petatron.config import LoadedConfig
+from petatron.posttrain.run_posttraining import run_posttraining
+from tests.crash.nursery import Nursery
+from tests.crash.training import Content, check_folder
+from tests.unit.posttrain.rollouts import load, write_prompts
+
+ITERATIONS = 6
+
+
+def run_quietly(loaded: LoadedConfig) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_posttraining(loaded)
+
+
+def loaded_run(prompts: Path, folder: Path, flags: str) -> LoadedConfig:
+    every = "--save-interval 1 --log-interval 1 --live off --rollout-log-gigabytes 1 --lr-decay-style constant"
+    sizes = f"--train-iters {ITERATIONS} --rewards exact regex:.*[a-m].* {every}"
+    return load(f"--rollout-prompts {prompts} --save {folder} --load {folder} {sizes} {flags}")
+
+
+def answers(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (folder / "rollouts").glob("*.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "kills"),
+    [
+        ("--updates-per-rollout 2 --async-save", 2),
+        pytest.param("", 12, marks=pytest.mark.crash),
+        pytest.param("--rollout-staleness 1 --redraw-equal-rewards 1", 12, marks=pytest.mark.crash),
+    ],
+)
+def test_a_killed_run_learns_from_the_same_answers(nursery: Nursery, tmp_path: Path, flags: str, kills: int):
+    prompts, random = write_prompts(tmp_path / "prompts.jsonl"), Random(5)
+    began = time.monotonic()
+    nursery.run(run_quietly, loaded_run(prompts, tmp_path / "whole", flags)).lived()
+    whole_s = time.monotonic() - began
+    expected, drawn = Content.of(tmp_path / "whole"), answers(tmp_path / "whole")
+    assert len(drawn) == ITERATIONS // (2 if "updates" in flags else 1)
+    killed, folder, newest = 0, tmp_path / "killed", None
+    while True:
+        life_s = random.uniform(0.1, 0.6) * whole_s if killed < kills else None
+        death = nursery.run(run_quietly, loaded_run(prompts, folder, flags), kill_after_s=life_s)
+        newest = check_folder(folder, expected, at_least=newest)
+        if not death.killed:
+            death.lived()
+            break
+        killed += 1
+    assert newest == ITERATIONS and answers(folder) == drawn
