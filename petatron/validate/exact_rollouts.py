@@ -34,6 +34,12 @@ def check_exact_rollouts(config: RawRunConfig) -> Iterator[Problem]:
     if config.precision.fp8_format is not None:
         rule = f"scales whole tensors by what else is in a batch, so {EXACT_ROLLOUTS_FLAG} does not hold"
         yield Problem("--fp8-format", config.precision.fp8_format, rule, f"Leave it out. {_LEAVE}")
+    if config.model.adapter_base_format is not None:
+        rule = f"dequantizes weights for GEMMs of another order, so {EXACT_ROLLOUTS_FLAG} does not hold"
+        yield Problem("--adapter-base-format", config.model.adapter_base_format, rule, f"Leave it out. {_LEAVE}")
+    if config.model.adapter is not None and config.model.adapter_dropout > 0.0:
+        rule = f"drops what generation does not, so {EXACT_ROLLOUTS_FLAG} does not hold"
+        yield Problem("--adapter-dropout", str(config.model.adapter_dropout), rule, f"Use 0. {_LEAVE}")
     if config.model.hidden_dropout > 0.0:
         rule = f"drops what generation does not, so {EXACT_ROLLOUTS_FLAG} does not hold"
         yield Problem("--hidden-dropout", str(config.model.hidden_dropout), rule, f"Use 0. {_LEAVE}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from petatron.kernels.batch_invariant.gemm import GroupedRowGemm, RowGemm
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm
 from petatron.layers.adapters.adapter_gemms import AdapterPart, DoraGemm, LoraGemm, ScaledInputGemm, ScaledOutputGemm
 from petatron.layers.ops.linear_op import DEFAULT_GEMM_OP, GemmOp, local_linear
@@ -95,6 +96,9 @@ class Adapter:
         if SCALE in self.names:
             return ScaledOutputGemm(base, params[SCALE], parts)
         mask = self._dropout_mask if self._drops(module) else None
+        low_rank_gemm = (
+            base if isinstance(base, RowGemm | GroupedRowGemm) else low_rank_gemm
+        )  # batch-invariant as it is
         lora = LoraGemm(base, low_rank_gemm, params[LORA_A], params[LORA_B], parts, self.scale, mask)
         return lora if MAGNITUDE not in self.names else DoraGemm(lora, params[MAGNITUDE], self.sum_over_ranks)
 

@@ -34,6 +34,7 @@ FAMILIES = {
     "--moe-router-enable-expert-bias",
     "latent": "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 20 "
     "--no-group-query-attention",
+    "adapters": "--adapter lora --adapter-rank 3 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48",
     "gpt": "--normalization LayerNorm --activation gelu --add-bias-linear",
 }
 CASES = [RolloutCase(1), RolloutCase(3, chunk=5), RolloutCase(16), RolloutCase(16, chunk=7)]
@@ -51,6 +52,8 @@ def tiny_model(flags: str, *, num_ranks: int = 1) -> ParallelModel:
     model = petatron.build_model(run, ParallelMesh(layout, rank, device=torch.device("cpu"), backend="gloo"))
     with torch.no_grad():
         for param in (param for stage in model.stages.values() for param in stage.parameters()):
+            if not param.any():  # an adapter changes nothing yet
+                param.normal_(std=0.1)
             param.mul_(6.0 if param.dim() > 1 else 1.0)  # as drawn, all tokens are nearly as likely
     return model
 
@@ -198,6 +201,8 @@ def test_functions_of_rows_have_the_bits_of_the_row(function: Callable[[Tensor],
     ("flags", "rule"),
     [
         ("--hidden-dropout 0.1", "drops what generation does not"),
+        ("--adapter lora --adapter-dropout 0.1", "drops what generation does not"),
+        ("--adapter lora --adapter-base-format nf4", "dequantizes weights"),
         ("--attention-dropout 0.1", "dropout of attention"),
         ("--num-experts 4 --moe-expert-capacity-factor 1.0", "a capacity of experts"),
         ("--attention-output-gate", "a gated attention output"),
