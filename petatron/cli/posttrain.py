@@ -13,7 +13,7 @@ from petatron.cli.train import load_checked, with_preset
 from petatron.config.flags.help_text import flag_help
 from petatron.config.import_user_modules import IMPORT_FLAG
 from petatron.config.schema.fields import closest_matches
-from petatron.config.schema.objective_and_dataset_names import POLICY_GRADIENT
+from petatron.config.schema.objective_and_dataset_names import DISTILL, POLICY_GRADIENT
 from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.mesh.launch.rank_exit import run_rank_main
 
@@ -27,6 +27,7 @@ class Algorithm:
     settings: Mapping[str, str]
     flags: tuple[str, ...]
     title: str
+    objective: str = POLICY_GRADIENT
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -59,6 +60,12 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         {"ratio": "token", "average": "token"},
         ("--advantage", "batch"),
         "rewards against the mean of a prompt's answers, divided by the deviation of a step (Hu et al., 2025)",
+    ),
+    "distill": Algorithm(
+        {"mix": "1"},
+        ("--rollouts-per-prompt", "2"),
+        "the distribution of a teacher (--objective-settings teacher=FOLDER) on answers of one's own (Agarwal et al., 2024)",
+        objective=DISTILL,
     ),
 }
 
@@ -102,7 +109,7 @@ def training_flags(argv: Sequence[str]) -> list[str]:
     settings, flags = _take_settings(flags)
     named = {name: _value(value, flags) for name, value in algorithm.settings.items()}
     merged = [f"{name}={value}" for name, value in (named | settings).items()]
-    return ["--objective", POLICY_GRADIENT, _SETTINGS_FLAG, *merged, *algorithm.flags, *flags]
+    return ["--objective", algorithm.objective, _SETTINGS_FLAG, *merged, *algorithm.flags, *flags]
 
 
 def posttrain_rank(argv: list[str]) -> int:

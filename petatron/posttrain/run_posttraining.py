@@ -12,6 +12,7 @@ from petatron.config.schema.run import RunConfig
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.stop_ids import find_stop_ids
+from petatron.models.distillation import Distill
 from petatron.models.objective import build_objective
 from petatron.models.policy_gradient import PolicyGradient
 from petatron.posttrain.prompt_evaluation import PromptEvaluator
@@ -46,7 +47,8 @@ class RolloutSource:
                 [Problem("--tokenizer-model", "", "is missing: rewards read texts", "Give the model's tokenizer.")]
             )
         self._tokenizer: Tokenizer = tokenizer
-        self._rewards: list[RewardSpec] = parse_rewards(run.rollout.rewards)
+        needed = run.rollout.rewards or not isinstance(build_objective(run), Distill) or run.rollout.eval_prompts
+        self._rewards: list[RewardSpec] = parse_rewards(run.rollout.rewards) if needed else []
         self._prompts = self._read(run, run.rollout.rollout_prompts, "--rollout-prompts")
         self._held_out = (
             self._read(run, run.rollout.eval_prompts, "--eval-prompts") if run.rollout.eval_prompts else None
@@ -115,7 +117,9 @@ def rollout_problems(run: RunConfig) -> list[Problem]:
         problems.append(
             Problem(flag, "", "changes how many answers a step has, which are drawn for several", "Leave it out.")
         )
-    if not isinstance(build_objective(run), PolicyGradient):
+    if not isinstance(build_objective(run), PolicyGradient | Distill):
         rule = "is no objective of drawn answers"
-        problems.append(Problem("--objective", str(run.train.objective), rule, "Use policy-gradient, or leave it out."))
+        problems.append(
+            Problem("--objective", str(run.train.objective), rule, "Use policy-gradient or distill, or leave it out.")
+        )
     return problems

@@ -43,3 +43,5 @@ PREFERENCE_OBJECTIVES = (DPO, ORPO, SIMPO, KTO, REWARD)
 """The objectives that learn from preferences."""
 POLICY_GRADIENT = "policy-gradient"
 """The objective of reinforcement learning, on answers that the model drew itself."""
+DISTILL = "distill"
+"""The objective that learns the distribution of a teacher."""

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import petatron
 from petatron.base.errors import ConfigError, DataError, TrainError
+from petatron.mesh.mesh import ParallelMesh
 from petatron.posttrain.rollout_log import RolloutLog
 from petatron.posttrain.run_posttraining import RolloutSource, rollout_problems
 from petatron.train.check_and_open_run import check_start
@@ -100,6 +102,23 @@ def test_stale_answers_were_drawn_by_former_weights(prompts: Path):
     loader.next_step(16, 16)
     assert [step[0].version for step in waiting] == [0, 1]
     loader.close()
+
+
+def test_a_student_learns_its_teacher_on_its_own_answers(prompts: Path, tmp_path: Path):
+    """The teacher is itself with other weights; no reward is needed, and none is there."""
+    teacher = load(f"--rollout-prompts {prompts} --seed 99").config
+    petatron.save_checkpoint(
+        tmp_path / "teacher",
+        step=1,
+        model=petatron.build_model(
+            replace(teacher, train=replace(teacher.train, objective=None, objective_settings=())), ParallelMesh.single()
+        ),
+    )
+    flags = f"--rollout-prompts {prompts} --lr 2e-2 --lr-decay-style constant --objective-settings teacher={tmp_path}/teacher"
+    loaded = load(flags, "distill")
+    loaded = replace(loaded, config=replace(loaded.config, rollout=replace(loaded.config.rollout, rewards=())))
+    learned = learn(loaded, steps=8)
+    assert learned[-1].loss < 0.7 * learned[0].loss and "reward" not in learned[0].metrics
 
 
 def test_every_prompt_is_answered_once_in_an_epoch(prompts: Path):
