@@ -288,8 +288,8 @@ def _send(pipe: Connection, message: Mapping[str, Any]) -> None:
 
 
 def _read_logprob(content: Sequence[Any]) -> TokenLogprob:
-    token, logprob, top = content
-    return TokenLogprob(token, logprob, tuple(map(tuple, top)))
+    token, logprob, top, kept_mass = content
+    return TokenLogprob(token, logprob, tuple(map(tuple, top)), kept_mass)
 
 
 def _encode_ids(ids: Sequence[int]) -> str:
