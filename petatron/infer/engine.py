@@ -40,6 +40,7 @@ from petatron.infer.prompt_images import PromptImages, check_prompt_images
 from petatron.infer.running_requests import RunningRequests
 from petatron.infer.sampling_params import Constraint, SamplingParams
 from petatron.infer.scheduler import Scheduler
+from petatron.infer.served_adapters import ServedAdapters, check_adapter
 from petatron.infer.step.generation_weights import GenerationWeights
 from petatron.infer.step.kv_cache_and_states import any_layer_has, choose_cache_size
 from petatron.infer.step.packed_step import CacheLocations, ScheduledTokens, StepOutputs, pack_rows
@@ -88,6 +89,9 @@ class Engine:
         self, model: ParallelModel, tokenizer: Tokenizer | None = None, options: EngineOptions | None = None
     ) -> None:
         self.options = exact_options(options or EngineOptions(), model)
+        self._adapters = None if not self.options.adapters else ServedAdapters(model, self.options.adapters)
+        if self._adapters is not None:
+            self.options = self._adapters.checked_options(self.options)
         check_generation(
             model.spec,
             model.mesh.layout,
@@ -186,6 +190,7 @@ class Engine:
         """
         check_request(prompt_ids, params, self)
         check_prompt_images(prompt_ids, images, self._config, pipeline_stages=self._mesh.pp.size)
+        check_adapter(params.adapter, () if self._adapters is None else self._adapters.names)
         if params.constraint is not None and compiled:
             self._constraints.check(params.constraint)
         request = self._next_request
@@ -271,6 +276,8 @@ class Engine:
         self._closed, self._in_flight = True, None
         self._steps.release()
         self._weights.release()
+        if self._adapters is not None:
+            self._adapters.release()
 
     def forget_prefixes(self) -> None:
         """Forgets all that was computed from the weights: they have changed. At every rank, while nothing runs."""
@@ -308,6 +315,9 @@ class Engine:
         least = max(replica.num_tokens for replica in layouts) if self._shares_experts else 1
         rows = [ScheduledTokens.of(work) for work in layout_here.scheduled]
         packed = self._pack(rows, layout_here.logit_rows, least=least)
+        if self._adapters is not None:
+            works = zip(layout_here.scheduled, rows, strict=True)
+            self._adapters.route((work.sequence.params.adapter, len(row.tokens)) for work, row in works)
         with self._weights.host_gemms.step():
             if self.source_length is not None:
                 self._steps.encode_sources([work.sequence for work in layout_here.scheduled if work.start == 0])

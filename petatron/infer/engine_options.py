@@ -19,6 +19,7 @@ class EngineOptions:
     exact: log-probabilities are those of training, bit for bit, which needs a model with `--exact-rollouts`; weights have no copies and
     CPUs no recorded steps then.
     speculative_tokens: so many next tokens are drafted by multi-token prediction, and verified in one step; 0: none.
+    adapters: names that requests may give, each with the folder of an adapter (`served_adapters.py`).
     decoder_start_id: the token before the answers of an encoder-decoder; None: the tokenizer's first one, else its padding.
     """
 
@@ -35,3 +36,4 @@ class EngineOptions:
     exact: bool = False
     speculative_tokens: int = 0
     decoder_start_id: int | None = None
+    adapters: tuple[tuple[str, str], ...] = ()

@@ -65,6 +65,7 @@ class SamplingParams:
     best_items, history_times, leave_out_history: of a recommender: so many items that follow best after the prompt, which is a history,
         with the times of its items in seconds if the model reads them; whether items of the history are left out.
     prefix_group: equal beginnings of prompts are computed once among requests of one group; "": of those that name none.
+    adapter: the name of the adapter that computes the answer, of those that the engine has; "": none.
     owner: who asks; slots, pages and tokens of steps are shared equally among owners that want them (`fair_share_queue.py`).
     """
 
@@ -98,6 +99,7 @@ class SamplingParams:
     constraint: Constraint | None = None
     prefix_group: str = ""
     owner: str = ""
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):

@@ -96,8 +96,13 @@ class Sequence:
     def prefix_root(self) -> PrefixRoot:
         """Sequences with the same one may share pages."""
         images = "" if self.images is None else self.images.digest
-        return PrefixRoot(self.params.prefix_group, self.is_long, images)
+        return PrefixRoot(_prefix_group(self.params), self.is_long, images)
 
     @property
     def uncomputed(self) -> int:
         return len(self.tokens) - self.computed
+
+
+def _prefix_group(params: SamplingParams) -> str:
+    """Returns the group of requests whose prompts have the same keys and values: those with the same adapter, of the groups they name."""
+    return f"{params.adapter}\n{params.prefix_group}" if params.adapter else params.prefix_group

@@ -141,11 +141,16 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.contiguous() if dtype is None else tensor.to(dtype).contiguous()
 
 
-def _model_type_of(base: str | None) -> str | None:
+def _model_type_of(base: object) -> str | None:
     """Returns the family of the model that an adapter is beside, if its config.json is here: several may describe the same model."""
-    file = None if base is None else Path(base) / CONFIG_FILE
+    file = None if base is None else Path(str(base)) / CONFIG_FILE
     if file is None or not file.is_file():
         return None
     with reading_untrusted(file, model_folder_error):
         content = read_limited_json(file, _MAX_CONFIG_BYTES)
         return str(content.get("model_type")) if isinstance(content, dict) else None
+
+
+def family_of_base(config: Mapping[str, Any]) -> str | None:
+    """Returns the family of the model that an adapter_config.json names, if that is here."""
+    return _model_type_of(config.get("base_model_name_or_path"))

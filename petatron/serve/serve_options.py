@@ -78,6 +78,7 @@ class ServeOptions:
     """Where a server listens, who may use it, under which name, and its limits.
 
     allowed_hosts: names by which browsers may reach the server, besides its own; `*`: any.
+    adapters: names of the adapters that requests may give as their model.
     share_prefixes: equal beginnings of prompts are computed once for all keys, and not for each: `cached_tokens` and the time of
     an answer then tell one key's owner what another has sent.
     tool_call_format: in which the model calls tools (`tool_calls.py`); auto: the one that its chat template shows. reasoning_format: of the
@@ -89,6 +90,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_model_name: str | None = None
     allowed_hosts: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     share_prefixes: bool = False
     tool_call_format: ToolCallFormat | Literal["auto", "none"] = "auto"
     reasoning_format: ReasoningFormat | Literal["auto", "none"] = "auto"

@@ -32,6 +32,7 @@ class ModelCard:
     max_token_bytes: of text in one token, where that is known (`data/prompt/min_token_count.py`). isolation: where templates
     are rendered, if not here. step: of the training run, where it follows one. sampling_defaults: of requests that do not say otherwise.
     fill_in_middle: the tokens for it, where the tokenizer has some. images: what writes prompts with images, or why there are none.
+    adapter: the adapter that a request names as its model.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModelCard:
     max_token_bytes: int | None = None
     isolation: Isolation | None = None
     images: ImagePrompts | str = NO_IMAGES
+    adapter: str = ""
 
     @classmethod
     def of_engine(

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 
 import petatron
-from petatron.base.errors import CheckpointError
+from petatron.base.errors import CheckpointError, ConfigError, DataError
 from petatron.cli.main import main
 from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
+from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.pretrained.convert_model import ConversionOptions, convert
 from petatron.pretrained.model_reader import open_model_reader
+from tests.dist import RankPool
 from tests.hf.test_peft import KINDS
 from tests.hf.zoo import BUILDERS, VOCABULARY
 
@@ -199,3 +205,47 @@ def test_other_layers_generate_and_merge(tmp_path: Path, name: str):
     convert(open_model_reader(run), merged, ConversionOptions(target_format="huggingface"))
     torch.testing.assert_close(ours(merged), trained, rtol=0, atol=5e-5)
     assert greedy(run) == greedy(merged)
+
+
+def with_adapters(folders: Mapping[str, str | Path]) -> EngineOptions:
+    return EngineOptions(adapters=tuple((name, str(folder)) for name, folder in folders.items()))
+
+
+def test_adapters_of_one_step_answer_as_merged_weights_do(base: Path):
+    folders = {kind: peft_adapter(base, kind) for kind in ("lora", "some", "ranks")}
+    expected = {kind: greedy(folder) for kind, folder in folders.items()} | {"": greedy(base)}
+    engine = Engine(petatron.from_pretrained(base, dtype="fp32"), options=with_adapters(folders))
+    prompts = [prompt for prompt in TOKENS[:, :8].tolist() for _ in expected]
+    params = [SamplingParams(max_new_tokens=6, temperature=0.0, adapter=kind) for _ in TOKENS for kind in expected]
+    for _ in range(2):  # the second time prefixes are cached
+        answers = [answer.ids for [answer] in engine.complete(prompts, [[one] for one in params])]
+        assert answers == [expected[kind][row] for row in range(len(TOKENS)) for kind in expected]
+    with pytest.raises(DataError, match=r"The engine has no adapter 'other'\. It has lora, some, ranks"):
+        engine.submit([1], SamplingParams(adapter="other"))
+
+
+def answers_with_adapters(base: str, folders: dict[str, str], prompts: list[list[int]], params: list[SamplingParams]):
+    torch.set_num_threads(1)
+    model = petatron.from_pretrained(base, ParallelMesh(Layout(tp=2), dist.get_rank()), dtype="fp32")
+    engine = Engine(model, options=with_adapters(folders))
+    return [answer.ids for [answer] in engine.complete_on_all_ranks(prompts, [[one] for one in params])]
+
+
+def test_adapters_are_sharded_as_weights(ranks: RankPool, base: Path):
+    folders = {kind: str(peft_adapter(base, kind)) for kind in ("lora", "some")}
+    prompts, kinds = TOKENS[:, :8].tolist(), ["lora", "some"]
+    params = [SamplingParams(max_new_tokens=6, temperature=0.0, adapter=kind) for kind in kinds]
+    expected = [greedy(Path(folders[kind]))[row] for row, kind in enumerate(kinds)]
+    assert ranks.run(answers_with_adapters, 2, str(base), folders, prompts, params) == [expected, expected]
+
+
+def test_what_is_not_served_by_request_says_why(base: Path):
+    model = petatron.from_pretrained(base, dtype="fp32")
+    with pytest.raises(CheckpointError, match=r"kind dora, which is not served by request\. Merge it"):
+        Engine(model, options=with_adapters({"a": peft_adapter(base, "dora")}))
+    adapted = petatron.from_pretrained(peft_adapter(base, "lora"), dtype="fp32")
+    with pytest.raises(ConfigError, match="beside a model that has adapters of its own"):
+        Engine(adapted, options=with_adapters({"a": peft_adapter(base, "lora")}))
+    experts = base_model(base.parent / "moe", "qwen3-moe")
+    with pytest.raises(DataError, match="has none: start it with --lora"):
+        Engine(petatron.from_pretrained(experts)).submit([1], SamplingParams(adapter="a"))

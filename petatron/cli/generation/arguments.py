@@ -34,6 +34,9 @@ OTHER_FLAGS = (
     "torchrun and srun work as there. The layout in which the checkpoint was trained does not matter."
 )
 
+ADAPTER = "lora"
+"""The name of the adapter of a command."""
+
 
 def generation_parser(
     subcommand: str, usage: str, description: str, *, epilog: str = OTHER_FLAGS, keep_lines: bool = False
@@ -76,6 +79,7 @@ def _add_engine_arguments(root: argparse.ArgumentParser) -> None:
     add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
     add("--fp8-weights", action="store_true", help=FP8_WEIGHTS_HELP)
     add("--speculative-tokens", type=int, metavar="N", help=f"{SPECULATIVE_HELP} (none)")
+    add("--lora", metavar="FOLDER", help="an adapter of PEFT beside the model")
     add("--fp32", action="store_true", help="compute in float32, whatever the weights are stored in")
 
 
@@ -92,7 +96,9 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
             problems.append(Problem(flag, str(value), f"is below {least}", "Leave it out for the default."))
         given |= {} if value is None else {name: value}
     raise_problems(problems)
-    return EngineOptions(**given, prefix_caching=not options.no_prefix_caching, fp8_weights=options.fp8_weights)
+    adapters = () if options.lora is None else ((ADAPTER, options.lora),)
+    caching = not options.no_prefix_caching
+    return EngineOptions(**given, prefix_caching=caching, fp8_weights=options.fp8_weights, adapters=adapters)
 
 
 def request_options(options: argparse.Namespace) -> RequestOptions:
@@ -110,6 +116,8 @@ def request_options(options: argparse.Namespace) -> RequestOptions:
     except ConfigError as error:
         problems += [replace(problem, where=f"--{problem.where.replace('_', '-')}") for problem in error.problems]
     raise_problems(problems)
+    if getattr(options, "lora", None) is not None:
+        request = replace(request, params=replace(request.params, adapter=ADAPTER))
     if request.params.constraint is not None:
         check_constraint_library()
     return request

@@ -105,6 +105,8 @@ def parser() -> argparse.ArgumentParser:
                 default, shown = None, f"{shown}; {BODY_BYTES_WITH_IMAGES:,} for a model that reads images"
             kind = float if name.endswith("_s") else int
             add(flag_of(name), dest=name, type=kind, default=default, metavar="N", help=f"{text} ({shown})")
+    text = "an adapter beside the model, which requests name as theirs; again for more"
+    add("--lora", action="append", default=[], metavar="NAME=FOLDER", help=text)
     text = "compute equal beginnings of prompts once for all API keys, not for each: for keys of one owner"
     add("--share-prefixes", action="store_true", help=text)
     add("--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts again")
@@ -137,6 +139,7 @@ def serve_options(args: argparse.Namespace, checkpoint: Path) -> ServeOptions:
         **{name: getattr(args, name) for name in named},
         api_keys=(*keys, *([exported] if exported else [])),
         allowed_hosts=tuple(args.allowed_host),
+        adapters=tuple(name for name, _ in named_adapters(args.lora)),
         limits=ServeLimits(**limits),
     )
     options.check()
@@ -165,4 +168,20 @@ def read_text(path: Path, flag: str) -> str:
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
     values = {name: getattr(args, name) for name in _ENGINE}
-    return EngineOptions(**values, prefix_caching=not args.no_prefix_caching, fp8_weights=args.fp8_weights)
+    caching, adapters = not args.no_prefix_caching, named_adapters(args.lora)
+    return EngineOptions(**values, prefix_caching=caching, fp8_weights=args.fp8_weights, adapters=adapters)
+
+
+def named_adapters(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Returns the names and folders of adapters; `ConfigError` for what is none, or is named twice."""
+    adapters = [(name, str(Path(folder).absolute())) for name, _, folder in (text.partition("=") for text in given)]
+    names = [name for name, _ in adapters]
+    problems = [
+        Problem("--lora", text, "is no NAME=FOLDER", "Write, say, --lora mine=runs/adapter.")
+        for text in given
+        if not all(text.partition("="))
+    ]
+    problems += [Problem("--lora", n, "is named twice", "Give each a name.") for n in names if names.count(n) > 1][:1]
+    if problems:
+        raise ConfigError(problems)
+    return tuple(adapters)

@@ -210,6 +210,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prefix_group=body.cache_salt or "",
+        adapter=model.adapter,
         constraint=request_constraint(body),
     )
 

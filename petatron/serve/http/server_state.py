@@ -38,9 +38,12 @@ class ServerState:
                 await self.isolation.check_constraint(constraint, owner=owner)
 
     def check_model(self, name: str | None) -> ModelCard:
-        """Returns the served model; raises 404 for the name of another."""
+        """Returns the served model, with the adapter that the name is of; raises 404 for another name."""
+        if name in self.options.adapters:
+            return replace(self.model, name=str(name), adapter=str(name))
         if name not in (None, "", self.model.name):
-            text = f"This server serves {self.model.name!r} and no other model."
+            others = f" and its adapters {', '.join(self.options.adapters)}" if self.options.adapters else ""
+            text = f"This server serves {self.model.name!r}{others} and no other model."
             raise ApiError(404, text, param="model", code="model_not_found")
         return self.model
 

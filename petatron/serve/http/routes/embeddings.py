@@ -108,7 +108,11 @@ async def _embed(
     prompts = await encode_prompts(texts, body, model, limits, param=param, suffix=suffix)
     check_batch(len(prompts), state)
     params = SamplingParams(
-        max_new_tokens=0, temperature=0.0, pooling=body.pooling or "mean", prefix_group=body.cache_salt or ""
+        max_new_tokens=0,
+        temperature=0.0,
+        pooling=body.pooling or "mean",
+        prefix_group=body.cache_salt or "",
+        adapter=model.adapter,
     )
     generations = [Generation(prompt.ids, params, index=index) for index, prompt in enumerate(prompts)]
     completions = await complete(request, state, generations)

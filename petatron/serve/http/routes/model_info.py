@@ -13,12 +13,12 @@ from petatron.serve.http.openai_requests import ChatPromptFields, DetokenizeRequ
 from petatron.serve.http.request_to_engine import check_ids, encode_text
 from petatron.serve.http.routes.chat import chat_prompt, unread_template_values
 from petatron.serve.http.run_generations import large_answer
-from petatron.serve.http.server_state import state_of
+from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.served_model_properties import ModelCard
 
 
 async def get_models(request: Request) -> JSONResponse:
-    return JSONResponse({"object": "list", "data": [_card(state_of(request).model)]})
+    return JSONResponse({"object": "list", "data": [_card(model) for model in _models(state_of(request))]})
 
 
 async def get_model(request: Request, model: str) -> JSONResponse:
@@ -26,6 +26,11 @@ async def get_model(request: Request, model: str) -> JSONResponse:
     if not model:
         return await get_models(request)
     return JSONResponse(_card(state_of(request).check_model(model)))
+
+
+def _models(state: ServerState) -> list[ModelCard]:
+    """Returns the served model, and it with each adapter."""
+    return [state.model, *(state.check_model(name) for name in state.options.adapters)]
 
 
 def _card(model: ModelCard) -> dict[str, Any]:
