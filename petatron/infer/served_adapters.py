@@ -128,8 +128,8 @@ class ServedAdapters:
                 placement = compute_placement(f"{linear}.{leaf}", param.shape, param.shard, coordinate)
                 local[leaf] = module.weight.new_zeros(placement.shape)
                 for shard in placement.tensor_shards:
-                    whole = adapter.tensors[shard.name][shard.logical_slices()]
-                    local[leaf][shard.local_slices()] = whole.to(module.weight)
+                    values = adapter.tensors[shard.name][shard.logical_slices()]
+                    local[leaf][shard.local_slices()] = values.to(module.weight)
             sections = [section.name for section in weight.shard.sections]
             indices = tuple(sections.index(section) for section in target.sections) or (0,)
             parts = Adapter((LORA_A, LORA_B), indices, rank=kind.rank).parts(module.sections)
