@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, Problem
+from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.base.log import get_logger
+from petatron.base.model_companion_files import read_companion_file
 from petatron.base.model_folder_file_names import is_hf_folder
 from petatron.checkpoint.files import step_folder, step_list
 from petatron.config import CheckpointConfig, LoadedConfig, with_vocab_size
@@ -19,7 +20,13 @@ from petatron.config.schema.fields import fields_by_path, flatten_config, replac
 from petatron.config.schema.objective_and_dataset_names import CHAT_DATASETS, PREFERENCE_OBJECTIVES
 from petatron.config.settings_from_checkpoint import tokenizer_paths
 from petatron.config.value_origins import ValueOrigin
-from petatron.data.prompt.built_in_templates import default_template, with_chat_template
+from petatron.data.conversations.end_of_turn import with_end_of_turn
+from petatron.data.prompt.built_in_templates import (
+    TEMPLATE_FILE,
+    default_template,
+    with_chat_template,
+    with_template_source,
+)
 from petatron.data.prompt.chat_template import tokenizer_chat_template
 from petatron.data.tokenizer import Tokenizer, build_tokenizer, folder_tokenizer
 from petatron.data.vocabulary_difference import vocabulary_difference
@@ -38,17 +45,34 @@ def open_tokenizer(loaded: LoadedConfig) -> tuple[LoadedConfig, Tokenizer | None
     tokenizer = build_tokenizer(config.tokenizer, vocab_size=_asked_vocab_size(loaded))
     if start is not None:
         _check_start_tokenizer(loaded, tokenizer, start)
-    loaded = _with_chat_template(loaded, tokenizer)
+    if start is not None and loaded.config.data.chat_template is None:
+        tokenizer = _with_template_of_run(loaded, tokenizer, start)
+    learns_chats = _learns_chats(loaded)
+    loaded = _with_chat_template(loaded, tokenizer) if learns_chats else loaded
     tokenizer = with_chat_template(tokenizer, loaded.config.data.chat_template)
+    if learns_chats:
+        tokenizer = with_end_of_turn(tokenizer)
     return with_vocab_size(loaded, *_vocab_size(loaded, tokenizer)), tokenizer
+
+
+def _with_template_of_run(loaded: LoadedConfig, tokenizer: Tokenizer, start: StartTokenizer) -> Tokenizer:
+    """Returns a tokenizer with the chat template that the model was trained with, where a run opens the files that it was made of."""
+    path, step = start.folder / TEMPLATE_FILE, step_list.containing_step(start.folder)
+    chosen = any(loaded.origins[name].kind in ("flag", "file") for name in tokenizer_paths())
+    if step is None or chosen or not path.is_file():
+        return tokenizer
+    step_folder.check_aux_files(step, step_folder.read_manifest_head(step))
+    return with_template_source(tokenizer, read_companion_file(path, CheckpointError).decode(errors="replace"))
+
+
+def _learns_chats(loaded: LoadedConfig) -> bool:
+    data, objective = loaded.config.data, loaded.config.train.objective
+    return data.dataset_type in CHAT_DATASETS or (data.dataset_type is None and objective in PREFERENCE_OBJECTIVES)
 
 
 def _with_chat_template(loaded: LoadedConfig, tokenizer: Tokenizer) -> LoadedConfig:
     """Returns the config with a built-in template where conversations need one, and neither the user nor the tokenizer has any."""
-    data, objective = loaded.config.data, loaded.config.train.objective
-    if data.dataset_type not in CHAT_DATASETS and (data.dataset_type or objective not in PREFERENCE_OBJECTIVES):
-        return loaded
-    if data.chat_template is not None or tokenizer_chat_template(tokenizer) is not None:
+    if loaded.config.data.chat_template is not None or tokenizer_chat_template(tokenizer) is not None:
         return loaded
     name, path = default_template(tokenizer), "data.chat_template"
     _log.info(

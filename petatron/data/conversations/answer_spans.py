@@ -155,8 +155,17 @@ class AnswerFinder:
 
     def has_end_of_turn(self, answer: str) -> bool:
         """Whether an answer ends with a token that ends a turn."""
+        return self.end_of_turn(answer) is not None
+
+    def end_of_turn(self, answer: str) -> str | None:
+        """Returns the first of the special tokens that an answer ends with; None if it ends with none."""
         tokens = [] if self._ends is None else list(self._ends.finditer(answer))
-        return bool(tokens) and not answer[tokens[-1].end() :].strip()
+        first, end = None, len(answer.rstrip())
+        for token in reversed(tokens):
+            if answer[token.end() : end].strip():
+                break
+            first, end = token[0], token.start()
+        return first
 
     def _probe(
         self, conversation: Conversation, k: int, text: str, upto: str | None, *, at_begin: bool = False

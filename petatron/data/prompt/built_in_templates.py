@@ -65,6 +65,7 @@ BUILT_IN = {
     NEMOTRON_ALIGNED: _ALIGNED,
     IDENTITY: _IDENTITY,
 }
+TEMPLATE_FILE = "chat_template.jinja"
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _BOS = "{{- bos_token }}"
 
@@ -74,6 +75,11 @@ def with_chat_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
     if template is None:
         return tokenizer
     source = built_in_template(template, tokenizer) if template in BUILT_IN else _read_template(Path(template))
+    return with_template_source(tokenizer, source)
+
+
+def with_template_source(tokenizer: Tokenizer, source: str) -> Tokenizer:
+    """Returns a tokenizer whose files have a chat template."""
     changed = copy(tokenizer)
     setattr(changed, "files", partial(_files_with_template, tokenizer, source))  # noqa: B010  of any class
     return changed
@@ -116,7 +122,7 @@ def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _files_with_template(tokenizer: Tokenizer, source: str) -> dict[str, bytes]:
-    return {**tokenizer.files(), "chat_template.jinja": source.encode()}
+    return {**tokenizer.files(), TEMPLATE_FILE: source.encode()}
 
 
 def _read_template(path: Path) -> str:

@@ -17,6 +17,7 @@ from petatron.base.untrusted_files import read_limited_bytes, reading_untrusted
 from petatron.config import RunConfig
 from petatron.config.required_settings import known_vocab_size
 from petatron.config.schema.log import LogConfig
+from petatron.data.conversations.end_of_turn import end_of_turn_id
 from petatron.data.data_file_error import data_file_error
 from petatron.data.prompt.prompt_encoder import PromptEncoder, check_messages
 from petatron.data.tokenizer import Tokenizer
@@ -30,10 +31,11 @@ _MAX_PROMPTS = 64
 
 @dataclass(frozen=True, slots=True)
 class SamplePrompt:
-    """A prompt and its token ids."""
+    """A prompt and its token ids; of a chat, the last message."""
 
     text: str
     ids: tuple[int, ...]
+    is_chat: bool = False
 
 
 def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SamplePrompt]:
@@ -54,7 +56,7 @@ def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SampleProm
     problems: list[str] = []
     for number, line in numbered:
         try:
-            text, ids = _encode_prompt(line, tokenizer)
+            text, ids, is_chat = _encode_prompt(line, tokenizer)
             check_prompt(
                 ids,
                 run.log.sample_tokens,
@@ -64,27 +66,26 @@ def read_prompts(run: RunConfig, tokenizer: Tokenizer | None) -> list[SampleProm
         except DataError as error:
             problems.append(f"--sample-prompts {path}, line {number}: {error}")
         else:
-            prompts.append(SamplePrompt(text, tuple(ids)))
+            prompts.append(SamplePrompt(text, tuple(ids), is_chat))
     if problems:
         raise DataError("\n".join(problems))
     return prompts
 
 
-def _encode_prompt(line: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """Returns the text that a sample shows of a prompt, and its ids."""
+def _encode_prompt(line: str, tokenizer: Tokenizer) -> tuple[str, list[int], bool]:
+    """Returns the text that a sample shows of a prompt, its ids, and whether it is a chat."""
     try:
         chat = json.loads(line)
     except ValueError:
         chat = None
     if not isinstance(chat, dict) or "messages" not in chat:
-        return line, tokenizer.encode(line)
+        return line, tokenizer.encode(line), False
     messages, tools = check_messages(chat["messages"]), chat.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise DataError("tools is not a list of objects, as OpenAI's API takes them.")
     last = messages[-1]["content"]
-    return last if isinstance(last, str) else json.dumps(last), PromptEncoder(tokenizer).encode_messages(
-        messages, tools=tools
-    )
+    shown = last if isinstance(last, str) else json.dumps(last)
+    return shown, PromptEncoder(tokenizer).encode_messages(messages, tools=tools), True
 
 
 class TextSampler:
@@ -106,6 +107,7 @@ class TextSampler:
             )
         self._model, self._tokenizer, self._prompts = model, tokenizer, prompts
         self._settings, self._seed = settings, seed
+        self._end = end_of_turn_id(tokenizer) if any(prompt.is_chat for prompt in prompts) else None
 
     def is_due(self, iteration: int) -> bool:
         interval = self._settings.sample_interval
@@ -127,4 +129,5 @@ class TextSampler:
             seed=self._seed,
             eod=eod,
         )
-        return self._tokenizer.decode(ids[:-1] if ids[-1] == eod else ids)
+        ids = ids[: ids.index(self._end)] if self._end in ids else ids
+        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] == eod else ids)

@@ -15,6 +15,7 @@ from petatron.data.build_datasets import chosen_kind
 from petatron.data.conversations.conversations_kind import ConversationsKind
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import HuggingFaceTokenizer
+from petatron.serve.open_engine import model_settings
 from petatron.validate import load_config
 from tests.cli.text_model import train_text_model
 from tests.unit.data.conversations.chat_tokenizers import answer, save_tokenizer, user
@@ -168,3 +169,55 @@ def test_records_of_another_form_end_the_run_or_are_counted(
     assert main([*flags, "--dataset-settings", "on_error=skip", "--train-iters", "1"]) == 0
     streams = capsys.readouterr()
     assert "2 records of 82 left out (1 nothing to learn, 1 wrong form; the first:" in streams.out + streams.err
+
+
+def test_a_run_of_other_tokenizer_files_is_used_with_its_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its settings name the files that it was made of, which have no template; the model's own folder has one."""
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path / "tokenizer", None, eos="<|endoftext|>")
+    write(tmp_path / "chats.jsonl", *({"messages": [user(letter), answer("yes")]} for letter in LETTERS))
+    shape = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 64 --position-embedding-type rope".split()
+    )
+    files = [
+        "--tokenizer-model",
+        "tokenizer",
+        "--sft",
+        "chats.jsonl",
+        "--save",
+        "runs/a",
+        "--train-iters",
+        "1",
+        "--eval-iters",
+        "0",
+    ]
+    assert main(["train", *shape, *files, *QUIET]) == 0
+    settings = model_settings(tmp_path / "runs/a")
+    encoder = PromptEncoder(settings.required_tokenizer())
+    assert encoder.has_template
+    end = settings.required_tokenizer().encode("<|im_end|>")[0]
+    assert end in settings.stop_ids, "a base model's end of text is another token"
+    write(tmp_path / "other.jinja", "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    assert (
+        main(
+            [
+                "train",
+                "runs/a",
+                "--sft",
+                "chats.jsonl",
+                "--chat-template",
+                "other.jinja",
+                "--save",
+                "runs/b",
+                *files[6:],
+                *QUIET,
+            ]
+        )
+        == 0
+    )
+    assert main(["train", "runs/b", "--sft", "chats.jsonl", "--save", "runs/c", *files[6:], *QUIET]) == 0
+    assert (
+        (next(Path("runs/c").glob("step-*")) / "model/chat_template.jinja")
+        .read_text()
+        .startswith("{% for m in messages %}{{ m.content }}")
+    )

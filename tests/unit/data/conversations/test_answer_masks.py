@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from petatron.data.conversations.conversation_record import read_record
 from petatron.data.conversations.conversation_settings import ConversationSettings
 from petatron.data.conversations.conversation_template import conversation_template
 from petatron.data.conversations.encode_conversation import ConversationEncoder, ConversationTokens
+from petatron.data.conversations.end_of_turn import end_of_turn_id, with_end_of_turn
 from petatron.data.conversations.refused_conversation import RefusedConversation
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from tests.unit.data.conversations.chat_tokenizers import (
@@ -202,3 +204,24 @@ def test_templates_get_values_and_a_date(tmp_path: Path):
     tokenizer = HuggingFaceTokenizer(tmp_path)
     encoded = encode(tokenizer, CHATS["two turns"], template_values='{"mood": "good"}', date="2025-03-01")
     assert tokenizer.decode(encoded.ids[:12].tolist()).startswith("2025 good user")
+
+
+@pytest.mark.parametrize(("family", "end"), [("qwen2_5", None), ("phi3", "<|end|>"), ("gemma3", "<end_of_turn>")])
+def test_the_end_of_a_turn_is_a_stop_of_the_saved_model(tmp_path: Path, family: str, end: str | None):
+    _, tokenizer = published(tmp_path, family)
+    number = end_of_turn_id(tokenizer)
+    assert number == (None if end is None else tokenizer.encode(end)[0])
+    files = with_end_of_turn(tokenizer).files()
+    if end is None:
+        assert "generation_config.json" not in files, "it is the end of a document"
+    else:
+        assert json.loads(files["generation_config.json"]) == {"eos_token_id": [tokenizer.eod, number]}
+
+
+def test_a_base_model_stops_where_its_template_ends_an_answer(tmp_path: Path):
+    save_tokenizer(tmp_path, (PUBLISHED / "qwen2_5.jinja").read_text(), eos="<|endoftext|>")
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    assert end_of_turn_id(tokenizer) == tokenizer.encode("<|im_end|>")[0] != tokenizer.eod
+    assert end_of_turn_id(ByteTokenizer()) is None
+    save_tokenizer(tmp_path, "{{ raise_exception('no') }}")
+    assert end_of_turn_id(HuggingFaceTokenizer(tmp_path)) is None
