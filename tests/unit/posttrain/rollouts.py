@@ -67,7 +67,8 @@ def learn(loaded: LoadedConfig, steps: int = 3, *, save_after: int | None = None
     state, loader, learned = opened.state, opened.loaders.train, list[Learned]()
     for number in range(1, steps + 1):
         size = loaded.config.train.global_batch_size
-        batches = loader.next_step(size, state.progress.consumed_samples)
+        drawn = loader.next_step(size, state.progress.consumed_samples)
+        batches = [batch.to(state.mesh.device) for batch in drawn]
         metrics = train_step(state, batches, num_samples=size)
         assert metrics.grad_norm is not None and metrics.objective_metrics is not None
         values = {name: float(value) for name, value in metrics.objective_metrics.items()}
