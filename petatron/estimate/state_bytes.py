@@ -40,6 +40,8 @@ from petatron.config.schema.fields import all_fields
 from petatron.config.schema.optimizer import OptimizerConfig
 from petatron.config.schema.run import RunConfig
 from petatron.config.schema.setting_types import WeightsCopy
+from petatron.kernels.block_quantization import BLOCK as QUANTIZED_BLOCK
+from petatron.kernels.block_quantization import CODE_BYTES as QUANTIZED_BYTES
 from petatron.layers.ops.fp8_weight import is_cast_for_each_use
 from petatron.layers.spec.param_spec import ParamSpec
 from petatron.mesh.rank_layout import Layout
@@ -142,7 +144,9 @@ def state_bytes(run: RunConfig, local_stages: Sequence[PipelineStage] | None = N
             copies=_num_copies(run) * main * (owned + trained.rows),
         )
     return StateBytes(
-        weights=weight * (local + elements.rows) + _fp8_copy_bytes(run, elements, trained, num_shards=ranks[0]),
+        weights=weight * (local + elements.rows)
+        + _fp8_copy_bytes(run, elements, trained, num_shards=ranks[0])
+        - _quantized_saving(run, elements, trained),
         gradients=(_DTYPE_BYTES[run.optim.main_grads_dtype] if main == 4 else main) * num_trained
         + main * trained.row_gradients,
         master_weights=int(4 * owned * on_device) + row_masters if weight < 4 else 0,
@@ -155,6 +159,16 @@ def _num_copies(run: RunConfig) -> int:
     """Returns how many settings of the run make a rank keep a copy of the weights that it updates."""
     copying = (info for info in all_fields() if WeightsCopy in info.marks)
     return sum(getattr(getattr(run, info.section), info.name) not in (None, False) for info in copying)
+
+
+def _quantized_saving(run: RunConfig, elements: ElementCounts, trained: ElementCounts) -> int:
+    """Returns the bytes by which quantized frozen weights of layers are smaller; norms and routers are counted among them."""
+    form = run.model.adapter_base_format
+    if form is None or run.model.adapter is None:
+        return 0
+    frozen = elements.dense - elements.embedding_and_head - (trained.dense - trained.embedding_and_head)
+    frozen += elements.experts - trained.experts
+    return int(frozen * (element_bytes(run) * (1 - 1 / QUANTIZED_BLOCK) - QUANTIZED_BYTES[form]))
 
 
 def _fp8_copy_bytes(run: RunConfig, elements: ElementCounts, trained: ElementCounts, *, num_shards: int) -> int:

@@ -22,6 +22,8 @@ from petatron.kernels.compute_dtype import compute_dtype
 from petatron.kernels.linear_gemms import ChunkedGemm, Gemm, Tensors, WeightGrad
 
 BLOCK = 64
+CODE_BYTES = {"nf4": 0.5, "fp8": 1.0}
+"""The bytes of an element's code; a block's largest magnitude is besides."""
 QuantizedFormat = Literal["nf4", "fp8"]
 _OFFSET = 0.9677083
 """The largest probability whose quantile is a code: the mean of 1 - 1/32 and 1 - 1/30."""

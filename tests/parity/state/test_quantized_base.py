@@ -9,6 +9,7 @@ import torch
 
 import petatron
 from petatron.base.errors import ConfigError
+from petatron.estimate.state_bytes import state_bytes
 from petatron.kernels.block_quantization import DequantizingGemm, quantize
 from petatron.mesh.mesh import ParallelMesh
 from petatron.parallel.install_fp8_gemms import fp8_linears
@@ -75,6 +76,10 @@ def test_weights_take_the_bytes_of_their_codes():
     stored = sum(gemm.weight.num_bytes for gemm in gemms if isinstance(gemm, DequantizingGemm))
     elements = sum(linear.weight.numel() for linear in linears)
     assert stored == elements * 4.25 / 8 and all(linear.weight.untyped_storage().nbytes() <= 2 for linear in linears)
+    plain, nf4 = (
+        state_bytes(tiny_run(f"{LORA} --bf16 {flags}")).weights for flags in ("", "--adapter-base-format nf4")
+    )
+    assert plain - nf4 == pytest.approx(elements * 2 - stored, rel=0.02)
     frozen = [group for group in model.param_groups if not group.spec.trainable]
     assert all(group.flat_weights.numel() == 0 for group in frozen)
     read = {shard.name: view for group in frozen for shard, view in group_tensor_shards(group, group.weights())}
