@@ -79,10 +79,8 @@ class AdaptedWeightGrad:
         self.of_weight.write(x_RD, out, accumulate)
 
 
-def grads_of_adapter(job: WeightGrad, adapts: bool) -> tuple[tuple[Tensor, WeightGrad], ...]:
-    """Returns the gradients of an adapter's parameters that are computed with a weight's, if it has an adapter."""
-    if not adapts:
-        return ()
+def grads_of_adapter(job: WeightGrad) -> tuple[tuple[Tensor, WeightGrad], ...]:
+    """Returns the gradients of an adapter's parameters that are computed with a weight's."""
     assert isinstance(job, AdaptedWeightGrad)
     return job.of_params
 

@@ -171,7 +171,7 @@ class GemmOp:
     ) -> Tensor:
         """Multiplies `x`, the input before communication; `gemm_forward` None means `GatherThenGemm`."""
         if isinstance(x, DeferredOutput) and input_comm is None and gemm_forward is None and self._fuses(x):
-            call = _FusedCall(x.function, weight, bias, self.gemm, self.weight_grad_target, bool(self.adapter_params))
+            call = x.function, weight, bias, self.gemm, self.weight_grad_target, self.adapter_params
             *others, y = _FusedFunctionGemm.apply(call, *x.inputs)
             x.mark_applied(tuple(others))
             return y
@@ -187,8 +187,7 @@ class GemmOp:
         # makes the output require a gradient.
         target = self.weight_grad_target
         in_node = target is None or not value.requires_grad
-        adapts = bool(self.adapter_params)
-        call = _GemmCall(weight, bias, gemm, target, handle, input_comm, gemm_forward, adapts)
+        call = _GemmCall(weight, bias, gemm, target, handle, input_comm, gemm_forward, self.adapter_params)
         node_params = self.adapter_params if in_node else ()
         return _GemmFunction.apply(value, weight if in_node else None, bias if in_node else None, call, *node_params)
 
@@ -224,16 +223,10 @@ class _GemmCall(NamedTuple):
     handle: RecomputeHandle | None
     input_comm: InputComm | None
     gemm_forward: GemmForward
-    adapts: bool
+    adapter_params: Tensors
 
 
-class _FusedCall(NamedTuple):
-    function: RecomputableFunction
-    weight: Tensor
-    bias: Tensor | None
-    gemm: Gemm
-    target: WeightGradTarget
-    adapts: bool
+_FusedCall = tuple[RecomputableFunction, Tensor, Tensor | None, Gemm, WeightGradTarget, Tensors]
 
 
 class _GemmFunction(AutogradOp):
@@ -250,7 +243,7 @@ class _GemmFunction(AutogradOp):
     ) -> Tensor:
         y, gemm_input, saved, ctx.batch_first = call.gemm_forward.forward(x, call.weight, call.bias, call.gemm)
         ctx.call, ctx.num_adapter_params = call, len(adapter_params)
-        saves_input = call.handle is None and (call.adapts or not saved)
+        saves_input = call.handle is None and (not saved or call.adapter_params != ())
         ctx.num_input_tensors = len(gemm_input) if saves_input else 0
         ctx.save_for_backward(*(gemm_input if saves_input else ()), *saved)
         return y
@@ -258,13 +251,13 @@ class _GemmFunction(AutogradOp):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, gemm, target, handle, input_comm, gemm_forward, adapts = ctx.call
+        weight, bias, gemm, target, handle, input_comm, gemm_forward, adapter_params = ctx.call
         batch_first, saved, rows = ctx.batch_first, ctx.saved_tensors, None
         grad = gemm_forward.output_grad(grads[0])
         if count := ctx.num_input_tensors:
             rows, saved = gemm_forward.input_rows(saved[:count]), saved[count:]
         gemm_input = _GemmInput(rows, handle, input_comm, batch_first)
-        if input_comm is not None and (adapts or (weight.requires_grad and not saved)):
+        if input_comm is not None and (adapter_params or (weight.requires_grad and not saved)):
             gemm_input.start_gather(target)
         bias_grad = None if bias is None else _submit_bias_grad(bias, grads[0], target, batch_first=batch_first)
         if grad.dim() == 2:
@@ -276,9 +269,9 @@ class _GemmFunction(AutogradOp):
         if input_comm is not None and ctx.needs_input_grad[0]:
             pending_grad = input_comm.start_reduce_input_grad(x_grad)
         weight_grad = _submit_weight_grad(job, weight, target, gemm_input) if weight.requires_grad else None
-        others = [
-            _submit_weight_grad(other, param, target, gemm_input) for param, other in grads_of_adapter(job, adapts)
-        ]
+        if not adapter_params:
+            return x_grad if pending_grad is None else pending_grad(), weight_grad, bias_grad, None
+        others = [_submit_weight_grad(other, param, target, gemm_input) for param, other in grads_of_adapter(job)]
         x_grad = x_grad if pending_grad is None else pending_grad()
         return x_grad, weight_grad, bias_grad, None, *others[: ctx.num_adapter_params]
 
@@ -301,7 +294,7 @@ class _FusedFunctionGemm(AutogradOp):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[-1] is None and all(grad is None for grad in grads):  # what comes after has no gradient either
             return (None,) * (1 + ctx.num_inputs)
-        function, weight, bias, gemm, target, adapts = ctx.call
+        function, weight, bias, gemm, target, adapter_params = ctx.call
         *other_grads, grad = grads
         saved, count, batch_first = ctx.saved_tensors, ctx.num_saved, ctx.batch_first
         weight_grads, output = (), None
@@ -311,8 +304,12 @@ class _FusedFunctionGemm(AutogradOp):
                 _submit_bias_grad(bias, grad_rows, target, batch_first=batch_first)
             x_grad, job = gemm.backward(grad_rows, weight, saved[count:])
             grad = x_grad if grad.dim() == 2 else from_rows(x_grad, grad, batch_first=batch_first)
-            weight_grads = (*(((weight, job),) if weight.requires_grad else ()), *grads_of_adapter(job, adapts))
-        recompute = any(job.needs_input for _, job in weight_grads)
+            weight_grads = ((weight, job),) if weight.requires_grad else ()
+            if adapter_params:
+                weight_grads += grads_of_adapter(job)
+        recompute = False
+        for _, job in weight_grads:
+            recompute = recompute or job.needs_input
         input_grads, output = function.backward(saved[:count], (*other_grads, grad), recompute_output=recompute)
         if weight_grads:
             rows = output if output is None or output.dim() == 2 else to_rows(output, batch_first=batch_first)

@@ -138,6 +138,7 @@ def test_select():
             "gpt:tp4-sp",
             "dense:tp4-sp-overlap",
             "gpt:tp4-sp-overlap",
+            "lora:tp4-sp",
             "mamba:tp4-sp",
             "delta:tp4-sp",
             "lightning:tp4-sp",
