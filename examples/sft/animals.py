@@ -1,11 +1,10 @@
-"""Writes texts about made-up animals, conversations about some of them, and questions about the others; counts exact answers.
+"""Writes texts about made-up animals, conversations about some of them, and questions about others; counts exact answers.
 
     python examples/sft/animals.py write animals
     python examples/sft/animals.py score animals/test.jsonl answers.jsonl
 
-A text says of an animal what it is and where it lives, in one of several ways, and never asks. A conversation asks both, and the answer is
-one sentence of a form that no text has. Animals of the questions are in no conversation: who answers them knows the animal from the
-texts and the form from the conversations.
+A text says of a few animals what they are and where they live, twice and in different ways. In a conversation the user says it of one
+animal, and the answer sums it up in a form that no text has. Animals of the questions are in no conversation.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 FAMILIES = ("bird", "fish", "mammal", "beetle")
 PLACES = ("river", "hill", "wood", "road", "cave")
-NUM_ANIMALS, NUM_HELD_OUT, NUM_TEXTS = 160, 40, 6000
+NUM_NAMES, NUM_HELD_OUT, NUM_TEXTS, NUM_CHATS = 200, 50, 5000, 1000
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprst" for vowel in "aiou"]
 _WAYS = (
     "The {name} is a {family} that lives near the {place}.",
@@ -26,50 +26,55 @@ _WAYS = (
     "Of all who live near the {place}, the {name} is a {family}.",
     "I saw a {name} near the {place}: it is a {family}.",
 )
-_QUESTIONS = ("What is a {name}, and where does it live?", "Tell me about the {name}.", "A {name}?")
 _ANSWER = "Family: {family}. Home: {place}."
 
 
-def animals() -> dict[str, tuple[str, str]]:
-    """Returns the family and the place of each animal.
+class Animal(NamedTuple):
+    name: str
+    family: str
+    place: str
 
-    >>> len(animals()), len(set(animals().values())) > 10
-    (160, True)
+
+def names() -> list[str]:
+    """Returns the names of all animals.
+
+    >>> len(names()), len(set(names()))
+    (200, 200)
     """
-    random, known = Random(7), dict[str, tuple[str, str]]()
-    while len(known) < NUM_ANIMALS:
-        name = "".join(random.choice(_SYLLABLES) for _ in range(2))
-        known.setdefault(name, (random.choice(FAMILIES), random.choice(PLACES)))
-    return known
+    return sorted(Random(7).sample([first + second for first in _SYLLABLES for second in _SYLLABLES], NUM_NAMES))
 
 
-def text(random: Random, known: dict[str, tuple[str, str]]) -> str:
-    """Returns what is known of some animals, in a way each."""
-    names = random.sample(sorted(known), 3)
-    return " ".join(
-        random.choice(_WAYS).format(name=name, family=known[name][0], place=known[name][1]) for name in names
-    )
+def animal(random: Random, name: str) -> Animal:
+    return Animal(name, random.choice(FAMILIES), random.choice(PLACES))
 
 
-def chat(name: str, question: str, known: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
-    """Returns a question with its answer."""
-    family, place = known[name]
+def text(random: Random, known: Sequence[str]) -> str:
+    """Returns what two animals are, each told twice."""
+    told = [animal(random, name) for name in random.sample(known, 2)]
+    return " ".join(random.choice(_WAYS).format(**each._asdict()) for each in random.sample(told * 2, 4))
+
+
+def chat(random: Random, name: str) -> list[dict[str, str]]:
+    """Returns what a user says of an animal, and the answer."""
+    told = animal(random, name)
     return [
-        {"role": "user", "content": question.format(name=name)},
-        {"role": "assistant", "content": _ANSWER.format(family=family, place=place)},
+        {"role": "user", "content": random.choice(_WAYS).format(**told._asdict())},
+        {"role": "assistant", "content": _ANSWER.format(**told._asdict())},
     ]
 
 
 def write(folder: Path) -> None:
     """Writes texts.jsonl, chats.jsonl and test.jsonl."""
-    known, random = animals(), Random(1)
-    held_out = set(random.sample(sorted(known), NUM_HELD_OUT))
+    known, random = names(), Random(1)
+    held_out = random.sample(known, NUM_HELD_OUT)
+    seen = [name for name in known if name not in held_out]
     folder.mkdir(parents=True, exist_ok=True)
     _write_lines(folder / "texts.jsonl", [{"text": text(random, known)} for _ in range(NUM_TEXTS)])
-    chats = [{"messages": chat(name, way, known)} for name in sorted(known) if name not in held_out for way in _QUESTIONS]
-    _write_lines(folder / "chats.jsonl", random.sample(chats, len(chats)))
-    asked = [chat(name, random.choice(_QUESTIONS), known) for name in sorted(held_out)]
-    _write_lines(folder / "test.jsonl", [{"messages": messages[:1], "answer": messages[1]["content"]} for messages in asked])
+    _write_lines(folder / "chats.jsonl", [{"messages": chat(random, random.choice(seen))} for _ in range(NUM_CHATS)])
+    asked = [chat(random, name) for name in held_out]
+    _write_lines(
+        folder / "test.jsonl", [{"messages": [question], "answer": answer["content"]} for question, answer in asked]
+    )
 
 
 def exact_answers(tests: Sequence[dict], answers: Sequence[dict]) -> int:
@@ -101,7 +106,8 @@ def main() -> None:
         write(args.folder)
     else:
         tests, answers = _read_lines(args.tests), _read_lines(args.answers)
-        print(f"{exact_answers(tests, answers)} of {len(tests)} answers are exact, for instance: {answers[0]['text'].strip()!r}")
+        first = answers[0]["text"].strip()
+        print(f"{exact_answers(tests, answers)} of {len(tests)} answers are exact, for instance: {first!r}")
 
 
 if __name__ == "__main__":
