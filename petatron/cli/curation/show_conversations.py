@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.format_text import count_with_noun
@@ -62,7 +62,7 @@ def show_conversations(args: argparse.Namespace, config: TokenizerConfig) -> int
     if not 0 <= args.index < count:
         rule = f"is not a row of {args.dataset}, which has {count:,} here"
         raise_problems([Problem("--index", str(args.index), rule, "They are counted from 0.")])
-    sample, trace = dataset[args.index], trace_sample(dataset, args.index)
+    sample, trace = cast(Mapping[str, Any], dataset[args.index]), trace_sample(dataset, args.index)
     titles = [str(document.source) for document in trace.documents]
     if "begins" in sample:
         parts = _conversations(sample, titles, tokenizer)
@@ -83,7 +83,7 @@ def _padding(args: argparse.Namespace, shown: int) -> str:
     return f"{count_with_noun(max(0, args.seq_length - shown), 'token')} of padding"
 
 
-def _conversations(sample: dict, titles: Sequence[str], tokenizer: Tokenizer) -> list[DocumentPart]:
+def _conversations(sample: Mapping[str, Any], titles: Sequence[str], tokenizer: Tokenizer) -> list[DocumentPart]:
     begins = sample["begins"].tolist()
     starts = sorted({begin for begin in begins if begin >= 0})
     ends = [*starts[1:], sum(begin >= 0 for begin in begins)]
@@ -99,7 +99,9 @@ def _conversations(sample: dict, titles: Sequence[str], tokenizer: Tokenizer) ->
     ]
 
 
-def _answers(sample: dict, titles: Sequence[str], tokenizer: Tokenizer, names: Sequence[str]) -> list[DocumentPart]:
+def _answers(
+    sample: Mapping[str, Any], titles: Sequence[str], tokenizer: Tokenizer, names: Sequence[str]
+) -> list[DocumentPart]:
     parts: list[DocumentPart] = []
     end = 0
     for number, length in enumerate(sample["lengths"].tolist()):

@@ -85,8 +85,8 @@ class AnswerPairs:
             return self._answer(2 * record), self._answer(2 * record + 1)
         answer, other = self._answer(record), self._answer(self._next[record])
         begin, other_begin = (int(mask.argmax()) for _, mask in (answer, other))
-        ids, mask = (np.concatenate([x[:begin], y[other_begin:]]) for x, y in zip(answer, other))
-        return answer, (ids, mask)
+        ids = np.concatenate([answer[0][:begin], other[0][other_begin:]])
+        return answer, (ids, np.concatenate([answer[1][:begin], other[1][other_begin:]]))
 
     def _answer(self, row: int) -> Answer:
         ids, weights = self.source.rows.row(row)

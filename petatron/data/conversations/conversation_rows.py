@@ -66,7 +66,9 @@ def fit_records(
     stops = np.minimum(lengths, seq_length)
     starts = lengths - stops if long_samples == "truncate-left" else np.zeros_like(lengths)
     pieces = np.stack([starts, starts + stops], axis=-1)
-    kept = ~is_long if long_samples == "skip" else np.ones(len(units), bool)
+    kept = np.ones(len(units), bool)
+    if long_samples == "skip":
+        kept[np.flatnonzero(is_long)] = False
     num_unlearned = 0
     for place in np.flatnonzero(is_long & kept).tolist():
         record = units[place] * rows_per_record

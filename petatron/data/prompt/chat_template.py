@@ -17,7 +17,10 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from petatron.base.errors import DataError
@@ -39,13 +42,13 @@ class _GenerationBlocks(Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        arguments: list[jinja2.nodes.Expr] = [jinja2.nodes.ContextReference()]
-        return jinja2.nodes.CallBlock(self.call_method("mark", arguments), [], [], body).set_lineno(line)
+        arguments: list[nodes.Expr] = [nodes.ContextReference()]
+        return nodes.CallBlock(self.call_method("mark", arguments), [], [], body).set_lineno(line)
 
-    def mark(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
+    def mark(self, context: Context, caller: Callable[[], str]) -> str:
         text = caller()
         return f"{_BEGIN}{text}{_END}" if context.get(_MARKS_KEY) else text
 
