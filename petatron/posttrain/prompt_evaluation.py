@@ -21,7 +21,7 @@ LABEL = "held-out prompts"
 
 
 class PromptEvaluator:
-    """Answers and rewards the prompts of `--eval-prompts` with the model as it is now, before the first iteration too."""
+    """Answers and rewards the prompts of `--eval-prompts` with the model as it is now."""
 
     def __init__(
         self,

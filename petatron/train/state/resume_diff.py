@@ -36,6 +36,9 @@ _SETTINGS_BY_EFFECT: Mapping[str, tuple[str, ...]] = {
         "FP8",
     ),
     "learning rates follow it from iteration {iteration:,} on; weights and the model's factors stay": ("muP",),
+    "answers that are drawn from iteration {iteration:,} on follow it; those that wait for later steps are learned from as they are": (
+        "rollout",
+    ),
     "takes effect from iteration {iteration:,} on": (
         *("precision", "model", "moe", "optim", "schedule", "memory", "train"),
     ),
@@ -56,6 +59,8 @@ _IGNORED_SETTINGS = (
     "log",
     "launch",
     "tokenizer",
+    "rollout.reward_workers",
+    "rollout.rollout_log_gigabytes",
     "data.num_workers",
     "data.data_cache_path",
     "data.object_storage_cache_path",

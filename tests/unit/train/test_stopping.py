@@ -40,11 +40,11 @@ def test_one_rank_stops_after_the_step_that_a_signal_came_in(
 ):
     step = loop_module.train_step
 
-    def interrupted(state, batches, *more):
+    def interrupted(state, batches, *more, **named):
         if state.progress.iteration == 1:
             os.kill(os.getpid(), signal.SIGINT)
             until(lambda: _PROMISE in told)  # while the step is under way
-        return step(state, batches, *more)
+        return step(state, batches, *more, **named)
 
     monkeypatch.setattr(loop_module, "train_step", interrupted)
     _, loop, writer = start(tiny_run(f"{SMALL} --train-iters 5 --save {tmp_path}"))
