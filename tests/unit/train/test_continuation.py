@@ -76,7 +76,7 @@ def test_only_the_three_formats_of_weights_change_the_precision_of_weights():
 
 def test_every_setting_of_the_config_has_a_word_or_is_left_out_on_purpose():
     silent = {info.section for info in fields_by_path().values() if _effect(info.section, info.name) is None}
-    assert silent <= {"checkpoint", "log", "launch", "tokenizer", "data", "train"}
+    assert silent <= {"checkpoint", "log", "launch", "tokenizer", "data", "train", "rollout"}
     said = {f"{info.section}.{info.name}" for info in fields_by_path().values() if _effect(info.section, info.name)}
     assert {"data.split", "optim.lr", "parallel.tensor_model_parallel_size", "memory.recompute_granularity"} <= said
 
