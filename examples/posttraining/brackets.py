@@ -2,9 +2,9 @@
 
     python examples/posttraining/brackets.py FOLDER
 
-corpus.jsonl has texts as a model is pretrained on: brackets, a space, the ones that close them, and then up to six brackets too many. So
-the model that learns from it knows how to close brackets, and not when to stop. prompts.jsonl and held-out.jsonl have prompts with the
-right answer, which no text shows alone; none of the held-out prompts is in the others.
+corpus.jsonl has texts as a model is pretrained on: brackets, a space, the ones that close them, and then up to six brackets too many, none
+in one text of seven. So the model that learns from it knows how to close brackets, and not when to stop. prompts.jsonl and held-out.jsonl
+have prompts with the right answer; none of the held-out prompts is in the others.
 """
 
 import json

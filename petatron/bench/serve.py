@@ -40,6 +40,7 @@ from petatron.bench.peers import BenchSpec
 from petatron.bench.peers.bench_workload import bench_spec
 from petatron.bench.peers.generation_models import build_weights
 from petatron.bench.serving.http_clients import BenchRequest, HttpClients
+from petatron.config.flags.parse_command_line import FROM_FLAG
 from petatron.config.required_settings import known_vocab_size
 from petatron.data.tokenizer import HuggingFaceTokenizer
 from petatron.infer.engine import Engine
@@ -105,8 +106,8 @@ def _problems(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[Proble
 
 def _checkpoint(flags: Sequence[str], scratch: Path) -> tuple[Path, list[str]]:
     """Returns the named checkpoint, or one of random weights, and the flags to serve it with."""
-    if list(flags[:1]) == ["--preset"] and Path(flags[1]).is_dir():
-        return Path(flags[1]), list(flags[2:])
+    if list(flags[:1]) == [FROM_FLAG]:
+        return find_model(flags[1]), list(flags[2:])
     if list(flags[:1]) == ["--preset"] and len(Path(flags[1]).parts) > 1:
         find_model(flags[1])  # no preset has such a name: says what a checkpoint is
     named = any(flag.partition("=")[0] in ("--preset", "--config") for flag in flags)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from petatron.cli import bench, runs
+from petatron.cli import bench, posttrain, runs
 from petatron.cli.subcommands import lm_eval_starter
 from petatron.config.flags import megatron_flags
 from petatron.config.flags.megatron_table import megatron_flags as megatron_table
@@ -60,6 +60,7 @@ def completions() -> dict[str, ShellCompletion]:
     run = run_flags()
     commands = {
         "train": ShellCompletion(run, presets=True),
+        "posttrain": ShellCompletion(run, following=tuple(posttrain.ALGORITHMS)),
         "completion": ShellCompletion(following=SHELLS),
         "lm-eval": ShellCompletion(following=lm_eval_starter.COMMANDS),
         "config": ShellCompletion(following=("show", "diff", "presets", "reference")),

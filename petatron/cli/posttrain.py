@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.cli.subcommands.run_on_ranks import start_ranks
@@ -105,7 +104,7 @@ def training_flags(argv: Sequence[str]) -> list[str]:
         close = closest_matches(argv[0], ALGORITHMS, count=1)
         hint = f"Did you mean {close[0]}? " if close else ""
         raise ConfigError([Problem("posttrain", argv[0], "is no algorithm", f"{hint}Known: {', '.join(ALGORITHMS)}.")])
-    flags = _with_model(list(argv[1:]))
+    flags = with_preset(list(argv[1:]))
     settings, flags = _take_settings(flags)
     named = {name: _value(value, flags) for name, value in algorithm.settings.items()}
     merged = [f"{name}={value}" for name, value in (named | settings).items()]
@@ -124,13 +123,6 @@ def posttrain_rank(argv: list[str]) -> int:
     run_posttraining(load_checked(argv, world_size=environment.world_size), subcommands=SUBCOMMANDS)
     stop_process_group()
     return 0
-
-
-def _with_model(flags: list[str]) -> list[str]:
-    """A first word that is no flag is the folder of a model, or names a preset or a YAML file."""
-    if flags and not flags[0].startswith("-") and Path(flags[0]).is_dir():
-        return ["--from", *flags]
-    return with_preset(flags)
 
 
 def _take_settings(flags: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -47,11 +47,13 @@ def policy_log_probs(logits: Tensor, labels: Tensor, temperature: float | Tensor
 
 def row_temperatures(temperature: float | Tensor, labels: Tensor, logits_RV: Tensor) -> Tensor | None:
     """Returns what each row of logits is divided by; None: nothing."""
-    if not isinstance(temperature, Tensor):
-        if temperature in (0.0, 1.0):
-            return None
-        temperature = torch.tensor(temperature, dtype=torch.float64, device=logits_RV.device)
-    wide = temperature.to(logits_RV.device, to_compute_dtype(logits_RV.new_empty(0)).dtype)
+    if isinstance(temperature, Tensor):
+        divisor = temperature
+    elif temperature in (0.0, 1.0):
+        return None
+    else:
+        divisor = torch.tensor(temperature, dtype=torch.float64, device=logits_RV.device)
+    wide = divisor.to(logits_RV.device, to_compute_dtype(logits_RV.new_empty(0)).dtype)
     wide = wide.masked_fill(wide == 0.0, 1.0)
     return wide.expand(labels.shape).reshape(-1)
 

@@ -76,7 +76,7 @@ def with_adapters(spec: SpecT) -> SpecT:
         layers.append(replace(layer, adapter=_adapter_spec(config, targets) if targets else None))
     if unmatched and config.adapter_targets:
         raise ConfigError([_unmatched(pattern, spec.layers, config) for pattern in sorted(unmatched)])
-    return replace(spec, layers=tuple(layers))  # pyright: ignore[reportCallIssue]
+    return replace(spec, layers=tuple(layers))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def adapted_linears(spec: ModelSpec) -> Iterator[tuple[str, ParamSpec, AdapterTarget, AdapterSpec]]:

@@ -9,6 +9,7 @@ from petatron.base.errors import ConfigError, Problem, raise_problems
 from petatron.checkpoint.stateful_components import Stateful
 from petatron.config import LoadedConfig
 from petatron.config.schema.run import RunConfig
+from petatron.data.conversations.end_of_turn import end_of_turn_id
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.stop_ids import find_stop_ids
@@ -66,6 +67,8 @@ class RolloutSource:
             stop_ids = find_stop_ids(Path(start), self._tokenizer, vocab_size=vocab_size)
         else:
             stop_ids = () if self._tokenizer.eod is None else (self._tokenizer.eod,)
+        end_of_turn = end_of_turn_id(self._tokenizer)
+        stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
         sampler = RolloutSampler(run, state.model, self._tokenizer, stop_ids)
         rewards = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
         log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)

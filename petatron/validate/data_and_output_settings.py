@@ -174,7 +174,8 @@ def _evaluated_sets(config: RawRunConfig) -> Iterator[Problem]:
         else:
             rule = f"needs a name of its own for each of the {counts}: letters, digits, _ and -, and no weights"
             yield Problem(where, "", rule, "Give --validation-set-names, or --valid-data-path NAME=PREFIX NAME=PREFIX.")
-    if train.skip_train and train.eval_iters == 0 and not train.full_validation and train.eval_tasks is None:
+    measured = train.full_validation or train.eval_tasks is not None or config.rollout.eval_prompts
+    if train.skip_train and train.eval_iters == 0 and not measured:
         yield Problem("--skip-train", "", "evaluates only, and --eval-iters 0 evaluates nothing", "Leave one out.")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,8 +108,9 @@ def _draw(
     key_tile: int,
 ) -> list[tuple[Completion, float]]:
     """Returns the answers with their temperatures."""
-    step_tokens = {} if case.chunk is None else {"max_step_tokens": case.batch + case.chunk}
-    options = EngineOptions(max_sequences=case.batch, exact=model.batch_invariant, **step_tokens)
+    options = EngineOptions(max_sequences=case.batch, exact=model.batch_invariant)
+    if case.chunk is not None:
+        options = replace(options, max_step_tokens=case.batch + case.chunk)
     with _attention_with_tile(model, key_tile):
         engine = Engine(model, options=options)
         try:
@@ -122,7 +124,9 @@ def _draw(
 def _attention_with_tile(model: ParallelModel, key_tile: int) -> Iterator[None]:
     """Makes attention over pages of a batch-invariant model merge tiles of another size, which gives other bits."""
     modules = [module for stage in model.stages.values() for module in stage.modules()]
-    changed = [(module, module.attend_to_pages) for module in modules if isinstance(module, _WITH_PAGES)]
+    changed: list[tuple[Any, Any]] = [
+        (module, module.attend_to_pages) for module in modules if isinstance(module, _WITH_PAGES)
+    ]
     for module, attend in changed if key_tile != KEY_TILE else ():
         module.attend_to_pages = replace(attend.__self__, key_tile=key_tile).over_pages
     try:

@@ -63,10 +63,13 @@ def test_flags_have_our_names_and_megatrons_defaults(table: ModuleType):
 
 def test_a_tokenizer_that_is_unknown_here_is_left_to_the_checkpoint(table: ModuleType):
     arguments = table.read_arguments(
-        "--load run --prompts a --tokenizer-type SFTTokenizer --vocab-file vocab.txt".split()
+        "--load run --prompts a --tokenizer-type NullMultimodalTokenizer --vocab-file vocab.txt".split()
     )
     assert not [flag for flag in table.generate_flags(arguments) if "token" in flag and flag != "--max-tokens"]
-    assert "the checkpoint's tokenizer is used" in arguments.notices[-1] and "SFTTokenizer" in arguments.notices[-1]
+    assert (
+        "the checkpoint's tokenizer is used" in arguments.notices[-1]
+        and "NullMultimodalTokenizer" in arguments.notices[-1]
+    )
     ours = "--tokenizer-type TikTokenizer --tiktoken-pattern v2 --tokenizer-model multi.json".split()
     passed = flags_of(table, f"--load run --prompts a {' '.join(ours)}")
     assert [flag for flag in passed if flag in ours] == ours

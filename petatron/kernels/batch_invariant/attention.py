@@ -43,13 +43,13 @@ QUERY_BLOCK = 16
 
 
 class QuerySegment(NamedTuple):
-    """Rows first_row ... first_row + count - 1 are the tokens of a document from `first_position` on.
+    """Rows first_row ... first_row + num_rows - 1 are the tokens of a document from `first_position` on.
 
     first_key: where its keys begin in `AttentionPlan.key_rows`.
     """
 
     first_row: int
-    count: int
+    num_rows: int
     first_position: int
     first_key: int
 
@@ -242,6 +242,6 @@ class _RowAttention(AutogradOp):
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            out = attention(*inputs, ctx.visibility, **ctx.options)
-        return *torch.autograd.grad(out, inputs, grads[0]), None, None, None
+            q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+            out = attention(q, k, v, ctx.visibility, **ctx.options)
+        return *torch.autograd.grad(out, (q, k, v), grads[0]), None, None, None

@@ -28,13 +28,13 @@ HANGING = """
 import ctypes, sys
 import petatron.train.training_loop as loop
 step = loop.train_step
-def hanging(state, batches, *more):
+def hanging(state, batches, *more, **named):
     if state.progress.iteration == 3 and state.mesh.rank == state.mesh.world.size - 1:
         open("hangs", "w").close()
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)
-    return step(state, batches, *more)
+    return step(state, batches, *more, **named)
 loop.train_step = hanging
 from petatron.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))

@@ -81,11 +81,11 @@ def test_failing_rank_stops_all_with_its_traceback(tmp_path: Path):
 import os, sys
 import petatron.train.training_loop as loop
 step = loop.train_step
-def failing(state, batches, *more):
+def failing(state, batches, *more, **named):
     assert "sympy" not in sys.modules, "a rank that has built its model has spent a second on an import it does not need"
     if state.mesh.rank == 1 and state.progress.iteration == 1:
         raise ValueError("a fault in rank one")
-    return step(state, batches, *more)
+    return step(state, batches, *more, **named)
 loop.train_step = failing
 from petatron.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))
@@ -168,10 +168,10 @@ FAULTY = """
 import os, signal, sys, time
 import petatron.train.training_loop as loop
 step = loop.train_step
-def faulty(state, batches, *more):
+def faulty(state, batches, *more, **named):
     if state.mesh.rank == 2 and state.progress.iteration == 2:
         os.kill(os.getpid(), signal.SIGKILL) if "{fault}" == "kill" else time.sleep(1000)
-    return step(state, batches, *more)
+    return step(state, batches, *more, **named)
 loop.train_step = faulty
 from petatron.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))

@@ -92,10 +92,10 @@ def test_a_run_that_breaks_off_leaves_its_summary(
 ):
     step = loop_module.train_step
 
-    def breaks(state: Any, batches: Any, *more: Any) -> Any:
+    def breaks(state: Any, batches: Any, *more: Any, **named: Any) -> Any:
         if state.progress.iteration == 1:
             raise error
-        return step(state, batches, *more)
+        return step(state, batches, *more, **named)
 
     monkeypatch.setattr(loop_module, "train_step", breaks)
     if code is None:

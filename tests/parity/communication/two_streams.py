@@ -136,6 +136,7 @@ def on_mesh(modules: Mapping[int, nn.Module], io: ModelIO, plan: PipelinePlan, m
         fp8_gemms=idle,
         weight_grad_queue=WeightGradQueue(),
         combined_passes=None,
+        batch_invariant=False,
     )
     stand_ins: Any = (parts, plan, idle, mesh, None)
     facts: Any = {"spec": None, "dtype": torch.float64, "sequence_parallel": False}

@@ -113,9 +113,9 @@ def test_context_parallelism_fills_what_is_declared(order: SequenceOrder):
 
 
 def test_no_layer_is_asked_for_its_class():
-    """Of layers only slots, ops and layouts are imported where tensor and context parallelism are applied."""
+    """Of layers only slots, ops, layouts and what all adapters have are imported where tensor and context parallelism are applied."""
     folder = Path(petatron.parallel.__file__ or "").parent
-    shared = ("parallel_slots", "ops.", "spec.", "token_rows", "vocabulary.vocabulary_shard")
+    shared = ("parallel_slots", "ops.", "spec.", "token_rows", "vocabulary.vocabulary_shard", "adapters.adapter")
     for path in (folder / "tensor_parallel.py", *(folder / "context").glob("*.py")):
         modules = [
             node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
