@@ -53,7 +53,8 @@ def row_temperatures(temperature: float | Tensor, labels: Tensor, logits_RV: Ten
         return None
     else:
         divisor = torch.tensor(temperature, dtype=torch.float64, device=logits_RV.device)
-    wide = divisor.to(logits_RV.device, to_compute_dtype(logits_RV.new_empty(0)).dtype)
+    dtype = to_compute_dtype(logits_RV.new_empty(0)).dtype
+    wide = divisor.to(logits_RV.device, dtype)  # pyright: ignore[reportAttributeAccessIssue]
     wide = wide.masked_fill(wide == 0.0, 1.0)
     return wide.expand(labels.shape).reshape(-1)
 
