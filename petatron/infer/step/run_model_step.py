@@ -252,11 +252,15 @@ class ModelSteps:
 
 
 def can_capture(model: ParallelModel) -> bool:
-    """Whether a decode step is one CUDA graph: on one stage, and with nothing that the host has to know, like the rows of an expert."""
+    """Whether a decode step is one CUDA graph: on one stage, and with nothing that the host has to know, like the rows of an expert.
+
+    Weights that are gathered for each layer are in other memory every time, and their hooks run on the host.
+    """
     branches = (branch for layer in set(model.spec.generation_layers) for branch in layer.branches)
     capturable = all(branch.decode_is_capturable for branch in branches)
     grouped = model.spec.moe is None or (model.dtype == torch.bfloat16 and not shares_experts(model))
-    return model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and grouped and capturable
+    stays = model.mesh.device.type == "cuda" and model.mesh.pp.size == 1 and not model.fully_sharded
+    return stays and grouped and capturable
 
 
 def can_capture_prompts(model: ParallelModel) -> bool:
