@@ -108,7 +108,9 @@ class RolloutLoader:
             for group, row in zip(groups, values)
             for rollout, value in zip(group, row)
         ]
-        self._write(iteration, [*judged, *(rollout for group in left_out for rollout in group)])
+        self._write(
+            iteration + 1 + len(self._state.waiting), [*judged, *(rollout for group in left_out for rollout in group)]
+        )
         self._warn_of_failures(judged)
         self.times = RolloutTimes(drawing_s, time.perf_counter() - began - drawing_s)
         # A step has whole groups where they divide it; which answers share a step changes no advantage.
@@ -146,7 +148,7 @@ class RolloutLoader:
     def _write(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
         if self._mesh.world.rank == 0:
             prompts = [self._prompts.prompts[rollout.prompt].text for rollout in rollouts]
-            self._log.write(iteration + 1, rollouts, prompts)
+            self._log.write(iteration, rollouts, prompts)
 
     def _warn_of_failures(self, rollouts: Sequence[Rollout]) -> None:
         failures = Counter(rollout.failure for rollout in rollouts if rollout.failure is not None)

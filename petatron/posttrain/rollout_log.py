@@ -1,4 +1,4 @@
-"""Writes every answer with its reward to the run folder, a file for each step, and removes the oldest beyond a bound."""
+"""Writes every answer with its reward to the run folder, a file for each round of drawing, and removes the oldest beyond a bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RolloutLog:
         self._folder, self._max_bytes = folder / ROLLOUTS_FOLDER, int(gigabytes * _GIGABYTE)
 
     def write(self, iteration: int, rollouts: Sequence[Rollout], prompts: Sequence[str]) -> None:
-        """Writes the answers that were drawn before an iteration; replaces those of a run that was killed after it."""
+        """Writes the answers that an iteration is the first to learn from; replaces those of a run that was killed before it was saved."""
         if not self._max_bytes:
             return
         lines = [
