@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.base.errors import ConfigError, Problem
 from petatron.config.parse_name_value import NOT_A_SETTING
 from petatron.config.schema.objective_and_dataset_names import DISTILL
 from petatron.config.schema.run import RunConfig
 from petatron.models.batch import Batch
-from petatron.models.objective import ModelRole, Objective, register_objective
+from petatron.models.objective import ModelRole, Objective, check_settings, register_objective
 from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec
 
 DISTILLATION_LOSS, LABEL_LOSS, AGREEMENT = "distillation loss", "label loss", "agreement"
@@ -45,18 +44,12 @@ class Distill(Objective):
     with_rewards: bool = field(default=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:
-        checks = (
+        check_settings(
+            self,
             ("mix", 0 <= self.mix <= 1, "is not from 0 to 1", "Use 0 for forward, 1 for reverse divergence."),
             ("temperature", self.temperature > 0, "is not above 0", "Use 1."),
             ("label_weight", self.label_weight >= 0, "is below 0", "Leave it out."),
         )
-        problems = [
-            Problem("--objective-settings", f"{name}={getattr(self, name)}", rule, fix)
-            for name, holds, rule, fix in checks
-            if not holds
-        ]
-        if problems:
-            raise ConfigError(problems)
 
     def of_run(self, run: RunConfig) -> Distill:
         return replace(self, with_rewards=bool(run.rollout.rewards))

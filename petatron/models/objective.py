@@ -165,6 +165,17 @@ class NextToken(Objective):
         return outputs
 
 
+def check_settings(objective: Objective, *checks: tuple[str, bool, str, str]) -> None:
+    """Raises `ConfigError` with every setting that breaks a rule: its name, whether it holds, the rule, and a fix."""
+    raise_problems(
+        [
+            Problem(_SETTINGS_FLAG, f"{name}={getattr(objective, name)}", rule, fix)
+            for name, holds, rule, fix in checks
+            if not holds
+        ]
+    )
+
+
 def names_losses(objective: Objective) -> bool:
     """Whether logs name each loss: where there are several, or the only one is not that of the next token."""
     return [loss.name for loss in objective.losses] != [LM_LOSS]

@@ -25,14 +25,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from petatron.base.errors import ConfigError, Problem
 from petatron.config.parse_name_value import NOT_A_SETTING
 from petatron.config.schema.objective_and_dataset_names import POLICY_GRADIENT
 from petatron.config.schema.run import RunConfig
 from petatron.kernels.policy_log_probs import policy_log_probs
 from petatron.models.batch import SEGMENT_IDS, Batch
 from petatron.models.decoder import TOKEN_LOSSES
-from petatron.models.objective import START, ModelRole, Objective, register_objective
+from petatron.models.objective import START, ModelRole, Objective, check_settings, register_objective
 from petatron.models.preference_objectives import segment_lengths
 from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec
 
@@ -66,7 +65,8 @@ class PolicyGradient(Objective):
     whole_logits: bool = field(default=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:
-        checks = (
+        check_settings(
+            self,
             ("clip_low", 0 <= self.clip_low <= 1, "is not from 0 to 1", "Use 0.2."),
             ("clip_high", self.clip_high >= 0, "is below 0", "Use 0.2."),
             ("dual_clip", self.dual_clip == 0 or self.dual_clip > 1, "is not above 1", "Leave it out."),
@@ -79,13 +79,6 @@ class PolicyGradient(Objective):
                 "Give both, the longest answer for instance, or leave both out.",
             ),
         )
-        problems = [
-            Problem("--objective-settings", f"{name}={getattr(self, name)}", rule, fix)
-            for name, holds, rule, fix in checks
-            if not holds
-        ]
-        if problems:
-            raise ConfigError(problems)
 
     def of_run(self, run: RunConfig) -> PolicyGradient:
         return replace(self, temperature=run.rollout.rollout_temperature, whole_logits=run.train.exact_rollouts)

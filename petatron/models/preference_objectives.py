@@ -14,6 +14,7 @@ number, and c, r the two answers of a pair:
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -22,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from petatron.base.errors import ConfigError, Problem
 from petatron.config.schema.objective_and_dataset_names import (
     DPO,
     KTO,
@@ -34,7 +34,7 @@ from petatron.config.schema.objective_and_dataset_names import (
 )
 from petatron.models.batch import Batch
 from petatron.models.decoder import LABEL_LOGITS, TOKEN_LOSSES
-from petatron.models.objective import START, ModelRole, Objective, register_objective
+from petatron.models.objective import START, ModelRole, Objective, check_settings, register_objective
 from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec
 
 PAIR_MASK = "pair_mask"
@@ -93,13 +93,13 @@ class _PairObjective(Objective):
         accuracy = (chosen > rejected).to(rewards.dtype)
         return {MARGIN: chosen - rejected, ACCURACY: accuracy, CHOSEN_REWARD: chosen, REJECTED_REWARD: rejected}
 
+    @abstractmethod
     def _scores(self, token_losses: Tensor, batch: Batch) -> Tensor:
         """Returns the score of each segment, by which the answers of a pair are compared."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _pair_loss(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """Returns the loss of each pair by the scores of its answers."""
-        raise NotImplementedError
 
 
 class _WithReference(Objective):
@@ -130,10 +130,13 @@ class DirectPreference(_PairObjective, _WithReference):
     reference: str = START
 
     def __post_init__(self) -> None:
-        _check(self, "beta", self.beta > 0, "is not above 0", "Use 0.1.")
-        _check(self, "label_smoothing", 0 <= self.label_smoothing < 0.5, "is not from 0 to below 0.5", "Use 0.")
         used = not self.label_smoothing or self.loss_type in ("sigmoid", "robust")
-        _check(self, "label_smoothing", used, f"has no effect with loss_type={self.loss_type}", "Leave it out.")
+        check_settings(
+            self,
+            ("beta", self.beta > 0, "is not above 0", "Use 0.1."),
+            ("label_smoothing", 0 <= self.label_smoothing < 0.5, "is not from 0 to below 0.5", "Use 0."),
+            ("label_smoothing", used, f"has no effect with loss_type={self.loss_type}", "Leave it out."),
+        )
 
     def _scores(self, token_losses: Tensor, batch: Batch) -> Tensor:
         gains = segment_log_probs(token_losses, batch) - batch[_REFERENCE_LOG_PROBS]
@@ -163,7 +166,7 @@ class OddsRatioPreference(_PairObjective):
     chosen_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        _check(self, "beta", self.beta > 0, "is not above 0", "Use 0.1.")
+        check_settings(self, ("beta", self.beta > 0, "is not above 0", "Use 0.1."))
 
     def _scores(self, token_losses: Tensor, batch: Batch) -> Tensor:
         return _mean_log_probs(token_losses, batch)
@@ -183,9 +186,12 @@ class SimplePreference(_PairObjective):
     chosen_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, "beta", self.beta > 0, "is not above 0", "Use 2.")
-        _check(self, "gamma", self.gamma >= 0, "is below 0", "Use 1.")
-        _check(self, "label_smoothing", 0 <= self.label_smoothing < 0.5, "is not from 0 to below 0.5", "Use 0.")
+        check_settings(
+            self,
+            ("beta", self.beta > 0, "is not above 0", "Use 2."),
+            ("gamma", self.gamma >= 0, "is below 0", "Use 1."),
+            ("label_smoothing", 0 <= self.label_smoothing < 0.5, "is not from 0 to below 0.5", "Use 0."),
+        )
 
     def _scores(self, token_losses: Tensor, batch: Batch) -> Tensor:
         return _mean_log_probs(token_losses, batch)
@@ -209,9 +215,12 @@ class KahnemanTverskyPreference(_WithReference):
     reference: str = START
 
     def __post_init__(self) -> None:
-        _check(self, "beta", self.beta > 0, "is not above 0", "Use 0.1.")
-        for name in ("desirable_weight", "undesirable_weight"):
-            _check(self, name, getattr(self, name) >= 0, "is below 0", "Use 1.")
+        check_settings(
+            self,
+            ("beta", self.beta > 0, "is not above 0", "Use 0.1."),
+            ("desirable_weight", self.desirable_weight >= 0, "is below 0", "Use 1."),
+            ("undesirable_weight", self.undesirable_weight >= 0, "is below 0", "Use 1."),
+        )
 
     @property
     def dataset_type(self) -> str | None:
@@ -296,11 +305,6 @@ def _log1mexp(x: Tensor) -> Tensor:
     # The branch that is not taken gets a harmless value: its gradient would be NaN times 0.
     of_near = torch.log(-torch.expm1(torch.where(near_one, x, -1.0)))
     return torch.where(near_one, of_near, torch.log1p(-torch.exp(torch.where(near_one, -1.0, x))))
-
-
-def _check(objective: Objective, name: str, holds: bool, rule: str, fix: str) -> None:
-    if not holds:
-        raise ConfigError([Problem("--objective-settings", f"{name}={getattr(objective, name)}", rule, fix)])
 
 
 for _name, _kind in {

@@ -9,7 +9,7 @@ Problems name the file and the line, and the first ones are reported together.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.data.data_file_error import data_file_error
 from petatron.data.index_cache import fingerprint
 from petatron.data.inputs.json_record import parse_record, repeated_keys
-from petatron.data.inputs.line_blocks import read_line_blocks
+from petatron.data.inputs.line_blocks import numbered_lines
 from petatron.data.prompt.prompt_encoder import PromptEncoder, check_messages
 
 MAX_LINE_BYTES = 1 << 24
@@ -60,7 +60,7 @@ def read_prompt_files(
     for name in paths:
         path = Path(name)
         with reading_untrusted(path, data_file_error):
-            for number, line in _lines(path):
+            for number, line in numbered_lines(path, max_line_bytes=MAX_LINE_BYTES):
                 try:
                     prompts.append(_read_prompt(parse_record(line), encoder, chat=chat, max_ids=max_ids))
                 except (ValueError, RecursionError, DataError) as error:
@@ -74,13 +74,6 @@ def read_prompt_files(
             f'{flag} {" ".join(paths)} has no prompts. Give lines such as {{"prompt": "12 + 7 =", "answer": "19"}}.'
         )
     return PromptSet(tuple(prompts), fingerprint({"kind": "prompts", "ids": [prompt.ids for prompt in prompts]}))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    for block in read_line_blocks(path, max_line_bytes=MAX_LINE_BYTES):
-        for number, line in enumerate(block.data.splitlines(), block.first_line):
-            if line.strip():
-                yield number, line
 
 
 def _read_prompt(record: object, encoder: PromptEncoder, *, chat: bool | None, max_ids: int) -> Prompt:

@@ -14,11 +14,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from petatron.base.errors import TrainError
+from petatron.base.format_text import count_with_noun
 from petatron.base.log import get_logger
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import epoch_permutation
@@ -36,14 +37,6 @@ from petatron.posttrain.rollout_sampler import PromptGroup, RolloutSampler
 from petatron.posttrain.rollout_state import RolloutState
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutTimes:
-    """Seconds that the answers of a round took: to draw, and to reward."""
-
-    drawing_s: float
-    rewards_s: float
 
 
 class RolloutLoader:
@@ -72,7 +65,6 @@ class RolloutLoader:
         self._rewards, self._state, self._log, self._iteration = rewards, state, log, iteration
         self._settings, self._multiple = run.rollout, micro_batch_multiple
         self.fingerprint = prompts.fingerprint
-        self.times = RolloutTimes(0.0, 0.0)
 
     def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
         """Returns this rank's micro-batches of the answers of a step; draws those that are due."""
@@ -112,7 +104,10 @@ class RolloutLoader:
             iteration + 1 + len(self._state.waiting), [*judged, *(rollout for group in left_out for rollout in group)]
         )
         self._warn_of_failures(judged)
-        self.times = RolloutTimes(drawing_s, time.perf_counter() - began - drawing_s)
+        if self._mesh.world.rank == 0 and iteration % self._run.log.log_interval == 0:
+            text = "answers of iteration %d: %s, %.2f s to draw, %.2f s to reward and write"
+            rest_s = time.perf_counter() - began - drawing_s
+            _log.info(text, iteration + 1, count_with_noun(len(judged), "answer"), drawing_s, rest_s)
         # A step has whole groups where they divide it; which answers share a step changes no advantage.
         return [judged[at : at + answers_per_step] for at in range(0, len(judged), answers_per_step)]
 

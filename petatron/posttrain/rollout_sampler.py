@@ -1,8 +1,8 @@
 """`RolloutSampler`: draws answers with the engine, by the weights that are trained, in place and in their layout.
 
-The engine lives as long as the run: its pages, and graphs of steps that were captured, serve every step. Only what was computed from former
-weights is forgotten before each round of drawing. A draw is a function of (seed, group, sample, position), so a run that resumes draws the
-same answers.
+Pages and captured steps of the engine take the memory that training leaves, so each round of drawing opens an engine and closes it, unless
+`--rollout-keep-engine` says that memory suffices for both: then only what was computed from former weights is forgotten. A draw is a
+function of (seed, group, sample, position), so a run that resumes draws the same answers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from petatron.config.schema.run import RunConfig
 from petatron.data.tokenizer import Tokenizer
@@ -68,12 +70,22 @@ class RolloutSampler:
     def _complete(
         self, groups: Sequence[PromptGroup], count: int, temperature: float, *, purpose: str
     ) -> list[list[Completion]]:
-        if self._engine is None:
-            self._engine = Engine(self._model, self._tokenizer, self._options)
-        else:
-            self._engine.forget_prefixes()
+        engine = self._open_engine()
         params = [[self._params(group, sample, temperature, purpose) for sample in range(count)] for group in groups]
-        return self._engine.complete_on_all_ranks([group.prompt.ids for group in groups], params)
+        try:
+            return engine.complete_on_all_ranks([group.prompt.ids for group in groups], params)
+        finally:
+            if not self._settings.rollout_keep_engine:
+                self.close()
+
+    def _open_engine(self) -> Engine:
+        if self._engine is not None:
+            self._engine.forget_prefixes()
+            return self._engine
+        if self._model.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine asks the driver how much is free
+        self._engine = Engine(self._model, self._tokenizer, self._options)
+        return self._engine
 
     def _params(self, group: PromptGroup, sample: int, temperature: float, purpose: str) -> SamplingParams:
         return SamplingParams(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from petatron.base.errors import ConfigError, Problem, raise_problems
+from petatron.base.errors import ConfigError, Problem
 from petatron.checkpoint.stateful_components import Stateful
 from petatron.config import LoadedConfig
 from petatron.config.schema.run import RunConfig
@@ -42,7 +42,13 @@ class RolloutSource:
 
     def __init__(self, start: RunStart) -> None:
         run, tokenizer = start.loaded.config, start.tokenizer
-        raise_problems(rollout_problems(run))
+        if not isinstance(build_objective(run), PolicyGradient | Distill):
+            rule = "is no objective of drawn answers"
+            fix = "Use policy-gradient or distill, or leave it out."
+            raise ConfigError([Problem("--objective", str(run.train.objective), rule, fix)])
+        if not run.rollout.rollout_prompts:
+            fix = "Give a file of prompts."
+            raise ConfigError([Problem("--rollout-prompts", "", "is missing: nothing is to be answered", fix)])
         if tokenizer is None:
             raise ConfigError(
                 [Problem("--tokenizer-model", "", "is missing: rewards read texts", "Give the model's tokenizer.")]
@@ -55,6 +61,11 @@ class RolloutSource:
             self._read(run, run.rollout.eval_prompts, "--eval-prompts") if run.rollout.eval_prompts else None
         )
         self._state = RolloutState()
+        self._loader: RolloutLoader | None = None
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
 
     def component(self) -> Stateful:
         return self._state
@@ -72,7 +83,7 @@ class RolloutSource:
         sampler = RolloutSampler(run, state.model, self._tokenizer, stop_ids)
         rewards = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
         log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
-        loader = RolloutLoader(
+        self._loader = loader = RolloutLoader(
             run,
             mesh,
             self._prompts,
@@ -97,32 +108,3 @@ class RolloutSource:
         # The last id of an answer is no input.
         max_ids = run.model.seq_length + 1 - settings.max_answer_tokens
         return read_prompt_files(paths, encoder, chat=settings.rollout_chat, max_ids=max_ids, flag=flag)
-
-
-def rollout_problems(run: RunConfig) -> list[Problem]:
-    """Returns what is wrong with the settings of rollouts."""
-    settings, problems = run.rollout, list[Problem]()
-    size, per_prompt = run.train.global_batch_size, settings.rollouts_per_prompt
-    if not settings.rollout_prompts:
-        problems.append(
-            Problem("--rollout-prompts", "", "is missing: nothing is to be answered", "Give a file of prompts.")
-        )
-    answers = size * settings.updates_per_rollout
-    if answers % per_prompt:
-        rule = f"counts answers, and with --updates-per-rollout {settings.updates_per_rollout} is not a multiple of --rollouts-per-prompt"
-        fix = f"Use {max(1, size // per_prompt) * per_prompt}."
-        problems.append(Problem("--global-batch-size", str(size), f"{rule} {per_prompt}", fix))
-    if settings.max_answer_tokens > run.model.seq_length:
-        rule = f"leaves no room for a prompt in --seq-length {run.model.seq_length}"
-        problems.append(Problem("--max-answer-tokens", str(settings.max_answer_tokens), rule, "Use a smaller one."))
-    if run.train.rampup_batch_size or run.train.step_batch_size_schedule:
-        flag = "--rampup-batch-size" if run.train.rampup_batch_size else "--step-batch-size-schedule"
-        problems.append(
-            Problem(flag, "", "changes how many answers a step has, which are drawn for several", "Leave it out.")
-        )
-    if not isinstance(build_objective(run), PolicyGradient | Distill):
-        rule = "is no objective of drawn answers"
-        problems.append(
-            Problem("--objective", str(run.train.objective), rule, "Use policy-gradient or distill, or leave it out.")
-        )
-    return problems

@@ -66,6 +66,10 @@ class RunSource(Protocol):
         """Opens it for a run whose weights are loaded; every rank calls it."""
         ...
 
+    def close(self) -> None:
+        """Ends what it has started, however the run has ended."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedRun:

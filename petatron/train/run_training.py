@@ -67,7 +67,11 @@ def run_training(
     with lock_save_dir(run.checkpoint.save, rank=read_environment().rank):
         mesh = launch(run)
         with build_watchdog(mesh, timeout_minutes=run.parallel.distributed_timeout_minutes):
-            return _run_loop(start, open_run(start, mesh, source), subcommands)
+            try:
+                return _run_loop(start, open_run(start, mesh, source), subcommands)
+            finally:
+                if source is not None:
+                    source.close()
 
 
 def build_watchdog(mesh: ParallelMesh, *, timeout_minutes: float) -> Watchdog:

@@ -39,6 +39,7 @@ from petatron.validate.optimizer import check_optimizer, check_optimizer_offload
 from petatron.validate.precision import check_precision
 from petatron.validate.recommender import check_recommender
 from petatron.validate.recompute import check_recompute
+from petatron.validate.rollouts import check_rollouts
 from petatron.validate.run_length import check_run_length
 from petatron.validate.sparse_attention import check_sparse_attention
 from petatron.validate.task_head import check_task_head
@@ -125,6 +126,7 @@ def check_config(config: RawRunConfig, *, require_training: bool = True) -> list
         check_optimizer(config),
         check_cuda_graphs(config),
         check_exact_rollouts(config),
+        check_rollouts(config),
         check_files(config, require_training=require_training),
     )
     problems = [problem for rule in rules for problem in rule]

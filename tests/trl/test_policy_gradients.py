@@ -19,19 +19,12 @@ from tests.trl.tiny import (
     open_transformers,
     packed,
     random_pairs,
-    save_model,
     tokenizer,
 )
 
 pytestmark = pytest.mark.trl
 ANSWERS = [(pair.prompt, ids) for pair in random_pairs(4, seed=3) for ids in (pair.chosen, pair.rejected)]
 ADVANTAGES = [1.0, -0.5, 0.25, -1.5, 2.0, 0.0, 0.75, -0.125]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return save_model(folder / "policy", seed=1), save_model(folder / "reference", seed=2)
 
 
 @pytest.fixture(scope="module")

@@ -21,18 +21,11 @@ from tests.trl.tiny import (
     open_transformers,
     packed,
     random_pairs,
-    save_model,
     tokenizer,
 )
 
 pytestmark = pytest.mark.trl
 PAIRS = random_pairs(6)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return save_model(folder / "policy", seed=1), save_model(folder / "reference", seed=2)
 
 
 def our_model(folder: Path, objective: str, batch: Batch) -> tuple[petatron.Model, float]:

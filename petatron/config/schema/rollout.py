@@ -49,6 +49,9 @@ class RolloutConfig:
     """Disk space for answers with their rewards, in `rollouts` of the run folder; the oldest are removed. 0 writes none."""
     rollout_sequences: Annotated[PositiveCount, _DRAWS] = 256
     """Answers that are drawn at a time on each data-parallel rank, if its memory suffices."""
+    rollout_keep_engine: Annotated[bool, _DRAWS] = False
+    """Keep the cache of the engine, and its captured steps, while training: rounds of drawing begin sooner, and training has less
+    memory."""
     eval_prompts: tuple[FilePath, ...] = ()
     """Files of prompts that are answered and rewarded in evaluations, and not trained on."""
     eval_rollouts: Annotated[PositiveCount, _EVALUATES] = 1

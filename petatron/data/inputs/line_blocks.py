@@ -69,6 +69,14 @@ class LineBlock:
         return numbers if self.lines is None else self.lines[numbers - self.first_line]
 
 
+def numbered_lines(path: str | Path, *, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file that are not blank, with their numbers from 1 on."""
+    for block in read_line_blocks(path, max_line_bytes=max_line_bytes):
+        for number, line in enumerate(block.data.splitlines(), block.first_line):
+            if line.strip():
+                yield number, line
+
+
 def read_line_blocks(
     path: str | Path,
     *,

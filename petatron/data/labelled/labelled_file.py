@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from petatron.base.untrusted_files import reading_untrusted
 from petatron.config.schema.objective_and_dataset_names import CLASSIFICATION, CONTRASTIVE
 from petatron.data.data_file_error import data_file_error
 from petatron.data.inputs.json_record import parse_record, repeated_keys
-from petatron.data.inputs.line_blocks import read_line_blocks
+from petatron.data.inputs.line_blocks import numbered_lines
 
 MAX_LINE_BYTES = 1 << 24
 _MAX_PROBLEMS = 5
@@ -57,7 +56,7 @@ def read_labelled_file(path: Path, rule: LabelRule) -> list[LabelledTexts]:
     problems: list[str] = []
     unnamed: Counter[str] = Counter()
     with reading_untrusted(path, data_file_error):
-        for number, line in _lines(path):
+        for number, line in numbered_lines(path, max_line_bytes=MAX_LINE_BYTES):
             try:
                 records.append(_read_record(parse_record(line), rule))
             except _UnknownLabel as error:
@@ -87,13 +86,6 @@ class _UnknownLabel(ValueError):
         super().__init__(
             f'the label "{printable(name, max_chars=40)}" is none of --label-names {" ".join(known)}. Correct the label, or add it there'
         )
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    for block in read_line_blocks(path, max_line_bytes=MAX_LINE_BYTES):
-        for number, line in enumerate(block.data.splitlines(), block.first_line):
-            if line.strip():
-                yield number, line
 
 
 def _read_record(record: object, rule: LabelRule) -> LabelledTexts:

@@ -15,7 +15,7 @@ import petatron
 from petatron.base.errors import ConfigError, DataError, TrainError
 from petatron.mesh.mesh import ParallelMesh
 from petatron.posttrain.rollout_log import RolloutLog
-from petatron.posttrain.run_posttraining import RolloutSource, rollout_problems
+from petatron.posttrain.run_posttraining import RolloutSource
 from petatron.train.check_and_open_run import check_start
 from petatron.train.run_training import run_training
 from tests.dist import RankPool
@@ -83,7 +83,7 @@ def test_exact_log_probabilities_are_those_of_training(ranks: RankPool, prompts:
         assert [step.metrics["rollout k3"] for step in learned] == [0.0] * 3
 
 
-@pytest.mark.parametrize("flags", ["", "--updates-per-rollout 2", "--rollout-staleness 2"])
+@pytest.mark.parametrize("flags", ["", "--updates-per-rollout 2 --rollout-keep-engine", "--rollout-staleness 2"])
 def test_a_resumed_run_learns_from_the_answers_that_it_would_have(prompts: Path, tmp_path: Path, flags: str):
     """Saved in the middle of the steps that learn from answers that were drawn at once, or before they are due."""
     save = f"--rollout-prompts {prompts} --save {tmp_path}/run {flags}"
@@ -197,10 +197,14 @@ def test_what_cannot_be_is_told_before_anything_is_built(prompts: Path, flags: s
 
 
 def test_another_objective_cannot_learn_from_answers(prompts: Path):
-    run = load(f"--rollout-prompts {prompts}").config
+    loaded = load(f"--rollout-prompts {prompts}")
+    run = loaded.config
     other = replace(run, train=replace(run.train, objective=None, objective_settings=()))
-    [problem] = rollout_problems(other)
-    assert "is no objective of drawn answers" in str(problem)
+    with pytest.raises(ConfigError, match="is no objective of drawn answers"):
+        RolloutSource(check_start(replace(loaded, config=other)))
+    without = replace(run, rollout=replace(run.rollout, rollout_prompts=()))
+    with pytest.raises(ConfigError, match="nothing is to be answered"):
+        RolloutSource(check_start(replace(loaded, config=without)))
 
 
 def test_lines_that_are_no_prompts_are_named(tmp_path: Path):
