@@ -14,6 +14,7 @@ from petatron.config.schema.objective_and_dataset_names import (
     IMAGE_TEXT_DATASET,
     ITEM_DATASET,
     MASKED_DATASETS,
+    POLICY_GRADIENT,
 )
 from petatron.config.schema.run import RawRunConfig
 from petatron.config.setting_bounds_and_conflicts import or_default
@@ -134,6 +135,8 @@ def _sources(config: RawRunConfig, *, require_training: bool) -> Iterator[Proble
     if len(given) > 1:
         rule = f"cannot be combined with {' or '.join(given[1:])}"
         yield Problem(given[0], "", rule, "Keep one source of data.")
+    elif not given and require_training and config.train.objective == POLICY_GRADIENT:
+        yield Problem("--rollout-prompts", "", "is not set", "Give a file of prompts, whose answers are learned from.")
     elif not given and require_training:
         fix = "Give dataset prefixes, --train-data-path, or --mock-data to try the run without data."
         yield Problem("--data-path", "", "is not set", fix)

@@ -234,5 +234,7 @@ def test_lines_that_are_no_prompts_are_named(tmp_path: Path):
 def test_prompts_are_of_posttraining_alone(prompts: Path):
     with pytest.raises(ConfigError, match="are answered and learned from by petatron posttrain"):
         run_training(load(f"--rollout-prompts {prompts}"))
+    with pytest.raises(ConfigError, match="--rollout-prompts is not set"):
+        load("")
     with pytest.raises(ConfigError, match="--mock-data cannot be combined with --rollout-prompts"):
         load(f"--rollout-prompts {prompts} --mock-data")
