@@ -1,8 +1,6 @@
-"""`RolloutSampler`: draws answers with the engine, by the weights that are trained, in place and in their layout.
+"""`RolloutSampler`: draws the answers of a step with the engine.
 
-Pages and captured steps of the engine take the memory that training leaves, so each round of drawing opens an engine and closes it, unless
-`--rollout-keep-engine` says that memory suffices for both: then only what was computed from former weights is forgotten. A draw is a
-function of (seed, group, sample, position), so a run that resumes draws the same answers.
+A draw is a function of (seed, group, sample, position), so a run that resumes draws the same answers.
 """
 
 from __future__ import annotations
@@ -11,17 +9,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from petatron.config.schema.run import RunConfig
 from petatron.data.tokenizer import Tokenizer
-from petatron.infer.engine import Engine
-from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import MAX_SEED, SamplingParams
-from petatron.parallel.parallel_model import ParallelModel
 from petatron.posttrain.prompts import Prompt
 from petatron.posttrain.rollout import Rollout
+from petatron.posttrain.rollout_engine import RolloutEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +30,9 @@ class PromptGroup:
 class RolloutSampler:
     """Every rank calls its methods, and gets the same answers."""
 
-    def __init__(self, run: RunConfig, model: ParallelModel, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
-        self._model, self._tokenizer, self._stop_ids = model, tokenizer, tuple(stop_ids)
+    def __init__(self, run: RunConfig, engine: RolloutEngine, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
+        self._engine, self._tokenizer, self._stop_ids = engine, tokenizer, tuple(stop_ids)
         self._settings, self._seed = run.rollout, run.train.seed
-        self._options = EngineOptions(
-            max_sequences=run.rollout.rollout_sequences,
-            max_length=run.model.seq_length + 1,
-            copied_weights=False,
-            exact=run.train.exact_rollouts,
-        )
-        self._engine: Engine | None = None
 
     def draw(self, groups: Sequence[PromptGroup], *, version: int) -> list[list[Rollout]]:
         """Returns the answers to each prompt, by the weights of an iteration; without rewards."""
@@ -63,29 +50,13 @@ class RolloutSampler:
         return [[self._text(answer) for answer in of_group] for of_group in answers]
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.release()
-            self._engine = None
+        self._engine.close()
 
     def _complete(
         self, groups: Sequence[PromptGroup], count: int, temperature: float, *, purpose: str
     ) -> list[list[Completion]]:
-        engine = self._open_engine()
         params = [[self._params(group, sample, temperature, purpose) for sample in range(count)] for group in groups]
-        try:
-            return engine.complete_on_all_ranks([group.prompt.ids for group in groups], params)
-        finally:
-            if not self._settings.rollout_keep_engine:
-                self.close()
-
-    def _open_engine(self) -> Engine:
-        if self._engine is not None:
-            self._engine.forget_prefixes()
-            return self._engine
-        if self._model.mesh.device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine asks the driver how much is free
-        self._engine = Engine(self._model, self._tokenizer, self._options)
-        return self._engine
+        return self._engine.complete([group.prompt.ids for group in groups], params)
 
     def _params(self, group: PromptGroup, sample: int, temperature: float, purpose: str) -> SamplingParams:
         return SamplingParams(

@@ -20,6 +20,7 @@ from petatron.posttrain.prompt_evaluation import PromptEvaluator
 from petatron.posttrain.prompts import PromptSet, read_prompt_files
 from petatron.posttrain.rewards.reward_spec import RewardSpec, parse_rewards
 from petatron.posttrain.rewards.reward_sum import RewardSum
+from petatron.posttrain.rollout_engine import RolloutEngine
 from petatron.posttrain.rollout_loader import RolloutLoader
 from petatron.posttrain.rollout_log import RolloutLog
 from petatron.posttrain.rollout_sampler import RolloutSampler
@@ -80,7 +81,8 @@ class RolloutSource:
             stop_ids = () if self._tokenizer.eod is None else (self._tokenizer.eod,)
         end_of_turn = end_of_turn_id(self._tokenizer)
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
-        sampler = RolloutSampler(run, state.model, self._tokenizer, stop_ids)
+        engine = RolloutEngine(run, state.model, self._tokenizer)
+        sampler = RolloutSampler(run, engine, self._tokenizer, stop_ids)
         rewards = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
         log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
         self._loader = loader = RolloutLoader(
