@@ -110,12 +110,12 @@ def train_stages(run: RunConfig, logical: dict[str, Tensor], tokens: Tensor, cou
     return Computed(tokens, tokens, loss.item(), grads)
 
 
-def assemble(parts: list[Computed]) -> dict[str, Tensor]:
+def assemble(parts: list[Computed], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Whole logical gradients from every rank's pieces; asserts that they cover everything."""
     whole: dict[str, Tensor] = {}
     for part in parts:
         for piece, view in part.grads:
-            target = whole.setdefault(piece.name, torch.full(piece.logical_shape, float("nan")))
+            target = whole.setdefault(piece.name, torch.full(piece.logical_shape, float("nan"), dtype=dtype))
             target[piece.logical_slices()] = view
     assert all(not value.isnan().any() for value in whole.values())
     return whole
