@@ -6,7 +6,8 @@ Its pages and captured steps take the memory that training leaves, so each round
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -32,27 +33,32 @@ class RolloutEngine:
         )
         self._engine: Engine | None = None
 
-    def complete(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[Sequence[SamplingParams]]
-    ) -> list[list[Completion]]:
-        """Returns the completions of each prompt, one for each of its sampling parameters."""
-        engine = self._open()
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Opens the engine for calls of `complete`, between which the weights stay: what it computed of a prefix is used again."""
+        self._open()
         try:
-            return engine.complete_on_all_ranks(prompts, params)
+            yield
         finally:
             if not self._keep:
                 self.close()
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[Sequence[SamplingParams]]
+    ) -> list[list[Completion]]:
+        """Returns the completions of each prompt, one for each of its sampling parameters; inside of a `round`."""
+        assert self._engine is not None, "an engine completes within a round"
+        return self._engine.complete_on_all_ranks(prompts, params)
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.release()
             self._engine = None
 
-    def _open(self) -> Engine:
+    def _open(self) -> None:
         if self._engine is not None:
             self._engine.forget_prefixes()
-            return self._engine
+            return
         if self._model.mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # the engine asks the driver how much is free
         self._engine = Engine(self._model, self._tokenizer, self._options)
-        return self._engine

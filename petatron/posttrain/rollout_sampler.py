@@ -56,7 +56,8 @@ class RolloutSampler:
         self, groups: Sequence[PromptGroup], count: int, temperature: float, *, purpose: str
     ) -> list[list[Completion]]:
         params = [[self._params(group, sample, temperature, purpose) for sample in range(count)] for group in groups]
-        return self._engine.complete([group.prompt.ids for group in groups], params)
+        with self._engine.round():
+            return self._engine.complete([group.prompt.ids for group in groups], params)
 
     def _params(self, group: PromptGroup, sample: int, temperature: float, purpose: str) -> SamplingParams:
         return SamplingParams(
