@@ -47,7 +47,7 @@ from petatron.infer.step.packed_step import CacheLocations, ScheduledTokens, Ste
 from petatron.infer.step.run_model_step import ModelSteps, shares_experts
 from petatron.infer.step.step_images import step_images
 from petatron.infer.step.step_result import (
-    PendingIds,
+    PendingDraws,
     StepLayout,
     compute_result,
     draw_ids,
@@ -65,11 +65,11 @@ _PREPARING_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class _InFlightStep:
-    """A step that has been started. ids: if the new ids are all it is about, and come from the device."""
+    """A step that has been started. draws: if new ids are all it is about, and come from the device."""
 
     layouts: Sequence[StepLayout]
     outputs: StepOutputs | None
-    ids: PendingIds | None = None
+    draws: PendingDraws | None = None
 
 
 class Engine:
@@ -335,7 +335,7 @@ class Engine:
 
     def _start_ahead(self, step: _InFlightStep) -> _InFlightStep | None:
         """Starts the step after one whose new ids are still on the device."""
-        if step.ids is None:
+        if step.draws is None:
             return None
         [layout], [scheduler] = step.layouts, self._schedulers
         following = scheduler.schedule_ahead(layout.scheduled)
@@ -353,19 +353,19 @@ class Engine:
 
     def _draw(self, step: _InFlightStep, *, pending: int) -> None:
         assert step.outputs is not None and self._steps.graphs is not None
-        step.ids = draw_ids(self._steps.graphs.ids, step.outputs[0], step.layouts[0], pending=pending)
+        step.draws = draw_ids(self._steps.graphs.ids, step.outputs[0], step.layouts[0], pending=pending)
 
     def _finish_step(self, step: _InFlightStep) -> list[TokenEvent]:
         """Waits for what a step found, and adds it to its sequences."""
         layout = step.layouts[self._mesh.dp.rank]
         events: list[TokenEvent] = []
-        if step.ids is not None:
+        if step.draws is not None:
             [scheduler] = self._schedulers
-            for work, token in zip(layout.scheduled, step.ids.wait()):
+            for work, (token, logprob) in zip(layout.scheduled, step.draws.wait()):
                 if work.sequence.completion.finish_reason is None:  # else it ended while this step ran
                     scheduler.advance(work)
                     try:
-                        events.append(self._requests.add_token(scheduler, work.sequence, token, None))
+                        events.append(self._requests.add_token(scheduler, work.sequence, token, logprob))
                     except Exception as error:
                         events.append(self._requests.fail(work.sequence.request, error))
             return events

@@ -65,6 +65,12 @@ class SampledRow:
         return max(decayed, params.top_p_bound, 1e-12)
 
     @property
+    def filters(self) -> bool:
+        """Whether ids are left out by their probability."""
+        params = self.params
+        return params.top_k is not None or params.top_p is not None or params.min_p is not None
+
+    @property
     def changes_logits(self) -> bool:
         params = self.params
         return (
@@ -167,19 +173,12 @@ def token_logprobs(
     """
     if not targets:
         return []
-    device, policies = logits_RV.device, [row.params for row in drawn_rows or () if row.params.policy_logprobs]
-    labels = torch.tensor(targets, device=device)
-    divisor_R = None
-    if policies and drawn_rows is not None:
-        values = [row.params.temperature if row.params.policy_logprobs else 1.0 for row in drawn_rows]
-        divisor_R = row_temperatures(torch.tensor(values, dtype=torch.float64), labels, logits_RV)
-    scaled = scaled_rows(logits_RV, divisor_R)
-    highest, total, below = row_statistics(scaled, labels)
+    labels = torch.tensor(targets, device=logits_RV.device)
+    scaled, (highest, total, below) = _scaled_rows_and_statistics(logits_RV, labels, drawn_rows or ())
     log = total.log()
-    chosen = (below - log).tolist()
-    kept = (
-        [1.0] * len(chosen) if drawn_rows is None or not policies else _kept_masses(scaled, highest + log, drawn_rows)
-    )
+    chosen, kept = (below - log).tolist(), [1.0] * len(targets)
+    if drawn_rows is not None and any(row.params.policy_logprobs for row in drawn_rows):
+        kept = _kept_masses(scaled, highest + log, drawn_rows)
     most = max(num_top)
     if most == 0:
         return [TokenLogprob(token, logprob, (), mass) for token, logprob, mass in zip(targets, chosen, kept)]
@@ -188,6 +187,25 @@ def token_logprobs(
     tops = [tuple(zip(row_ids, row)) for row_ids, row in zip(ids.tolist(), values.tolist())]
     rows = zip(targets, chosen, tops, num_top, kept)
     return [TokenLogprob(token, logprob, top[:n], mass) for token, logprob, top, n, mass in rows]
+
+
+def drawn_logprobs(logits_RV: Tensor, ids_R: Tensor, rows: Rows[SampledRow]) -> Tensor:
+    """Returns the log-probability of each row's new id, as `token_logprobs` does, on the device."""
+    _, (_, total, below) = _scaled_rows_and_statistics(logits_RV, ids_R.long(), rows)
+    return below - total.log()
+
+
+def _scaled_rows_and_statistics(
+    logits_RV: Tensor, labels_R: Tensor, drawn_rows: Rows[SampledRow]
+) -> tuple[Tensor, Tensor]:
+    """Returns logits over temperature, where that is asked for, and their `row_statistics`; rows of prompts are as they are."""
+    values = [row.params.temperature if row.params.policy_logprobs else 1.0 for row in drawn_rows]
+    divisor_R = None
+    if any(value not in (0.0, 1.0) for value in values):
+        temperatures = _to_device(values, torch.float64, logits_RV.device)
+        divisor_R = row_temperatures(temperatures, labels_R, logits_RV)
+    scaled = scaled_rows(logits_RV, divisor_R)
+    return scaled, row_statistics(scaled, labels_R)
 
 
 def _kept_masses(scaled_RV: Tensor, log_total_R: Tensor, rows: Rows[SampledRow]) -> list[float]:

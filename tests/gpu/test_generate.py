@@ -66,6 +66,9 @@ def test_graphs_find_the_tokens_of_the_whole_pass(flags: str):
         SamplingParams(max_new_tokens=9, temperature=1.0, repetition_penalty=1.5, min_new_tokens=3, stop_ids=(5, 6, 7)),
         SamplingParams(max_new_tokens=9, temperature=0.0, stop_ids=tuple(range(40))),
         SamplingParams(max_new_tokens=9, temperature=0.0, logprobs=2),
+        SamplingParams(max_new_tokens=9, temperature=0.8, seed=2, logprobs=0, policy_logprobs=True),
+        SamplingParams(max_new_tokens=9, temperature=0.8, seed=2, logprobs=0, policy_logprobs=True, top_k=9),
+        SamplingParams(max_new_tokens=9, temperature=1.2, seed=3, logprobs=0),
     ],
 )
 @pytest.mark.parametrize("flags", ["", f"--fp64 {HYBRID}"])
@@ -81,6 +84,11 @@ def test_graphs_and_run_ahead_change_no_draw(params: SamplingParams, flags: str)
     )
     for others in (graphed, alone, few):
         assert [(each.ids, each.finish_reason) for each in others] == [(each.ids, each.finish_reason) for each in plain]
+        for ours, other in zip(others, plain):
+            for logprob, expected in zip(ours.logprobs, other.logprobs, strict=True):
+                tolerance = 1e-9 if "--fp64" in flags else 1e-4
+                assert logprob.token == expected.token
+                assert (logprob.logprob, logprob.kept_mass) == pytest.approx(tuple(expected[1::2]), abs=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from petatron.infer.engine_outputs import TokenLogprob
-from petatron.infer.sampling import SampledRow, sample_tokens, token_logprobs
+from petatron.infer.sampling import SampledRow, drawn_logprobs, sample_tokens, token_logprobs
 from petatron.infer.scheduler import ScheduledSequence
 from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.mesh import collectives
@@ -243,30 +243,45 @@ def exchange_results(
     return [layout.unpack(part.tolist()) for layout, part in zip(layouts, parts)]
 
 
-class PendingIds:
-    """The new ids of a step; `wait` returns them."""
+class PendingDraws:
+    """The new ids of a step that is still running, with the log-probabilities of some."""
 
-    def __init__(self, ids: Tensor) -> None:
-        self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        self._host.copy_(ids, non_blocking=True)
+    def __init__(self, ids: Tensor, logprobs: Tensor | None, reported: Sequence[bool]) -> None:
+        self._ids, self._reported = _copy_to_host(ids), reported
+        self._logprobs = None if logprobs is None else _copy_to_host(logprobs)
         self._copied = torch.cuda.Event()
         self._copied.record()
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[tuple[int, TokenLogprob | None]]:
+        """Returns each new id, with its log-probability if that was asked for."""
         self._copied.synchronize()
-        return self._host.tolist()
+        ids: list[int] = self._ids.tolist()
+        if self._logprobs is None:
+            return [(token, None) for token in ids]
+        drawn = zip(ids, self._logprobs.tolist(), self._reported, strict=True)
+        return [(token, TokenLogprob(token, value) if reported else None) for token, value, reported in drawn]
 
 
-def draw_ids(ids: Tensor, logits_RV: Tensor, layout: StepLayout, *, pending: int) -> PendingIds:
+def _copy_to_host(values: Tensor) -> Tensor:
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+def draw_ids(ids: Tensor, logits_RV: Tensor, layout: StepLayout, *, pending: int) -> PendingDraws:
     """Draws what is not greedy, into `ids`, and starts to copy them to the host; `pending` tokens before each are not known yet."""
-    count = len(layout.scheduled)
-    if not all(work.sequence.params.greedy for work in layout.scheduled):
-        ids[:count] = sample_tokens(logits_RV, layout.sampled_rows(ids.device, pending=pending))
-    return PendingIds(ids[:count])
+    drawn, params = ids[: len(layout.scheduled)], [work.sequence.params for work in layout.scheduled]
+    reported = [param.logprobs is not None for param in params]
+    rows: list[SampledRow] = []
+    if any(reported) or not all(param.greedy for param in params):
+        rows = layout.sampled_rows(ids.device, pending=pending)
+    if not all(param.greedy for param in params):
+        drawn.copy_(sample_tokens(logits_RV, rows))
+    return PendingDraws(drawn, drawn_logprobs(logits_RV, drawn, rows) if any(reported) else None, reported)
 
 
 def needs_host(row: SampledRow) -> bool:
-    """Whether a draw depends on the tokens before it, or is reported on: then the next step waits for the host."""
+    """Whether a draw depends on the tokens before it, or more is reported of it than its own log-probability: then the next step waits
+    for the host."""
     params = row.params
-    reported = params.logprobs is not None or params.constraint is not None
-    return row.changes_logits or reported or bool(params.min_new_tokens)
+    reported = params.logprobs is not None and (params.logprobs > 0 or (params.policy_logprobs and row.filters))
+    return row.changes_logits or reported or params.constraint is not None or bool(params.min_new_tokens)
