@@ -1,10 +1,11 @@
-"""Writes the data of a small task for reinforcement learning: close all brackets that are open, then stop.
+"""Writes the data of a small task for preferences and reinforcement learning: close all brackets that are open, then stop.
 
     python examples/posttraining/brackets.py FOLDER
 
 corpus.jsonl has texts as a model is pretrained on: brackets, a space, the ones that close them, and then up to six brackets too many, none
 in one text of seven. So the model that learns from it knows how to close brackets, and not when to stop. prompts.jsonl and held-out.jsonl
-have prompts with the right answer; none of the held-out prompts is in the others.
+have prompts with the right answer; none of the held-out prompts is in the others. pairs.jsonl and held-out-pairs.jsonl have for some of
+these prompts the right answer, which is chosen, and the same with brackets too many, which is rejected.
 """
 
 import json
@@ -44,6 +45,13 @@ def main(folder: Path) -> None:
         with open(folder / f"{name}.jsonl", "w") as file:
             for prompt in part:
                 file.write(json.dumps({"prompt": f"{prompt} ", "answer": answers[prompt]}) + "\n")
+    for name, part in (("pairs", others[:2000]), ("held-out-pairs", held_out)):
+        with open(folder / f"{name}.jsonl", "w") as file:
+            for prompt in part:
+                more = "".join(chosen.choice("()[]") for _ in range(chosen.randint(1, 6)))
+                answer = answers[prompt]
+                pair = {"prompt": f"{prompt} ", "chosen": answer, "rejected": answer + more}
+                file.write(json.dumps(pair) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from petatron.models.stage_interface import StageModule
 from petatron.parallel.context import split_batch
 from petatron.parallel.data.gradient_reduction import GradientReducer
 from petatron.parallel.layer_losses import LayerLosses
+from petatron.parallel.model_beneath_adapters import RoleModel
 from petatron.parallel.parallelize import ParallelizeResult
 from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, CaptureInputs
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
@@ -68,7 +69,7 @@ class ParallelModel:
         """`objective`: what training minimizes; by default the losses that the model computes itself. `layer_losses`: layers' own."""
         self.io = io
         self.objective = NextToken(losses=io.losses) if objective is None else objective
-        self.role_models: dict[str, ParallelModel] = {}
+        self.role_models: dict[str, RoleModel] = {}
         self.spec = spec
         self.stages = stages
         self.mesh = mesh

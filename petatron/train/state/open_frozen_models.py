@@ -5,16 +5,28 @@ from __future__ import annotations
 from petatron.base.errors import CheckpointError, ConfigError, Problem
 from petatron.config.schema.run import RunConfig
 from petatron.models.objective import START
+from petatron.models.registry import without_adapters
+from petatron.parallel.model_beneath_adapters import ModelBeneathAdapters
+from petatron.pretrained.detect_model_format import detect_format
 from petatron.pretrained.from_pretrained import from_pretrained
+from petatron.pretrained.hub import local_model
+from petatron.pretrained.merge_adapters import is_adapter_key
+from petatron.pretrained.model_reader import open_model_reader
 from petatron.pretrained.saveable_model import Model
 
 
 def open_frozen_models(run: RunConfig, model: Model) -> None:
-    """Opens every model that the objective of a model reads, in its layout and precision; every rank calls it."""
+    """Opens every model that the objective of a model reads, in its layout and precision; every rank calls it.
+
+    A model that starts a run in which adapters alone are trained is the trained one without them, and is not opened.
+    """
     for role, wanted in model.objective.models.items():
         if wanted.folder is None:  # the model itself
             continue
         folder = _start_of(run, role) if wanted.folder == START else wanted.folder
+        if wanted.folder == START and not run.checkpoint.finetune and _is_beneath_adapters(folder, model, role):
+            model.role_models[role] = ModelBeneathAdapters(model)
+            continue
         frozen = from_pretrained(folder, model.mesh, dtype=model.dtype, gradients=False)
         ids, expected = frozen.spec.vocab_size, model.spec.vocab_size
         if ids != expected:
@@ -33,6 +45,17 @@ def open_frozen_models(run: RunConfig, model: Model) -> None:
                 "are not where the loss is computed. Use another --pipeline-schedule than zb-v."
             )
         model.role_models[role] = frozen
+
+
+def _is_beneath_adapters(folder: str, model: Model, role: str) -> bool:
+    """Whether the model that a run started from is the one that is trained, without adapters, which alone are trained."""
+    trained = set(model.spec.logical_shapes()) - set(model.frozen_tensors)
+    if model.spec.config.adapter is None or not all(is_adapter_key(name) for name in trained):
+        return False
+    path = local_model(folder, where=f"the {role}")
+    vocab_size = model.spec.vocab_size if detect_format(path) == "megatron" else None
+    start = open_model_reader(path, vocab_size=vocab_size)  # it may have adapters of its own
+    return start.spec.logical_shapes() == without_adapters(model.spec).logical_shapes()
 
 
 def _start_of(run: RunConfig, role: str) -> str:
