@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -76,11 +77,14 @@ class StepLoader(Protocol):
     """What training and evaluations read: the micro-batches of one data-parallel rank, step by step.
 
     rows_are_samples: whether the rows of its micro-batches are the samples that a step was asked for; else these are packed into more rows
-    or fewer.
+    or fewer. step_metrics: what the log says of the step that was read last, always of the same names.
     """
 
     @property
     def rows_are_samples(self) -> bool: ...
+
+    @property
+    def step_metrics(self) -> Mapping[str, float]: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -105,6 +109,7 @@ class BatchLoader:
     """
 
     rows_are_samples = True
+    step_metrics: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -122,6 +123,7 @@ class ExternalLoader:
     """
 
     rows_are_samples = True
+    step_metrics: Mapping[str, float] = MappingProxyType({})
     num_samples: int | None = None
     """It is not known how many there are."""
 

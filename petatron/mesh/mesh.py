@@ -18,8 +18,9 @@ memory moves over groups of `backend`.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -104,21 +105,45 @@ class ParallelMesh:
         self._timeout = timedelta(minutes=timeout_minutes)
         self._options = options or CommunicatorOptions()
         self._groups: dict[Communicator, dist.ProcessGroup] = {}
-        self._axes = {name: self._make_axis(name, layout.group_of(name, rank)) for name in AXES}
+        self._label = ""
+        self._set_axes()
+        self.control = self._control_axis("control")
+
+    def _set_axes(self, shared: Mapping[str, Axis] | None = None) -> None:
+        """Makes the axes of the layout, but for those `shared` that have the same ranks."""
+        layout, rank = self.layout, self.rank
+        ranks = {name: layout.group_of(name, rank) for name in AXES}
+        # The first and the last pipeline rank share a tied embedding; other ranks are alone.
+        ends = ranks["pp"][0], ranks["pp"][-1]
+        ranks["ends"] = ends if rank in ends and ends[0] != ends[1] else (rank,)
+        same = {name: axis for name, axis in (shared or {}).items() if axis.ranks == ranks[name]}
+        self._axes = {name: same[name] if name in same else self._make_axis(name, ranks[name]) for name in ranks}
         self.tp, self.cp, self.dp, self.pp, self.ep = (self[name] for name in ("tp", "cp", "dp", "pp", "ep"))
         self.dp_cp = self["dp_cp"]  # ranks with the same dense weights and different tokens
-        # The first and the last pipeline rank share a tied embedding; other ranks are alone.
-        ends = self.pp.ranks[0], self.pp.ranks[-1]
-        self._axes["ends"] = self._make_axis("ends", ends if rank in ends and ends[0] != ends[1] else (rank,))
         self.world = self["world"]
-        self.control = self._control_axis("control")
 
     @classmethod
     def single(cls, device: torch.device | None = None) -> ParallelMesh:
         """Returns the mesh of one process."""
         return cls(Layout(), 0, device=device)
 
+    def with_layout(self, layout: Layout, *, label: str) -> ParallelMesh:
+        """Returns the mesh of another layout of the same ranks, for work that never overlaps that of this one.
+
+        Both share axes and communicators of the same ranks, the control axis and the record, where other axes have names with `label`.
+
+        >>> mesh = ParallelMesh(Layout(tp=2, dp_shard=2), 3, backend="fake").with_layout(Layout(tp=4), label="rollout")
+        >>> mesh.tp.name, mesh.tp.rank, mesh.dp.size
+        ('rollout tp', 3, 1)
+        """
+        assert layout.world_size == self.layout.world_size, f"{layout} is of other ranks than {self.layout}"
+        mesh = copy.copy(self)
+        mesh.layout, mesh._label = layout, f"{label} "
+        mesh._set_axes(self._axes)
+        return mesh
+
     def _make_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        name = self._label + name
         self.record.register_axis(name, ranks, timeout_s=self._timeout.total_seconds())
         return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._open_group, self.record)
 
@@ -130,7 +155,7 @@ class ParallelMesh:
             timeout, device, options = self._timeout, None, None
             if self.backend == "nccl":
                 timeout, device = nccl_timeout(self._timeout), self.device
-                options = nccl_options(self._options.for_axis(axis.name), timeout)
+                options = nccl_options(self._options.for_axis(axis.name.removeprefix(self._label)), timeout)
             group = self._groups[key] = new_group(
                 key.owner, key.ranks, backend=self.backend, timeout=timeout, device=device, options=options
             )

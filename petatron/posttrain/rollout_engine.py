@@ -1,13 +1,16 @@
-"""`RolloutEngine`: the engine that draws answers, by the weights that are trained, in place and in their layout.
+"""`RolloutEngine`: the engine that draws answers, by the weights that are trained: in place, or in another layout (`handover/`).
 
 Its pages and captured steps take the memory that training leaves, so each round of drawing opens an engine and closes it, unless
-`--rollout-keep-engine` says that memory suffices for both: then only what was computed from former weights is forgotten.
+`--rollout-keep-engine` says that memory suffices for both: then only what was computed from former weights is forgotten. A round may be
+inside of another one, whose engine and weights it uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -18,13 +21,27 @@ from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
 from petatron.parallel.parallel_model import ParallelModel
+from petatron.posttrain.handover.drawing_model import open_drawing_model
+
+
+class EngineSeconds(NamedTuple):
+    """Seconds that rounds of drawing took so far, and those of handing weights over to another layout, which are not among them."""
+
+    draw: float
+    handover: float
+
+    def since(self, before: EngineSeconds) -> EngineSeconds:
+        return EngineSeconds(self.draw - before.draw, self.handover - before.handover)
 
 
 class RolloutEngine:
-    """Every rank calls its methods, and gets the same completions."""
+    """Every rank calls its methods, and gets the same completions. `iteration` returns that of the weights now."""
 
-    def __init__(self, run: RunConfig, model: ParallelModel, tokenizer: Tokenizer) -> None:
-        self._model, self._tokenizer, self._keep = model, tokenizer, run.rollout.rollout_keep_engine
+    def __init__(
+        self, run: RunConfig, model: ParallelModel, tokenizer: Tokenizer, *, iteration: Callable[[], int]
+    ) -> None:
+        self._tokenizer, self._keep = tokenizer, run.rollout.rollout_keep_engine
+        self._model = open_drawing_model(run, model, iteration=iteration)
         self._options = EngineOptions(
             max_sequences=run.rollout.rollout_sequences,
             max_length=run.model.seq_length + 1,
@@ -32,16 +49,28 @@ class RolloutEngine:
             exact=run.train.exact_rollouts,
         )
         self._engine: Engine | None = None
+        self._in_round, self._round_s = False, 0.0
+
+    @property
+    def seconds(self) -> EngineSeconds:
+        return EngineSeconds(self._round_s - self._model.handover_s, self._model.handover_s)
 
     @contextmanager
     def round(self) -> Iterator[None]:
         """Opens the engine for calls of `complete`, between which the weights stay: what it computed of a prefix is used again."""
+        if self._in_round:
+            yield
+            return
+        began = perf_counter()
         self._open()
+        self._in_round = True
         try:
             yield
         finally:
+            self._in_round = False
             if not self._keep:
                 self.close()
+            self._round_s += perf_counter() - began
 
     def complete(
         self, prompts: Sequence[Sequence[int]], params: Sequence[Sequence[SamplingParams]]
@@ -54,11 +83,13 @@ class RolloutEngine:
         if self._engine is not None:
             self._engine.release()
             self._engine = None
+        self._model.free()
 
     def _open(self) -> None:
+        model = self._model.load()
         if self._engine is not None:
             self._engine.forget_prefixes()
             return
-        if self._model.mesh.device.type == "cuda":
+        if model.mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # the engine asks the driver how much is free
-        self._engine = Engine(self._model, self._tokenizer, self._options)
+        self._engine = Engine(model, self._tokenizer, self._options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from petatron.base.errors import TrainError
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import get_logger
+from petatron.config.rollout_layout import draws_in_place
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import epoch_permutation
 from petatron.data.packed_segments import PackedSegment, make_segment_batch, pack_segments, uncounted_like
@@ -65,12 +66,18 @@ class RolloutLoader:
         self._rewards, self._state, self._log, self._iteration = rewards, state, log, iteration
         self._settings, self._multiple = run.rollout, micro_batch_multiple
         self.fingerprint = prompts.fingerprint
+        self.step_metrics: Mapping[str, float] = {}
 
     def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
         """Returns this rank's micro-batches of the answers of a step; draws those that are due."""
         ahead, iteration = self._settings.rollout_staleness, self._iteration()
+        began, before = time.perf_counter(), self._sampler.seconds
         while len(self._state.waiting) <= ahead:
             self._state.put(self._draw_steps(global_batch_size, iteration))
+        total_s, spent = time.perf_counter() - began, self._sampler.seconds.since(before)
+        self.step_metrics = {"draw s": spent.draw, "reward s": max(0.0, total_s - spent.draw - spent.handover)}
+        if not draws_in_place(self._run):
+            self.step_metrics = {**self.step_metrics, "hand-over s": spent.handover}
         return self._micro_batches(self._state.take())
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import MAX_SEED, SamplingParams
 from petatron.posttrain.prompts import Prompt
 from petatron.posttrain.rollout import Rollout
-from petatron.posttrain.rollout_engine import RolloutEngine
+from petatron.posttrain.rollout_engine import EngineSeconds, RolloutEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,10 @@ class RolloutSampler:
         settings = self._settings
         answers = self._complete(groups, settings.eval_rollouts, settings.eval_rollout_temperature, purpose="eval")
         return [[self._text(answer) for answer in of_group] for of_group in answers]
+
+    @property
+    def seconds(self) -> EngineSeconds:
+        return self._engine.seconds
 
     def close(self) -> None:
         self._engine.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -186,6 +186,8 @@ class TrainLoop:
             batches = self._next_batches()
         size = None if self._loaders.train.rows_are_samples else self._next_size()
         metrics = train_step(state, batches, self._instruments, num_samples=size)
+        if of_data := self._loaders.train.step_metrics:
+            metrics = replace(metrics, objective_metrics={**(metrics.objective_metrics or {}), **of_data})
         self._hooks.after_step(metrics)
         self._profiler.end(metrics.iteration)
         self._record_step(metrics)

@@ -1,11 +1,18 @@
-"""Rules about answers that a run draws itself: how many there are, and the room for them."""
+"""Rules about answers that a run draws itself: how many there are, the room for them, and the layout in which they are drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from petatron.base.errors import Problem
+from petatron.config.rollout_layout import chosen_sizes, draws_in_place, with_drawing_layout
+from petatron.config.schema.fields import flag_name
 from petatron.config.schema.run import RawRunConfig
+from petatron.config.setting_bounds_and_conflicts import divisors
+from petatron.validate.exact_rollouts import EXACT_ROLLOUTS_FLAG
+from petatron.validate.layer_kinds import check_recurrent_layers
+from petatron.validate.layout import check_layout, check_pipeline
 
 
 def check_rollouts(config: RawRunConfig) -> Iterator[Problem]:
@@ -24,3 +31,58 @@ def check_rollouts(config: RawRunConfig) -> Iterator[Problem]:
         flag = "--rampup-batch-size" if train.rampup_batch_size else "--step-batch-size-schedule"
         rule = "changes how many answers a step has, which are drawn for several"
         yield Problem(flag, "", rule, "Leave it out.")
+    yield from _drawing_layout(config)
+
+
+def _drawing_layout(config: RawRunConfig) -> Iterator[Problem]:
+    """Checks the layout of drawing by the rules of any layout; what is wrong with that of training is told by itself."""
+    chosen, world, model = chosen_sizes(config), config.parallel.world_size, config.model
+    if draws_in_place(config) or world is None or world < 1 or min(chosen.values(), default=1) < 1:
+        return
+    drawing = with_drawing_layout(config)
+    tp, pp = drawing.parallel.tensor_model_parallel_size, drawing.parallel.pipeline_model_parallel_size
+    if min(tp, pp) < 1:
+        return
+    if world % (tp * pp):
+        flag = next((name for name in chosen if name != "expert_model_parallel_size"), "tensor_model_parallel_size")
+        rule = f"makes tp {tp} x pp {pp} = {tp * pp}, which does not divide the {world} ranks"
+        fix = f"Use sizes whose product is {divisors(world)}."
+        yield Problem(flag_name(f"rollout_{flag}"), str(chosen.get(flag, tp)), rule, fix)
+        return
+    rules = (check_layout(drawing, require_training=False), check_pipeline(drawing), check_recurrent_layers(drawing))
+    of_training = (
+        check_layout(config, require_training=False),
+        check_pipeline(config),
+        check_recurrent_layers(config),
+    )
+    known = {(problem.where, problem.rule) for rule in of_training for problem in rule}
+    for problem in (problem for rule in rules for problem in rule):
+        # Steps of generation are padded to what sequence parallelism needs.
+        if (problem.where, problem.rule) not in known and problem.where != "--seq-length":
+            yield _about_drawing(problem, chosen)
+    changes_sums = tp != config.parallel.tensor_model_parallel_size
+    if config.train.exact_rollouts and changes_sums:
+        rule = f"adds partial sums in another order than training with {tp_of(config)}, so {EXACT_ROLLOUTS_FLAG} does not hold"
+        fix = f"Leave it out, or {EXACT_ROLLOUTS_FLAG}: then the difference is measured."
+        yield Problem("--rollout-tensor-model-parallel-size", str(tp), rule, fix)
+    if config.precision.fp8_format is not None and config.precision.fp8_recipe == "delayed":
+        rule = "scales by what was seen in the layout of training, and answers are drawn in another one"
+        fix = "Use tensorwise or blockwise, or draw in the layout of training."
+        yield Problem("--fp8-recipe", "delayed", rule, fix)
+    if model.adapter_base_format is not None:
+        rule = "holds frozen weights in blocks of the layout of training, and answers are drawn in another one"
+        yield Problem("--adapter-base-format", model.adapter_base_format, rule, "Draw in the layout of training.")
+
+
+def tp_of(config: RawRunConfig) -> str:
+    return f"--tensor-model-parallel-size {config.parallel.tensor_model_parallel_size}"
+
+
+def _about_drawing(problem: Problem, chosen: dict[str, int]) -> Problem:
+    """Returns a problem of a layout, with the flags that chose it."""
+    texts = [problem.where, problem.rule, problem.fix]
+    for name in chosen:
+        flag, ours = flag_name(name), flag_name(f"rollout_{name}")
+        texts = [text.replace(flag, ours) for text in texts]
+    where, rule, fix = texts
+    return replace(problem, where=where, rule=f"{rule} (while answers are drawn)", fix=fix)

@@ -16,6 +16,10 @@ LAYOUTS = {
     "--dp 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather": 2,
     "--dp 2 --data-parallel-sharding-strategy optim_grads_params": 2,
     "--tp 2 --pp 2 --dp 2 --sequence-parallel": 8,
+    "--tp 2 --pp 2 --sequence-parallel --rollout-tp 4 --rollout-pp 1": 4,
+    "--pp 2 --rollout-pp 1 --rollout-keep-engine": 2,
+    "--dp 2 --data-parallel-sharding-strategy optim_grads_params --rollout-tp 2": 2,
+    "--cp 2": 2,
 }
 
 

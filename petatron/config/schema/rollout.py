@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.numeric_bounds import Factor, IterationCount, PositiveCount, Seconds, SmallCount
+from petatron.config.schema.numeric_bounds import Factor, IterationCount, PositiveCount, RankCount, Seconds, SmallCount
 from petatron.config.schema.setting_metadata import Feature, used_with
 from petatron.config.schema.setting_types import FilePath
 
@@ -52,6 +52,13 @@ class RolloutConfig:
     rollout_keep_engine: Annotated[bool, _DRAWS] = False
     """Keep the cache of the engine, and its captured steps, while training: rounds of drawing begin sooner, and training has less
     memory."""
+    rollout_tensor_model_parallel_size: Annotated[RankCount, _DRAWS] | None = None
+    """Tensor-parallel ranks while answers are drawn; weights are handed over to this layout for each round of drawing. Unset, as are the
+    next two: that of training, where weights stay in place."""
+    rollout_pipeline_model_parallel_size: Annotated[RankCount, _DRAWS] | None = None
+    """Pipeline ranks while answers are drawn. All ranks that are left are data-parallel ones, which draw answers to other prompts."""
+    rollout_expert_model_parallel_size: Annotated[RankCount, _DRAWS] | None = None
+    """Expert-parallel ranks while answers are drawn."""
     eval_prompts: tuple[FilePath, ...] = ()
     """Files of prompts that are answered and rewarded in evaluations, and not trained on."""
     eval_rollouts: Annotated[PositiveCount, _EVALUATES] = 1

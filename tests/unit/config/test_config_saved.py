@@ -31,6 +31,7 @@ def test_every_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         "merge_file": "--vocab-file v",
         "sample_prompts": "--sample-interval 2 --tokenizer-type ByteTokenizer",
         "eval_tasks": "--eval-tasks-interval 2 --tokenizer-type ByteTokenizer",
+        "rollout_prompts": "--global-batch-size 8 --max-answer-tokens 16",
     }.get(name, "").split()
     source = [word for word in MOCK if word != "--mock-data"]
     run = reloaded(tmp_path, [*source, info.flag, "some/where", *more])
